@@ -1,0 +1,174 @@
+"""What a robot sends and what it gets back. Knows nothing of bytes, models or servers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Image = NDArray[np.uint8]  # [height, width, 3], RGB, upright as a person would see it
+
+
+def _check_image(name: str, image: Image) -> None:
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+        raise ValueError(
+            f"{name} must be uint8 [height, width, 3], got {image.dtype} {list(image.shape)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One camera frame and the instruction the robot is following.
+
+    `cameras` holds further views by name; `state` is whatever the robot reports of itself.
+    """
+
+    image: Image
+    instruction: str
+    cameras: Mapping[str, Image] = field(default_factory=dict)
+    state: NDArray[np.float32] | None = None  # [state_dim]
+
+    def __post_init__(self) -> None:
+        _check_image("image", self.image)
+        for name, image in self.cameras.items():
+            _check_image(f"cameras[{name!r}]", image)
+        state = self.state
+        if state is not None and (state.dtype != np.float32 or state.ndim != 1):
+            raise ValueError(f"state must be float32 [state_dim], got {state.dtype} {state.shape}")
+        if state is not None and not np.isfinite(state).all():
+            raise ValueError("state must be finite, got NaN or infinity")
+
+
+@dataclass(frozen=True)
+class ActOptions:
+    """How one observation is to be answered; every field may be left to the server.
+
+    `deadline_ms` counts from the arrival of the request: a later answer is worthless to the caller.
+    `decoding` names a preset of the server, `radius` overrides its acceptance radius in bins.
+    """
+
+    session_id: str | None = None
+    deadline_ms: float | None = None
+    statistics_key: str | None = None
+    decoding: str | None = None
+    radius: int | None = None
+    want_trace: bool = False
+
+
+@dataclass(frozen=True)
+class StageTimings:
+    """Milliseconds spent on one action, by stage; 0 for a stage that did not happen.
+
+    `total_ms` is the server's time from the last byte in to the first byte out;
+    `round_trip_ms` is what the client measured around the whole call.
+    """
+
+    wire_ms: float = 0.0
+    queue_ms: float = 0.0
+    prepare_ms: float = 0.0  # image and prompt
+    vision_ms: float = 0.0  # towers and projector
+    prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0  # every target pass after the prefill, width 1 included
+    commit_ms: float = 0.0
+    finish_ms: float = 0.0  # tokens to robot units
+    total_ms: float = 0.0
+    round_trip_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """One target pass and the draft tree it checked, as parallel tuples over nodes.
+
+    Node 0 is the root: the last committed token (in the prefill, the last prompt token), not a
+    guess. `path` lists the accepted nodes from a child of the root downwards.
+    """
+
+    is_prefill: bool
+    tokens: tuple[int, ...]  # [node]
+    parents: tuple[int, ...]  # [node], -1 for the root
+    sources: tuple[str, ...]  # [node], which draft source guessed it; "" for the root
+    predictions: tuple[int, ...]  # [node], the target's greedy token after each node
+    path: tuple[int, ...]
+    bonus: int  # the target's own token after the path
+    draft_ms: float = 0.0
+    pass_ms: float = 0.0
+
+    @property
+    def accepted_length(self) -> int:
+        """Drafted tokens kept in this pass."""
+        return len(self.path)
+
+    @property
+    def committed_length(self) -> int:
+        """Accepted length + 1, the tau of the papers."""
+        return len(self.path) + 1
+
+
+@dataclass(frozen=True)
+class DecodeTrace:
+    """Everything that happened while one action was decoded."""
+
+    method: str
+    tokens: tuple[int, ...]  # executed
+    predicted: tuple[int, ...]  # the target's greedy token at each position, given those executed
+    margins: tuple[float, ...]  # gap between the two largest logits at each position
+    passes: tuple[PassTrace, ...]
+    guard: str = ""  # why the never-slower guard chose this method; empty when it did not act
+
+    @property
+    def num_passes(self) -> int:
+        """Target forwards, the prefill included."""
+        return len(self.passes)
+
+    @property
+    def accepted_lengths(self) -> tuple[int, ...]:
+        """Drafted tokens kept, pass by pass."""
+        return tuple(one.accepted_length for one in self.passes)
+
+    @property
+    def relaxed_share(self) -> float:
+        """Share of the executed tokens that differ from the target's greedy choice."""
+        if not self.tokens:
+            return 0.0
+        pairs = zip(self.tokens, self.predicted, strict=True)
+        return sum(executed != own for executed, own in pairs) / len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class ActionChunk:
+    """Actions to execute in order, in the robot's own units.
+
+    float64, because that is what OpenVLA's own un-normalisation yields and peers compare to the
+    byte.
+    """
+
+    actions: NDArray[np.float64]  # [step, action_dim]
+    timings: StageTimings = field(default_factory=StageTimings)
+    trace: DecodeTrace | None = None
+
+    def __post_init__(self) -> None:
+        if self.actions.dtype != np.float64 or self.actions.ndim != 2:
+            raise ValueError(
+                "actions must be float64 [step, action_dim], "
+                f"got {self.actions.dtype} {list(self.actions.shape)}"
+            )
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server says about itself before the first observation."""
+
+    policy: str
+    action_dim: int
+    chunk_length: int
+    statistics_keys: tuple[str, ...]
+    default_statistics_key: str | None
+    image_height: int
+    image_width: int
+    image_chain: str  # what the server does to a frame: see `image_chains`
+    image_chains: tuple[str, ...]
+    decoding: str
+    decoding_methods: tuple[str, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,47 @@
+"""What the server needs from a policy, and nothing more."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+
+
+class Session(Protocol):
+    """What a policy remembers of one robot between frames.
+
+    The server keeps it, hands it back with the robot's next frame and never looks inside.
+    """
+
+
+@dataclass(frozen=True)
+class ActRequest:
+    """One observation to answer, with the memory of the robot it came from."""
+
+    observation: Observation
+    session: Session
+    options: ActOptions = field(default_factory=ActOptions)
+
+
+class Policy(Protocol):
+    """Maps observations to the actions that follow them.
+
+    `check` and `open_session` may be called from any thread; `act` and `warm_up` only from the
+    one policy thread.
+    """
+
+    @property
+    def info(self) -> ServerInfo:
+        """What this policy is and which options it takes."""
+
+    def open_session(self) -> Session:
+        """Return the memory of a robot that has just started an episode."""
+
+    def check(self, observation: Observation, options: ActOptions) -> None:
+        """Raise `RequestRefused` for what `act` could not answer; cheap, touches no model."""
+
+    def warm_up(self) -> None:
+        """Do once what would make the first answer slow."""
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+        """Answer a batch, in order. Blocking. No two requests share a session."""

@@ -1,0 +1,62 @@
+"""A policy with no model, for trying the server and its clients without a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_policies.base import ActRequest, Session
+from deft_policies.errors import UnknownDecoding, UnknownStatisticsKey
+
+
+def _stay_still() -> NDArray[np.float64]:
+    return np.zeros((1, 7), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class ConstantSession:
+    """A robot that this policy remembers nothing of."""
+
+
+@dataclass(frozen=True, eq=False)
+class ConstantPolicy:
+    """Answers every observation with the same actions."""
+
+    actions: NDArray[np.float64] = field(default_factory=_stay_still)
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server advertises."""
+        return ServerInfo(
+            policy="constant",
+            action_dim=self.actions.shape[1],
+            chunk_length=self.actions.shape[0],
+            statistics_keys=("constant",),
+            default_statistics_key="constant",
+            image_height=224,
+            image_width=224,
+            image_chain="none",
+            image_chains=("none",),
+            decoding="constant",
+            decoding_methods=("constant",),
+        )
+
+    def open_session(self) -> Session:
+        """Return a memory with nothing in it."""
+        return ConstantSession()
+
+    def check(self, observation: Observation, options: ActOptions) -> None:
+        """Refuse a statistics key or decoding method that is not `constant`."""
+        if options.statistics_key not in (None, "constant"):
+            raise UnknownStatisticsKey(options.statistics_key, ("constant",))
+        if options.decoding not in (None, "constant"):
+            raise UnknownDecoding(options.decoding, ("constant",))
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+        """Return the fixed actions."""
+        return [ActionChunk(self.actions) for _ in batch]

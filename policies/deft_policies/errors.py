@@ -1,0 +1,52 @@
+"""Exceptions of the policies.
+
+PolicyError
+├── RequestRefused        the caller asked for something this policy does not do
+│   ├── UnknownStatisticsKey
+│   ├── UnknownDecoding
+│   └── UnusableObservation
+├── CheckpointError       files that cannot be loaded; the message names the file and the fix
+└── DeviceError           the device cannot do it: memory, dtype, missing library
+"""
+
+from collections.abc import Sequence
+
+
+class PolicyError(Exception):
+    """Base class of everything a policy raises on purpose."""
+
+
+class RequestRefused(PolicyError):
+    """The caller asked for something this policy does not do. `field` names the culprit."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class UnknownStatisticsKey(RequestRefused):
+    """There are no action statistics under that key; the message lists those there are."""
+
+    def __init__(self, key: str | None, known: Sequence[str]) -> None:
+        asked = "no statistics_key was given" if key is None else f"unknown statistics_key {key!r}"
+        super().__init__("statistics_key", f"{asked}; known keys: {', '.join(known) or 'none'}")
+        self.known = tuple(known)
+
+
+class UnknownDecoding(RequestRefused):
+    """There is no decoding method of that name; the message lists those there are."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__("decoding", f"unknown decoding {name!r}; known: {', '.join(known)}")
+
+
+class UnusableObservation(RequestRefused):
+    """The observation is well formed, but not what this policy was trained to see."""
+
+
+class CheckpointError(PolicyError):
+    """Files that cannot be loaded; the message names the file and the fix."""
+
+
+class DeviceError(PolicyError):
+    """The device cannot do what was asked: memory, dtype or a missing library."""

@@ -1,0 +1,42 @@
+"""`deft`: one command with a subcommand per job, each imported only when it is asked for."""
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the module whose `main(arguments)` returns an exit code, and its help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command("deft_server.serve", "answer observations over HTTP and WebSocket"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given or given[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    command = COMMANDS.get(given[0])
+    if command is None:
+        print(f"deft: unknown command {given[0]!r}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    return int(import_module(command.module).main(given[1:]))
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    return (
+        "usage: deft COMMAND [options]\n\n" + "\n".join(lines) + "\n\ndeft COMMAND --help for more"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
