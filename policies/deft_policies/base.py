@@ -38,7 +38,7 @@ class Policy(Protocol):
         """Return the memory of a robot that has just started an episode."""
 
     def check(self, observation: Observation, options: ActOptions) -> None:
-        """Raise `RequestRefused` for what `act` could not answer; cheap, touches no model."""
+        """Raise `RequestError` for what `act` could not answer; cheap, touches no model."""
 
     def warm_up(self) -> None:
         """Do once what would make the first answer slow."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_policies.base import ActRequest, Session
-from deft_policies.errors import UnknownDecoding, UnknownStatisticsKey
+from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 
 def _stay_still() -> NDArray[np.float64]:
@@ -50,9 +50,9 @@ class ConstantPolicy:
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Refuse a statistics key or decoding method that is not `constant`."""
         if options.statistics_key not in (None, "constant"):
-            raise UnknownStatisticsKey(options.statistics_key, ("constant",))
+            raise UnknownStatisticsKeyError(options.statistics_key, ("constant",))
         if options.decoding not in (None, "constant"):
-            raise UnknownDecoding(options.decoding, ("constant",))
+            raise UnknownDecodingError(options.decoding, ("constant",))
 
     def warm_up(self) -> None:
         """Nothing to warm."""

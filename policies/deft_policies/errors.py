@@ -1,10 +1,10 @@
 """Exceptions of the policies.
 
 PolicyError
-├── RequestRefused        the caller asked for something this policy does not do
-│   ├── UnknownStatisticsKey
-│   ├── UnknownDecoding
-│   └── UnusableObservation
+├── RequestError        the caller asked for something this policy does not do
+│   ├── UnknownStatisticsKeyError
+│   ├── UnknownDecodingError
+│   └── UnusableObservationError
 ├── CheckpointError       files that cannot be loaded; the message names the file and the fix
 └── DeviceError           the device cannot do it: memory, dtype, missing library
 """
@@ -16,7 +16,7 @@ class PolicyError(Exception):
     """Base class of everything a policy raises on purpose."""
 
 
-class RequestRefused(PolicyError):
+class RequestError(PolicyError):
     """The caller asked for something this policy does not do. `field` names the culprit."""
 
     def __init__(self, field: str, message: str) -> None:
@@ -24,7 +24,7 @@ class RequestRefused(PolicyError):
         self.field = field
 
 
-class UnknownStatisticsKey(RequestRefused):
+class UnknownStatisticsKeyError(RequestError):
     """There are no action statistics under that key; the message lists those there are."""
 
     def __init__(self, key: str | None, known: Sequence[str]) -> None:
@@ -33,14 +33,14 @@ class UnknownStatisticsKey(RequestRefused):
         self.known = tuple(known)
 
 
-class UnknownDecoding(RequestRefused):
+class UnknownDecodingError(RequestError):
     """There is no decoding method of that name; the message lists those there are."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         super().__init__("decoding", f"unknown decoding {name!r}; known: {', '.join(known)}")
 
 
-class UnusableObservation(RequestRefused):
+class UnusableObservationError(RequestError):
     """The observation is well formed, but not what this policy was trained to see."""
 
 

@@ -13,7 +13,7 @@ from deft_policies.decoding.vocabulary import TokenRange
 class Prompts:
     """What a batch of actions starts from, ready for the decoder. Right-padded.
 
-    `features` are the nearest-neighbour key of the frame (pooled visual features), if there are any.
+    `features`, if any, are the nearest-neighbour key of the frame (pooled visual features).
     """
 
     embeds: Tensor  # [row, position, width]
