@@ -1,0 +1,23 @@
+"""Exceptions of the training package.
+
+TrainingError
+├── ConfigError       a configuration that cannot be used; the message names the key
+├── DataError         demonstrations, recordings or feature shards that cannot be read
+└── ResumeError       a run directory that does not belong to this configuration
+"""
+
+
+class TrainingError(Exception):
+    """Base class of everything the training package raises on purpose."""
+
+
+class ConfigError(TrainingError):
+    """A configuration that cannot be used; the message names the key and what was expected."""
+
+
+class DataError(TrainingError):
+    """Training data that cannot be used; the message names the file and the fix."""
+
+
+class ResumeError(TrainingError):
+    """A run directory that was written by another configuration or code version."""

@@ -1,0 +1,116 @@
+"""Optimisers and learning-rate schedules. Knows parameters, nothing of what they belong to."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Coefficients of the quintic Newton-Schulz iteration: they drive every singular value towards 1
+# in five sweeps, without the cost of a singular value decomposition.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Rates and decay. `muon_rate` 0 trains everything with AdamW."""
+
+    rate: float = 5e-5
+    muon_rate: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    warm_up_steps: int = 2000
+    final_fraction: float = 0.0  # of the peak rate, reached at the last step
+    decay_from: float = 0.0  # fraction of the run after which the rate starts to fall
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix updates are orthogonalised. For 2-D weights only."""
+
+    def __init__(
+        self, weights: Iterable[Tensor], rate: float, momentum: float = 0.95, decay: float = 0.0
+    ) -> None:
+        super().__init__(list(weights), {"lr": rate, "momentum": momentum, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every weight that has a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    update = self._smooth(weight, weight.grad, group["momentum"])
+                    # A tall matrix moves as far per entry as a square one.
+                    scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
+                    weight.mul_(1 - group["lr"] * group["decay"])
+                    weight.add_(orthogonalise(update), alpha=-group["lr"] * scale)
+
+    def _smooth(self, weight: Tensor, gradient: Tensor, momentum: float) -> Tensor:
+        state = self.state[weight]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(weight)
+        buffer: Tensor = state["momentum"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum)
+
+
+def orthogonalise(matrix: Tensor, sweeps: int = 5) -> Tensor:
+    """The nearest semi-orthogonal matrix, approximately: singular values end within 0.7..1.2."""
+    a, b, c = _QUINTIC
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x: Tensor = matrix if wide else matrix.T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(sweeps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.T
+
+
+def build_optimizers(module: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices when it is asked for, AdamW for all the rest."""
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    hidden = [one for name, one in trained if config.muon_rate and _is_hidden(name, one)]
+    chosen = {id(one) for one in hidden}
+    rest = [one for _, one in trained if id(one) not in chosen]
+    first, second = config.betas
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            rest, lr=config.rate, betas=(first, second), weight_decay=config.weight_decay
+        )
+    ]
+    if hidden:
+        optimizers.append(Muon(hidden, config.muon_rate, decay=config.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
+
+
+def _is_hidden(name: str, weight: Tensor) -> bool:
+    return weight.ndim == 2 and "embed" not in name and "head" not in name
+
+
+def set_rate(
+    optimizers: Iterable[torch.optim.Optimizer], config: OptimizerConfig, step: int, steps: int
+) -> float:
+    """Set every group's rate for this step; return the fraction of the peak."""
+    fraction = rate_fraction(config, step, steps)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * fraction
+    return fraction
+
+
+def rate_fraction(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Linear warm-up, a plateau, then a linear fall to `final_fraction`."""
+    warm = min(1.0, (step + 1) / max(1, config.warm_up_steps))
+    start = config.decay_from * steps
+    if step <= start or math.isclose(start, steps):
+        return warm
+    fall = (step - start) / max(1.0, steps - start)
+    return warm * (1.0 - (1.0 - config.final_fraction) * min(1.0, fall))
+
+
+def clip_gradients(module: nn.Module, limit: float) -> float:
+    """Scale all gradients so that their joint norm is at most `limit`; return the norm before."""
+    return float(nn.utils.clip_grad_norm_(module.parameters(), limit or math.inf))

@@ -1,0 +1,131 @@
+"""A training run on disk: configuration, metrics and the state to resume from.
+
+Everything is written beside its final name and then renamed, so that a killed run leaves either
+the old state or the new one, never half of it.
+"""
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deft_draft_training.errors import ResumeError
+
+_CONFIG, _STATE, _METRICS = "config.json", "state.pt", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class RunDirectory:
+    """Owns one directory; refuses one that another configuration wrote."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        stored = path / _CONFIG
+        wanted = json.loads(json.dumps(config))
+        if stored.exists():
+            self._compare(json.loads(stored.read_text()), wanted)
+        else:
+            write_atomically(stored, json.dumps(wanted, indent=2).encode())
+
+    def _compare(self, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+        keys = [key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)]
+        if keys:
+            raise ResumeError(
+                f"{self.path} was started with another configuration; these differ: "
+                f"{', '.join(sorted(keys))}. Choose another directory, or remove this one"
+            )
+
+    def save(
+        self,
+        progress: Progress,
+        module: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Store all that the next step depends on, random generators included."""
+        state = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "module": module.state_dict(),
+            "optimizers": [one.state_dict() for one in optimizers],
+            "extra": dict(extra or {}),
+            "torch_rng": torch.get_rng_state(),
+            "numpy_rng": json.dumps(_numpy_state()),
+            "python_rng": json.dumps(random.getstate()),
+        }
+        partial = self.path / f"{_STATE}.{os.getpid()}"
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.path / _STATE)
+
+    def load(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[Progress, dict[str, Tensor]]:
+        """Restore the newest state, or report that the run starts at step 0."""
+        path = self.path / _STATE
+        if not path.exists():
+            return Progress(), {}
+        state = torch.load(path, weights_only=True)
+        module.load_state_dict(state["module"])
+        for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        torch.set_rng_state(state["torch_rng"])
+        _restore_numpy(json.loads(state["numpy_rng"]))
+        version, internal, gauss = json.loads(state["python_rng"])
+        random.setstate((version, tuple(internal), gauss))
+        progress = Progress(state["step"], state["samples"])
+        self._cut_metrics(progress.step)
+        return progress, state["extra"]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line of metrics."""
+        with (self.path / _METRICS).open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def metrics(self) -> list[dict[str, float]]:
+        """All lines written so far, in order."""
+        path = self.path / _METRICS
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def _cut_metrics(self, step: int) -> None:
+        """Forget what a killed run logged after its last state: those steps happen again."""
+        kept = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
+        write_atomically(self.path / _METRICS, "".join(f"{one}\n" for one in kept).encode())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _numpy_state() -> list[Any]:
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return [name, np.asarray(keys).tolist(), position, has_gauss, gauss]
+
+
+def _restore_numpy(stored: list[Any]) -> None:
+    name, keys, position, has_gauss, gauss = stored
+    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
