@@ -1,0 +1,102 @@
+"""Which assets an environment uses: LIBERO's real ones where they lie, else our stand-ins.
+
+Nothing is ever downloaded. The label names the choice in every result, because success rates on
+different assets must not be compared.
+"""
+
+import hashlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from deft_client.libero.errors import AssetsError, SimulatorMissingError
+
+
+class AssetsKind(Enum):
+    """REAL are LIBERO's meshes and textures, STAND_IN our primitives."""
+
+    REAL = "real"
+    STAND_IN = "stand-in"
+
+
+@dataclass(frozen=True)
+class Assets:
+    """A folder of assets and what it holds; `version` changes whenever a description does."""
+
+    kind: AssetsKind
+    folder: Path
+    version: str
+
+    @property
+    def label(self) -> str:
+        """How results and reports name it, e.g. `stand-in 3f9a01c2`."""
+        return f"{self.kind.value} {self.version}"
+
+
+REQUIRED_FOLDERS = (
+    "scenes",
+    "stable_hope_objects",
+    "stable_scanned_objects",
+    "turbosquid_objects",
+    "articulated_objects",
+)
+
+
+def libero_folder() -> Path:
+    """LIBERO's inner package folder, found without importing it (the import asks questions)."""
+    spec = importlib.util.find_spec("libero")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        inner = Path(location) / "libero"
+        if (inner / "bddl_files").is_dir():
+            return inner
+    raise SimulatorMissingError("LIBERO is not installed; run `make install-libero`")
+
+
+def find_assets(chosen: Path | None, cache: Path) -> Assets:
+    """The assets in `chosen`; without one, the real assets if LIBERO has them, else stand-ins."""
+    if chosen is not None:
+        return describe_assets(chosen)
+    for folder in _real_folders():
+        if all((folder / name).is_dir() for name in REQUIRED_FOLDERS):
+            return describe_assets(folder)
+    return stand_in_assets(cache)
+
+
+def stand_in_assets(cache: Path) -> Assets:
+    """Our own assets, generated into the cache on first use."""
+    from deft_client.libero.standins.build import build_in_cache
+
+    return describe_assets(build_in_cache(cache))
+
+
+def describe_assets(folder: Path) -> Assets:
+    """Check that a folder can serve as assets and name its version, or raise AssetsError."""
+    for name in REQUIRED_FOLDERS:
+        if not (folder / name).is_dir():
+            raise AssetsError(
+                f"{folder} is not a LIBERO assets folder: it has no readable {name}/. "
+                "Give the folder that holds scenes/, or leave it out to use the stand-ins"
+            )
+    marker = folder / "deft_stand_ins.txt"
+    try:
+        if marker.is_file():
+            return Assets(AssetsKind.STAND_IN, folder, marker.read_text("utf-8").strip())
+        return Assets(AssetsKind.REAL, folder, _digest(folder))
+    except OSError as error:
+        raise AssetsError(f"assets in {folder} cannot be read: {error}") from error
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.xml")):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _real_folders() -> list[Path]:
+    """Where LIBERO itself would look before it downloads anything."""
+    home = Path(os.path.expanduser("~"))
+    return [libero_folder() / "assets", home / ".cache" / "libero" / "assets"]

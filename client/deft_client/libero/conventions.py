@@ -1,0 +1,66 @@
+"""How LIBERO's numbers become what policies were trained on, and back. Pure functions only.
+
+The rules are those of the published evaluations: pictures are turned by half a turn, the robot
+state is position, axis-angle and finger positions, and the gripper has three dialects:
+
+    robosuite          -1 open, +1 close
+    training data       1 open,  0 close   (what OpenVLA's policies answer)
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.types import Image
+
+CONTROL_HZ = 20
+ACTION_DIM = 7  # three translations, three rotations, one gripper
+STATE_DIM = 8
+FRAME_SIZE = 256
+WAIT_STEPS = 10  # idle steps at the start of an episode, while objects fall into place
+OPEN, CLOSE = -1.0, 1.0  # robosuite's gripper values
+METRES_PER_UNIT = 0.05  # what an action of 1.0 asks of the controller
+RADIANS_PER_UNIT = 0.5
+
+
+def wait_action() -> NDArray[np.float64]:
+    """The action of the idle steps: no motion, gripper open."""
+    return np.array([0.0] * 6 + [OPEN])
+
+
+def upright(rendered: Image) -> Image:
+    """Turn a frame as OpenGL delivers it (first row at the bottom) by half a turn."""
+    return np.ascontiguousarray(rendered[::-1, ::-1])
+
+
+def axis_angle(quaternion_xyzw: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rotation vector of a unit quaternion; the sign of the quaternion is kept as it comes."""
+    w = min(max(float(quaternion_xyzw[3]), -1.0), 1.0)
+    sine = math.sqrt(1.0 - w * w)
+    if math.isclose(sine, 0.0):
+        return np.zeros(3)
+    return np.asarray(quaternion_xyzw[:3] * 2.0 * math.acos(w) / sine, dtype=np.float64)
+
+
+def robot_state(
+    position: NDArray[np.float64],
+    quaternion_xyzw: NDArray[np.float64],
+    fingers: NDArray[np.float64],
+) -> NDArray[np.float32]:
+    """The 8 numbers policies may read: gripper position, its axis-angle, two finger joints."""
+    return np.concatenate([position, axis_angle(quaternion_xyzw), fingers]).astype(np.float32)
+
+
+def to_robosuite(action: NDArray[np.float64]) -> NDArray[np.float64]:
+    """An action in the training data's dialect as the simulator wants it; the input is kept."""
+    converted = np.array(action, dtype=np.float64)
+    converted[-1] = -np.sign(2.0 * converted[-1] - 1.0)
+    return converted
+
+
+def from_robosuite(action: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The simulator's action in the training data's dialect; inverse of `to_robosuite`."""
+    converted = np.array(action, dtype=np.float64)
+    converted[-1] = (1.0 - np.sign(converted[-1])) / 2.0
+    return converted

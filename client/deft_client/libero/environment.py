@@ -1,0 +1,293 @@
+"""One LIBERO task as an environment: the only file that imports LIBERO, robosuite or MuJoCo.
+
+One environment per process at a time: OpenGL, numpy's global generator and LIBERO's module state
+are shared by the process. An episode's outcome depends on task, trial, seed and actions alone, not
+on what the process ran before. The simulator's imports happen when the first environment opens.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.libero import conventions
+from deft_client.libero.assets import Assets, AssetsKind, find_assets, libero_folder
+from deft_client.libero.cache import cache_folder, write_atomically
+from deft_client.libero.errors import AssetsError, SimulatorMissingError
+from deft_client.libero.graphics import Renderer, announce_renderer, find_renderer
+from deft_client.libero.init_states import load_initial_states
+from deft_client.libero.scene import Goal, Pose, Scene
+from deft_client.libero.suites import Task
+from deft_client.types import Image
+
+logger = logging.getLogger("deft_client.libero")
+
+_PIXELS_CHANGED_IN = (3, 3, 3)  # MuJoCo's rendering differs from this version on
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What a policy may see after a step: upright pictures and the robot's own state."""
+
+    image: Image  # agent view, uint8 [size, size, 3]
+    state: NDArray[np.float32]  # [8]: position, axis-angle, two finger joints
+    cameras: Mapping[str, Image] = field(default_factory=dict)  # {"wrist": ...} when asked for
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The frame after an action, and whether the task's goal holds now."""
+
+    frame: Frame
+    done: bool
+
+
+class Environment(Protocol):
+    """One task that can be tried from each of its recorded initial states."""
+
+    task: Task
+    num_trials: int
+
+    def reset(self, trial: int) -> Frame:
+        """Start an episode from that trial's initial state."""
+
+    def step(self, action: NDArray[np.float64]) -> StepResult:
+        """Execute one action of 7 robosuite values for 1/20 s of simulated time."""
+
+    def close(self) -> None:
+        """Free simulator and renderer; the environment is of no use afterwards."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """How environments are made; the same settings give the same episodes everywhere."""
+
+    seed: int = 0
+    frame_size: int = conventions.FRAME_SIZE
+    wrist_camera: bool = False
+    renderer: Renderer = Renderer.AUTO
+    assets_folder: Path | None = None  # None: the real ones if installed, else stand-ins
+    cache: Path | None = None  # None: $DEFT_CACHE_DIR, or a temporary folder
+
+
+def open_environment(
+    task: Task, settings: EnvironmentSettings | None = None
+) -> "LiberoEnvironment":
+    """Build a task's scene (about a second; the first time in a process several)."""
+    return LiberoEnvironment(task, settings or EnvironmentSettings())
+
+
+class LiberoEnvironment:
+    """A task of LIBERO in MuJoCo. Physics and pictures are apart: `advance` does not render."""
+
+    def __init__(self, task: Task, settings: EnvironmentSettings) -> None:
+        self.task = task
+        self.settings = settings
+        cache = cache_folder(settings.cache)
+        self._renderer = find_renderer(settings.renderer)
+        root = libero_folder()
+        self.assets = find_assets(settings.assets_folder, cache)
+        path = root / "init_files" / task.suite / task.initial_states_file
+        self.initial_states = load_initial_states(path)  # [trial, state]
+        self.num_trials = len(self.initial_states)
+        _prepare_process(cache, root, self._renderer)
+        self._control = _build(root / "bddl_files" / task.suite / task.bddl_file, self.assets)
+        self._inner: Any = self._control.env
+        self._inner._observables = {}  # frames are made here; robosuite's are slower and stale
+        self._camera: _Camera | None = None
+        if self._inner.sim.model.nq + self._inner.sim.model.nv + 1 != self.initial_states.shape[1]:
+            raise AssetsError(
+                f"{task.name}: with the assets in {self.assets.folder} a state has "
+                f"{self._inner.sim.model.nq + self._inner.sim.model.nv + 1} numbers, LIBERO's "
+                f"initial states have {self.initial_states.shape[1]}; the assets do not fit"
+            )
+
+    def reset(self, trial: int) -> Frame:
+        """Start an episode from that trial's recorded state; 10 idle steps usually follow."""
+        self.restart(trial)
+        return self.frame()
+
+    def restart(self, trial: int, state: NDArray[np.float64] | None = None) -> None:
+        """`reset` without a picture; `state` replaces the recorded one, fixtures stay the trial's.
+
+        Fixtures are placed by numpy's global generator, which is seeded here and put back after.
+        """
+        if not 0 <= trial < self.num_trials:
+            raise ValueError(f"{self.task.name} has trials 0 to {self.num_trials - 1}, got {trial}")
+        before = np.random.get_state()
+        np.random.seed((self.settings.seed, trial))
+        try:
+            with _quiet():
+                self._inner.reset()
+        finally:
+            np.random.set_state(before)
+        self._control.set_init_state(self.initial_states[trial] if state is None else state)
+
+    def step(self, action: NDArray[np.float64]) -> StepResult:
+        """Execute one action of 7 robosuite values, then look."""
+        done = self.advance(action)
+        return StepResult(self.frame(), done)
+
+    def advance(self, action: NDArray[np.float64]) -> bool:
+        """Execute one action without rendering; true while the task's goal holds."""
+        if action.shape != (conventions.ACTION_DIM,) or not np.isfinite(action).all():
+            raise ValueError(f"an action is 7 finite numbers, got {action!r}")
+        return bool(self._inner.step(action)[2])
+
+    def frame(self) -> Frame:
+        """What the cameras and the robot report now."""
+        if self._camera is None:
+            size, light = self.settings.frame_size, self.assets.kind is AssetsKind.STAND_IN
+            self._camera = _Camera(self._inner.sim, size, light)
+        image = self._camera.look("agentview")
+        wrist = self.settings.wrist_camera
+        cameras = {"wrist": self._camera.look("robot0_eye_in_hand")} if wrist else {}
+        return Frame(image, self.robot_state(), cameras)
+
+    def robot_state(self) -> NDArray[np.float32]:
+        """The 8 numbers of the robot itself, without rendering."""
+        data, robot = self._inner.sim.data, self._inner.robots[0]
+        w, x, y, z = data.get_body_xquat(robot.robot_model.eef_name)
+        fingers = np.array(data.qpos[robot._ref_gripper_joint_pos_indexes])
+        position = np.array(data.site_xpos[robot.eef_site_id])
+        return conventions.robot_state(position, np.array([x, y, z, w]), fingers)
+
+    def simulator_state(self) -> NDArray[np.float64]:
+        """Time, positions and velocities, as initial states are stored."""
+        return np.asarray(self._control.get_sim_state(), dtype=np.float64)
+
+    def scene(self) -> Scene:
+        """The privileged state, for the scripted expert and auxiliary losses only."""
+        inner, data = self._inner, self._inner.sim.data
+        fingers = data.qpos[inner.robots[0]._ref_gripper_joint_pos_indexes]
+        bodies = {
+            name: Pose(np.array(data.xpos[number]), np.array(data.xmat[number]).reshape(3, 3))
+            for name, number in inner.obj_body_id.items()
+        }
+        joints = {
+            joint: float(data.get_joint_qpos(joint))
+            for fixture in inner.fixtures_dict.values()
+            for joint in fixture.joints
+        }
+        regions = {name: self._site(name) for name in inner.object_sites_dict}
+        gripper = self._site(inner.sim.model.site_id2name(inner.robots[0].eef_site_id))
+        return Scene(gripper, float(fingers[0] - fingers[1]), bodies, joints, regions)
+
+    def goals(self) -> tuple[Goal, ...]:
+        """The predicates that must all hold for the episode to succeed."""
+        return tuple(Goal(*parts) for parts in self._inner.parsed_problem["goal_state"])
+
+    def close(self) -> None:
+        """Free simulator and renderer; the environment is of no use afterwards."""
+        if self._camera is not None:
+            self._camera.close()
+            self._camera = None
+        self._control.close()
+
+    def _site(self, name: str) -> Pose:
+        data, number = self._inner.sim.data, self._inner.sim.model.site_name2id(name)
+        position = np.array(data.site_xpos[number])
+        return Pose(position, np.array(data.site_xmat[number]).reshape(3, 3))
+
+
+class _Camera:
+    """Renders a simulation. `light` leaves out what costs most in software: see docs/assets.md."""
+
+    def __init__(self, sim: Any, size: int, light: bool) -> None:
+        import mujoco
+
+        self._model, self._data = sim.model._model, sim.data._data
+        if light:
+            self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
+            self._model.vis.quality.offsamples = 0
+        self._renderer = mujoco.Renderer(self._model, size, size)
+        self._options = mujoco.MjvOption()
+        self._options.geomgroup[0] = 0  # collision shapes stay invisible
+        self._options.geomgroup[1] = 1
+        if light:
+            for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
+                self._renderer.scene.flags[flag] = 0
+
+    def look(self, name: str) -> Image:
+        """The camera's picture, turned as policies expect it."""
+        self._renderer.update_scene(self._data, name, self._options)
+        # The renderer hands out rows from the top, robosuite from the bottom.
+        return conventions.upright(self._renderer.render()[::-1])
+
+    def close(self) -> None:
+        """Free the OpenGL context."""
+        self._renderer.close()
+
+
+def _prepare_process(cache: Path, libero: Path, renderer: Renderer) -> None:
+    """Settle everything the simulator reads at import: graphics, caches, configuration."""
+    announce_renderer(renderer)
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache / "numba"))
+    os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
+    if "LIBERO_CONFIG_PATH" not in os.environ:
+        # LIBERO asks on stdin for what this file answers, and would write it to the home folder.
+        folder = cache / "libero_config"
+        folder.mkdir(exist_ok=True)
+        lines = f"bddl_files: {libero / 'bddl_files'}\ninit_states: {libero / 'init_files'}\n"
+        write_atomically(folder / "config.yaml", lines.encode())
+        os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+    if "robosuite" not in sys.modules:
+        # robosuite looks for private macros, warns on the terminal when there are none, and
+        # overrides MUJOCO_GL unless they tell it not to.
+        macros = types.ModuleType("robosuite.macros_private")
+        macros.__dict__["MUJOCO_GPU_RENDERING"] = False
+        sys.modules["robosuite.macros_private"] = macros
+
+
+def _build(bddl_file: Path, assets: Assets) -> Any:
+    """LIBERO's own wrapper around the scene, without any of its renderers."""
+    try:
+        with _quiet():
+            import libero.libero
+            from libero.libero.envs.env_wrapper import ControlEnv
+    except ImportError as error:
+        raise SimulatorMissingError(f"{error}; run `make install-libero`") from error
+    _warn_of_pixels(assets)
+    libero.libero._assets_path_cache = str(assets.folder)
+    try:
+        with _quiet():
+            return ControlEnv(
+                bddl_file_name=str(bddl_file),
+                has_renderer=False,
+                has_offscreen_renderer=False,
+                use_camera_obs=False,
+                hard_reset=False,
+                ignore_done=True,
+            )
+    except OSError as error:
+        raise AssetsError(
+            f"{bddl_file.stem}: {error}; the {assets.label} assets in {assets.folder} lack it"
+        ) from error
+
+
+def _warn_of_pixels(assets: Assets) -> None:
+    import mujoco
+
+    version = tuple(int(part) for part in mujoco.__version__.split(".")[:3])
+    if assets.kind is AssetsKind.REAL and version >= _PIXELS_CHANGED_IN:
+        logger.warning(
+            "MuJoCo %s renders differently from 3.3.2, with which published checkpoints were "
+            "trained; for comparable success rates install mujoco==3.3.2",
+            mujoco.__version__,
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the simulator's prints from the terminal; its exceptions pass."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
