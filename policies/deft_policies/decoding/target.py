@@ -60,14 +60,21 @@ class TargetModel(Protocol):
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, [..., width]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The language-model head over `vocabulary`, float32, [..., vocabulary]."""
+    def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
+        """The language-model head, float32, [..., vocabulary].
 
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
+        Over `vocabulary`, or over `tokens` alone (a part of it: what a draft head asks for, so that
+        it does not read rows it will not use); column i is then token `tokens.first + i`.
+        """
+
+    def prefill(
+        self, prompts: Prompts, tree: DraftTree, needs_features: bool
+    ) -> tuple[Scores, PromptFeatures | None]:
         """Run the prompts with the tree's guesses riding behind them, in one pass.
 
         Node 0 is the last prompt token: its scores are the prompt's own next-token scores. The
-        prompt's rows are committed, the other nodes wait for `commit`.
+        prompt's rows are committed, the other nodes wait for `commit`. Features cost the last
+        layer on every prompt position, so they are None unless something needs them.
         """
 
     def score(self, tree: DraftTree) -> Scores:
