@@ -1,0 +1,226 @@
+"""Episodes on disk: one append-only file per episode, readable up to its last whole step.
+
+A file is a signature followed by records. A record is its length and checksum (both u32,
+little-endian) and then a msgpack map whose `kind` is `header`, `step` or `end`. Each record is
+written with a single call, so a killed process leaves at most one cut-off record behind, and
+reading stops there. Steps hold the same bytes that cross the network, see `wire`.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO
+
+import msgpack
+
+from deft_client.errors import DeftError, WireError
+from deft_client.images import JPEG_QUALITY, ImageEncoding
+from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.wire import (
+    ActMessage,
+    WireLimits,
+    decode_answer,
+    decode_request,
+    encode_answer,
+    encode_request,
+)
+from deft_client.wire_fields import FieldReader
+
+SUFFIX = ".deftrec"
+SIGNATURE = b"DEFTREC1"
+MAX_RECORD_BYTES = 64 * 1024 * 1024
+_PREFIX = struct.Struct("<II")  # length and CRC-32 of what follows
+_LIMITS = WireLimits(max_bytes=MAX_RECORD_BYTES)
+
+
+class RecordingError(DeftError):
+    """A file that is not a recording, or one whose steps cannot be used; the message names it."""
+
+
+class Ending(Enum):
+    """How a recording ends."""
+
+    CLOSED = "closed"  # the episode ended and its last record says so
+    CUT_OFF = "cut off"  # the writer was killed, or is still writing
+    DAMAGED = "damaged"  # a checksum is wrong; what comes after it is not read
+
+
+@dataclass(frozen=True)
+class EpisodeHeader:
+    """Who was driven by what, from when on."""
+
+    session_id: str
+    started_at: float  # Unix time
+    policy: str = ""
+    caller: str = ""  # the name of the API key, never the key
+    part: int = 0  # a long episode is continued in a next file
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """One observation and how it was answered."""
+
+    index: int
+    at_s: float  # since the episode started, by a clock that never jumps
+    observation: Observation
+    options: ActOptions
+    chunk: ActionChunk
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """A whole recording in memory."""
+
+    path: Path
+    header: EpisodeHeader
+    steps: tuple[RecordedStep, ...]
+    ending: Ending
+
+
+def encode_header(header: EpisodeHeader) -> bytes:
+    """Return the start of a file: signature and header record."""
+    return SIGNATURE + _record({"kind": "header", **vars(header), "details": dict(header.details)})
+
+
+def encode_step(
+    step: RecordedStep, encoding: ImageEncoding = ImageEncoding.PNG, quality: int = JPEG_QUALITY
+) -> bytes:
+    """Return one step as a record. JPEG is smaller and changes the pixels; PNG does not."""
+    message = ActMessage(step.observation, step.options)
+    return _record(
+        {
+            "kind": "step",
+            "index": step.index,
+            "at_s": step.at_s,
+            "request": encode_request(message, encoding, quality),
+            "answer": encode_answer(step.chunk),
+        }
+    )
+
+
+def encode_end(reason: str) -> bytes:
+    """Return the record that closes an episode."""
+    return _record({"kind": "end", "reason": reason})
+
+
+def find_episodes(root: Path) -> list[Path]:
+    """Return the recordings under a directory (or the one file given), oldest first by name."""
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise RecordingError(f"{root}: no such recording or directory")
+    return sorted(root.rglob(f"*{SUFFIX}"))
+
+
+def read_episode(path: Path) -> Episode:
+    """Read a recording up to its last whole step."""
+    with path.open("rb") as file:
+        header = _read_header(file, path)
+        reader = StepReader(file, path)
+        return Episode(path, header, tuple(reader), reader.ending)
+
+
+def iterate_steps(path: Path) -> Iterator[RecordedStep]:
+    """Yield the steps of a recording one by one, for files larger than memory."""
+    with path.open("rb") as file:
+        _read_header(file, path)
+        yield from StepReader(file, path)
+
+
+def read_header(path: Path) -> EpisodeHeader:
+    """Read only the header of a recording."""
+    with path.open("rb") as file:
+        return _read_header(file, path)
+
+
+class StepReader:
+    """Iterates over the steps that follow a header; `ending` is known when it is exhausted."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.ending = Ending.CUT_OFF
+        self._file = file
+        self._path = path
+
+    def __iter__(self) -> Iterator[RecordedStep]:
+        while True:
+            payload = _read_payload(self._file)
+            if isinstance(payload, Ending):
+                self.ending = payload
+                return
+            step = _read_step(_fields(payload, self._path), self._path)
+            if step is None:
+                self.ending = Ending.CLOSED
+                return
+            yield step
+
+
+def _record(entries: Mapping[str, object]) -> bytes:
+    payload: bytes = msgpack.packb(entries)
+    return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _read_payload(file: BinaryIO) -> bytes | Ending:
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        return Ending.CUT_OFF
+    length, checksum = _PREFIX.unpack(prefix)
+    if length > MAX_RECORD_BYTES:
+        return Ending.DAMAGED
+    payload = file.read(length)
+    if len(payload) < length:
+        return Ending.CUT_OFF
+    return payload if zlib.crc32(payload) == checksum else Ending.DAMAGED
+
+
+def _fields(payload: bytes, path: Path) -> FieldReader:
+    try:
+        return FieldReader(msgpack.unpackb(payload), _LIMITS)
+    except (ValueError, TypeError, WireError) as error:
+        raise RecordingError(f"{path}: a record is not readable: {error}") from error
+
+
+def _read_header(file: BinaryIO, path: Path) -> EpisodeHeader:
+    if file.read(len(SIGNATURE)) != SIGNATURE:
+        raise RecordingError(f"{path}: not a recording (it does not start with {SIGNATURE!r})")
+    payload = _read_payload(file)
+    if isinstance(payload, Ending):
+        raise RecordingError(f"{path}: the header is {payload.value}; there is nothing to read")
+    fields = _fields(payload, path)
+    try:
+        fields.choice("kind", ("header",))
+        return EpisodeHeader(
+            session_id=fields.name("session_id"),
+            started_at=fields.number("started_at"),
+            policy=fields.name("policy"),
+            caller=fields.name("caller"),
+            part=fields.integer("part", 0, 2**31),
+            details=_texts(fields.child("details")),
+        )
+    except WireError as error:
+        raise RecordingError(f"{path}: the header is unusable: {error}") from error
+
+
+def _texts(fields: FieldReader) -> dict[str, str]:
+    most = fields.limits.max_instruction_chars
+    return {name: fields.text(name, most) for name in fields.names_left()}
+
+
+def _read_step(fields: FieldReader, path: Path) -> RecordedStep | None:
+    """Return the step in a record, or None where the record ends the episode."""
+    try:
+        if fields.choice("kind", ("step", "end")) == "end":
+            return None
+        message = decode_request(fields.binary("request"), _LIMITS)
+        return RecordedStep(
+            index=fields.integer("index", 0, 2**62),
+            at_s=fields.number("at_s"),
+            observation=message.observation,
+            options=message.options,
+            chunk=decode_answer(fields.binary("answer"), _LIMITS),
+        )
+    except WireError as error:
+        raise RecordingError(f"{path}: a step is unusable: {error}") from error
