@@ -1,0 +1,155 @@
+"""One call to the server, decided but not performed: which requests, which pauses, which result.
+
+A call is a generator that yields requests and pauses and is sent what came of them, so that the
+blocking and the asynchronous client share every decision and differ only in the I/O.
+"""
+
+import math
+import random
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+from deft_client import wire, wire_json
+from deft_client.errors import (
+    AnswerTimeoutError,
+    DeftError,
+    ProblemError,
+    TransportError,
+    problem_error,
+)
+from deft_client.settings import ClientSettings, Retries
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+
+ResultT = TypeVar("ResultT")
+RETRIED_STATUS = (429, 503)
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """What to send."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HttpReply:
+    """What came back."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait before going on."""
+
+    seconds: float
+
+
+Step = HttpRequest | Pause
+Outcome = HttpReply | TransportError | None
+Call = Generator[Step, Outcome, ResultT]
+
+
+def act_call(
+    observation: Observation, options: ActOptions, settings: ClientSettings
+) -> Call[ActionChunk]:
+    """Send an observation, receive an action chunk."""
+    message = wire.ActMessage(observation, options)
+    body = wire.encode_request(message, settings.image_encoding, settings.jpeg_quality)
+    headers = {"content-type": wire.CONTENT_TYPE, "accept": wire.CONTENT_TYPE}
+    request = HttpRequest("POST", "/v1/act", body, headers)
+    patience_s = None if options.deadline_ms is None else options.deadline_ms / 1000
+    reply = yield from _answered(request, settings, patience_s)
+    return wire.decode_answer(reply.body, settings.limits)
+
+
+def reset_call(session_id: str, settings: ClientSettings) -> Call[None]:
+    """End a session: an episode starts."""
+    headers = {"content-type": wire_json.CONTENT_TYPE}
+    body = wire_json.encode_reset(session_id)
+    yield from _answered(HttpRequest("POST", "/v1/reset", body, headers), settings)
+
+
+def info_call(settings: ClientSettings) -> Call[ServerInfo]:
+    """Ask what the server says about itself."""
+    reply = yield from _answered(HttpRequest("GET", "/v1/info"), settings)
+    return wire_json.decode_info(reply.body, settings.limits)
+
+
+def ping_call(settings: ClientSettings) -> Call[None]:
+    """Ask whether the server would answer an observation now; raises where it would not."""
+    alone = replace(settings, retries=replace(settings.retries, attempts=1))
+    yield from _answered(HttpRequest("GET", "/readyz"), alone)
+
+
+def _answered(
+    request: HttpRequest, settings: ClientSettings, patience_s: float | None = None
+) -> Call[HttpReply]:
+    """Yield the request until it is answered, or it is no use asking again."""
+    gives_up_at = None if patience_s is None else time.monotonic() + patience_s
+    attempt = 1
+    while True:
+        outcome = yield request
+        if isinstance(outcome, HttpReply) and outcome.status < 300:
+            return outcome
+        failure = _failure(outcome)
+        pause_s = next_pause_s(failure, attempt, settings.retries)
+        if pause_s is None:
+            raise failure
+        if gives_up_at is not None and time.monotonic() + pause_s > gives_up_at:
+            raise failure
+        yield Pause(pause_s)
+        attempt += 1
+
+
+def next_pause_s(failure: DeftError, attempt: int, retries: Retries) -> float | None:
+    """Return how long to wait before asking again, or None where that is no use.
+
+    A request that timed out is not made again: the server may still be at work on it.
+    """
+    if attempt >= retries.attempts or isinstance(failure, AnswerTimeoutError):
+        return None
+    if isinstance(failure, ProblemError):
+        if failure.status not in RETRIED_STATUS:
+            return None
+        if failure.retry_after_s is not None:
+            if failure.retry_after_s > retries.longest_pause_s:
+                return None
+            return failure.retry_after_s + random.uniform(0, retries.first_pause_s)
+    pause_s = min(retries.first_pause_s * 2 ** (attempt - 1), retries.longest_pause_s)
+    return random.uniform(pause_s / 2, pause_s)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return what Retry-After asks for, in seconds from now; None where it asks for nothing."""
+    value = headers.get("retry-after", "").strip()
+    if not value:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        return _seconds_until(value)
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
+
+
+def _seconds_until(http_date: str) -> float | None:
+    try:
+        moment = parsedate_to_datetime(http_date)
+    except ValueError:
+        return None
+    return max(moment.timestamp() - time.time(), 0.0)
+
+
+def _failure(outcome: Outcome) -> DeftError:
+    if isinstance(outcome, HttpReply):
+        waits_s = retry_after_s(outcome.headers)
+        return problem_error(wire_json.decode_problem(outcome.status, outcome.body, waits_s))
+    return outcome or TransportError("nothing came of the request")

@@ -1,0 +1,239 @@
+"""The client a robot uses: `with PolicyClient(url) as policy: policy.act(observation)`.
+
+All decisions are made in `calls`; this file performs them, once blocking and once with asyncio.
+"""
+
+import asyncio
+import time
+import uuid
+from dataclasses import replace
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+
+from deft_client.calls import (
+    Call,
+    HttpReply,
+    HttpRequest,
+    Outcome,
+    Pause,
+    act_call,
+    info_call,
+    ping_call,
+    reset_call,
+)
+from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, TransportError
+from deft_client.settings import DEFAULT_URL, ClientSettings
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+
+ResultT = TypeVar("ResultT")
+
+
+class _Caller:
+    """What both clients know: where the server is, how to talk to it, and who is talking."""
+
+    def __init__(self, url: str = DEFAULT_URL, settings: ClientSettings | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url must start with http:// or https://, got {url!r}")
+        self.url = url.rstrip("/")
+        self.settings = settings or ClientSettings()
+        self.session_id = uuid.uuid4().hex  # of acts and resets that name no other
+
+    def _act(self, observation: Observation, options: ActOptions | None) -> Call[ActionChunk]:
+        given = options or ActOptions()
+        session_id = given.session_id or self.session_id
+        return act_call(observation, replace(given, session_id=session_id), self.settings)
+
+    def _reset(self, session_id: str | None) -> Call[None]:
+        return reset_call(session_id or self.session_id, self.settings)
+
+    def _headers(self) -> dict[str, str]:
+        return authorization(self.settings)
+
+    def _timeout(self) -> httpx.Timeout:
+        timeouts = self.settings.timeouts
+        return httpx.Timeout(
+            connect=timeouts.connect_s,
+            write=timeouts.send_s,
+            read=timeouts.answer_s,
+            pool=timeouts.pool_s,
+        )
+
+
+class PolicyClient(_Caller):
+    """A policy behind HTTP, one connection kept open. May be shared by threads.
+
+    Raises the exceptions of `deft_client.errors` and no others. Each client is one robot's
+    session unless the options name another.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        settings: ClientSettings | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, settings)
+        self._http = httpx.Client(
+            base_url=self.url, headers=self._headers(), timeout=self._timeout(), transport=transport
+        )
+
+    def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
+        """Return the actions that follow an observation; `round_trip_ms` is filled in."""
+        started = time.perf_counter()
+        return timed(self._run(self._act(observation, options)), started)
+
+    def reset(self, session_id: str | None = None) -> None:
+        """Tell the server that an episode starts: what it remembers of the last one is void."""
+        self._run(self._reset(session_id))
+
+    def info(self) -> ServerInfo:
+        """Return what the server says about itself."""
+        return self._run(info_call(self.settings))
+
+    def ping(self) -> float:
+        """Return the milliseconds of one round trip; raises where the server is not ready."""
+        started = time.perf_counter()
+        self._run(ping_call(self.settings))
+        return 1000 * (time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def __enter__(self) -> "PolicyClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, call: Call[ResultT]) -> ResultT:
+        outcome: Outcome = None
+        while True:
+            try:
+                step = call.send(outcome)
+            except StopIteration as stop:
+                result: ResultT = stop.value
+                return result
+            outcome = None
+            if isinstance(step, Pause):
+                time.sleep(step.seconds)
+            else:
+                outcome = self._send(step)
+
+    def _send(self, request: HttpRequest) -> HttpReply | TransportError:
+        try:
+            response = self._http.request(
+                request.method,
+                request.path,
+                content=request.body or None,
+                headers=dict(request.headers),
+            )
+        except httpx.TransportError as error:
+            return transport_error(error, self.url)
+        return _reply(response)
+
+
+class AsyncPolicyClient(_Caller):
+    """`PolicyClient` for asyncio."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        settings: ClientSettings | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, settings)
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=self._headers(), timeout=self._timeout(), transport=transport
+        )
+
+    async def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
+        """Return the actions that follow an observation; `round_trip_ms` is filled in."""
+        started = time.perf_counter()
+        return timed(await self._run(self._act(observation, options)), started)
+
+    async def reset(self, session_id: str | None = None) -> None:
+        """Tell the server that an episode starts: what it remembers of the last one is void."""
+        await self._run(self._reset(session_id))
+
+    async def info(self) -> ServerInfo:
+        """Return what the server says about itself."""
+        return await self._run(info_call(self.settings))
+
+    async def ping(self) -> float:
+        """Return the milliseconds of one round trip; raises where the server is not ready."""
+        started = time.perf_counter()
+        await self._run(ping_call(self.settings))
+        return 1000 * (time.perf_counter() - started)
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> "AsyncPolicyClient":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def _run(self, call: Call[ResultT]) -> ResultT:
+        outcome: Outcome = None
+        while True:
+            try:
+                step = call.send(outcome)
+            except StopIteration as stop:
+                result: ResultT = stop.value
+                return result
+            outcome = None
+            if isinstance(step, Pause):
+                await asyncio.sleep(step.seconds)
+            else:
+                outcome = await self._send(step)
+
+    async def _send(self, request: HttpRequest) -> HttpReply | TransportError:
+        try:
+            response = await self._http.request(
+                request.method,
+                request.path,
+                content=request.body or None,
+                headers=dict(request.headers),
+            )
+        except httpx.TransportError as error:
+            return transport_error(error, self.url)
+        return _reply(response)
+
+
+def authorization(settings: ClientSettings) -> dict[str, str]:
+    """Return the header that carries the API key, if there is one."""
+    return {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+
+
+def timed(chunk: ActionChunk, started: float) -> ActionChunk:
+    """Return the chunk with the time since `started` as its round trip."""
+    round_trip_ms = 1000 * (time.perf_counter() - started)
+    return replace(chunk, timings=replace(chunk.timings, round_trip_ms=round_trip_ms))
+
+
+def transport_error(error: httpx.TransportError, url: str) -> TransportError:
+    """Return our exception for one of httpx's."""
+    if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
+        return AnswerTimeoutError(f"{url} took too long to answer ({type(error).__name__})")
+    return ServerUnreachableError(
+        f"cannot reach {url}: {error or type(error).__name__}; is the server running there?"
+    )
+
+
+def _reply(response: httpx.Response) -> HttpReply:
+    return HttpReply(response.status_code, response.content, response.headers)

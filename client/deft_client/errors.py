@@ -1,0 +1,170 @@
+"""Exceptions of the client, and of the bytes it shares with the server.
+
+DeftError
+├── WireError                       bytes that cannot be used; `field` names the culprit
+│   ├── MalformedMessageError       not a message of this protocol, or a field is missing or unknown
+│   ├── MessageTooLargeError        beyond a limit: bytes, pixels, characters, cameras, state
+│   ├── UnsupportedMessageError     a version, content type or image encoding we do not speak
+│   └── UnusableValueError          well formed, but of the wrong type, shape, dtype or range
+├── TransportError                  no answer arrived
+│   ├── ServerUnreachableError      the connection could not be made, or broke
+│   └── AnswerTimeoutError          connected, but the answer took too long
+└── ProblemError                    the server answered, and said why it could not help
+    ├── RefusedRequestError         400, 413, 415, 422: send something else
+    ├── AccessDeniedError           401, 403
+    ├── UnknownEndpointError        404, 405
+    ├── ConflictError               409
+    ├── OverloadedError             429, with `retry_after_s`
+    ├── NotReadyError               503, with `retry_after_s`
+    ├── DeadlineMissedError         504
+    └── ServerFaultError            500 and anything else; quote the request id to its operator
+"""
+
+from dataclasses import dataclass
+
+
+class DeftError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class WireError(DeftError):
+    """Bytes that cannot be used. `field` names the culprit, such as `image.shape`."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class MalformedMessageError(WireError):
+    """Not a message of this protocol, or a field is missing or unknown."""
+
+
+class MessageTooLargeError(WireError):
+    """Beyond one of the limits; the message says which and how far."""
+
+
+class UnsupportedMessageError(WireError):
+    """A version, content type or image encoding that we do not speak."""
+
+
+class UnusableValueError(WireError):
+    """A field of the wrong type, shape, dtype or range."""
+
+
+class TransportError(DeftError):
+    """No answer arrived."""
+
+
+class ServerUnreachableError(TransportError):
+    """The connection could not be made, or broke."""
+
+
+class AnswerTimeoutError(TransportError):
+    """Connected, but the answer took longer than the timeout."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a server says when it cannot help: the members of application/problem+json."""
+
+    status: int
+    title: str
+    detail: str = ""
+    type: str = "about:blank"
+    field: str | None = None
+    request_id: str | None = None
+    retry_after_s: float | None = None  # from the Retry-After header
+
+
+class ProblemError(DeftError):
+    """The server answered, and said why it could not help."""
+
+    def __init__(self, problem: Problem) -> None:
+        culprit = f" (field {problem.field})" if problem.field else ""
+        request = f" [request {problem.request_id}]" if problem.request_id else ""
+        detail = problem.detail or problem.title
+        super().__init__(f"{problem.status} {problem.title}: {detail}{culprit}{request}")
+        self.problem = problem
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self.problem.status
+
+    @property
+    def title(self) -> str:
+        """The kind of problem, in a few words."""
+        return self.problem.title
+
+    @property
+    def detail(self) -> str:
+        """What arrived, what was expected, what to do."""
+        return self.problem.detail
+
+    @property
+    def field(self) -> str | None:
+        """The field of the request that is to blame, if one is."""
+        return self.problem.field
+
+    @property
+    def request_id(self) -> str | None:
+        """What to quote to the operator; the server's log carries it too."""
+        return self.problem.request_id
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """How long the server asks us to wait, if it does."""
+        return self.problem.retry_after_s
+
+
+class RefusedRequestError(ProblemError):
+    """The request cannot be answered as it is: send something else."""
+
+
+class AccessDeniedError(ProblemError):
+    """No API key, or one that does not open this door."""
+
+
+class UnknownEndpointError(ProblemError):
+    """Nothing lives at that address; is the URL right?"""
+
+
+class ConflictError(ProblemError):
+    """The request contradicts what the server is doing."""
+
+
+class OverloadedError(ProblemError):
+    """The server has more to do than it can; try again later."""
+
+
+class NotReadyError(ProblemError):
+    """The server is starting, stopping or broken."""
+
+
+class DeadlineMissedError(ProblemError):
+    """The answer could not be had before the deadline of the request."""
+
+
+class ServerFaultError(ProblemError):
+    """The server failed; its log explains the request id."""
+
+
+_ERRORS: dict[int, type[ProblemError]] = {
+    400: RefusedRequestError,
+    401: AccessDeniedError,
+    403: AccessDeniedError,
+    404: UnknownEndpointError,
+    405: UnknownEndpointError,
+    409: ConflictError,
+    413: RefusedRequestError,
+    415: RefusedRequestError,
+    422: RefusedRequestError,
+    429: OverloadedError,
+    503: NotReadyError,
+    504: DeadlineMissedError,
+}
+
+
+def problem_error(problem: Problem) -> ProblemError:
+    """Return the exception that stands for a problem."""
+    return _ERRORS.get(problem.status, ServerFaultError)(problem)

@@ -1,0 +1,55 @@
+"""How a client talks to its server: one frozen object, handed down from where it is made."""
+
+from dataclasses import dataclass, field
+
+from deft_client.images import JPEG_QUALITY, ImageEncoding
+from deft_client.wire_limits import DEFAULT_LIMITS, WireLimits
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds each phase of a call may take."""
+
+    connect_s: float = 5.0
+    send_s: float = 10.0
+    answer_s: float = 30.0  # from the last byte sent to the next byte received
+    pool_s: float = 5.0  # waiting for a free connection; only when one client serves many threads
+
+    def __post_init__(self) -> None:
+        if min(vars(self).values()) <= 0:
+            raise ValueError(f"timeouts must be above 0 s, got {self}")
+
+
+@dataclass(frozen=True)
+class Retries:
+    """When and how often a call is made again: connection errors, 429 and 503, nothing else.
+
+    The pause before retry n is drawn between half and all of `first_pause_s` x 2^n. A server that
+    says Retry-After is believed, unless it asks for more than `longest_pause_s`: then we give up.
+    """
+
+    attempts: int = 3
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.first_pause_s < 0 or self.longest_pause_s < 0:
+            raise ValueError(f"retries need at least one attempt and pauses >= 0, got {self}")
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """How a client talks to its server."""
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    retries: Retries = field(default_factory=Retries)
+    image_encoding: ImageEncoding = ImageEncoding.RAW
+    jpeg_quality: int = JPEG_QUALITY
+    api_key: str | None = field(default=None, repr=False)
+    limits: WireLimits = DEFAULT_LIMITS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.jpeg_quality <= 100:
+            raise ValueError(f"jpeg_quality must be 1 to 100, got {self.jpeg_quality}")
