@@ -21,6 +21,7 @@ class Prompts:
     last_tokens: Tensor  # [row] int64, the id at the last position
     patches: slice  # positions of the image patches, the same in every row
     features: Tensor | None = None  # [row, feature]
+    keep_hidden: bool = True  # whether a draft source will read the prompt's hidden states
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PromptFeatures:
     """What draft heads read of the prompt."""
 
     embeds: Tensor  # [row, position, width], the decoder's input
-    hidden: Tensor  # [row, position, width], after the final norm
+    hidden: Tensor  # [row, position, width], after the final norm; no positions if not kept
     lengths: Tensor  # [row]
     patches: slice
 
@@ -67,14 +68,11 @@ class TargetModel(Protocol):
         it does not read rows it will not use); column i is then token `tokens.first + i`.
         """
 
-    def prefill(
-        self, prompts: Prompts, tree: DraftTree, needs_features: bool
-    ) -> tuple[Scores, PromptFeatures | None]:
+    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
         """Run the prompts with the tree's guesses riding behind them, in one pass.
 
         Node 0 is the last prompt token: its scores are the prompt's own next-token scores. The
-        prompt's rows are committed, the other nodes wait for `commit`. Features cost the last
-        layer on every prompt position, so they are None unless something needs them.
+        prompt's rows are committed, the other nodes wait for `commit`.
         """
 
     def score(self, tree: DraftTree) -> Scores:
