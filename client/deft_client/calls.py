@@ -25,6 +25,7 @@ from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 
 ResultT = TypeVar("ResultT")
 RETRIED_STATUS = (429, 503)
+ACT_PATH = "/v1/act"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def act_call(
     message = wire.ActMessage(observation, options)
     body = wire.encode_request(message, settings.image_encoding, settings.jpeg_quality)
     headers = {"content-type": wire.CONTENT_TYPE, "accept": wire.CONTENT_TYPE}
-    request = HttpRequest("POST", "/v1/act", body, headers)
+    request = HttpRequest("POST", ACT_PATH, body, headers)
     patience_s = None if options.deadline_ms is None else options.deadline_ms / 1000
     reply = yield from _answered(request, settings, patience_s)
     return wire.decode_answer(reply.body, settings.limits)

@@ -73,7 +73,7 @@ class Problem:
     type: str = "about:blank"
     field: str | None = None
     request_id: str | None = None
-    retry_after_s: float | None = None  # from the Retry-After header
+    retry_after_s: float | None = None  # also the Retry-After header
 
 
 class ProblemError(DeftError):

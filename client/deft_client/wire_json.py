@@ -144,14 +144,15 @@ def decode_info(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ServerInfo:
 def encode_problem(problem: Problem) -> bytes:
     """Return why a request could not be answered, as application/problem+json."""
     members = {name: value for name, value in vars(problem).items() if value is not None}
-    members.pop("retry_after_s", None)
     return _dump(members)
 
 
 def decode_problem(status: int, data: bytes, retry_after_s: float | None = None) -> Problem:
     """Return why a request could not be answered, whatever the body is."""
     try:
-        reader = JsonReader(load(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
+        reader = JsonReader(load(data), DEFAULT_LIMITS)
+        if retry_after_s is None and reader.has("retry_after_s"):
+            retry_after_s = reader.number("retry_after_s")
         return Problem(
             status=status,
             title=_said(reader, "title") or f"HTTP {status}",

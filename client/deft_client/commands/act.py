@@ -1,0 +1,117 @@
+"""`deft-client act image.png "lift the cup"`: send one picture, print the actions."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from deft_client import wire_json
+from deft_client.client import PolicyClient
+from deft_client.commands.connection import (
+    UsageError,
+    add_connection_options,
+    connection_settings,
+    reported,
+)
+from deft_client.errors import WireError
+from deft_client.images import ImageEncoding, decode_image
+from deft_client.types import ActionChunk, ActOptions, Image, Observation
+
+
+def main(arguments: list[str]) -> int:
+    """Print the actions for a picture and an instruction."""
+    options = _parser().parse_args(arguments)
+    return reported(lambda: _act(options), "act")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("deft-client act", description=__doc__)
+    parser.add_argument("image", type=Path, help="a PNG or JPEG of what the main camera sees")
+    parser.add_argument("instruction", help='what to do, such as "lift the cup"')
+    add_connection_options(parser)
+    parser.add_argument(
+        "--camera", action="append", default=[], metavar="NAME=FILE", help="a further camera"
+    )
+    parser.add_argument("--state", metavar="N,N,...", help="the robot's state, as numbers")
+    parser.add_argument("--statistics-key", metavar="KEY", help="which action statistics to use")
+    parser.add_argument("--decoding", metavar="NAME", help="a decoding method of the server")
+    parser.add_argument("--radius", type=int, metavar="BINS", help="its acceptance radius")
+    parser.add_argument("--deadline-ms", type=float, metavar="MS", help="useless after this long")
+    parser.add_argument("--session", metavar="ID", help="continue a session")
+    parser.add_argument(
+        "--encoding", choices=[one.value for one in ImageEncoding], default="raw",
+        help="how the picture travels; jpeg changes pixels (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--stream", action="store_true", help="use the WebSocket")
+    parser.add_argument("--trace", action="store_true", help="ask how the action was decoded")
+    parser.add_argument("--json", action="store_true", help="print the whole answer as JSON")
+    return parser
+
+
+def _act(options: argparse.Namespace) -> int:
+    observation = _observation(options)
+    settings = connection_settings(options, ImageEncoding(options.encoding))
+    client_class = PolicyClient
+    if options.stream:
+        from deft_client.stream import StreamClient
+
+        client_class = StreamClient
+    with client_class(options.url, settings) as policy:
+        chunk = policy.act(observation, _act_options(options))
+    sys.stdout.write(_json(chunk) if options.json else _table(chunk))
+    return 0
+
+
+def _observation(options: argparse.Namespace) -> Observation:
+    cameras = {}
+    for pair in options.camera:
+        name, equals, path = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--camera takes NAME=FILE, got {pair!r}")
+        cameras[name] = _load_image(Path(path))
+    try:
+        state = None
+        if options.state is not None:
+            state = np.array([float(part) for part in options.state.split(",")], np.float32)
+        return Observation(_load_image(options.image), options.instruction, cameras, state)
+    except ValueError as error:
+        raise UsageError(f"--state takes finite numbers with commas between: {error}") from error
+
+
+def _act_options(options: argparse.Namespace) -> ActOptions:
+    return ActOptions(
+        session_id=options.session,
+        deadline_ms=options.deadline_ms,
+        statistics_key=options.statistics_key,
+        decoding=options.decoding,
+        radius=options.radius,
+        want_trace=options.trace,
+    )
+
+
+def _load_image(path: Path) -> Image:
+    try:
+        return decode_image(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"cannot read the picture: {error}") from error
+    except WireError as error:
+        raise UsageError(str(error)) from error
+
+
+def _json(chunk: ActionChunk) -> str:
+    return wire_json.encode_answer(chunk).decode() + "\n"
+
+
+def _table(chunk: ActionChunk) -> str:
+    rows = ["  ".join(f"{value:+.5f}" for value in action) for action in chunk.actions.tolist()]
+    lines = [f"action {step}:  {row}" for step, row in enumerate(rows)]
+    spent = {name: value for name, value in vars(chunk.timings).items() if value}
+    lines.append("  ".join(f"{name} {value:.2f}" for name, value in spent.items()))
+    if chunk.trace is not None:
+        trace = chunk.trace
+        lines.append(
+            f"decoded by {trace.method} in {trace.num_passes} passes, "
+            f"accepted {list(trace.accepted_lengths)}, tokens {list(trace.tokens)}"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,65 @@
+"""The options every command that talks to a server has, and how failures reach the terminal."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from deft_client.errors import DeftError
+from deft_client.images import ImageEncoding
+from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts
+
+API_KEY_VARIABLE = "DEFT_API_KEY"
+
+
+class UsageError(Exception):
+    """The command was asked for something that cannot be done; one line says what."""
+
+
+def add_connection_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--url`, `--timeout` and `--api-key-file`."""
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=Timeouts.answer_s, metavar="SECONDS",
+        help="longest wait for an answer (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE",
+        help=f"file with the API key (default: the variable {API_KEY_VARIABLE}, if set)",
+    )  # fmt: skip
+
+
+def connection_settings(
+    options: argparse.Namespace, encoding: ImageEncoding = ImageEncoding.RAW
+) -> ClientSettings:
+    """Return the settings that the options ask for."""
+    try:
+        timeouts = Timeouts(answer_s=options.timeout)
+        return ClientSettings(timeouts, image_encoding=encoding, api_key=_api_key(options))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def reported(job: Callable[[], int], command: str) -> int:
+    """Run a job; turn what it raises on purpose into one line and an exit code."""
+    try:
+        return job()
+    except UsageError as error:
+        code, line = 2, str(error)
+    except DeftError as error:
+        code, line = 1, str(error)
+    sys.stderr.write(f"deft-client {command}: {line}\n")
+    return code
+
+
+def _api_key(options: argparse.Namespace) -> str | None:
+    if options.api_key_file is None:
+        return os.environ.get(API_KEY_VARIABLE) or None
+    try:
+        key = options.api_key_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the API key: {error}") from error
+    if not key:
+        raise UsageError(f"{options.api_key_file} holds no API key")
+    return str(key)
