@@ -1,0 +1,241 @@
+"""A Llama decoder with a static cache as a `TargetModel`. Knows nothing of images or robots.
+
+Where the host knows the rows' lengths at no cost (on a CPU), passes read exactly the slots in use
+and a single token needs no mask. Elsewhere nothing is read back: lengths stay on the device, masks
+do the work, and the host keeps an upper bound, rounded up so that few shapes occur.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deft_policies.decoding import layout
+from deft_policies.decoding.kv_cache import Append, KVCache
+from deft_policies.decoding.llama import LlamaDecoder, PassInput, take_rows
+from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.vocabulary import TokenRange
+
+_PROMPT_BUCKET = 16
+_READ_BUCKET = 64
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a cache holds beyond the prompt."""
+
+    new_tokens: int = 16  # ever committed behind a prompt
+    nodes: int = 64  # of the widest tree
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What the host knows of the rows' lengths: a bound, and whether every row has exactly it."""
+
+    longest: int
+    is_exact: bool = False
+
+
+@dataclass(frozen=True)
+class PrefillKind:
+    """What tells the prefill's step functions apart, beside shapes."""
+
+    is_causal: bool
+    keeps_hidden: bool
+
+
+class LlamaTarget:
+    """Scores draft trees with a decoder, one batch at a time, on one thread."""
+
+    def __init__(
+        self,
+        decoder: LlamaDecoder,
+        action_tokens: TokenRange,
+        *,
+        action_rows_only: bool = False,
+        room: Room | None = None,
+        runner: StepRunner | None = None,
+    ) -> None:
+        """`action_rows_only` leaves the other rows of the head out: see `vocabulary`."""
+        self.decoder = decoder
+        self._action_tokens = action_tokens
+        every_token = TokenRange(0, decoder.sizes.vocabulary - 1)
+        self._vocabulary = action_tokens if action_rows_only else every_token
+        self._room = room or Room()
+        self._runner: StepRunner = runner or EagerRunner()
+        self._reads_lengths = self.device.type == "cpu" and not self._runner.has_fixed_shapes
+        self._cache = KVCache(decoder.sizes.cache, 0, 0, decoder.embedding.weight)
+        self._lengths = torch.zeros(0, dtype=torch.int64, device=self.device)  # [row], committed
+        self._roots = self._lengths  # [row], slot of the root of the last pass
+        self._extent = Extent(0)
+        self._limit = 0  # no row ever grows beyond this
+
+    @property
+    def vocabulary(self) -> TokenRange:
+        """Token ids that logits speak of."""
+        return self._vocabulary
+
+    @property
+    def action_tokens(self) -> TokenRange:
+        """Token ids that stand for bins."""
+        return self._action_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.decoder.embedding.weight.device
+
+    def committed_lengths(self) -> Tensor:
+        """Slots in use, [row]."""
+        return self._lengths
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings."""
+        embedded: Tensor = self.decoder.embedding(tokens)
+        return embedded
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
+        """The head over `tokens`, or over `vocabulary`, in float32."""
+        wanted = tokens or self._vocabulary
+        if len(wanted) == self.decoder.sizes.vocabulary:
+            every: Tensor = self.decoder.head(hidden)
+            return every.float()
+        rows = slice(wanted.first, wanted.last + 1)
+        return functional.linear(hidden, self.decoder.head.weight[rows]).float()
+
+    @torch.no_grad()
+    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
+        """Run the prompts and the guesses behind them in one pass."""
+        embeds, num_positions = prompts.embeds, prompts.embeds.shape[1]
+        if self._runner.has_fixed_shapes:
+            embeds = functional.pad(embeds, (0, 0, 0, -num_positions % _PROMPT_BUCKET))
+        self._begin(prompts.lengths, embeds.shape[1])
+        is_causal = tree.num_nodes == 1 or (self._reads_lengths and layout.is_chain(tree.parents))
+        kind = PrefillKind(is_causal, prompts.keep_hidden)
+
+        def step(*inputs: Tensor) -> Tensors:
+            return self._prefill_step(kind, *inputs)
+
+        scored, logits, kept = self._runner.run(
+            (kind, tree.num_nodes, *embeds.shape),
+            step,
+            (embeds, prompts.lengths, tree.tokens, tree.ancestor_mask()),
+        )
+        features = PromptFeatures(
+            prompts.embeds, kept[:, :num_positions], prompts.lengths, prompts.patches
+        )
+        return Scores(logits, scored), features
+
+    @torch.no_grad()
+    def score(self, tree: DraftTree) -> Scores:
+        """Run one pass over a tree whose root is the last committed token."""
+        self._roots = self._lengths
+        if self._extent.is_exact:
+            return self._score_aligned(tree)
+        num_rows, num_nodes = tree.tokens.shape
+        read = self._extent.longest + num_nodes
+        if not self._reads_lengths:
+            read = min(read + -read % _READ_BUCKET, self._cache.length)
+
+        def step(*inputs: Tensor) -> Tensors:
+            return self._score_step(read, *inputs)
+
+        logits, hidden = self._runner.run(
+            ("score", num_rows, num_nodes, read),
+            step,
+            (tree.tokens, tree.ancestor_mask(), self._roots),
+        )
+        return Scores(logits, hidden)
+
+    @torch.no_grad()
+    def commit(self, path: Tensor, lengths: Tensor) -> None:
+        """Keep the slots of a path of the last pass, in place."""
+        if path.shape[1] > 1:
+            nodes = path[:, 1:].clamp(0, self._room.nodes)
+            places = torch.arange(1, path.shape[1], device=path.device)
+            roots = self._roots[:, None]
+            self._cache.move(roots + nodes, roots + places)
+        self._lengths = self._roots + lengths
+        if self._reads_lengths:
+            self._extent = _measure(self._lengths)
+        else:
+            longest = self._extent.longest + path.shape[1]
+            self._extent = Extent(min(longest, self._limit))
+
+    def _begin(self, lengths: Tensor, num_positions: int) -> None:
+        num_rows = lengths.shape[0]
+        needed = num_positions + self._room.new_tokens + self._room.nodes
+        if not self._cache.fits(num_rows, needed):
+            self._runner.forget()
+            num_slots = max(needed + -needed % _READ_BUCKET, self._cache.length)
+            num_rows = max(num_rows, self._cache.num_rows)
+            weight = self.decoder.embedding.weight
+            self._cache = KVCache(self.decoder.sizes.cache, num_rows, num_slots, weight)
+        self._lengths = lengths
+        self._roots = lengths - 1
+        self._limit = num_positions + self._room.new_tokens
+        self._extent = _measure(lengths) if self._reads_lengths else Extent(num_positions)
+
+    def _prefill_step(
+        self, kind: PrefillKind, embeds: Tensor, lengths: Tensor, tokens: Tensor, ancestors: Tensor
+    ) -> Tensors:
+        depths = ancestors.sum(dim=2) - 1
+        plan = layout.prefill_layout(lengths, depths, embeds.shape[1])
+        if tokens.shape[1] > 1:
+            embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
+            embeds = take_rows(embeds, plan.sources)
+        hidden = self.decoder.run(
+            PassInput(
+                embeds,
+                plan.positions,
+                Append(embeds.shape[1], start=0),
+                mask=None if kind.is_causal else layout.prefill_mask(plan, ancestors),
+                is_causal=kind.is_causal,
+                rows_out=None if kind.keeps_hidden else plan.node_slots,
+            ),
+            self._cache,
+        )
+        scored = take_rows(hidden, plan.node_slots) if kind.keeps_hidden else hidden
+        kept = hidden if kind.keeps_hidden else hidden[:, :0]
+        return scored, self.logits(scored), kept
+
+    def _score_aligned(self, tree: DraftTree) -> Scores:
+        """The pass when every row has the same known length: plain slices, no mask for a root."""
+        start, num_nodes = self._extent.longest, tree.num_nodes
+        append = Append(start + num_nodes, start=start)
+        embeds = self.decoder.embedding(tree.tokens)
+        if num_nodes == 1:
+            inputs = PassInput(embeds, self._roots[:, None], append)
+        else:
+            ancestors = tree.ancestor_mask()
+            before = ancestors.new_ones((*ancestors.shape[:2], start))
+            mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
+            inputs = PassInput(embeds, start + tree.depths(), append, mask)
+        hidden = self.decoder.run(inputs, self._cache)
+        return Scores(self.logits(hidden), hidden)
+
+    def _score_step(self, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor) -> Tensors:
+        num_rows, num_nodes = tokens.shape
+        slots = layout.tree_slots(roots, num_nodes)
+        rows = torch.arange(num_rows, device=slots.device)[:, None] * self._cache.length
+        hidden = self.decoder.run(
+            PassInput(
+                self.decoder.embedding(tokens),
+                roots[:, None] + ancestors.sum(dim=2) - 1,
+                Append(read, slots=(slots + rows).flatten()),
+                mask=layout.tree_mask(roots, ancestors, read),
+            ),
+            self._cache,
+        )
+        return self.logits(hidden), hidden
+
+
+def _measure(lengths: Tensor) -> Extent:
+    """Read the lengths, which costs nothing where they already are on the host."""
+    on_host = lengths.tolist()
+    return Extent(max(on_host), is_exact=min(on_host) == max(on_host))

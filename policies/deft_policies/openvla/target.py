@@ -1,0 +1,54 @@
+"""OpenVLA as a `TargetModel`: frames and prompt ids in, prompts for the decoder out."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.llama_target import LlamaTarget, Room
+from deft_policies.decoding.steps import StepRunner
+from deft_policies.decoding.target import Prompts
+from deft_policies.openvla.model import OpenVLAModel
+
+_BESIDE_PATCHES = 1  # patches come right after the first id
+
+
+class OpenVLATarget(LlamaTarget):
+    """The decoder of an OpenVLA model, with its eyes."""
+
+    def __init__(
+        self,
+        model: OpenVLAModel,
+        *,
+        action_rows_only: bool = False,
+        room: Room | None = None,
+        runner: StepRunner | None = None,
+    ) -> None:
+        super().__init__(
+            model.decoder,
+            model.config.vocabulary.tokens,
+            action_rows_only=action_rows_only,
+            room=room,
+            runner=runner,
+        )
+        self.model = model
+
+    @torch.no_grad()
+    def read(self, pixels: Tensor, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
+        """Look at [row, channel, height, width] and lay the prompts around the patches.
+
+        Shorter prompts are padded on the right with their last id, which nothing attends to.
+        """
+        longest = max(len(ids) for ids in prompt_ids)
+        padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
+        ids = torch.tensor(padded).to(self.device, non_blocking=True)
+        texts = torch.tensor([len(row) for row in prompt_ids]).to(self.device, non_blocking=True)
+        sight = self.model.see(pixels)
+        num_patches = sight.patches.shape[1]
+        return Prompts(
+            embeds=self.model.compose(sight.patches, ids),
+            lengths=texts + num_patches,
+            last_tokens=ids[:, -1],
+            patches=slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches),
+            features=sight.features.mean(dim=1),
+        )
