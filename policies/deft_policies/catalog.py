@@ -1,0 +1,58 @@
+"""The policies that can be asked for by name, each imported only when it is.
+
+A policy brings its own command-line flags, so that whoever starts one (`deft serve`, `deft act`,
+`deft bench`) accepts exactly the flags it understands and refuses the rest.
+"""
+
+from argparse import Namespace, _ArgumentGroup
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from deft_policies.base import Policy
+from deft_policies.constant import ConstantPolicy
+from deft_policies.errors import PolicyError
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One policy: what it is, the flags it takes, and how to build it from them.
+
+    `add_flags` must be quick and import nothing heavy: it also runs for `--help`. `load` may take
+    minutes; the server calls it on the policy thread.
+    """
+
+    summary: str
+    add_flags: Callable[[_ArgumentGroup], None]
+    load: Callable[[Namespace], Policy]
+
+
+class UnknownPolicyError(PolicyError):
+    """There is no policy of that name; the message lists those there are."""
+
+    def __init__(self, name: str) -> None:
+        close = get_close_matches(name, CATALOG, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"unknown policy {name!r}; known: {', '.join(CATALOG)}.{hint}")
+
+
+def find(name: str) -> CatalogEntry:
+    """Return the entry of that name, or raise `UnknownPolicyError`."""
+    if name not in CATALOG:
+        raise UnknownPolicyError(name)
+    return CATALOG[name]
+
+
+def _no_flags(_: _ArgumentGroup) -> None:
+    """Take no flags."""
+
+
+def _load_constant(_: Namespace) -> Policy:
+    return ConstantPolicy()
+
+
+CATALOG: dict[str, CatalogEntry] = {
+    "constant": CatalogEntry(
+        "answers every frame with the same action; no model", _no_flags, _load_constant
+    ),
+}

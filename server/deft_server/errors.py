@@ -1,0 +1,166 @@
+"""What can go wrong while serving, and the one table that says how callers are told.
+
+ServerError
+├── AccessError                 who is asking
+│   ├── MissingKeyError         no API key, or one we do not know
+│   └── ForbiddenError          a known caller, but this door is not theirs
+├── BodyError                   the bytes of the request, before anybody reads their meaning
+│   ├── BodyTooLargeError
+│   └── BodyTooSlowError
+├── RefusedFrameError           a good frame that will not be answered
+│   ├── SupersededFrameError    the session sent a newer one, or was reset
+│   ├── OverloadedError         no room in the line, or over the caller's rate
+│   ├── DeadlineError           it cannot be, or was not, answered in time
+│   └── NotReadyError           loading, stopping, stuck or broken
+├── UnsafeAnswerError           the policy answered with something no robot should do
+└── PolicyFailedError           the policy broke while it answered
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+
+from deft_client import errors as wire_errors
+from deft_policies.errors import DeviceError, RequestError
+
+
+class ServerError(Exception):
+    """Base class of what the server raises on purpose. `field` names the culprit, if any."""
+
+    field: str | None = None
+
+
+class AccessError(ServerError):
+    """The caller may not do this."""
+
+
+class MissingKeyError(AccessError):
+    """No API key arrived, or one that is not in the file."""
+
+
+class ForbiddenError(AccessError):
+    """The caller is known, but this is not theirs to do."""
+
+
+class BodyError(ServerError):
+    """The body of a request could not be taken in."""
+
+    field = "body"
+
+
+class BodyTooLargeError(BodyError):
+    """More bytes than the server takes."""
+
+
+class BodyTooSlowError(BodyError):
+    """The body did not arrive in the time given to it."""
+
+
+class RefusedFrameError(ServerError):
+    """A well-formed frame that will not be answered."""
+
+
+class SupersededFrameError(RefusedFrameError):
+    """The session sent a newer frame, or was reset, while this one waited."""
+
+    field = "session_id"
+
+
+class OverloadedError(RefusedFrameError):
+    """There is more work than time; `retry_after_s` says when there may be room."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(RefusedFrameError):
+    """An answer could not be had before the deadline."""
+
+    field = "deadline_ms"
+
+
+class NotReadyError(RefusedFrameError):
+    """The policy is loading, stopping, stuck or broken."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnsafeAnswerError(ServerError):
+    """The policy's answer is not finite, out of range, or too sudden."""
+
+
+class PolicyFailedError(ServerError):
+    """The policy raised instead of answering; the log has the traceback."""
+
+
+@dataclass(frozen=True)
+class ProblemKind:
+    """One row of the table: how a class of errors looks from outside."""
+
+    status: int
+    name: str
+    title: str
+
+
+_ROWS: tuple[tuple[type[Exception], ProblemKind], ...] = (
+    (wire_errors.MalformedMessageError, ProblemKind(400, "malformed", "Malformed message")),
+    (MissingKeyError, ProblemKind(401, "no-access", "API key needed")),
+    (ForbiddenError, ProblemKind(403, "forbidden", "Not allowed")),
+    (BodyTooSlowError, ProblemKind(408, "too-slow", "Body took too long")),
+    (SupersededFrameError, ProblemKind(409, "superseded", "Superseded by a newer frame")),
+    (wire_errors.MessageTooLargeError, ProblemKind(413, "too-large", "Too large")),
+    (BodyTooLargeError, ProblemKind(413, "too-large", "Too large")),
+    (wire_errors.UnsupportedMessageError, ProblemKind(415, "unsupported", "Unsupported encoding")),
+    (wire_errors.UnusableValueError, ProblemKind(422, "unusable", "Unusable value")),
+    (RequestError, ProblemKind(422, "unusable", "Unusable value")),
+    (OverloadedError, ProblemKind(429, "overloaded", "Too many requests")),
+    (UnsafeAnswerError, ProblemKind(500, "unsafe-answer", "Unsafe answer withheld")),
+    (PolicyFailedError, ProblemKind(500, "policy-failed", "Policy failed")),
+    (DeviceError, ProblemKind(503, "device", "Device cannot take this now")),
+    (NotReadyError, ProblemKind(503, "not-ready", "Not ready")),
+    (DeadlineError, ProblemKind(504, "deadline", "Deadline missed")),
+)
+_BY_STATUS = {
+    404: ProblemKind(404, "not-found", "Not found"),
+    405: ProblemKind(405, "wrong-method", "Wrong method"),
+}
+UNEXPECTED = ProblemKind(500, "internal", "Internal error")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a caller is told: the members of an application/problem+json document."""
+
+    kind: ProblemKind
+    detail: str
+    field: str | None = None
+    retry_after_s: float | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def problem_of(error: Exception) -> Problem:
+    """Look an exception up in the table; one that is not there keeps its text to itself."""
+    if isinstance(error, HTTPException):
+        return _http_problem(error)
+    kind = next((kind for known, kind in _ROWS if isinstance(error, known)), UNEXPECTED)
+    if kind is UNEXPECTED:
+        return Problem(kind, "The server failed; quote the request id to its operator.")
+    return Problem(
+        kind,
+        str(error),
+        field=getattr(error, "field", None),
+        retry_after_s=getattr(error, "retry_after_s", None),
+    )
+
+
+def _http_problem(error: HTTPException) -> Problem:
+    phrase = HTTPStatus(error.status_code).phrase
+    fallback = ProblemKind(error.status_code, phrase.lower().replace(" ", "-"), phrase)
+    kind = _BY_STATUS.get(error.status_code, fallback)
+    return Problem(kind, str(error.detail), headers=dict(error.headers or {}))

@@ -1,0 +1,83 @@
+"""What the server counts and measures, for Prometheus. One registry per app, nothing global."""
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5,
+)  # fmt: skip
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_PASSES = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+class Metrics:
+    """Every metric of one server."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+        self.requests = Counter(
+            "deft_requests", "Requests by route and status", ("route", "status"), registry=registry
+        )
+        self.act_seconds = Histogram(
+            "deft_act_seconds",
+            "Seconds from the last byte of a frame to its answer",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "deft_queue_seconds", "Seconds a frame waited", buckets=_SECONDS, registry=registry
+        )
+        self.batch_seconds = Histogram(
+            "deft_batch_seconds",
+            "Seconds the policy took for a batch",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.batch_size = Histogram(
+            "deft_batch_size", "Frames in a batch", buckets=_SIZES, registry=registry
+        )
+        self.max_batch = Gauge(
+            "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
+        )
+        self.stage_seconds = Counter(
+            "deft_stage_seconds", "Seconds of policy time by stage", ("stage",), registry=registry
+        )
+        self.passes = Histogram(
+            "deft_passes", "Target passes per action", buckets=_PASSES, registry=registry
+        )
+        self.drafted_kept = Counter(
+            "deft_accepted_tokens", "Drafted tokens that were accepted", registry=registry
+        )
+        self.relaxed = Counter(
+            "deft_relaxed_tokens",
+            "Executed tokens that differ from the target's own choice",
+            registry=registry,
+        )
+        self.refused = Counter(
+            "deft_refused_frames", "Frames not answered, by reason", ("reason",), registry=registry
+        )
+        self.held = Counter(
+            "deft_held_answers", "Answers that told the robot to hold", registry=registry
+        )
+        self.policy_failures = Counter(
+            "deft_policy_failures", "Calls of the policy that failed", ("kind",), registry=registry
+        )
+        self.ready = Gauge("deft_ready", "1 where frames are answered", registry=registry)
+        self.waiting = Gauge("deft_waiting_frames", "Frames waiting", registry=registry)
+        self.sessions = Gauge("deft_sessions", "Sessions remembered", registry=registry)
+
+    def page(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        return generate_latest(self.registry)

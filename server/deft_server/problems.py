@@ -1,0 +1,57 @@
+"""Errors as application/problem+json, and their place in the log."""
+
+import json
+import logging
+import math
+
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+
+from deft_server import request_ids
+from deft_server.errors import Problem, problem_of
+
+CONTENT_TYPE = "application/problem+json"
+
+logger = logging.getLogger(__name__)
+
+
+def describe(error: Exception, connection: HTTPConnection | None = None) -> Problem:
+    """Look an error up, and log it if it is the server's fault."""
+    problem = problem_of(error)
+    if problem.kind.status >= 500 and problem.retry_after_s is None:
+        path = "" if connection is None else connection.url.path
+        logger.error(
+            "%d %s on %s: %s", problem.kind.status, problem.kind.name, path, error, exc_info=error
+        )
+    return problem
+
+
+def problem_body(problem: Problem) -> bytes:
+    """Return a problem as JSON."""
+    members = {
+        "type": f"urn:deft:problem:{problem.kind.name}",
+        "title": problem.kind.title,
+        "status": problem.kind.status,
+        "detail": problem.detail,
+        "field": problem.field,
+        "request_id": request_ids.current.get() or None,
+        "retry_after_s": problem.retry_after_s,
+    }
+    return json.dumps(
+        {name: value for name, value in members.items() if value is not None}
+    ).encode()
+
+
+def problem_response(problem: Problem) -> Response:
+    """Return a problem as an HTTP response."""
+    headers = dict(problem.headers)
+    if problem.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_s)))
+    if problem.kind.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(problem_body(problem), problem.kind.status, headers, CONTENT_TYPE)
+
+
+async def answer_problem(request: Request, error: Exception) -> Response:
+    """Turn an exception into a response: the app's one exception handler."""
+    return problem_response(describe(error, request))

@@ -1,0 +1,87 @@
+"""What the server keeps of every robot between its frames. Knows nothing of HTTP or the policy.
+
+A session is created by its first frame and ends by a reset, after a while without frames, or when
+there are too many and it was used least recently. Sessions of different callers never meet, even
+under the same id.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_policies.base import Session
+
+
+@dataclass(eq=False)
+class RobotSession:
+    """One robot: the policy's memory of it, and what was last sent to it."""
+
+    caller: str
+    session_id: str | None  # None for a frame that named no session: it ends with its answer
+    memory: Session
+    used_s: float
+    num_answers: int = 0
+    last_action: NDArray[np.float64] | None = None  # [action_dim]
+
+    @property
+    def flow(self) -> str:
+        """The name of this session, or of its caller's unnamed frames, in the waiting line."""
+        return flow_of(self.caller, self.session_id)
+
+
+def flow_of(caller: str, session_id: str | None) -> str:
+    """Return a name that no other caller's session can have."""
+    return (
+        f"{len(caller)}:{caller}" if session_id is None else f"{len(caller)}:{caller}:{session_id}"
+    )
+
+
+class SessionStore:
+    """All named sessions, least recently used first."""
+
+    def __init__(self, ttl_s: float, max_sessions: int) -> None:
+        self._ttl_s = ttl_s
+        self._max_sessions = max_sessions
+        self._sessions: OrderedDict[tuple[str, str], RobotSession] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(
+        self, caller: str, session_id: str | None, now_s: float, remember: Callable[[], Session]
+    ) -> RobotSession:
+        """Return the session, made with `remember()` if it is new or expired."""
+        if session_id is None:
+            return RobotSession(caller, None, remember(), now_s)
+        self.expire(now_s)
+        key = (caller, session_id)
+        session = self._sessions.get(key)
+        if session is None:
+            session = RobotSession(caller, session_id, remember(), now_s)
+            self._sessions[key] = session
+            if len(self._sessions) > self._max_sessions:
+                self._sessions.popitem(last=False)
+        session.used_s = now_s
+        self._sessions.move_to_end(key)
+        return session
+
+    def reset(self, caller: str, session_id: str) -> bool:
+        """Forget a session; return whether there was one."""
+        return self._sessions.pop((caller, session_id), None) is not None
+
+    def reset_all(self) -> int:
+        """Forget every session of every caller; return how many there were."""
+        count = len(self._sessions)
+        self._sessions.clear()
+        return count
+
+    def expire(self, now_s: float) -> None:
+        """Forget the sessions that had no frame for the time to live."""
+        while self._sessions:
+            oldest = next(iter(self._sessions.values()))
+            if now_s - oldest.used_s <= self._ttl_s:
+                return
+            self._sessions.popitem(last=False)
