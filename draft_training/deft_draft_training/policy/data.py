@@ -1,0 +1,87 @@
+"""Training samples of a policy in memory: frames of the model's size, labels and their weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deft_draft_training.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class PolicySamples:
+    """Samples as parallel arrays. `prompt` indexes the prompts that the data set knows."""
+
+    frames: NDArray[np.uint8]  # [sample, size, size, 3]
+    labels: NDArray[np.int64]  # [sample, dim], action tokens
+    positions: NDArray[np.float32]  # [sample, value], what the auxiliary head is asked for
+    weights: NDArray[np.float32]  # [sample]
+    prompt: NDArray[np.int64]  # [sample]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @staticmethod
+    def join(parts: Sequence["PolicySamples"]) -> "PolicySamples":
+        """All samples of several sets, in order."""
+        if not parts:
+            raise DataError("there are no samples to train on; record demonstrations first")
+        return PolicySamples(
+            np.concatenate([one.frames for one in parts]),
+            np.concatenate([one.labels for one in parts]),
+            np.concatenate([one.positions for one in parts]),
+            np.concatenate([one.weights for one in parts]),
+            np.concatenate([one.prompt for one in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """One step's samples as tensors."""
+
+    frames: Tensor  # [row, size, size, 3] uint8
+    labels: Tensor  # [row, dim]
+    positions: Tensor  # [row, value]
+    weights: Tensor  # [row]
+    prompts: Tensor  # [row, text], right-padded
+    lengths: Tensor  # [row]
+
+
+class PromptTable:
+    """Prompts of a data set as one right-padded tensor."""
+
+    def __init__(self, ids: Sequence[Sequence[int]]) -> None:
+        longest = max(len(one) for one in ids)
+        self.ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in ids])
+        self.lengths = torch.tensor([len(one) for one in ids])
+
+
+def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArray[np.int64]:
+    """Indices of a step's samples: every sample once an epoch, in an order of its own.
+
+    A pure function of the step, so that a resumed run sees what the killed one would have seen.
+    """
+    per_epoch = num_samples // batch_size
+    if per_epoch == 0:
+        raise DataError(
+            f"a batch of {batch_size} needs at least as many samples, got {num_samples}"
+        )
+    epoch, place = divmod(step, per_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(num_samples)
+    return order[place * batch_size : (place + 1) * batch_size]
+
+
+def take(samples: PolicySamples, prompts: PromptTable, chosen: NDArray[np.int64]) -> PolicyBatch:
+    """The named samples as a batch."""
+    prompt = torch.from_numpy(samples.prompt[chosen])
+    return PolicyBatch(
+        frames=torch.from_numpy(samples.frames[chosen]),
+        labels=torch.from_numpy(samples.labels[chosen]),
+        positions=torch.from_numpy(samples.positions[chosen]),
+        weights=torch.from_numpy(samples.weights[chosen]),
+        prompts=prompts.ids[prompt],
+        lengths=prompts.lengths[prompt],
+    )

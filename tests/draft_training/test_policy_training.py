@@ -1,0 +1,133 @@
+"""A small policy learns from samples made up here, and a killed run resumes to the bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from deft_draft_training.policy.augment import AugmentConfig, augment
+from deft_draft_training.policy.data import PolicySamples, PromptTable, chosen_at
+from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer, pixel_tables, to_pixels
+from deft_draft_training.policy.loss import PolicyLossConfig, soft_tokens, token_loss
+from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
+from deft_policies.decoding.vocabulary import TokenRange
+
+SIZES = PolicyModelConfig(
+    image_size=16,
+    patch_size=8,
+    tower_width=16,
+    tower_depth=2,
+    tower_heads=2,
+    tower_mlp=32,
+    width=32,
+    num_layers=2,
+    heads=2,
+    mlp=48,
+)
+CONFIG = build_config(SIZES, num_words=20, statistics={})
+ACTIONS = CONFIG.vocabulary.tokens
+PROMPTS = PromptTable([[1, 5, 6], [1, 5, 7, 8, 9]])
+
+
+def made_up_samples(count: int = 64) -> PolicySamples:
+    """Brightness decides the first token, the prompt the second; the rest is constant."""
+    generator = np.random.default_rng(0)
+    bright = generator.integers(0, 2, count)
+    prompt = generator.integers(0, 2, count)
+    labels = np.full((count, 7), ACTIONS.first + 100)
+    labels[:, 0] += 40 * bright
+    labels[:, 1] += 40 * prompt
+    frames = np.repeat(60 + 120 * bright, 16 * 16 * 3).reshape(count, 16, 16, 3).astype(np.uint8)
+    positions = np.stack([bright, prompt], axis=1).astype(np.float32)
+    return PolicySamples(frames, labels, positions, np.ones(count, np.float32), prompt)
+
+
+def fit_config(steps: int, save_every: int = 10) -> PolicyFitConfig:
+    return PolicyFitConfig(
+        model=SIZES,
+        augment=AugmentConfig(0, 0.1, 0, 0),
+        steps=steps,
+        batch_size=16,
+        save_every=save_every,
+        log_every=5,
+    )
+
+
+def test_training_learns_what_picture_and_prompt_say(tmp_path):
+    samples = made_up_samples()
+    trainer = PolicyTrainer(fit_config(100), CONFIG, samples, PROMPTS)
+    net = trainer.run(tmp_path / "run")
+    pixels = to_pixels(torch.from_numpy(samples.frames), pixel_tables(CONFIG))
+    prompt = torch.from_numpy(samples.prompt)
+    labels = torch.from_numpy(samples.labels)
+    with torch.no_grad():
+        hidden = net(pixels, PROMPTS.ids[prompt], PROMPTS.lengths[prompt], labels)
+        tokens = net.read(hidden).logits.argmax(dim=-1)
+    near = ((tokens - labels).abs() <= 2).float().mean(dim=0)
+    assert near.min() >= 0.95
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
+    samples = made_up_samples()
+    whole = PolicyTrainer(fit_config(12, 4), CONFIG, samples, PROMPTS).run(tmp_path / "whole")
+    killed = PolicyTrainer(fit_config(12, 4), CONFIG, samples, PROMPTS)
+    original = killed._step
+
+    def stop_at(step: int):
+        if step == 7:
+            raise KeyboardInterrupt
+        return original(step)
+
+    killed._step = stop_at  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        killed.run(tmp_path / "killed")
+    resumed = PolicyTrainer(fit_config(12, 4), CONFIG, samples, PROMPTS).run(tmp_path / "killed")
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_padding_behind_a_shorter_prompt_changes_nothing():
+    net = PolicyNet(CONFIG, 2)
+    initialise(net, 0)
+    pixels = torch.randn(1, 6, 16, 16)
+    labels = torch.full((1, 7), ACTIONS.first)
+    short = net(pixels, torch.tensor([[1, 5, 6]]), torch.tensor([3]), labels)
+    padded = net(pixels, torch.tensor([[1, 5, 6, 0, 0, 0]]), torch.tensor([3]), labels)
+    torch.testing.assert_close(short, padded)
+
+
+def test_every_sample_comes_once_an_epoch():
+    seen = np.concatenate([chosen_at(12, 4, seed=1, step=step) for step in range(3, 6)])
+    assert sorted(seen) == list(range(12))
+
+
+def test_soft_targets_stay_inside_the_action_range():
+    actions = TokenRange(10, 19)
+    targets = soft_tokens(torch.tensor([10, 15]), 32, actions, 2.0)
+    torch.testing.assert_close(targets.sum(dim=-1), torch.ones(2))
+    assert targets[:, :10].sum() == 0
+    assert targets[:, 20:].sum() == 0
+    assert targets[1].argmax() == 15
+
+
+def test_near_misses_cost_less_than_far_ones_but_not_for_the_gripper():
+    config = PolicyLossConfig(sigma_bins=2.0)
+    labels = torch.full((1, 2), 15)
+
+    def cost(guess: int, dim: int) -> float:
+        logits = torch.zeros(1, 2, 32)
+        logits[0, :, 15] = 4.0
+        logits[0, dim] = 0.0
+        logits[0, dim, guess] = 4.0
+        return float(token_loss(logits, labels, torch.ones(1), TokenRange(10, 19), config))
+
+    assert cost(16, dim=0) < cost(19, dim=0) - 0.1
+    assert abs(cost(16, dim=1) - cost(19, dim=1)) < 1e-6
+
+
+def test_augmentation_is_repeatable_and_bounded():
+    frames = torch.randint(0, 256, (3, 16, 16, 3), dtype=torch.uint8)
+    config = AugmentConfig()
+    one, again = (augment(frames, config, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(one, again)
+    untouched = augment(frames, AugmentConfig(0, 0, 0, 0), torch.Generator().manual_seed(4))
+    assert torch.equal(untouched, frames)
