@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from deft_draft_training.optimizer import OptimizerConfig
 from deft_draft_training.policy.augment import AugmentConfig, augment
 from deft_draft_training.policy.data import PolicySamples, PromptTable, chosen_at
 from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer, pixel_tables, to_pixels
@@ -45,6 +46,8 @@ def fit_config(steps: int, save_every: int = 10) -> PolicyFitConfig:
     return PolicyFitConfig(
         model=SIZES,
         augment=AugmentConfig(0, 0.1, 0, 0),
+        optimizer=OptimizerConfig(rate=3e-3, clip=1.0, warm_up_steps=5, decay_from=0.5),
+        average_decay=0.9,
         steps=steps,
         batch_size=16,
         save_every=save_every,
@@ -54,7 +57,7 @@ def fit_config(steps: int, save_every: int = 10) -> PolicyFitConfig:
 
 def test_training_learns_what_picture_and_prompt_say(tmp_path):
     samples = made_up_samples()
-    trainer = PolicyTrainer(fit_config(100), CONFIG, samples, PROMPTS)
+    trainer = PolicyTrainer(fit_config(70), CONFIG, samples, PROMPTS)
     net = trainer.run(tmp_path / "run")
     pixels = to_pixels(torch.from_numpy(samples.frames), pixel_tables(CONFIG))
     prompt = torch.from_numpy(samples.prompt)
