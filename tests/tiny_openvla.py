@@ -1,0 +1,123 @@
+"""OpenVLA models small enough for a test: the golden one from its file, and random ones."""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from deft_policies.decoding.target import Prompts
+from deft_policies.openvla.checkpoint_config import load_config
+from deft_policies.openvla.config import (
+    ActionVocabulary,
+    ImageProcessorConfig,
+    LlamaConfig,
+    Normalization,
+    OpenVLAConfig,
+    ResizeStrategy,
+    TowerConfig,
+    TowerFamily,
+)
+from deft_policies.openvla.model import OpenVLAModel
+from deft_policies.openvla.prompt import PromptTemplate
+from deft_policies.openvla.statistics import ActionStatistics
+from tests import golden
+
+CPU = torch.device("cpu")
+
+
+@lru_cache(maxsize=1)
+def golden_model() -> OpenVLAModel:
+    """The golden checkpoint in float32, read without the product's loader."""
+    config = load_config(golden.TINY_OPENVLA)
+    model = OpenVLAModel.empty(config, CPU, torch.float32)
+    with torch.no_grad(), safe_open(golden.TINY_OPENVLA / "model.safetensors", "pt") as weights:
+        for name, tensor in model.named_tensors().items():
+            tensor.copy_(weights.get_tensor(name))
+    return model.requires_grad_(False)
+
+
+def tiny_config(num_kv_heads: int = 4) -> OpenVLAConfig:
+    """Towers of 4 patches and a decoder of two layers."""
+    return OpenVLAConfig(
+        llm=LlamaConfig(
+            vocab_size=384,
+            width=32,
+            mlp=48,
+            num_layers=2,
+            heads=4,
+            kv_heads=num_kv_heads,
+            head_width=8,
+        ),
+        towers=(
+            TowerConfig(TowerFamily.DINOV2, "vision_backbone.featurizer", 16, 3, 2, 24, 28),
+            TowerConfig(TowerFamily.SIGLIP, "vision_backbone.fused_featurizer", 24, 2, 2, 40, 28),
+        ),
+        image=ImageProcessorConfig(
+            resize=ResizeStrategy.NAIVE,
+            size=28,
+            letterbox_fill=(0, 0, 0),
+            normalizations=(Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),) * 2,
+        ),
+        vocabulary=ActionVocabulary(text_vocab_size=320),
+        prompt_template=PromptTemplate.OPENVLA,
+        statistics={"tiny": ActionStatistics(-np.ones(7), np.ones(7), np.arange(7) < 6)},
+    )
+
+
+def tiny_model(seed: int = 0, num_kv_heads: int = 4) -> OpenVLAModel:
+    """Random weights, large enough that different inputs give different tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    model = OpenVLAModel.empty(tiny_config(num_kv_heads), CPU, torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") or "norm1.weight" in name or "norm2.weight" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.3, generator=generator)
+    return model.requires_grad_(False)
+
+
+def random_prompts(model: OpenVLAModel, text_lengths: list[int], seed: int = 0) -> Prompts:
+    """Prompts of random embeddings and of these lengths, patches included, padded with rubbish."""
+    generator = torch.Generator().manual_seed(seed)
+    patches = model.config.num_patches
+    lengths = torch.tensor(text_lengths) + patches
+    shape = (len(text_lengths), int(lengths.max()), model.config.llm.width)
+    return Prompts(
+        embeds=torch.randn(shape, generator=generator),
+        lengths=lengths,
+        last_tokens=torch.randint(0, 300, (len(text_lengths),), generator=generator),
+        patches=slice(1, 1 + patches),
+    )
+
+
+def one_row(prompts: Prompts, row: int) -> Prompts:
+    """A row of a batch as a batch of its own, without padding."""
+    length = int(prompts.lengths[row])
+    return Prompts(
+        embeds=prompts.embeds[row : row + 1, :length],
+        lengths=prompts.lengths[row : row + 1],
+        last_tokens=prompts.last_tokens[row : row + 1],
+        patches=prompts.patches,
+    )
+
+
+def plain_next_tokens(model: OpenVLAModel, prompt: Tensor, tokens: list[int]) -> list[int]:
+    """The greedy token after the prompt and after each of these, without cache or trees.
+
+    `prompt` is [position, width].
+    """
+    embeds = torch.cat((prompt, model.decoder.embedding(torch.tensor(tokens, dtype=torch.int64))))
+    hidden = model.decoder(embeds[None])[0, len(prompt) - 1 :]
+    chosen: list[int] = model.decoder.head(hidden).argmax(dim=-1).tolist()
+    return chosen
+
+
+def plain_decode(model: OpenVLAModel, prompt: Tensor, num_tokens: int) -> list[int]:
+    """Greedy decoding by recomputing everything for every token."""
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        tokens.append(plain_next_tokens(model, prompt, tokens)[-1])
+    return tokens
