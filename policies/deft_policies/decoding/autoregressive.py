@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.decoding.sampling import Greedy, TokenChooser
 from deft_policies.decoding.target import Prompts, Scores, TargetModel
-from deft_policies.decoding.trace import Answers, Decoded, PassRecord, Stage, StageClock, read_back
+from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.decoding.tree import DraftTree
 
 METHOD = "autoregressive"
@@ -17,42 +18,41 @@ METHOD = "autoregressive"
 class AutoregressiveDecoder:
     """Prefill, then one pass per token but the last: L tokens take L passes, never L + 1.
 
-    The number of tokens is given, so no end-of-sequence token is looked for.
+    The number of tokens is given, so no end-of-sequence token is looked for. Margins cost a second
+    search through the logits: traces hold them only where they are wanted.
     """
 
     target: TargetModel
     chooser: TokenChooser = field(default_factory=Greedy)
     wants_margins: bool = False
 
-    def decode(self, prompts: Prompts, num_tokens: int, clock: StageClock) -> Decoded:
-        """Decode `num_tokens` tokens for every row of the batch."""
-        rounds = _Rounds(self, clock, prompts.last_tokens)
+    def decode(self, prompts: Prompts, num_tokens: int, clock: StageClock) -> list[DecodeTrace]:
+        """Decode `num_tokens` tokens for every row of the batch; reads from the device once."""
+        rounds = _Rounds(self, clock)
         tree = DraftTree.root_only(prompts.last_tokens)
         scores, _ = self.target.prefill(replace(prompts, keep_hidden=False), tree)
-        token = rounds.settle(tree, scores)
+        token = rounds.settle(scores, Stage.PREFILL)
+        root = torch.zeros_like(tree.tokens)
+        one = torch.ones_like(prompts.last_tokens)
         for _ in range(num_tokens - 1):
-            tree = DraftTree.root_only(token)
-            scores = self.target.score(tree)
-            self.target.commit(rounds.root, rounds.one)
-            token = rounds.settle(tree, scores)
-        return rounds.read_back()
+            scores = self.target.score(DraftTree.root_only(token))
+            self.target.commit(root, one)
+            token = rounds.settle(scores, Stage.VERIFY)
+        return rounds.read_back(prompts.last_tokens)
 
 
 class _Rounds:
     """Collects what the passes yield, on the device."""
 
-    def __init__(self, decoder: AutoregressiveDecoder, clock: StageClock, like: Tensor) -> None:
-        """`like` is [row] int64."""
+    def __init__(self, decoder: AutoregressiveDecoder, clock: StageClock) -> None:
         self._decoder, self._clock = decoder, clock
         self._tokens: list[Tensor] = []
         self._predicted: list[Tensor] = []
         self._margins: list[Tensor] = []
-        self._records: list[PassRecord] = []
-        self.root = torch.zeros_like(like)[:, None]  # [row, 1], the path that keeps the root alone
-        self.one = torch.ones_like(like)  # [row]
+        self._laps: list[int] = []
 
-    def settle(self, tree: DraftTree, scores: Scores) -> Tensor:
-        """Choose the next token of every row and note the pass."""
+    def settle(self, scores: Scores, stage: Stage) -> Tensor:
+        """Choose the next token of every row, [row], and book the pass."""
         first = self._decoder.target.vocabulary.first
         logits = scores.logits[:, 0]
         predicted = logits.argmax(dim=-1) + first
@@ -64,23 +64,38 @@ class _Rounds:
             self._margins.append(best[:, 0] - best[:, 1])
         self._tokens.append(token)
         self._predicted.append(predicted)
-        is_prefill = not self._records
-        self._records.append(
-            PassRecord(
-                is_prefill=is_prefill,
-                tree=tree,
-                predictions=predicted[:, None],
-                path=self.root[:, :0],
-                accepted=self.root[:, 0],
-                bonus=token,
-                pass_lap=self._clock.lap(Stage.PREFILL if is_prefill else Stage.VERIFY),
-            )
-        )
+        self._laps.append(self._clock.lap(stage))
         return token
 
-    def read_back(self) -> Decoded:
-        """Everything chosen so far, on the host."""
-        margins = torch.stack(self._margins, dim=1) if self._margins else None
-        tokens = torch.stack(self._tokens, dim=1)
-        answers = Answers(tokens, torch.stack(self._predicted, dim=1), margins)
-        return read_back(METHOD, answers, self._records, self._clock)
+    def read_back(self, last_tokens: Tensor) -> list[DecodeTrace]:
+        """Bring everything to the host."""
+        predicted = torch.stack(self._predicted, dim=1)
+        columns = torch.stack((last_tokens, *self._tokens), dim=1)
+        margins = torch.stack(self._margins, dim=1).tolist() if self._margins else None
+        both = torch.cat((columns, predicted), dim=1).tolist()
+        times = [self._clock.milliseconds(lap) for lap in self._laps]
+        length = predicted.shape[1]
+        return [
+            _trace(row[: length + 1], row[length + 1 :], margins[i] if margins else [], times)
+            for i, row in enumerate(both)
+        ]
+
+
+def _trace(
+    columns: list[int], predicted: list[int], margins: list[float], times: list[float]
+) -> DecodeTrace:
+    """`columns` is the last prompt token and the chosen ones: each is the root of the next pass."""
+    passes = tuple(
+        PassTrace(
+            is_prefill=index == 0,
+            tokens=(columns[index],),
+            parents=(-1,),
+            sources=("",),
+            predictions=(predicted[index],),
+            path=(),
+            bonus=columns[index + 1],
+            pass_ms=pass_ms,
+        )
+        for index, pass_ms in enumerate(times)
+    )
+    return DecodeTrace(METHOD, tuple(columns[1:]), tuple(predicted), tuple(margins), passes)

@@ -1,18 +1,11 @@
-"""What happened while actions were decoded, and how long each stage took.
-
-While decoding runs, everything stays on the device; it is read once, at the end.
-"""
+"""How long each stage of answering an observation took."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import Tensor
 
-from deft_client.types import DecodeTrace, PassTrace, StageTimings
-from deft_policies.decoding.tree import DraftTree
+from deft_client.types import StageTimings
 
 
 class Stage(Enum):
@@ -75,112 +68,3 @@ class StageClock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """One pass over a batch, still on the device; laps are numbers of the clock's laps."""
-
-    is_prefill: bool
-    tree: DraftTree
-    predictions: Tensor  # [row, node]
-    path: Tensor  # [row, step], accepted nodes after the root, padded with anything
-    accepted: Tensor  # [row], how many steps of the path count
-    bonus: Tensor  # [row], the target's token after the path
-    pass_lap: int
-    draft_lap: int | None = None
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Actions of a batch, as tokens. Margins are empty where nobody asked for them."""
-
-    tokens: tuple[tuple[int, ...], ...]  # [row, step], executed
-    traces: tuple[DecodeTrace, ...]  # [row]
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What decoding settled for each position, still on the device."""
-
-    tokens: Tensor  # [row, step], executed
-    predicted: Tensor  # [row, step], the target's greedy token given those executed before
-    margins: Tensor | None = None  # [row, step], gap between the two largest logits
-
-
-def read_back(
-    method: str,
-    answers: Answers,
-    records: Sequence[PassRecord],
-    clock: StageClock,
-    source_names: Sequence[str] = (),
-) -> Decoded:
-    """Bring the results of a batch to the host; the first read waits for the device."""
-    tokens = answers.tokens.tolist()
-    predicted = answers.predicted.tolist()
-    margins = [()] * len(tokens) if answers.margins is None else answers.margins.tolist()
-    passes = [_read_pass(record, clock, source_names) for record in records]
-    traces = tuple(
-        DecodeTrace(
-            method=method,
-            tokens=tuple(tokens[row]),
-            predicted=tuple(predicted[row]),
-            margins=tuple(margins[row]),
-            passes=tuple(one[row] for one in passes),
-        )
-        for row in range(len(tokens))
-    )
-    return Decoded(tuple(tuple(row) for row in tokens), traces)
-
-
-def _read_pass(record: PassRecord, clock: StageClock, names: Sequence[str]) -> list[PassTrace]:
-    rows = _PassRows.read(record)
-    draft_ms = 0.0 if record.draft_lap is None else clock.milliseconds(record.draft_lap)
-    pass_ms = clock.milliseconds(record.pass_lap)
-    traces = []
-    for row in range(len(rows.tokens)):
-        real = [node for node, is_real in enumerate(rows.is_real[row]) if is_real]
-        number = {node: index for index, node in enumerate(real)}
-        sources = rows.sources[row]
-        traces.append(
-            PassTrace(
-                is_prefill=record.is_prefill,
-                tokens=tuple(rows.tokens[row][node] for node in real),
-                parents=tuple(number.get(rows.parents[row][node], -1) for node in real),
-                sources=tuple(names[sources[n]] if sources[n] >= 0 else "" for n in real),
-                predictions=tuple(rows.predictions[row][node] for node in real),
-                path=tuple(number[node] for node in rows.path[row][: rows.accepted[row]]),
-                bonus=rows.bonus[row],
-                draft_ms=draft_ms,
-                pass_ms=pass_ms,
-            )
-        )
-    return traces
-
-
-@dataclass(frozen=True)
-class _PassRows:
-    """A `PassRecord` on the host, row by row."""
-
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    is_real: list[list[bool]]
-    sources: list[list[int]]
-    predictions: list[list[int]]
-    path: list[list[int]]
-    accepted: list[int]
-    bonus: list[int]
-
-    @staticmethod
-    def read(record: PassRecord) -> "_PassRows":
-        tree = record.tree
-        return _PassRows(
-            tokens=tree.tokens.tolist(),
-            parents=tree.parents.tolist(),
-            is_real=tree.is_real.tolist(),
-            sources=tree.sources.tolist(),
-            predictions=record.predictions.tolist(),
-            path=record.path.tolist(),
-            accepted=record.accepted.tolist(),
-            bonus=record.bonus.tolist(),
-        )

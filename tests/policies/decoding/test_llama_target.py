@@ -48,6 +48,10 @@ def target_of(model: OpenVLAModel, runner: StepRunner | None = None) -> LlamaTar
     return LlamaTarget(model.decoder, model.config.vocabulary.tokens, room=room, runner=runner)
 
 
+def tokens_of(decoder: AutoregressiveDecoder, prompts: Prompts) -> list[list[int]]:
+    return [list(trace.tokens) for trace in decoder.decode(prompts, 7, StageClock(CPU))]
+
+
 def random_tree(prompts: Prompts, num_nodes: int, seed: int) -> DraftTree:
     rng = random.Random(seed)
     num_rows = len(prompts.lengths)
@@ -83,11 +87,12 @@ def test_decoding_through_the_cache_equals_recomputing_everything(
     model = tiny_model(num_kv_heads=num_kv_heads)
     prompts = random_prompts(model, TEXT_LENGTHS)
     decoder = AutoregressiveDecoder(target_of(model, runner))
-    decoded = decoder.decode(prompts, 7, StageClock(CPU))
+    traces = decoder.decode(prompts, 7, StageClock(CPU))
     expected = [plain_decode(model, one_row(prompts, row).embeds[0], 7) for row in range(3)]
-    assert [list(tokens) for tokens in decoded.tokens] == expected
+    assert [list(trace.tokens) for trace in traces] == expected
     assert len({tuple(tokens) for tokens in expected}) == 3
-    assert [trace.num_passes for trace in decoded.traces] == [7, 7, 7]
+    assert [trace.num_passes for trace in traces] == [7, 7, 7]
+    assert [trace.passes[-1].tokens for trace in traces] == [row.tokens[-2:-1] for row in traces]
 
 
 @pytest.mark.parametrize("runner", runners())
@@ -95,9 +100,9 @@ def test_a_row_decodes_the_same_alone_and_in_a_batch(runner: StepRunner) -> None
     model = tiny_model(seed=1)
     prompts = random_prompts(model, [4, 8, 8, 1])
     decoder = AutoregressiveDecoder(target_of(model, runner))
-    together = decoder.decode(prompts, 7, StageClock(CPU)).tokens
+    together = tokens_of(decoder, prompts)
     for row in range(4):
-        assert decoder.decode(one_row(prompts, row), 7, StageClock(CPU)).tokens == (together[row],)
+        assert tokens_of(decoder, one_row(prompts, row)) == [together[row]]
 
 
 @pytest.mark.parametrize("runner", runners())
@@ -191,13 +196,12 @@ def test_a_longer_prompt_and_a_larger_batch_make_the_cache_grow_and_drop_old_rec
     runner = RecordedRunner(ReplayingRecorder())
     decoder = AutoregressiveDecoder(target_of(model, runner))
     small, large = random_prompts(model, [3]), random_prompts(model, [150, 2])
-    before = decoder.decode(small, 7, StageClock(CPU)).tokens
+    before = tokens_of(decoder, small)
     assert runner.num_recordings == 2  # one prefill, one decode step
-    decoded = decoder.decode(large, 7, StageClock(CPU)).tokens
     expected = [plain_decode(model, one_row(large, row).embeds[0], 7) for row in range(2)]
-    assert [list(tokens) for tokens in decoded] == expected
+    assert tokens_of(decoder, large) == expected
     assert runner.num_recordings == 2
-    assert decoder.decode(small, 7, StageClock(CPU)).tokens == before
+    assert tokens_of(decoder, small) == before
 
 
 def test_a_recording_made_for_one_prompt_length_serves_its_whole_bucket() -> None:
@@ -206,8 +210,7 @@ def test_a_recording_made_for_one_prompt_length_serves_its_whole_bucket() -> Non
     decoder = AutoregressiveDecoder(target_of(model, runner))
     for length in (3, 5, 9, 11):
         prompts = random_prompts(model, [length], seed=length)
-        decoded = decoder.decode(prompts, 7, StageClock(CPU))
-        assert list(decoded.tokens[0]) == plain_decode(model, prompts.embeds[0], 7)
+        assert tokens_of(decoder, prompts) == [plain_decode(model, prompts.embeds[0], 7)]
     assert runner.num_recordings == 2
 
 
@@ -222,5 +225,5 @@ def test_the_head_over_action_rows_alone_equals_that_part_of_the_whole() -> None
     torch.testing.assert_close(whole.logits(hidden, actions), expected)
     assert part.vocabulary == actions
     prompts = random_prompts(model, TEXT_LENGTHS)
-    decoded = AutoregressiveDecoder(part).decode(prompts, 7, StageClock(CPU))
-    assert all(actions.first <= token <= actions.last for row in decoded.tokens for token in row)
+    decoded = tokens_of(AutoregressiveDecoder(part), prompts)
+    assert all(actions.first <= token <= actions.last for row in decoded for token in row)
