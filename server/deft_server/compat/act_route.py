@@ -1,0 +1,142 @@
+"""`POST /act` as OpenVLA's `deploy.py` answers it, to the byte; OpenVLA-OFT's form on request.
+
+A legacy client is told of every failure by the JSON text "error" with status 200, because that is
+what it looks for. With the header `X-Deft-Errors: problem` it gets a real status and a reason.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fastapi import APIRouter, Request, Response
+from starlette.routing import BaseRoute
+
+from deft_client.errors import WireError
+from deft_client.types import ActionChunk
+from deft_client.wire_limits import WireLimits
+from deft_client.wire_messages import ActMessage
+from deft_policies.errors import PolicyError
+from deft_server.compat.arrays import brief
+from deft_server.compat.frames import read_name
+from deft_server.compat.json_numpy import (
+    ActBody,
+    NotAnObjectError,
+    NotJsonError,
+    decode_act_body,
+    encode_reply,
+)
+from deft_server.compat.observations import oft_request, openvla_request
+from deft_server.compat.profiles import ACT_PROFILES, ActProfile, in_convention
+from deft_server.errors import ServerError
+from deft_server.gate import caller_of
+from deft_server.problems import describe
+from deft_server.service import Service
+
+ERRORS_HEADER = "x-deft-errors"
+SESSION_HEADER = "x-deft-session"
+REASON_HEADER = "x-deft-reason"
+_QUICK_BYTES = 1024 * 1024  # decoded on the event loop within a few milliseconds
+_ECHOED_CHARS = 200
+_READERS = {ActProfile.OPENVLA: openvla_request, ActProfile.OFT: oft_request}
+
+
+def build_routes(service: Service, profile: ActProfile) -> Sequence[BaseRoute]:
+    """Return the route around a service."""
+    router = APIRouter()
+    limits = service.settings.wire_limits
+
+    async def answer(request: Request, body: bytes, arrived_s: float) -> bytes:
+        if len(body) < _QUICK_BYTES:
+            parsed, message = _decode(body, profile, limits)
+        else:
+            parsed, message = await asyncio.to_thread(_decode, body, profile, limits)
+        session = read_name(request.headers.get(SESSION_HEADER), SESSION_HEADER, limits)
+        options = replace(message.options, session_id=session)
+        caller = caller_of(request.scope)
+        chunk = await service.act(message.observation, options, caller, arrived_s)
+        return _reply(chunk, profile, parsed.is_encoded)
+
+    async def act(request: Request) -> Response:
+        """Answer an OpenVLA client; see docs/protocols.md."""
+        body = await request.body()
+        arrived_s = time.monotonic()
+        try:
+            _require_json(request.headers.get("content-type", ""), body)
+            return _json(await answer(request, body, arrived_s))
+        except (WireError, PolicyError, ServerError) as error:
+            if request.headers.get(ERRORS_HEADER) == "problem":
+                raise
+            return _legacy_error(error, request)
+
+    router.add_api_route("/act", act, methods=["POST"])
+    return router.routes
+
+
+class _NoBodyError(NotAnObjectError):
+    """The body is empty."""
+
+
+def _decode(body: bytes, profile: ActProfile, limits: WireLimits) -> tuple[ActBody, ActMessage]:
+    parsed = decode_act_body(body, limits)
+    return parsed, _READERS[profile](parsed.fields, limits)
+
+
+def _require_json(content_type: str, body: bytes) -> None:
+    """Treat a body that is not declared as JSON the way FastAPI does: as text."""
+    if not body:
+        raise _NoBodyError(None)
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
+        raise NotAnObjectError(body.decode("utf-8", "replace"))
+
+
+def _reply(chunk: ActionChunk, profile: ActProfile, is_encoded: bool) -> bytes:
+    actions = in_convention(chunk.actions, ACT_PROFILES[profile])
+    if profile is ActProfile.OFT:
+        return encode_reply(list(actions), is_encoded)
+    return encode_reply(actions[0], is_encoded)
+
+
+def _legacy_error(error: Exception, request: Request) -> Response:
+    """Return what the peer's server would have, with the reason in a header for people."""
+    if isinstance(error, NotJsonError | NotAnObjectError):
+        return _json(json.dumps({"detail": [_detail(error)]}, separators=(",", ":")).encode(), 422)
+    problem = describe(error, request)
+    response = _json(b'"error"')
+    response.headers[REASON_HEADER] = brief(f"{problem.kind.status} {problem.detail}", 300)[1:-1]
+    return response
+
+
+def _detail(error: NotJsonError | NotAnObjectError) -> dict[str, object]:
+    """Return the validation error that FastAPI gives for the same body."""
+    if isinstance(error, NotJsonError):
+        return {
+            "type": "json_invalid",
+            "loc": ["body", error.position],
+            "msg": "JSON decode error",
+            "input": {},
+            "ctx": {"error": error.reason},
+        }
+    if isinstance(error, _NoBodyError):
+        return {"type": "missing", "loc": ["body"], "msg": "Field required", "input": None}
+    return {
+        "type": "dict_type",
+        "loc": ["body"],
+        "msg": "Input should be a valid dictionary",
+        "input": _echo(error.value),
+    }
+
+
+def _echo(value: object) -> object:
+    """Return what arrived, if it is short plain JSON; a long body is not sent back."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return value if len(text) <= _ECHOED_CHARS else text[:_ECHOED_CHARS]
+
+
+def _json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")

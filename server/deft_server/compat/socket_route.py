@@ -1,0 +1,180 @@
+"""WebSocket `/`: openpi's policy server and vla-eval's model server at one address.
+
+`?statistics_key=` and `?decoding=` in the address apply to every frame of the connection.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from deft_client.errors import MalformedMessageError, WireError
+from deft_client.types import ActionChunk, ActOptions
+from deft_client.wire_messages import ActMessage
+from deft_policies.errors import PolicyError
+from deft_server.access import Caller
+from deft_server.compat.arrays import brief
+from deft_server.compat.dialects import (
+    OpenpiDialect,
+    VlaEvalDialect,
+    action_message,
+    error_message,
+    first_frame,
+)
+from deft_server.compat.frames import read_name
+from deft_server.compat.inbox import Inbox
+from deft_server.compat.msgpack_numpy import pack, unpack
+from deft_server.compat.vla_eval import Message, MessageType, looks_like_message, read_message
+from deft_server.errors import OverloadedError, ServerError
+from deft_server.gate import caller_of
+from deft_server.problems import describe
+from deft_server.service import Service
+
+CLOSE_REASON = "Internal server error. Details in the previous frame."
+_QUICK_BYTES = 512 * 1024
+_ENDED_EPISODE = pack({"status": "reset successful"})
+_PATIENCE_S = 10.0  # neither client can retry, so a busy server lets their frame wait instead
+_KNOWN = (WireError, PolicyError, ServerError)
+
+
+def build_routes(service: Service) -> list[WebSocketRoute]:
+    """Return the route around a service."""
+
+    async def serve(websocket: WebSocket) -> None:
+        await websocket.accept()
+        connection = _Connection(service, websocket)
+        try:
+            await connection.run()
+        except WebSocketDisconnect:
+            pass
+        finally:
+            await connection.close()
+
+    return [WebSocketRoute("/", serve)]
+
+
+class _Connection:
+    """One robot, from its first frame until it hangs up. Each connection is a session."""
+
+    def __init__(self, service: Service, websocket: WebSocket) -> None:
+        self._service = service
+        self._websocket = websocket
+        self._inbox = Inbox(websocket)
+        self._limits = service.settings.wire_limits
+        self._caller: Caller = caller_of(websocket.scope)
+        self._session_id = f"socket-{uuid.uuid4().hex[:12]}"
+        self._openpi = OpenpiDialect(self._limits)
+        self._vla_eval = VlaEvalDialect(self._limits)
+
+    async def run(self) -> None:
+        """Answer frames until the client leaves or, in openpi's dialect, until one fails."""
+        try:
+            self._options = self._read_options()
+            await self._service.scheduler.settled()
+            hello = first_frame(self._service.info, self._session_id, version("deft-vla"))
+        except _KNOWN as error:
+            await self._fail(error)
+            return
+        await self._websocket.send_bytes(hello)
+        while await self._answer(await self._inbox.next()):
+            pass
+
+    async def close(self) -> None:
+        """Forget the robot."""
+        self._end_episode()
+        await self._inbox.close()
+
+    async def _answer(self, event: Mapping[str, object]) -> bool:
+        """Answer one frame; return whether the connection goes on."""
+        arrived_s = time.monotonic()
+        data = event.get("bytes")
+        try:
+            if not isinstance(data, bytes):
+                raise MalformedMessageError("frame", "send binary frames, got text")
+            value = await self._unpack(data)
+            if looks_like_message(value):
+                await self._answer_vla_eval(value, arrived_s)
+            else:
+                await self._answer_openpi(value, arrived_s)
+        except WebSocketDisconnect:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
+            await self._fail(error)
+            return False
+        return True
+
+    async def _unpack(self, data: bytes) -> object:
+        if len(data) <= _QUICK_BYTES and b"__image__" not in data:
+            return unpack(data, self._limits)
+        return await asyncio.to_thread(unpack, data, self._limits)
+
+    async def _answer_openpi(self, value: object, arrived_s: float) -> None:
+        if not isinstance(value, dict):
+            raise MalformedMessageError("frame", f"must be a map, got {brief(value)}")
+        if value.get("endpoint") == "reset":
+            self._end_episode()
+            await self._websocket.send_bytes(_ENDED_EPISODE)
+            return
+        chunk = await self._act(self._openpi.request(value), arrived_s)
+        infer_ms = (time.monotonic() - arrived_s) * 1000
+        await self._websocket.send_bytes(self._openpi.result(chunk, infer_ms))
+        self._openpi.prev_total_ms = (time.monotonic() - arrived_s) * 1000
+
+    async def _answer_vla_eval(self, value: object, arrived_s: float) -> None:
+        """Answer a message; what goes wrong with an observation does not end the connection."""
+        message = read_message(value)
+        if message.type in (MessageType.EPISODE_START, MessageType.EPISODE_END):
+            self._vla_eval.start_episode()
+            self._end_episode()
+        elif message.type is MessageType.OBSERVATION:
+            try:
+                reply = await self._next_action(message, arrived_s)
+            except _KNOWN as error:
+                detail = describe(error, self._websocket).detail
+                reply = error_message(f"observation_failed: {detail}", message.seq)
+            await self._websocket.send_bytes(reply)
+
+    async def _next_action(self, message: Message, arrived_s: float) -> bytes:
+        action = self._vla_eval.planned_action()
+        if action is None:
+            chunk = await self._act(self._vla_eval.request(message), arrived_s)
+            action = self._vla_eval.plan(chunk)
+        return action_message(action, message.seq)
+
+    async def _act(self, message: ActMessage, arrived_s: float) -> ActionChunk:
+        return await self._inbox.unless_gone(self._act_patiently(message, arrived_s))
+
+    async def _act_patiently(self, message: ActMessage, arrived_s: float) -> ActionChunk:
+        """Ask the policy, and again while it is too busy and patience lasts."""
+        while True:
+            try:
+                return await self._service.act(
+                    message.observation, self._options, self._caller, arrived_s
+                )
+            except OverloadedError as error:
+                if time.monotonic() - arrived_s + error.retry_after_s > _PATIENCE_S:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
+    def _end_episode(self) -> None:
+        """Forget what the policy remembers of this robot."""
+        self._service.reset(self._session_id, self._caller)
+
+    def _read_options(self) -> ActOptions:
+        query = self._websocket.query_params
+        key = read_name(query.get("statistics_key"), "statistics_key", self._limits)
+        decoding = read_name(query.get("decoding"), "decoding", self._limits)
+        return replace(
+            ActOptions(session_id=self._session_id), statistics_key=key, decoding=decoding
+        )
+
+    async def _fail(self, error: Exception) -> None:
+        """Tell an openpi client as its own server would: a text frame, then close code 1011."""
+        problem = describe(error, self._websocket)
+        await self._websocket.send_text(f"{problem.kind.title}: {problem.detail}")
+        await self._websocket.close(1011, CLOSE_REASON)

@@ -1,0 +1,146 @@
+"""POST /act answers OpenVLA's and OpenVLA-OFT's clients as their own servers do."""
+
+import base64
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
+from deft_server.compat.profiles import ActProfile
+from deft_server.settings import Settings
+from tests.server.compat.captures import ActCapture, act_capture, act_captures
+from tests.server.compat.fakes import ThreeDatasets, build_app
+
+JSON = {"content-type": "application/json"}
+PROBLEM = {**JSON, ERRORS_HEADER: "problem"}
+
+
+def action_in(response: bytes) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    fields = json.loads(response)
+    if isinstance(fields, str):
+        fields = json.loads(fields)
+    return np.frombuffer(base64.b64decode(fields["__numpy__"]), fields["dtype"])
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    actions = {
+        "libero_spatial": action_in(act_capture("plain").response),
+        "lab_arm_no_noops": action_in(act_capture("encoded").response),
+    }
+    with TestClient(build_app(ThreeDatasets(actions))) as client:
+        yield client
+
+
+@pytest.mark.parametrize("capture", act_captures(), ids=lambda one: one.name)
+def test_every_captured_request_gets_the_captured_reply(
+    client: TestClient, capture: ActCapture
+) -> None:
+    headers = {"content-type": capture.content_type} if capture.content_type else {}
+    response = client.request(capture.method, "/act", content=capture.request, headers=headers)
+    assert response.status_code == capture.status
+    if capture.method == "POST":
+        assert response.content == capture.response
+        assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "field"),
+    [
+        ("error_missing_image", 400, "image"),
+        ("error_missing_instruction", 400, "instruction"),
+        ("error_list_image", 422, "image"),
+        ("error_float_image", 422, "image"),
+        ("error_number_instruction", 422, "instruction"),
+        ("error_bad_unnorm_key", 422, "statistics_key"),
+        ("error_no_unnorm_key", 422, "statistics_key"),
+        ("error_encoded_plus_extra", 400, "encoded"),
+        ("status_invalid_json", 400, "body"),
+        ("status_not_an_object", 400, "body"),
+        ("status_empty_body", 400, "body"),
+    ],
+)
+def test_a_client_that_asks_for_problems_gets_a_status_and_the_field(
+    client: TestClient, name: str, status: int, field: str
+) -> None:
+    response = client.post("/act", content=act_capture(name).request, headers=PROBLEM)
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json()["field"] == field
+
+
+def test_a_legacy_error_carries_its_reason_in_a_header(client: TestClient) -> None:
+    response = client.post(
+        "/act", content=act_capture("error_bad_unnorm_key").request, headers=JSON
+    )
+    assert response.content == b'"error"'
+    assert "no_such_dataset" in response.headers[REASON_HEADER]
+    assert "libero_spatial" in response.headers[REASON_HEADER]
+
+
+def test_a_reason_with_foreign_letters_is_a_legal_header(client: TestClient) -> None:
+    body = json.dumps({"image": 1, "instruction": "x", "unnorm_key": "naïve\r\nx: y"})
+    response = client.post("/act", content=body, headers=JSON)
+    assert response.content == b'"error"'
+    assert response.headers[REASON_HEADER].isascii()
+
+
+def test_a_policy_that_raises_is_an_error_to_legacy_clients_and_a_500_to_others(
+    client: TestClient,
+) -> None:
+    fields = json.loads(act_capture("plain").request)
+    body = json.dumps({**fields, "instruction": "fail"})
+    assert client.post("/act", content=body, headers=JSON).content == b'"error"'
+    response = client.post("/act", content=body, headers=PROBLEM)
+    assert response.status_code == 500
+    assert "deliberate" not in response.text
+
+
+def test_frames_of_one_session_header_share_a_session() -> None:
+    policy = ThreeDatasets(default_key="bridge")
+    body = act_capture("plain").request
+    with TestClient(build_app(policy)) as client:
+        for session in ("a", "a", "b"):
+            headers = {**JSON, "x-deft-session": session}
+            assert client.post("/act", content=body, headers=headers).content != b'"error"'
+    assert policy.num_sessions == 2
+
+
+def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:
+    policy = ThreeDatasets(default_key="bridge", steps=8)
+    image = json.loads(act_capture("plain").request)["image"]
+    fields = {"full_image": image, "left_wrist_image": image, "instruction": "x"}
+    with TestClient(build_app(policy, ActProfile.OFT)) as client:
+        plain = client.post("/act", json=fields)
+        encoded = client.post("/act", json={"encoded": json.dumps(fields)})
+    actions = [np.frombuffer(base64.b64decode(one["__numpy__"])) for one in plain.json()]
+    assert len(actions) == 8
+    np.testing.assert_array_equal(actions[3], policy.actions["bridge"] + 0.003)
+    assert json.loads(encoded.json()) == plain.json()
+    assert list(policy.seen[0].cameras) == ["left_wrist_image"]
+
+
+def test_a_body_beyond_the_limit_is_refused() -> None:
+    app = build_app(ThreeDatasets(), settings=Settings(max_body_bytes=10_000))
+    with TestClient(app) as client:
+        response = client.post("/act", content=act_capture("plain").request, headers=JSON)
+    assert response.status_code == 413
+
+
+def test_what_is_echoed_of_a_wrong_body_is_short(client: TestClient) -> None:
+    response = client.post("/act", content=json.dumps(["x" * 50_000]), headers=JSON)
+    assert response.status_code == 422
+    assert len(response.content) < 1000
+
+
+def test_config_shows_batching_and_says_why_it_cannot_be_changed(client: TestClient) -> None:
+    assert client.get("/config").json()["config"] == {"max_batch_size": 8, "max_wait_time": 0.004}
+    response = client.get("/config?max_batch_size=4&nonsense=1")
+    assert response.status_code == 422
+    assert response.json()["errors"] == [
+        "max_batch_size is set when the server starts (--max-batch, --max-wait-ms)",
+        "unknown key: nonsense",
+    ]

@@ -1,0 +1,225 @@
+"""The WebSocket at / serves openpi's and vla-eval's clients."""
+
+import threading
+from collections.abc import Iterator
+
+import msgpack
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from starlette.testclient import WebSocketTestSession
+from starlette.websockets import WebSocketDisconnect
+
+from deft_server.compat.msgpack_numpy import pack, unpack
+from deft_server.compat.profiles import OPENPI, in_convention
+from deft_server.compat.vla_eval import Message, MessageType, read_message
+from tests.server.compat.captures import frame
+from tests.server.compat.fakes import ThreeDatasets, build_app
+
+PICTURE = np.zeros((8, 8, 3), np.uint8)
+OBSERVATION = pack({"observation/image": PICTURE, "prompt": "x"})
+
+
+def vla_observation(seq: int, **extra: object) -> bytes:
+    payload = {"images": {"agentview": PICTURE}, "task_description": "x", **extra}
+    return Message(MessageType.OBSERVATION, payload, seq, 0.0).encode()
+
+
+def receive(socket: WebSocketTestSession) -> dict[str, object]:
+    value = unpack(socket.receive_bytes())
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.fixture
+def policy() -> ThreeDatasets:
+    return ThreeDatasets(default_key="bridge", steps=2)
+
+
+@pytest.fixture
+def client(policy: ThreeDatasets) -> Iterator[TestClient]:
+    with TestClient(build_app(policy)) as client:
+        yield client
+
+
+def test_the_first_frame_is_metadata_and_a_hello_at_once(client: TestClient) -> None:
+    with client.websocket_connect("/") as socket:
+        metadata = receive(socket)
+    assert metadata["action_dim"] == 7
+    assert metadata["action_horizon"] == 2
+    hello = read_message(metadata)
+    captured = read_message(unpack(frame("vlaeval_01_hello_server.bin")))
+    assert hello.type is MessageType.HELLO
+    assert set(hello.payload) >= set(captured.payload)
+    assert hello.payload["action_spec"] == captured.payload["action_spec"]
+
+
+def test_openpi_results_have_the_fields_of_the_captured_ones(
+    client: TestClient, policy: ThreeDatasets
+) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        for sent, replied in (("1_observation", "2_result"), ("3_observation_dtypes", "4_result")):
+            socket.send_bytes(frame(f"openpi_{sent}.bin"))
+            result = receive(socket)
+            captured = unpack(frame(f"openpi_{replied}.bin"))
+            assert isinstance(captured, dict)
+            # Ours has no state: OpenVLA does not compute one to hand back.
+            assert set(result) == set(captured) - {"state"}
+            expected = np.stack([policy.actions["bridge"], policy.actions["bridge"] + 0.001])
+            np.testing.assert_array_equal(result["actions"], in_convention(expected, OPENPI))
+    assert result["server_timing"].keys() == {"infer_ms", "prev_total_ms"}  # type: ignore[attr-defined]
+
+
+def test_the_gripper_is_closed_with_plus_one() -> None:
+    actions = np.zeros((3, 7))
+    actions[:, -1] = [0.0, 0.49, 0.996]
+    assert in_convention(actions, OPENPI)[:, -1].tolist() == [1.0, 1.0, -1.0]
+    assert actions[0, -1] == 0.0
+
+
+def test_an_openpi_error_is_a_text_frame_and_close_code_1011(client: TestClient) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        socket.send_bytes(frame("openpi_5_observation_failing.bin"))
+        assert "prompt" in socket.receive_text()
+        with pytest.raises(WebSocketDisconnect) as closed:
+            socket.receive_bytes()
+    assert closed.value.code == 1011
+
+
+def test_a_policy_that_raises_tells_the_client_no_traceback(client: TestClient) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        socket.send_bytes(pack({"observation/image": PICTURE, "prompt": "fail"}))
+        told = socket.receive_text()
+    assert "ValueError" in told
+    assert "deliberate" not in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("bad", [b"\xc1", b"", msgpack.packb([1]), msgpack.packb({"prompt": "x"})])
+def test_a_frame_that_cannot_be_read_ends_the_connection_with_its_reason(
+    client: TestClient, bad: bytes
+) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        socket.send_bytes(bad)
+        assert socket.receive_text()
+        with pytest.raises(WebSocketDisconnect):
+            socket.receive_bytes()
+    assert client.get("/healthz").status_code == 200
+
+
+def test_a_text_frame_is_refused(client: TestClient) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        socket.send_text("hello")
+        assert "binary" in socket.receive_text()
+
+
+def test_a_reset_ends_the_session(client: TestClient, policy: ThreeDatasets) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        for _ in range(2):
+            socket.send_bytes(OBSERVATION)
+            receive(socket)
+        assert policy.num_sessions == 1
+        socket.send_bytes(msgpack.packb({"endpoint": "reset"}))
+        assert receive(socket) == {"status": "reset successful"}
+        socket.send_bytes(OBSERVATION)
+        receive(socket)
+    assert policy.num_sessions == 2
+
+
+def test_the_address_chooses_the_statistics_key(client: TestClient, policy: ThreeDatasets) -> None:
+    with client.websocket_connect("/?statistics_key=libero_spatial") as socket:
+        receive(socket)
+        socket.send_bytes(OBSERVATION)
+        actions = receive(socket)["actions"]
+        assert isinstance(actions, np.ndarray)
+        np.testing.assert_array_equal(actions[0, :6], policy.actions["libero_spatial"][:6])
+
+
+def test_vla_eval_gets_one_action_per_observation_under_its_number(
+    client: TestClient, policy: ThreeDatasets
+) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        socket.send_bytes(frame("vlaeval_00_hello_client.bin"))
+        socket.send_bytes(frame("vlaeval_02_episode_start.bin"))
+        for name, seq in (("03_observation_png", 3), ("05_observation_raw", 4)):
+            socket.send_bytes(frame(f"vlaeval_{name}.bin"))
+            answer = read_message(receive(socket))
+            assert answer.type is MessageType.ACTION
+            assert answer.seq == seq
+            action = answer.payload["actions"]
+            assert isinstance(action, np.ndarray)
+            assert action.shape == (7,)
+            assert action[-1] in (-1.0, 1.0)
+        # Two actions of one chunk: the policy was asked once.
+        assert len(policy.seen) == 1
+        socket.send_bytes(frame("vlaeval_07_observation_jpeg.bin"))
+        assert read_message(receive(socket)).seq == 5
+        assert len(policy.seen) == 2
+
+
+def test_an_episode_start_drops_the_plan_and_opens_a_session(
+    client: TestClient, policy: ThreeDatasets
+) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        for _ in range(2):
+            socket.send_bytes(frame("vlaeval_02_episode_start.bin"))
+            socket.send_bytes(vla_observation(7))
+            receive(socket)
+    assert len(policy.seen) == 2
+    assert policy.num_sessions == 2
+
+
+def test_a_vla_eval_error_keeps_the_connection(client: TestClient) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        socket.send_bytes(frame("vlaeval_09_observation_failing.bin"))
+        error = read_message(receive(socket))
+        assert error.type is MessageType.ERROR
+        assert error.seq == 6
+        assert "observation_failed" in str(error.payload["error"])
+        socket.send_bytes(vla_observation(8))
+        assert read_message(receive(socket)).type is MessageType.ACTION
+
+
+def test_both_clients_may_come_before_the_policy_is_loaded() -> None:
+    gate = threading.Event()
+
+    def load() -> ThreeDatasets:
+        gate.wait(10)
+        return ThreeDatasets()
+
+    with TestClient(build_app(load)) as client, client.websocket_connect("/") as socket:  # type: ignore[arg-type]
+        gate.set()
+        assert receive(socket)["policy"] == "three-datasets"
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
+    policy = ThreeDatasets(default_key="bridge")
+    app = build_app(policy)
+    service = app.state.service
+    gate = policy.gate = threading.Event()
+    with (
+        TestClient(app) as client,
+        client.websocket_connect("/") as busy,
+        client.websocket_connect("/") as leaving,
+    ):
+        for socket in (busy, leaving):
+            receive(socket)
+            socket.send_bytes(OBSERVATION)
+        leaving.close()
+        for _ in range(200):
+            if len(service.sessions) == 1:
+                break
+            client.get("/healthz")
+        assert len(service.sessions) == 1
+        gate.set()
+        assert "actions" in receive(busy)
+    assert len(policy.seen) == 1
