@@ -5,7 +5,9 @@ are shared by the process. An episode's outcome depends on task, trial, seed and
 on what the process ran before. The simulator's imports happen when the first environment opens.
 """
 
+import atexit
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -22,9 +24,10 @@ from numpy.typing import NDArray
 from deft_client.libero import conventions
 from deft_client.libero.assets import Assets, AssetsKind, find_assets, libero_folder
 from deft_client.libero.cache import cache_folder, write_atomically
-from deft_client.libero.errors import AssetsError, SimulatorMissingError
+from deft_client.libero.errors import AssetsError, GraphicsError, SimulatorMissingError
 from deft_client.libero.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.init_states import load_initial_states
+from deft_client.libero.meshes import thinned_faces
 from deft_client.libero.scene import Goal, Pose, Scene
 from deft_client.libero.suites import Task
 from deft_client.types import Image
@@ -147,7 +150,7 @@ class LiberoEnvironment:
         """What the cameras and the robot report now."""
         if self._camera is None:
             size, light = self.settings.frame_size, self.assets.kind is AssetsKind.STAND_IN
-            self._camera = _Camera(self._inner.sim, size, light)
+            self._camera = _Camera(self._inner.sim, size, self._renderer, light)
         image = self._camera.look("agentview")
         wrist = self.settings.wrist_camera
         cameras = {"wrist": self._camera.look("robot0_eye_in_hand")} if wrist else {}
@@ -202,30 +205,72 @@ class LiberoEnvironment:
 class _Camera:
     """Renders a simulation. `light` leaves out what costs most in software: see docs/assets.md."""
 
-    def __init__(self, sim: Any, size: int, light: bool) -> None:
+    def __init__(self, sim: Any, size: int, renderer: Renderer, light: bool) -> None:
         import mujoco
 
+        self._mujoco = mujoco
         self._model, self._data = sim.model._model, sim.data._data
         if light:
             self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
             self._model.vis.quality.offsamples = 0
-        self._renderer = mujoco.Renderer(self._model, size, size)
+            _thin_meshes(self._model)
+        self._context = _graphics_context(renderer, size)
+        atexit.register(self.close)  # before EGL's own farewell, which would complain
+        self._context.make_current()
+        self._drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
+        self._scene = mujoco.MjvScene(self._model, maxgeom=1000)
         self._options = mujoco.MjvOption()
         self._options.geomgroup[0] = 0  # collision shapes stay invisible
-        self._options.geomgroup[1] = 1
-        if light:
-            for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
-                self._renderer.scene.flags[flag] = 0
+        self._area = mujoco.MjrRect(0, 0, size, size)
+        self._view = mujoco.MjvCamera()
+        self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
 
     def look(self, name: str) -> Image:
         """The camera's picture, turned as policies expect it."""
-        self._renderer.update_scene(self._data, name, self._options)
-        # The renderer hands out rows from the top, robosuite from the bottom.
-        return conventions.upright(self._renderer.render()[::-1])
+        mujoco = self._mujoco
+        self._context.make_current()
+        self._view.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, name)
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(
+            self._model, self._data, self._options, None, self._view, everything, self._scene
+        )
+        mujoco.mjr_render(self._area, self._scene, self._drawing)
+        pixels: Image = np.empty((self._area.height, self._area.width, 3), dtype=np.uint8)
+        mujoco.mjr_readPixels(pixels, None, self._area, self._drawing)
+        return conventions.upright(pixels)
 
     def close(self) -> None:
-        """Free the OpenGL context."""
-        self._renderer.close()
+        """Free what OpenGL holds."""
+        atexit.unregister(self.close)
+        self._context.make_current()
+        self._drawing.free()
+        self._context.free()
+
+
+def _graphics_context(renderer: Renderer, size: int) -> Any:
+    if renderer is Renderer.NONE:
+        raise GraphicsError("this environment was opened without a renderer, so it has no frames")
+    module = importlib.import_module(f"mujoco.{renderer.value}")
+    return module.GLContext(size, size)
+
+
+def _thin_meshes(model: Any) -> None:
+    """Drop triangles nobody can see from the meshes that are only drawn, never collided with."""
+    is_mesh = model.geom_type == 7  # mjGEOM_MESH
+    colliding = set(model.geom_dataid[is_mesh & (model.geom_group == 0)])
+    for mesh in set(model.geom_dataid[is_mesh]) - colliding:
+        vertices = slice(
+            model.mesh_vertadr[mesh], model.mesh_vertadr[mesh] + model.mesh_vertnum[mesh]
+        )
+        start, count = model.mesh_faceadr[mesh], model.mesh_facenum[mesh]
+        faces, rows = thinned_faces(
+            model.mesh_vert[vertices], model.mesh_face[start : start + count]
+        )
+        stop = start + len(faces)
+        model.mesh_facenormal[start:stop] = model.mesh_facenormal[start : start + count][rows]
+        model.mesh_face[start:stop] = faces
+        model.mesh_facenum[mesh] = len(faces)
 
 
 def _prepare_process(cache: Path, libero: Path, renderer: Renderer) -> None:
