@@ -36,10 +36,10 @@ def encode_image(image: Image, encoding: ImageEncoding, quality: int = JPEG_QUAL
     """Return the bytes of a frame; `quality` matters to JPEG only."""
     if encoding is ImageEncoding.RAW:
         return image.tobytes()
-    from PIL import Image as pillow  # noqa: N813  imported late: raw frames need no Pillow
+    import PIL.Image  # not needed for raw frames, and slow to import
 
     buffer = BytesIO()
-    picture = pillow.fromarray(image)
+    picture = PIL.Image.fromarray(image)
     if encoding is ImageEncoding.PNG:
         picture.save(buffer, "PNG", compress_level=1)
     else:
@@ -55,13 +55,13 @@ def decode_image(data: bytes, field: str, limits: WireLimits = DEFAULT_LIMITS) -
     """
     height, width = _claimed_size(data, field)
     check_image_size(height, width, field, limits)
-    from PIL import Image as pillow  # noqa: N813
+    import PIL.Image
 
     try:
-        with pillow.open(BytesIO(data), formats=("PNG", "JPEG")) as picture:
+        with PIL.Image.open(BytesIO(data), formats=("PNG", "JPEG")) as picture:
             mode = picture.mode
             pixels = np.asarray(picture.convert("RGB")) if mode in _COLOUR_MODES else None
-    except (*_DAMAGED, pillow.DecompressionBombError) as error:
+    except (*_DAMAGED, PIL.Image.DecompressionBombError) as error:
         raise UnusableValueError(field, f"the picture is damaged: {error}") from error
     if pixels is None:
         raise UnusableValueError(field, f"must be 8-bit RGB or greyscale, got colour mode {mode}")

@@ -6,6 +6,7 @@ but `act` still goes over HTTP. A broken connection is made anew under the same 
 
 import asyncio
 import threading
+from contextlib import AsyncExitStack, ExitStack
 
 import httpx
 import websockets.asyncio.client
@@ -41,14 +42,13 @@ class StreamClient(PolicyClient):
     ) -> None:
         super().__init__(url, settings, transport)
         self._turn = threading.Lock()
+        self._opened = ExitStack()
         self._connection: websockets.sync.client.ClientConnection | None = None
 
     def close(self) -> None:
         """Close both connections."""
         with self._turn:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            self._drop()
         super().close()
 
     def __enter__(self) -> "StreamClient":
@@ -61,21 +61,21 @@ class StreamClient(PolicyClient):
             return self._exchange(request.body)
 
     def _exchange(self, frame: bytes) -> HttpReply | TransportError:
-        # Until its answer is here the connection is nobody's: whatever interrupts us, a late
-        # answer must never be taken for that of the next observation.
-        connection, self._connection = self._connection, None
+        answered = False
         try:
-            if connection is None:
-                connection = self._connect()
-            connection.send(frame)
-            answer = connection.recv(timeout=self.settings.timeouts.answer_s)
-            self._connection = connection
+            if self._connection is None:
+                self._connection = self._opened.enter_context(self._connect())
+            self._connection.send(frame)
+            answer = self._connection.recv(timeout=self.settings.timeouts.answer_s)
+            answered = True
             return read_frame(answer)
         except _FAILURES as error:
-            return failed_exchange(error, connection is not None, self.url)
+            return failed_exchange(error, self._connection is not None, self.url)
         finally:
-            if connection is not None and self._connection is None:
-                connection.close()
+            # Whatever interrupted us, a late answer must never be taken for that of the next
+            # observation.
+            if not answered:
+                self._drop()
 
     def _connect(self) -> websockets.sync.client.ClientConnection:
         return websockets.sync.client.connect(
@@ -86,6 +86,10 @@ class StreamClient(PolicyClient):
             max_size=self.settings.limits.max_bytes,
             compression=None,  # pixels do not shrink, and the round trip is what counts
         )
+
+    def _drop(self) -> None:
+        self._connection = None
+        self._opened.close()
 
 
 class AsyncStreamClient(AsyncPolicyClient):
@@ -99,14 +103,13 @@ class AsyncStreamClient(AsyncPolicyClient):
     ) -> None:
         super().__init__(url, settings, transport)
         self._turn = asyncio.Lock()
+        self._opened = AsyncExitStack()
         self._connection: websockets.asyncio.client.ClientConnection | None = None
 
     async def aclose(self) -> None:
         """Close both connections."""
         async with self._turn:
-            if self._connection is not None:
-                await self._connection.close()
-                self._connection = None
+            await self._drop()
         await super().aclose()
 
     async def __aenter__(self) -> "AsyncStreamClient":
@@ -119,22 +122,23 @@ class AsyncStreamClient(AsyncPolicyClient):
             return await self._exchange(request.body)
 
     async def _exchange(self, frame: bytes) -> HttpReply | TransportError:
-        connection, self._connection = self._connection, None  # see StreamClient._exchange
+        answered = False
         try:
-            if connection is None:
-                connection = await self._connect()
-            await connection.send(frame)
-            answer = await asyncio.wait_for(connection.recv(), self.settings.timeouts.answer_s)
-            self._connection = connection
+            if self._connection is None:
+                self._connection = await self._opened.enter_async_context(self._connect())
+            await self._connection.send(frame)
+            receiving = self._connection.recv()
+            answer = await asyncio.wait_for(receiving, self.settings.timeouts.answer_s)
+            answered = True
             return read_frame(answer)
         except _FAILURES as error:
-            return failed_exchange(error, connection is not None, self.url)
+            return failed_exchange(error, self._connection is not None, self.url)
         finally:
-            if connection is not None and self._connection is None:
-                await connection.close()
+            if not answered:  # see StreamClient
+                await self._drop()
 
-    async def _connect(self) -> websockets.asyncio.client.ClientConnection:
-        return await websockets.asyncio.client.connect(
+    def _connect(self) -> websockets.asyncio.client.connect:
+        return websockets.asyncio.client.connect(
             stream_url(self.url),
             additional_headers=authorization(self.settings),
             open_timeout=self.settings.timeouts.connect_s,
@@ -142,6 +146,10 @@ class AsyncStreamClient(AsyncPolicyClient):
             max_size=self.settings.limits.max_bytes,
             compression=None,
         )
+
+    async def _drop(self) -> None:
+        self._connection = None
+        await self._opened.aclose()
 
 
 def stream_url(url: str) -> str:

@@ -103,13 +103,13 @@ def _unpack(data: bytes, limits: WireLimits) -> object:
         raise MalformedMessageError("body", f"is not msgpack: {error}") from error
 
 
-def check_bytes(data: bytes, limits: WireLimits) -> None:
+def check_bytes(data: bytes, limits: WireLimits, where: str = "body") -> None:
     """Refuse an empty message, and one beyond the limit."""
     if not data:
-        raise MalformedMessageError("body", "is empty")
+        raise MalformedMessageError(where, "is empty")
     if len(data) > limits.max_bytes:
         raise MessageTooLargeError(
-            "body", f"{len(data)} bytes; at most {limits.max_bytes} are taken"
+            where, f"{len(data)} bytes; at most {limits.max_bytes} are taken"
         )
 
 

@@ -50,7 +50,7 @@ def decode_form(
 def _value(name: str, text: str, limits: WireLimits) -> object:
     """Return what a text field stands for; `read_request` judges whether it may."""
     if name == "state":
-        return load(text.encode("utf-8", "surrogateescape"), limits)
+        return load(text.encode("utf-8", "surrogateescape"), limits, name)
     if name == "trace":
         if text.lower() not in _FLAGS:
             raise UnusableValueError(name, f"must be true or false, got {text[:24]!r}")

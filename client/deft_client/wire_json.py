@@ -171,13 +171,13 @@ def decode_problem(status: int, data: bytes, retry_after_s: float | None = None)
         )
 
 
-def load(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
+def load(data: bytes, limits: WireLimits = DEFAULT_LIMITS, where: str = "body") -> object:
     """Return the object in the JSON, or raise `WireError` before it could grow beyond limits."""
-    check_bytes(data, limits)
+    check_bytes(data, limits, where)
     lists = data.count(b"[") + data.count(b"{")
     if lists > limits.max_json_lists:
         raise MessageTooLargeError(
-            "body",
+            where,
             f"{lists} lists or maps; at most {limits.max_json_lists} are taken: "
             "send images as base64",
         )
@@ -186,7 +186,7 @@ def load(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
         text = data.decode("utf-8", "surrogateescape")
         return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise MalformedMessageError("body", f"is not JSON: {error}") from error
+        raise MalformedMessageError(where, f"is not JSON: {error}") from error
 
 
 def _dump(fields: Fields) -> bytes:

@@ -9,7 +9,11 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.errors import UnsupportedMessageError, UnusableValueError
+from deft_client.errors import (
+    MessageTooLargeError,
+    UnsupportedMessageError,
+    UnusableValueError,
+)
 from deft_client.images import ImageEncoding, check_image_size, decode_image, encode_image
 from deft_client.types import (
     ActionChunk,
@@ -225,7 +229,7 @@ def _read_cameras(reader: FieldReader) -> dict[str, Image]:
 def check_camera_names(names: list[str], limits: WireLimits) -> None:
     """Refuse too many cameras, before any of their frames is decoded."""
     if len(names) > limits.max_cameras:
-        raise UnusableValueError(
+        raise MessageTooLargeError(
             "cameras", f"{len(names)} of them; at most {limits.max_cameras} are taken"
         )
     for name in names:

@@ -1,0 +1,284 @@
+"""The clients, blocking and asynchronous: the same calls, retries and exceptions."""
+
+import asyncio
+import email.utils
+import socket
+import time
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+
+from deft_client import PolicyClient, wire
+from deft_client.calls import retry_after_s
+from deft_client.client import AsyncPolicyClient
+from deft_client.errors import (
+    AccessDeniedError,
+    AnswerTimeoutError,
+    ConflictError,
+    DeadlineMissedError,
+    NotReadyError,
+    OverloadedError,
+    ProblemError,
+    RefusedRequestError,
+    ServerFaultError,
+    ServerUnreachableError,
+    UnknownEndpointError,
+    WireError,
+)
+from deft_client.images import ImageEncoding
+from deft_client.settings import ClientSettings, Retries, Timeouts
+from deft_client.types import ActOptions
+from tests.client.fake_server import INFO, FakeServer, refusal
+from tests.client.samples import full_answer, full_message
+
+AT_ONCE = ClientSettings(retries=Retries(attempts=3, first_pause_s=0.0))
+OBSERVATION = full_message().observation
+REFUSED = httpx.ConnectError("connection refused")
+
+
+class Blocking:
+    """Drives the blocking client, so that one test serves both."""
+
+    def __init__(self, server: FakeServer, settings: ClientSettings = AT_ONCE) -> None:
+        self.client = PolicyClient("http://robot-server", settings, server.transport)
+
+    def act(self, options: ActOptions | None = None):
+        return self.client.act(OBSERVATION, options)
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+
+class Asynchronous:
+    """Drives the asynchronous client as if it were the blocking one."""
+
+    def __init__(self, server: FakeServer, settings: ClientSettings = AT_ONCE) -> None:
+        self.client = AsyncPolicyClient("http://robot-server", settings, server.transport)
+
+    def act(self, options: ActOptions | None = None):
+        return asyncio.run(self.client.act(OBSERVATION, options))
+
+    def __getattr__(self, name):
+        member = getattr(self.client, name)
+        if asyncio.iscoroutinefunction(member):
+            return lambda *given: asyncio.run(member(*given))
+        return member
+
+
+@pytest.fixture(params=[Blocking, Asynchronous])
+def driver(request):
+    return request.param
+
+
+def sent_message(request: httpx.Request) -> wire.ActMessage:
+    return wire.decode_request(request.content)
+
+
+def test_act_sends_the_observation_and_returns_the_answer(driver):
+    server = FakeServer()
+    chunk = driver(server).act(ActOptions(statistics_key="libero_goal", want_trace=True))
+    assert chunk.actions.tobytes() == full_answer().actions.tobytes()
+    assert chunk.trace == full_answer().trace
+    (request,) = server.requests
+    assert request.headers["content-type"] == "application/msgpack"
+    message = sent_message(request)
+    np.testing.assert_array_equal(message.observation.image, OBSERVATION.image)
+    assert message.options.statistics_key == "libero_goal"
+    assert message.options.want_trace
+
+
+def test_the_round_trip_is_measured_and_the_servers_timings_are_kept(driver):
+    timings = driver(FakeServer()).act().timings
+    assert timings.round_trip_ms > 0
+    assert timings.total_ms == full_answer().timings.total_ms
+
+
+def test_each_client_is_one_session_unless_told_otherwise(driver):
+    server = FakeServer()
+    client = driver(server)
+    client.act()
+    client.act(ActOptions(session_id="arm-2"))
+    client.reset()
+    client.reset("arm-2")
+    sessions = [sent_message(request).options.session_id for request in server.requests[:2]]
+    assert sessions == [client.session_id, "arm-2"]
+    assert client.session_id.encode() in server.requests[2].content
+    assert server.requests[3].content == b'{"session_id":"arm-2"}'
+    assert driver(server).session_id != client.session_id
+
+
+def test_info_and_ping(driver):
+    client = driver(FakeServer())
+    assert client.info() == INFO
+    assert client.ping() > 0
+
+
+def test_the_image_travels_as_the_settings_say(driver):
+    server = FakeServer()
+    driver(server, ClientSettings(image_encoding=ImageEncoding.PNG)).act()
+    image = msgpack.unpackb(server.requests[0].content)["image"]
+    assert image["encoding"] == "png"
+
+
+def test_the_api_key_is_sent_and_never_printed(driver):
+    server = FakeServer()
+    settings = ClientSettings(api_key="secret")
+    driver(server, settings).act()
+    assert server.requests[0].headers["authorization"] == "Bearer secret"
+    assert "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, RefusedRequestError),
+        (401, AccessDeniedError),
+        (403, AccessDeniedError),
+        (404, UnknownEndpointError),
+        (409, ConflictError),
+        (413, RefusedRequestError),
+        (415, RefusedRequestError),
+        (422, RefusedRequestError),
+        (429, OverloadedError),
+        (500, ServerFaultError),
+        (502, ServerFaultError),
+        (503, NotReadyError),
+        (504, DeadlineMissedError),
+    ],
+)
+def test_each_problem_is_an_exception_of_its_own_that_says_everything(driver, status, kind):
+    server = FakeServer(*(refusal(status, "it must be finite") for _ in range(3)))
+    with pytest.raises(kind) as caught:
+        driver(server).act()
+    error = caught.value
+    assert isinstance(error, ProblemError)
+    assert (error.status, error.title, error.detail) == (status, "No", "it must be finite")
+    assert (error.field, error.request_id) == ("state", "r-1")
+    assert all(word in str(error) for word in (str(status), "finite", "state", "r-1"))
+
+
+@pytest.mark.parametrize("trouble", [REFUSED, httpx.ReadError(""), 429, 503])
+def test_what_may_pass_is_tried_again(driver, trouble):
+    server = FakeServer(*(refusal(trouble) if trouble in (429, 503) else trouble for _ in "ab"))
+    driver(server).act()
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "status",
+    [400, 401, 409, 422, 500, 504],
+)
+def test_what_will_not_pass_is_not_tried_again(driver, status):
+    server = FakeServer(refusal(status))
+    with pytest.raises(ProblemError):
+        driver(server).act()
+    assert len(server.requests) == 1
+
+
+def test_attempts_are_bounded_and_the_last_failure_is_raised(driver):
+    server = FakeServer(REFUSED, refusal(429), REFUSED, REFUSED)
+    with pytest.raises(ServerUnreachableError, match=r"robot-server.*is the server running"):
+        driver(server).act()
+    assert len(server.requests) == 3
+
+
+def test_an_answer_that_takes_too_long_is_its_own_exception(driver):
+    """And the request is not made again: the server may still be at work on it."""
+    server = FakeServer(httpx.ReadTimeout("slow"))
+    with pytest.raises(AnswerTimeoutError, match="too long"):
+        driver(server).act()
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_asks_for_more_patience_than_we_have_is_not_waited_for(driver):
+    server = FakeServer(refusal(429, retry_after="60"))
+    with pytest.raises(OverloadedError) as caught:
+        driver(server).act()
+    assert caught.value.retry_after_s == 60
+    assert len(server.requests) == 1
+
+
+def test_retry_after_is_honoured(driver):
+    server = FakeServer(refusal(503, retry_after="0.05"))
+    started = time.monotonic()
+    driver(server).act()
+    assert time.monotonic() - started >= 0.05
+
+
+def test_no_pause_reaches_beyond_the_deadline_of_the_observation(driver):
+    server = FakeServer(refusal(429, retry_after="0.2"))
+    with pytest.raises(OverloadedError):
+        driver(server).act(ActOptions(deadline_ms=100))
+    assert len(server.requests) == 1
+
+
+def test_a_ping_is_never_repeated(driver):
+    server = FakeServer(refusal(503))
+    with pytest.raises(NotReadyError):
+        driver(server).ping()
+    assert len(server.requests) == 1
+
+
+def test_an_answer_that_is_no_answer_is_a_wire_error(driver):
+    with pytest.raises(WireError):
+        driver(FakeServer(httpx.Response(200, content=b"hello"))).act()
+
+
+def test_a_closed_port_is_unreachable():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        with PolicyClient(url, AT_ONCE) as client, pytest.raises(ServerUnreachableError):
+            client.act(OBSERVATION)
+
+
+def test_a_server_that_never_answers_runs_into_the_timeout():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        settings = ClientSettings(timeouts=Timeouts(answer_s=0.05))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with PolicyClient(url, settings) as client, pytest.raises(AnswerTimeoutError):
+            client.act(OBSERVATION)
+
+
+@pytest.mark.parametrize("url", ["", "robot:8000", "ws://robot", "/v1/act"])
+def test_a_url_without_http_is_refused_at_once(url):
+    with pytest.raises(ValueError, match="must start with http"):
+        PolicyClient(url)
+
+
+def test_an_async_client_closes_with_its_context():
+    async def visit():
+        async with AsyncPolicyClient("http://robot-server", AT_ONCE, FakeServer().transport) as one:
+            await one.act(OBSERVATION)
+        return one
+
+    client = asyncio.run(visit())
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(client.info())
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("", None), ("3", 3.0), (" 0.5 ", 0.5), ("-3", 0.0), ("soon", None), ("inf", None)],
+)
+def test_retry_after_in_seconds(value, expected):
+    assert retry_after_s({"retry-after": value}) == expected
+
+
+def test_retry_after_as_a_date():
+    later = email.utils.formatdate(time.time() + 30, usegmt=True)
+    assert 28 <= retry_after_s({"retry-after": later}) <= 30
+    assert retry_after_s({"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}) == 0.0
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="above 0"):
+        Timeouts(answer_s=0)
+    with pytest.raises(ValueError, match="at least one attempt"):
+        Retries(attempts=0)
+    with pytest.raises(ValueError, match="jpeg_quality"):
+        ClientSettings(jpeg_quality=0)
