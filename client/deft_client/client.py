@@ -24,7 +24,7 @@ from deft_client.calls import (
     reset_call,
 )
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, TransportError
-from deft_client.settings import DEFAULT_URL, ClientSettings
+from deft_client.settings import DEFAULT_URL, ClientSettings, check_url
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 
 ResultT = TypeVar("ResultT")
@@ -34,9 +34,7 @@ class _Caller:
     """What both clients know: where the server is, how to talk to it, and who is talking."""
 
     def __init__(self, url: str = DEFAULT_URL, settings: ClientSettings | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must start with http:// or https://, got {url!r}")
-        self.url = url.rstrip("/")
+        self.url = check_url(url)
         self.settings = settings or ClientSettings()
         self.session_id = uuid.uuid4().hex  # of acts and resets that name no other
 

@@ -4,6 +4,7 @@ The files are those of `recordings`: readable up to the last whole step after a 
 `deft replay` and the trainers read.
 """
 
+import errno
 import logging
 import time
 from pathlib import Path
@@ -90,7 +91,7 @@ class Recorder:
         file = self._file or self._start(options.session_id or self.session_id)
         at_s = time.monotonic() - self._started_s
         step = RecordedStep(self._num_steps, at_s, observation, options, chunk)
-        file.write(encode_step(step, self._encoding))
+        _write(file, encode_step(step, self._encoding))
         self._num_steps += 1
 
     def _start(self, session_id: str) -> BinaryIO:
@@ -102,7 +103,7 @@ class Recorder:
         self._file = self.path.open("xb", buffering=0)  # a step is whole or absent
         self._num_steps = 0
         self._started_s = time.monotonic()
-        self._file.write(encode_header(EpisodeHeader(session_id, now)))
+        _write(self._file, encode_header(EpisodeHeader(session_id, now)))
         return self._file
 
     def _end(self, reason: str) -> None:
@@ -111,7 +112,7 @@ class Recorder:
             return
         try:
             with file:
-                file.write(encode_end(reason))
+                _write(file, encode_end(reason))
         except OSError as error:
             self._give_up(error)
 
@@ -121,3 +122,10 @@ class Recorder:
         if file is not None:
             file.close()
         logger.error("recording to %s stopped: %s", self.path or self._directory, error)
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    """Write all of it with one call; a disk that takes only a part is full."""
+    written = file.write(data)
+    if written != len(data):
+        raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written")

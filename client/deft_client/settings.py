@@ -1,11 +1,22 @@
 """How a client talks to its server: one frozen object, handed down from where it is made."""
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from deft_client.images import JPEG_QUALITY, ImageEncoding
 from deft_client.wire_limits import DEFAULT_LIMITS, WireLimits
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def check_url(url: str) -> str:
+    """Return the base URL of a server without its last slash; ValueError says what is wrong."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url must start with http:// or https:// and name a host, got {url!r}")
+    if parts.query or parts.fragment or parts.port == 0:
+        raise ValueError(f"url must be that of a server, such as {DEFAULT_URL}, got {url!r}")
+    return url.rstrip("/")
 
 
 @dataclass(frozen=True)

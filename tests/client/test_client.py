@@ -244,9 +244,12 @@ def test_a_server_that_never_answers_runs_into_the_timeout():
             client.act(OBSERVATION)
 
 
-@pytest.mark.parametrize("url", ["", "robot:8000", "ws://robot", "/v1/act"])
-def test_a_url_without_http_is_refused_at_once(url):
-    with pytest.raises(ValueError, match="must start with http"):
+@pytest.mark.parametrize(
+    "url",
+    ["", "robot:8000", "ws://robot", "/v1/act", "http://", "http://robot:port", "http://robot?x=1"],
+)
+def test_a_url_that_is_none_is_refused_at_once(url):
+    with pytest.raises(ValueError, match=r"url|[Pp]ort"):
         PolicyClient(url)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deft_client.errors import DeftError
 from deft_client.images import ImageEncoding
-from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts
+from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts, check_url
 
 API_KEY_VARIABLE = "DEFT_API_KEY"
 
@@ -35,6 +35,7 @@ def connection_settings(
 ) -> ClientSettings:
     """Return the settings that the options ask for."""
     try:
+        check_url(options.url)
         timeouts = Timeouts(answer_s=options.timeout)
         return ClientSettings(timeouts, image_encoding=encoding, api_key=_api_key(options))
     except ValueError as error:

@@ -1,0 +1,149 @@
+"""What a policy saw and answered can be read back, whatever happened to the writer."""
+
+import resource
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from deft_client.images import ImageEncoding
+from deft_client.recorder import Recorder
+from deft_client.recordings import Ending, find_episodes, read_episode
+from deft_client.types import ActionChunk, ActOptions, Observation
+from tests.client.samples import frame, full_answer
+
+
+class CountingPolicy:
+    """Answers with the number of the observation since the last reset."""
+
+    session_id = "arm-1"
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.resets: list[str | None] = []
+
+    def act(self, observation, options=None):
+        self.count += 1
+        return ActionChunk(np.full((1, 7), float(self.count)), full_answer().timings)
+
+    def reset(self, session_id=None):
+        self.count = 0
+        self.resets.append(session_id)
+
+
+def observation(number: int) -> Observation:
+    return Observation(frame(seed=number), f"step {number}")
+
+
+def test_an_episode_can_be_replayed_from_its_recording(tmp_path):
+    options = ActOptions(statistics_key="libero_goal")
+    with Recorder(CountingPolicy(), tmp_path) as recorder:
+        for number in range(3):
+            assert recorder.act(observation(number), options).actions[0, 0] == number + 1
+    episode = read_episode(recorder.path)
+    assert episode.ending is Ending.CLOSED
+    assert episode.header.session_id == "arm-1"
+    replayed = CountingPolicy()
+    for number, step in enumerate(episode.steps):
+        assert step.index == number
+        assert step.options == options
+        np.testing.assert_array_equal(step.observation.image, frame(seed=number))
+        again = replayed.act(step.observation, step.options)
+        assert again.actions.tobytes() == step.chunk.actions.tobytes()
+        assert again.timings == step.chunk.timings
+
+
+def test_every_reset_starts_a_file_and_reaches_the_policy(tmp_path):
+    policy = CountingPolicy()
+    with Recorder(policy, tmp_path) as recorder:
+        recorder.reset()
+        for _ in range(2):
+            recorder.act(observation(0))
+            recorder.act(observation(1))
+            recorder.reset("arm-1")
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    assert [len(episode.steps) for episode in episodes] == [2, 2]
+    assert [episode.steps[0].index for episode in episodes] == [0, 0]
+    assert policy.resets == [None, "arm-1", "arm-1"]
+
+
+def test_jpeg_recordings_are_smaller_where_that_matters_more_than_pixels(tmp_path):
+    smooth = Observation(np.tile(np.arange(256, dtype=np.uint8)[:, None, None], (1, 256, 3)), "x")
+    sizes = {}
+    for encoding in (ImageEncoding.RAW, ImageEncoding.JPEG):
+        with Recorder(CountingPolicy(), tmp_path, encoding) as recorder:
+            recorder.act(smooth)
+        sizes[encoding] = recorder.path.stat().st_size
+    assert sizes[ImageEncoding.JPEG] < sizes[ImageEncoding.RAW] / 10
+
+
+def test_a_disk_that_fails_stops_the_recording_and_not_the_robot(tmp_path, caplog):
+    blocked = tmp_path / "a file, not a directory"
+    blocked.write_text("")
+    with Recorder(CountingPolicy(), blocked) as recorder:
+        answers = [recorder.act(observation(number)).actions[0, 0] for number in range(3)]
+    assert answers == [1, 2, 3]
+    assert not recorder.is_recording
+    assert isinstance(recorder.problem, OSError)
+    assert caplog.text.count("recording to") == 1
+
+
+@pytest.fixture
+def limit_file_size():
+    """Makes every file end at a size, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_full_in_mid_step_keeps_the_steps_before_it(tmp_path, limit_file_size):
+    with Recorder(CountingPolicy(), tmp_path) as recorder:
+        recorder.act(observation(0))
+        limit_file_size(recorder.path.stat().st_size + 40)
+        assert recorder.act(observation(1)).actions[0, 0] == 2
+    assert not recorder.is_recording
+    episode = read_episode(recorder.path)
+    assert len(episode.steps) == 1
+    assert episode.ending is Ending.CUT_OFF
+
+
+def test_an_episode_that_ends_with_an_exception_says_so(tmp_path):
+    with pytest.raises(RuntimeError), Recorder(CountingPolicy(), tmp_path) as recorder:  # noqa: PT012
+        recorder.act(observation(0))
+        raise RuntimeError("the robot fell over")
+    assert b"RuntimeError" in recorder.path.read_bytes()
+
+
+WRITER = """
+import pathlib, sys
+import numpy as np
+from deft_client.recorder import Recorder
+from deft_client.types import ActionChunk, Observation
+
+class Still:
+    session_id = "arm-1"
+    def act(self, observation, options=None):
+        return ActionChunk(np.zeros((1, 7)))
+
+recorder = Recorder(Still(), pathlib.Path(sys.argv[1]))
+while True:
+    recorder.act(Observation(np.zeros((8, 8, 3), np.uint8), "wait"))
+    sys.stdout.write("step\\n")
+    sys.stdout.flush()
+"""
+
+
+def test_a_killed_writer_leaves_every_whole_step(tmp_path):
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with writer:
+        for _ in range(5):
+            writer.stdout.readline()
+        writer.send_signal(signal.SIGKILL)
+    (path,) = find_episodes(tmp_path)
+    episode = read_episode(path)
+    assert len(episode.steps) >= 5
+    assert episode.ending is Ending.CUT_OFF
