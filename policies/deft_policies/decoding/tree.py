@@ -1,6 +1,7 @@
 """Draft trees: the guesses that one pass of the target model checks together."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ class DraftTree:
 
     Node 0 is the root: the last committed token (in the prefill, the last prompt token), not a
     guess. Every parent comes before its children. Rows of one batch share the number of nodes;
-    a row with fewer guesses is padded with nodes that hang on the root and are not `is_real`:
-    they are never accepted.
+    a row with fewer guesses is padded with nodes that are not `is_real`: they hang anywhere, no
+    real node hangs on them, and they are never accepted.
     """
 
     tokens: Tensor  # [row, node] int64
@@ -42,21 +43,31 @@ class DraftTree:
     def ancestor_mask(self) -> Tensor:
         """True where the column node lies on the row node's path to the root, itself included.
 
-        [row, node, node]. Pointer doubling: each sweep doubles the length of the known paths, so
-        a chain of n nodes takes log2 n sweeps and no loop over nodes.
+        [row, node, node], computed once per tree.
         """
-        num_nodes = self.num_nodes
-        reach = torch.eye(num_nodes, dtype=torch.bool, device=self.tokens.device)
-        reach = reach.expand(self.tokens.shape[0], -1, -1)
-        step = torch.zeros_like(reach)
-        step = step.scatter(2, self.parents.clamp(min=0)[:, :, None], True)
-        step = (step & (self.parents >= 0)[:, :, None]) | reach
-        known = 1
-        while known < num_nodes:
-            step = (step.float() @ step.float()) > 0
-            known *= 2
-        return step
+        return self._ancestors
 
     def depths(self) -> Tensor:
-        """Distance of each node from the root, [row, node]."""
-        return self.ancestor_mask().sum(dim=2) - 1
+        """Distance of each node from the root, [row, node], computed once per tree."""
+        return self._depths
+
+    @cached_property
+    def _ancestors(self) -> Tensor:
+        """Pointer doubling: each sweep doubles the length of the known paths.
+
+        A chain of n nodes takes log2 n sweeps and no loop over nodes.
+        """
+        num_rows, num_nodes = self.tokens.shape
+        step = torch.eye(num_nodes, device=self.tokens.device).repeat(num_rows, 1, 1)
+        above = self.parents.clamp(min=0).unsqueeze(2)
+        # The root has no parent; its clamped one is itself, which is reached anyway.
+        step.scatter_(2, above, 1.0)
+        known = 1
+        while known < num_nodes - 1:
+            step = (step @ step).clamp_(max=1.0)
+            known *= 2
+        return step > 0.5
+
+    @cached_property
+    def _depths(self) -> Tensor:
+        return self._ancestors.sum(dim=2) - 1

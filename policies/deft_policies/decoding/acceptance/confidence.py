@@ -1,0 +1,124 @@
+"""Rules that ask how sure the target is of its own token."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.rule import AcceptanceRule
+from deft_policies.decoding.acceptance.scored import ScoredTree
+from deft_policies.errors import RequestError
+
+
+@dataclass(frozen=True)
+class TopK(AcceptanceRule):
+    """d is among the k likeliest action tokens of the target (SpecDec, Xia et al. 2022)."""
+
+    k: int
+
+    def accepts(self, scored: ScoredTree) -> Tensor:
+        """Likely enough by rank all the way."""
+        ranked = scored.drafted_log_probs() >= _kth_largest(scored, self.k)
+        return scored.whole_paths(scored.is_equal | (ranked & scored.is_relaxable))
+
+    def with_radius(self, radius: int) -> AcceptanceRule:
+        """There is no radius."""
+        raise _no_radius("top-k")
+
+
+@dataclass(frozen=True)
+class NearTop(AcceptanceRule):
+    """d is among the n likeliest and p(d) >= max p - delta (TensorRT-LLM's relaxed acceptance)."""
+
+    n: int
+    delta: float
+
+    def accepts(self, scored: ScoredTree) -> Tensor:
+        """Nearly as likely as the target's own token all the way."""
+        drafted = scored.drafted_log_probs()
+        best = scored.action_log_probs.amax(dim=2).gather(1, scored.parents)
+        near = drafted.exp() >= best.exp() - self.delta
+        ranked = drafted >= _kth_largest(scored, self.n)
+        return scored.whole_paths(scored.is_equal | (near & ranked & scored.is_relaxable))
+
+    def with_radius(self, radius: int) -> AcceptanceRule:
+        """There is no radius."""
+        raise _no_radius("near-top")
+
+
+@dataclass(frozen=True)
+class EntropyRadius(AcceptanceRule):
+    """|d - t| <= low + (high - low) min(1, h / full), h the target's normalised entropy (ours).
+
+    The radius grows with the target's own uncertainty: where it is sure, the draft must be nearly
+    right; where many bins are as good as each other, a wider miss means nothing.
+    """
+
+    low: int
+    high: int
+    full: float
+
+    def accepts(self, scored: ScoredTree) -> Tensor:
+        """Near enough for the target's certainty all the way."""
+        share = (scored.entropy / self.full).clamp(max=1.0)
+        radius = self.low + (self.high - self.low) * share
+        near = (scored.deviations.abs() <= radius) & scored.is_relaxable
+        return scored.whole_paths(scored.is_equal | near)
+
+    def with_radius(self, radius: int) -> AcceptanceRule:
+        """Replace the largest radius."""
+        return replace(self, high=radius, low=min(self.low, radius))
+
+
+@dataclass(frozen=True)
+class DeferredWindow(AcceptanceRule):
+    """A miss at depth j stands if h_j >= theta and the next min(W, left) drafts match (FLy).
+
+    FLy waits W tokens to see whether the target corrects itself, and rejects a miss whose window
+    runs off the draft. An action has seven tokens, so the window is clipped to what is left of it:
+    only a draft that stops short of the action's end makes a miss fail for want of evidence.
+    `cap`, if given, also bounds |d - t|; FLy has no such bound.
+    """
+
+    theta: float
+    window: int
+    cap: int | None = None
+
+    def accepts(self, scored: ScoredTree) -> Tensor:
+        """Every miss on the path gated, and its window on the path clean."""
+        gated = (scored.entropy >= self.theta) & scored.is_relaxable
+        if self.cap is not None:
+            gated = gated & (scored.deviations.abs() <= self.cap)
+        missed = ~scored.is_equal & (scored.tree.parents >= 0)
+        return scored.whole_paths(~missed | gated) & self._windows_clean(scored, missed)
+
+    def _windows_clean(self, scored: ScoredTree, missed: Tensor) -> Tensor:
+        """True where every miss on the node's path has its window on that path, without a miss."""
+        depths = scored.tree.depths()
+        ancestors = scored.tree.ancestor_mask()
+        deepest = scored.context.space.length - 1 - scored.num_committed
+        window_end = torch.minimum(depths + self.window, deepest.unsqueeze(1))
+        too_short = window_end.unsqueeze(1) > depths.unsqueeze(2)  # [row, node, miss]
+        # later[row, miss, node]: node lies inside the miss's window and is itself a miss.
+        later = (depths.unsqueeze(1) > depths.unsqueeze(2)) & missed.unsqueeze(1)
+        later &= depths.unsqueeze(1) <= window_end.unsqueeze(2)
+        dirty = (ancestors.float() @ (later.float().transpose(1, 2))) > 0
+        # dirty counts misses on the node's path inside the window of any candidate `miss`; only
+        # candidates that are on the path and are misses themselves matter.
+        relevant = ancestors & missed.unsqueeze(1)
+        return ~(relevant & (too_short | dirty)).any(dim=2)
+
+    def with_radius(self, radius: int) -> AcceptanceRule:
+        """Bound the distance of a miss."""
+        return replace(self, cap=radius)
+
+
+def _kth_largest(scored: ScoredTree, k: int) -> Tensor:
+    """The k-th largest log-probability where each node's token was predicted, [row, node]."""
+    log_probs = scored.action_log_probs
+    kth = log_probs.topk(min(k, log_probs.shape[2]), dim=2).values[:, :, -1]
+    return kth.gather(1, scored.parents)
+
+
+def _no_radius(rule: str) -> RequestError:
+    return RequestError("radius", f"the {rule} rule measures likelihood and has no radius")

@@ -1,0 +1,109 @@
+"""Carrying a plan out: asking its sources for guesses at the right moments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deft_policies.decoding.drafts.merge import join, tree_of_guesses, trimmed
+from deft_policies.decoding.drafts.source import DraftKind, Grower, Guesser, Guesses, Progress
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.plan import PLAIN, Plan
+from deft_policies.decoding.presets import Preset
+from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Every draft source that was built for a target."""
+
+    guessers: tuple[Guesser, ...]
+    growers: tuple[Grower, ...]
+
+    @property
+    def kinds(self) -> frozenset[DraftKind]:
+        """The sources there are."""
+        return frozenset([one.kind for one in self.guessers] + [one.kind for one in self.growers])
+
+    def usable(self, preset: Preset) -> tuple[Plan, ...]:
+        """The preset's plans whose sources are all there, in order; plain decoding if none."""
+        return tuple(plan for plan in preset.plans if plan.kinds <= self.kinds) or (PLAIN,)
+
+    def guessers_of(self, kinds: Sequence[DraftKind]) -> list[Guesser]:
+        """The guessers among `kinds`, in that order."""
+        found = {one.kind: one for one in self.guessers}
+        return [found[kind] for kind in kinds if kind in found]
+
+    def growers_of(self, kinds: Sequence[DraftKind]) -> list[Grower]:
+        """The growers among `kinds`, in that order."""
+        found = {one.kind: one for one in self.growers}
+        return [found[kind] for kind in kinds if kind in found]
+
+    def steps_needed(self, plan: Plan) -> int:
+        """Past steps the plan's sources read."""
+        used = self.guessers_of(tuple(plan.kinds))
+        return max((one.steps_needed for one in used), default=0)
+
+    def needs_hidden(self, plan: Plan) -> bool:
+        """Whether any of the plan's sources reads the prompt's hidden states."""
+        return any(one.needs_hidden for one in self.growers_of(plan.rounds))
+
+
+class PlannedDrafting:
+    """The guesses of one batch, by one plan."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        plan: Plan,
+        prompts: Prompts,
+        histories: Sequence[ActionHistory],
+        history: HistoryTensors,
+    ) -> None:
+        self._plan = plan
+        self._prompts = prompts
+        self._histories = histories
+        self._history = history
+        self._riders = sources.guessers_of(plan.prefill)
+        self._guessers = sources.guessers_of(plan.rounds)
+        self._growers = sources.growers_of(plan.rounds)
+        self._fixed: dict[DraftKind, Guesses] = {}
+
+    def before_prefill(self, progress: Progress) -> DraftTree:
+        """The chains that ride behind the prompt."""
+        return self._guess(self._riders, progress)
+
+    def begin(self, features: PromptFeatures) -> None:
+        """Hand the prompt to the growers."""
+        for grower in self._growers:
+            grower.begin(self._prompts, features)
+
+    def between_passes(self, progress: Progress) -> DraftTree:
+        """One tree of everything the plan drafts between passes."""
+        shape = self._plan.shape
+        grown = [
+            grower.grow(progress, shape)
+            for grower in self._growers
+            if progress.depth > 0 or shape.is_fixed
+        ]
+        guessed = self._guess(self._guessers, progress)
+        if guessed.num_nodes > 1 or not grown:
+            return join([*grown, guessed])
+        return join(grown)
+
+    def _guess(self, guessers: Sequence[Guesser], progress: Progress) -> DraftTree:
+        able = [
+            one
+            for one in guessers
+            if progress.last is not None or one.can_guess(self._prompts, self._histories)
+        ]
+        if not able or progress.depth == 0:
+            return DraftTree.root_only(progress.roots)
+        guesses = [self._ask(one, progress) for one in able]
+        return trimmed(tree_of_guesses(guesses, [one.kind for one in able], progress))
+
+    def _ask(self, guesser: Guesser, progress: Progress) -> Guesses:
+        if not guesser.is_fixed:
+            return guesser.guess(self._prompts, self._history, progress)
+        if guesser.kind not in self._fixed:
+            self._fixed[guesser.kind] = guesser.guess(self._prompts, self._history, progress)
+        return self._fixed[guesser.kind]

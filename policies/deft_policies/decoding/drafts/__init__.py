@@ -1,0 +1,1 @@
+"""Draft sources: everything that guesses how an action goes on."""

@@ -1,0 +1,208 @@
+"""Drafting with the EAGLE head: take in what was committed, then grow a tree level by level."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
+from deft_policies.decoding.drafts.source import DraftKind, PassResult, Progress, TreeShape
+from deft_policies.decoding.eagle import EagleHead, KeyMask
+from deft_policies.decoding.kv_cache import Append, KVCache
+from deft_policies.decoding.llama import PassContext
+from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
+from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.vocabulary import TokenRange
+
+
+class RopeOffset(Enum):
+    """Where the head places the nodes of its tree, from level 2 on."""
+
+    CORRECT = "correct"  # behind the committed positions, patches counted
+    PUBLISHED = "published"  # Spec-VLA's code: 0 in the first round, then without the patches
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How a head is run. Published heads may have been trained for the published conventions."""
+
+    rope_offset: RopeOffset = RopeOffset.CORRECT
+    key_mask: KeyMask = KeyMask.CAUSAL
+    whole_vocabulary: bool = False  # else only action tokens are drafted
+
+
+class HeadDrafts:
+    """A grower over an `EagleHead`. Keeps the keys of committed positions; a tree's are temporary.
+
+    The cache holds committed positions first and the nodes of the tree in flight behind them, at
+    slots that are the same in every row.
+    """
+
+    kind = DraftKind.HEAD
+    needs_hidden = True
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: TargetModel,
+        options: HeadOptions | None = None,
+        runner: StepRunner | None = None,
+    ) -> None:
+        self.head = head
+        self._target = target
+        self._options = options or HeadOptions()
+        self._runner: StepRunner = runner or EagerRunner()
+        whole = self._options.whole_vocabulary
+        self._drafted: TokenRange = target.vocabulary if whole else target.action_tokens
+        self._cache = KVCache(head.sizes.cache, 0, 0, head.fc.weight)
+        self._features: PromptFeatures | None = None
+        self._room = 0  # slots of committed positions
+        self._length = torch.zeros(0, dtype=torch.int64)  # [row], committed positions
+        self._is_first = True
+
+    @torch.no_grad()
+    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+        """Remember the prompt; it is taken in together with the first pass."""
+        self._features = features
+        self._is_first = True
+
+    @torch.no_grad()
+    def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
+        """Draft behind the roots."""
+        if progress.last is None or self._features is None:
+            raise ValueError("the draft head starts after the prefill")
+        levels = shape.levels if shape.is_fixed else min(shape.levels, progress.depth)
+        out = self._take_in(progress.last, progress.length, shape)
+        deepest = progress.length - 1 - progress.num_committed
+        if shape.is_fixed:
+            deepest = torch.full_like(deepest, levels)
+        growth = Growth(self.kind, levels, shape.top_k, shape.num_guesses)
+
+        def step(*inputs: Tensor) -> Tensors:
+            tree = self._grow_step(growth, _Soil(*inputs))
+            return tree.tokens, tree.parents, tree.is_real, tree.log_probs, tree.sources
+
+        grown = self._runner.run(
+            ("grow", growth, len(out), self._room),
+            step,
+            (progress.roots, out, self._length, self._tree_start(), deepest),
+        )
+        self._is_first = False
+        return DraftTree(*grown)
+
+    def _tree_start(self) -> Tensor:
+        """Rotary position of the children of the roots, [row]."""
+        if self._options.rope_offset is RopeOffset.CORRECT:
+            return self._length
+        assert self._features is not None
+        if self._is_first:
+            return torch.zeros_like(self._length)
+        patches = self._features.patches
+        num_patches: int = patches.stop - patches.start
+        return self._length - num_patches
+
+    def _take_in(self, last: PassResult, length: int, shape: TreeShape) -> Tensor:
+        """Append the pairs of the last pass; the head's output at the last of them, [row, width].
+
+        Position t pairs the hidden state of the t-th token with the embedding of the one after it,
+        so a pass adds a pair for every node of its path, the bonus being the last "one after".
+        """
+        assert self._features is not None
+        path = last.verdict.path
+        rows = torch.arange(path.shape[0], device=path.device)[:, None]
+        hidden = last.scores.hidden[rows, path]
+        embeds = self._target.embed(last.next_tokens)
+        steps = torch.arange(path.shape[1], device=path.device)
+        if self._is_first:
+            self._make_room(length, shape)
+            start = self._features.lengths - 1
+            hidden = _behind(self._features.hidden[:, :-1], hidden, start)
+            embeds = _behind(self._features.embeds[:, 1:], embeds, start)
+            positions = torch.arange(hidden.shape[1], device=path.device).expand(len(path), -1)
+            append, first = Append(self._room, start=0), start
+        else:
+            positions = self._length[:, None] + steps
+            append = Append(self._room, slots=(positions + rows * self._cache.length).flatten())
+            first = torch.zeros_like(self._length)
+            start = self._length
+        end = start + last.verdict.num_accepted  # position of the last pair
+        mask = self._visible(end[:, None])
+        context = PassContext(
+            self.head.rotary(positions, hidden),
+            mask=mask[:, None],
+            rows_out=(first + last.verdict.num_accepted)[:, None],
+        )
+        out = self.head.run(embeds, hidden, context, self._cache.layer(0, len(path), append))
+        self._length = end + 1
+        return out[:, 0]
+
+    def _make_room(self, length: int, shape: TreeShape) -> None:
+        assert self._features is not None
+        num_rows, num_positions = self._features.embeds.shape[:2]
+        self._room = num_positions + length
+        needed = self._room + shape.levels * shape.top_k
+        if not self._cache.fits(num_rows, needed):
+            self._runner.forget()
+            self._cache = KVCache(
+                self.head.sizes.cache,
+                max(num_rows, self._cache.num_rows),
+                max(needed, self._cache.length),
+                self.head.fc.weight,
+            )
+
+    def _visible(self, last: Tensor) -> Tensor:
+        """Committed slots that queries at positions `last` [row, query] see, [row, query, slot]."""
+        assert self._features is not None
+        if self._options.key_mask is KeyMask.PREFIX_ONLY:
+            last = (self._features.lengths - 2)[:, None].expand_as(last)
+        return torch.arange(self._room, device=last.device) <= last[:, :, None]
+
+    def _grow_step(self, growth: Growth, soil: "_Soil") -> DraftTree:
+        """All levels of a tree, as a function of tensors alone."""
+        out, start = soil.out, soil.start
+        num_rows = len(out)
+        committed = self._visible((soil.length - 1)[:, None])
+        frontier = first_level(self._log_probs(out), growth, self._drafted.first)
+        hidden = out[:, None].expand(-1, growth.top_k, -1)
+        levels = [frontier.candidates]
+        for level in range(1, growth.levels):
+            slot = self._room + (level - 1) * growth.top_k
+            keys = frontier.ancestors
+            if self._options.key_mask is KeyMask.PREFIX_ONLY:
+                keys = torch.zeros_like(keys)
+            mask = torch.cat((committed.expand(-1, growth.top_k, -1), keys), dim=2)
+            context = PassContext(
+                self.head.rotary((start + level - 1)[:, None].expand(-1, growth.top_k), hidden),
+                mask=mask[:, None],
+            )
+            append = Append(slot + growth.top_k, start=slot)
+            embeds = self._target.embed(frontier.tokens)
+            out = self.head.run(embeds, hidden, context, self._cache.layer(0, num_rows, append))
+            frontier, parents = frontier.next_level(self._log_probs(out), growth)
+            levels.append(frontier.candidates)
+            hidden = out.gather(1, parents[:, :, None].expand(-1, -1, out.shape[2]))
+        return finish_tree(soil.roots, levels, growth, soil.deepest)
+
+    def _log_probs(self, hidden: Tensor) -> Tensor:
+        return self._target.logits(hidden, self._drafted).log_softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class _Soil:
+    """What a tree grows from, [row] each."""
+
+    roots: Tensor
+    out: Tensor  # [row, width], the head's output at the last committed pair
+    length: Tensor  # committed positions
+    start: Tensor  # rotary position of the roots' children
+    deepest: Tensor  # levels that are of use
+
+
+def _behind(prompt: Tensor, pairs: Tensor, start: Tensor) -> Tensor:
+    """Write [row, step, width] pairs behind each row's prompt, from position `start` on."""
+    num_rows, steps, width = pairs.shape
+    room = prompt.new_zeros(num_rows, steps, width)
+    index = (start[:, None] + torch.arange(steps, device=start.device))[:, :, None]
+    return torch.cat((prompt, room), dim=1).scatter_(1, index.expand(-1, -1, width), pairs)

@@ -1,0 +1,158 @@
+"""Guesses from what the session's target answered before. No training, no model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.drafts.source import DraftKind, Guesses, Progress
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.vocabulary import TokenRange
+
+
+@dataclass(frozen=True)
+class PreviousAction:
+    """The action will be the target's own last one."""
+
+    kind = DraftKind.PREVIOUS
+    steps_needed = 1
+    is_fixed = True
+
+    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
+        """True after the first action of any session."""
+        return any(history.own for history in histories)
+
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+        """Repeat the newest step."""
+        tokens = history.own[:, -1:]
+        known = (history.num_known > 0)[:, None, None]
+        return Guesses(tokens, known.expand_as(tokens))
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """The action will continue the straight line through the last ones (least squares, in bins).
+
+    With n = 2 steps this is a + (a - b). Guesses stay inside the action vocabulary; a session with
+    fewer than n steps gets none.
+    """
+
+    action_tokens: TokenRange
+    num_steps: int = 2
+    kind = DraftKind.EXTRAPOLATION
+    is_fixed = True
+
+    @property
+    def steps_needed(self) -> int:
+        """As many as the line goes through."""
+        return self.num_steps
+
+    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
+        """True once any session has a line."""
+        return any(len(history.own) >= self.num_steps for history in histories)
+
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+        """Evaluate the line one step ahead."""
+        steps = history.own[:, -self.num_steps :]
+        weights = line_weights(self.num_steps, steps.device)
+        ahead = (steps.float() * weights[:, None]).sum(dim=1, keepdim=True).round().long()
+        tokens = ahead.clamp(self.action_tokens.first, self.action_tokens.last)
+        # A position that held something else than a bin is not on any line: repeat it.
+        is_bin = self.action_tokens.contains(steps).all(dim=1, keepdim=True)
+        tokens = torch.where(is_bin, tokens, steps[:, -1:])
+        known = (history.num_known >= self.num_steps)[:, None, None]
+        return Guesses(tokens, known.expand_as(tokens))
+
+
+def line_weights(num_steps: int, device: torch.device) -> Tensor:
+    """Weights [step] whose sum with the last values is their least-squares line one step ahead."""
+    times = torch.arange(num_steps, dtype=torch.float32, device=device)
+    centred = times - times.mean()
+    reach = num_steps - times.mean()
+    return 1 / num_steps + reach * centred / centred.square().sum()
+
+
+@dataclass(frozen=True)
+class NgramLookup:
+    """The action will go on as it did when the same tokens came before (prompt-lookup decoding).
+
+    The session's own answers are one long sequence. The last `longest` tokens (fewer if those never
+    occurred) are looked up at the same phase of an earlier action, newest first, and what followed
+    them there is the guess. Tokens of different positions are never mixed.
+    """
+
+    longest: int = 3
+    steps_kept: int = 16
+    kind = DraftKind.NGRAM
+    is_fixed = False
+
+    @property
+    def steps_needed(self) -> int:
+        """How far it looks back."""
+        return self.steps_kept
+
+    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
+        """True once any session has an action to look at."""
+        return any(history.own for history in histories)
+
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+        """Compare the tail of the sequence with every earlier action at the same phase."""
+        num_rows, num_steps, length = history.own.shape
+        stream = torch.cat((history.own.flatten(1), progress.tokens[:, :length]), dim=1)
+        end = num_steps * length + progress.num_committed  # where the next token goes, [row]
+        steps = torch.arange(num_steps, device=end.device)
+        back = torch.arange(1, self.longest + 1, device=end.device)
+        # ends[row, step]: the same phase in an earlier action; places[row, step, n]: n before it.
+        ends = steps * length + progress.num_committed[:, None]
+        places = ends[:, :, None] - back
+        tail = stream.gather(1, (end[:, None] - back).clamp(min=0))
+        flat = places.clamp(min=0).flatten(1)
+        earlier = stream.gather(1, flat).view(num_rows, num_steps, self.longest)
+        first_known = (num_steps - history.num_known)[:, None] * length
+        same = (earlier == tail[:, None]) & (places >= first_known[:, :, None])
+        matched = same.long().cummin(dim=2).values.sum(dim=2)  # tokens matched, [row, step]
+        is_step = ends >= first_known
+        # The longest match wins, then the newest.
+        score = (matched * num_steps + steps + 1) * (is_step & (matched > 0))
+        best = score.argmax(dim=1)
+        tokens = history.own[torch.arange(num_rows, device=end.device), best][:, None]
+        known = (score.amax(dim=1) > 0)[:, None, None]
+        return Guesses(tokens, known.expand_as(tokens))
+
+
+@dataclass(frozen=True)
+class Recycled:
+    """After a mismatch the target has already said what it thinks comes next (Jacobi iteration).
+
+    Its predictions along the rejected rest of the best chain were made after one wrong token; they
+    are often right all the same, and they cost nothing.
+    """
+
+    kind = DraftKind.RECYCLED
+    steps_needed = 0
+    is_fixed = False
+
+    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
+        """False: before the prefill the target has said nothing."""
+        return False
+
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+        """Read the predictions below the path along its deepest real continuation."""
+        if progress.last is None:
+            raise ValueError("nothing to recycle before the prefill")
+        last, length = progress.last, progress.length
+        tree, rows = last.tree, torch.arange(progress.roots.shape[0], device=progress.roots.device)
+        ancestors = tree.ancestor_mask()
+        end = last.verdict.path.gather(1, last.verdict.num_accepted[:, None]).squeeze(1)
+        below = ancestors[rows, :, end] & tree.is_real  # nodes at or below the path's end
+        leaf = tree.depths().masked_fill(~below, -1).argmax(dim=1)
+        on_path = ancestors[rows, leaf] & below  # from the path's end to the leaf
+        # A node that stands at position p predicts position p + 1.
+        places = last.num_committed[:, None] + tree.depths()
+        places = places.masked_fill(~on_path, length).clamp(max=length)
+        tokens = torch.zeros_like(progress.tokens).scatter(1, places, last.predictions)
+        known = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, places, on_path)
+        # The bonus itself is committed; every position behind it with a prediction is a guess.
+        return Guesses(tokens[:, None, :length], known[:, None, :length])

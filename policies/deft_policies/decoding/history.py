@@ -1,0 +1,79 @@
+"""What one session remembers between actions: the target's own answers beside the executed ones.
+
+Drafts come from the target's own tokens. Drafting from executed tokens once froze a robot: an
+accepted draft became the next draft, and motion stopped. Host memory only; one thread at a time.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.guard import SessionAcceptance
+
+STEPS_KEPT = 32
+
+
+@dataclass(eq=False)
+class ActionHistory:
+    """The last steps of one robot's episode. `reset` at the start of the next one."""
+
+    own: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    executed: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    drift: tuple[float, ...] = ()  # [position], in bins: executed minus own, leaky sum
+    num_steps: int = 0
+    acceptance: SessionAcceptance = field(default_factory=SessionAcceptance)
+
+    def reset(self) -> None:
+        """Forget the episode; what was learnt about acceptance stays."""
+        self.own.clear()
+        self.executed.clear()
+        self.drift = ()
+        self.num_steps = 0
+
+    def append(self, executed: Sequence[int], own: Sequence[int], leak: float) -> None:
+        """Remember one action. `leak` is the share of the old drift that stays, 0..1."""
+        if self.own and len(self.own[-1]) != len(own):
+            self.reset()  # another action length: the old steps guess nothing
+        before = self.drift or (0.0,) * len(own)
+        self.drift = tuple(
+            leak * old + (done - wanted)
+            for old, done, wanted in zip(before, executed, own, strict=True)
+        )
+        self.own.append(tuple(own))
+        self.executed.append(tuple(executed))
+        self.num_steps += 1
+
+
+@dataclass(frozen=True)
+class HistoryTensors:
+    """The histories of a batch on the device. The newest step is the last one."""
+
+    own: Tensor  # [row, step, position] int64, 0 where there is no step
+    num_known: Tensor  # [row] int64, how many of the last steps are there
+    drift: Tensor  # [row, position] float32, in bins
+    num_steps: Tensor  # [row] int64, steps since the episode began
+
+    @staticmethod
+    def of(
+        histories: Sequence[ActionHistory], length: int, steps: int, device: torch.device
+    ) -> "HistoryTensors":
+        """Collect the last `steps` actions of each session that have `length` tokens."""
+        blank = (0,) * length
+        kept = [
+            [step for step in history.own if len(step) == length][-steps:] if steps else []
+            for history in histories
+        ]
+        own = [[blank] * (steps - len(known)) + known for known in kept]
+        drift = [
+            history.drift if len(history.drift) == length else (0.0,) * length
+            for history in histories
+        ]
+        return HistoryTensors(
+            own=torch.tensor(own, device=device).view(len(histories), steps, length),
+            num_known=torch.tensor([len(known) for known in kept], device=device),
+            drift=torch.tensor(drift, dtype=torch.float32, device=device),
+            num_steps=torch.tensor([one.num_steps for one in histories], device=device),
+        )

@@ -1,0 +1,184 @@
+"""Draft, verify, commit, repeat: decoding a batch of actions with as few target passes as it takes.
+
+The first pass is the prefill, with guesses riding behind the prompt. Every pass commits the drafts
+it accepted and one token of the target's own, so an action ends when its last token is known and
+never has one more. Plain decoding is this loop with trees that are only a root.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
+from deft_policies.decoding.drafts.source import PassResult, Progress
+from deft_policies.decoding.records import ActionRun, PassRecord
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
+from deft_policies.decoding.trace import Stage, StageClock
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.verify import Verdict, Verifier
+
+
+class Drafting(Protocol):
+    """Where the guesses of one batch come from."""
+
+    def before_prefill(self, progress: Progress) -> DraftTree:
+        """Guesses to ride behind the prompt."""
+
+    def begin(self, features: PromptFeatures) -> None:
+        """Take in what the prefill computed of the prompt; only called if passes follow."""
+
+    def between_passes(self, progress: Progress) -> DraftTree:
+        """Guesses for the next pass; `progress.last` is the one that just ended."""
+
+
+def run_actions(
+    state: "RunState", prompts: Prompts, drafting: Drafting, clock: StageClock
+) -> ActionRun:
+    """Decode one batch to the end."""
+    tree = drafting.before_prefill(state.progress(prompts.last_tokens))
+    draft_lap = clock.lap(Stage.DRAFT)
+    scores, features = state.target.prefill(prompts, tree)
+    result = state.take(tree, scores, _patches(state, features))
+    records = [PassRecord(result, clock.lap(Stage.PREFILL), draft_lap)]
+    if not state.is_done:
+        drafting.begin(features)
+    while not state.is_done:
+        state.commit(result)
+        clock.lap(Stage.COMMIT)
+        tree = drafting.between_passes(state.progress(result.verdict.bonus))
+        draft_lap = clock.lap(Stage.DRAFT)
+        result = state.take(tree, state.target.score(tree))
+        records.append(PassRecord(result, clock.lap(Stage.VERIFY), draft_lap))
+    return state.finish(records)
+
+
+class RunState:
+    """One batch of actions on its way. Owns every tensor that changes from pass to pass."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        verifier: Verifier,
+        context: ActionContext,
+        wants_margins: bool = False,
+    ) -> None:
+        """`wants_margins` costs a search through the logits of every path."""
+        self.wants_margins = wants_margins
+        self.target = target
+        self.verifier = verifier
+        self.context = context
+        num_rows, self.length = context.space.groups.shape
+        device = context.space.groups.device
+        # One column more than an action has: what overshoots is written there and never read.
+        self.tokens = torch.zeros(num_rows, self.length + 1, dtype=torch.int64, device=device)
+        self.own = torch.zeros_like(self.tokens)
+        self.num_committed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.counts = [0] * num_rows  # what the host knows of num_committed
+        self.last: PassResult | None = None
+        self._written: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def is_done(self) -> bool:
+        """True once every row has its last token."""
+        return min(self.counts) >= self.length
+
+    def progress(self, roots: Tensor) -> Progress:
+        """What draft sources may see."""
+        return Progress(
+            self.tokens, self.num_committed, roots, min(self.counts), self.length, self.last
+        )
+
+    def take(self, tree: DraftTree, scores: Scores, patches: Tensor | None = None) -> PassResult:
+        """Judge a pass and write down what it commits."""
+        is_prefill = self.last is None
+        if is_prefill:
+            self.context = replace(self.context, patches=patches)
+        predictions = self.verifier.predict(tree, scores, self.num_committed)
+        scored = ScoredTree(
+            tree=tree,
+            scores=scores,
+            predictions=predictions,
+            num_committed=self.num_committed,
+            spent=self.tokens[:, : self.length] - self.own[:, : self.length],
+            vocabulary=self.target.vocabulary,
+            action_tokens=self.target.action_tokens,
+            context=self.context,
+        )
+        verdict = self.verifier.judge(scored)
+        self.last = PassResult(
+            tree=tree,
+            scores=scores,
+            predictions=predictions,
+            verdict=verdict,
+            next_tokens=_next_tokens(tree, verdict),
+            num_committed=self.num_committed,
+            is_open=tuple(count < self.length for count in self.counts),
+            is_prefill=is_prefill,
+        )
+        self._write(self.last)
+        return self.last
+
+    def _write(self, result: PassResult) -> None:
+        """Append what was committed. Holds the one read from the device in a round."""
+        path, accepted = result.verdict.path, result.verdict.num_accepted
+        steps = torch.arange(path.shape[1], device=path.device)
+        places = self.num_committed[:, None] + steps
+        places = places.masked_fill_(steps > accepted[:, None], self.length)
+        places = places.clamp_(max=self.length)
+        self.tokens.scatter_(1, places, result.next_tokens)
+        self.own.scatter_(1, places, result.verdict.own)
+        if self.wants_margins:  # a copy: a recorded pass overwrites its logits when it runs again
+            self._written.append((_at_path(result.scores.logits, path), places))
+        self.num_committed = (self.num_committed + accepted + 1).clamp_(max=self.length)
+        # Where nothing was guessed the host knows what was committed without reading.
+        kept = [0] * len(self.counts) if path.shape[1] == 1 else accepted.tolist()
+        self.counts = [
+            min(count + num + 1, self.length) for count, num in zip(self.counts, kept, strict=True)
+        ]
+
+    def commit(self, result: PassResult) -> None:
+        """Keep the path in the target's cache; rows that are finished keep nothing more."""
+        kept = result.verdict.num_accepted + 1
+        if not all(result.is_open):
+            kept = kept * (result.num_committed < self.length)
+        self.target.commit(result.verdict.path, kept)
+
+    def finish(self, records: Sequence[PassRecord]) -> ActionRun:
+        """Everything that was settled."""
+        margins = self._margins() if self.wants_margins else None
+        length = self.length
+        return ActionRun(self.tokens[:, :length], self.own[:, :length], margins, tuple(records))
+
+    def _margins(self) -> Tensor:
+        """Top-2 gaps of the logits along every path, in one call over all passes."""
+        logits = torch.cat([logits for logits, _ in self._written], dim=1)
+        top = logits.topk(2, dim=2).values
+        places = torch.cat([places for _, places in self._written], dim=1)
+        margins = torch.zeros(self.tokens.shape, device=top.device)
+        margins.scatter_(1, places, top[:, :, 0] - top[:, :, 1])
+        return margins[:, : self.length]
+
+
+def _next_tokens(tree: DraftTree, verdict: Verdict) -> Tensor:
+    """The token after each node of the path: the next draft on it, or the bonus. [row, step]."""
+    bonus = verdict.bonus[:, None]
+    if verdict.path.shape[1] == 1:
+        return bonus
+    drafted = tree.tokens.gather(1, verdict.path[:, 1:])
+    shifted = torch.cat((drafted, bonus), dim=1)
+    return shifted.scatter_(1, verdict.num_accepted[:, None], bonus)
+
+
+def _at_path(values: Tensor, path: Tensor) -> Tensor:
+    """Pick the nodes [row, step] of a path from [row, node, ...]."""
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    return values[rows, path]
+
+
+def _patches(state: RunState, features: PromptFeatures) -> Tensor | None:
+    if not state.verifier.needs_patches:
+        return None
+    return features.hidden[:, features.patches]

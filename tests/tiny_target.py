@@ -1,0 +1,173 @@
+"""A target small enough for thousands of passes, and its slow twin that is obviously right.
+
+Both share the weights of one random decoder. The fast one is the product's: cache, masks, slots.
+`TinyTarget` has none of these: it keeps each row's tokens as a list and recomputes the whole
+sequence, path by path, for every node it is asked about.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.llama import LlamaDecoder, LlamaSizes
+from deft_policies.decoding.llama_target import LlamaTarget, Room
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.vocabulary import TokenRange
+
+LENGTH = 7
+WIDTH = 32
+VOCABULARY = 72
+ACTIONS = TokenRange(24, 71)
+NUM_PATCHES = 4
+CPU = torch.device("cpu")
+
+
+def tiny_decoder(seed: int = 0, num_layers: int = 2) -> LlamaDecoder:
+    """Random weights, large enough that a wrong mask or position changes the answer."""
+    sizes = LlamaSizes(
+        vocabulary=VOCABULARY,
+        width=WIDTH,
+        mlp_width=48,
+        num_layers=num_layers,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=64,
+    )
+    decoder = LlamaDecoder(sizes)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.35, generator=generator)
+        # Most answers are action tokens, as a trained policy's are, but not all of them.
+        decoder.head.weight[: ACTIONS.first] *= 0.6
+    return decoder.requires_grad_(False).eval()
+
+
+def fast_target(decoder: LlamaDecoder) -> LlamaTarget:
+    return LlamaTarget(decoder, ACTIONS, room=Room(new_tokens=16, nodes=64))
+
+
+def random_prompts(decoder: LlamaDecoder, text_lengths: list[int], seed: int = 0) -> Prompts:
+    """Prompts of random embeddings with these many tokens beside the patches, right-padded."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(text_lengths) + NUM_PATCHES
+    shape = (len(text_lengths), int(lengths.max()), decoder.sizes.width)
+    return Prompts(
+        embeds=torch.randn(shape, generator=generator),
+        lengths=lengths,
+        last_tokens=torch.randint(0, ACTIONS.first, (len(text_lengths),), generator=generator),
+        patches=slice(1, 1 + NUM_PATCHES),
+        features=torch.randn(len(text_lengths), 6, generator=generator),
+    )
+
+
+def one_row(prompts: Prompts, row: int) -> Prompts:
+    """A row of a batch as a batch of its own, without padding."""
+    length = int(prompts.lengths[row])
+    features = prompts.features
+    return replace(
+        prompts,
+        embeds=prompts.embeds[row : row + 1, :length],
+        lengths=prompts.lengths[row : row + 1],
+        last_tokens=prompts.last_tokens[row : row + 1],
+        features=None if features is None else features[row : row + 1],
+    )
+
+
+def greedy(decoder: LlamaDecoder, prompts: Prompts, length: int = LENGTH) -> list[tuple[int, ...]]:
+    """What plain decoding answers for every row, by recomputing everything for every token."""
+    return [tuple(_greedy_row(decoder, one_row(prompts, row), length)) for row in _rows(prompts)]
+
+
+def next_token(decoder: LlamaDecoder, prompt: Tensor, tokens: list[int]) -> int:
+    """The greedy token after a prompt [position, width] and these tokens."""
+    embeds = torch.cat((prompt, decoder.embedding(torch.tensor(tokens, dtype=torch.int64))))
+    return int(decoder.head(decoder(embeds[None])[0, -1]).argmax())
+
+
+def _greedy_row(decoder: LlamaDecoder, prompts: Prompts, length: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens.append(next_token(decoder, prompts.embeds[0], tokens))
+    return tokens
+
+
+def _rows(prompts: Prompts) -> range:
+    return range(prompts.embeds.shape[0])
+
+
+@dataclass
+class TinyTarget:
+    """The slow twin of `LlamaTarget`."""
+
+    decoder: LlamaDecoder
+    action_tokens: TokenRange = ACTIONS
+    vocabulary: TokenRange = TokenRange(0, VOCABULARY - 1)
+
+    def __post_init__(self) -> None:
+        self._sequences: list[Tensor] = []  # [position, width], committed inputs of each row
+        self._tree: DraftTree | None = None
+        self._is_after_prefill = False
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.decoder.embedding(tokens)
+        return embedded
+
+    def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
+        wanted = tokens or self.vocabulary
+        every: Tensor = self.decoder.head(hidden).float()
+        return every[..., wanted.first : wanted.last + 1]
+
+    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
+        self._sequences = [one_row(prompts, row).embeds[0] for row in _rows(prompts)]
+        self._tree, self._is_after_prefill = tree, True
+        hidden = torch.zeros_like(prompts.embeds)
+        for row, sequence in enumerate(self._sequences):
+            hidden[row, : len(sequence)] = self.decoder(sequence[None])[0]
+        features = PromptFeatures(prompts.embeds, hidden, prompts.lengths, prompts.patches)
+        return self._score(tree, num_skipped=1), features
+
+    def score(self, tree: DraftTree) -> Scores:
+        self._tree, self._is_after_prefill = tree, False
+        return self._score(tree, num_skipped=0)
+
+    def commit(self, path: Tensor, lengths: Tensor) -> None:
+        assert self._tree is not None
+        for row, sequence in enumerate(self._sequences):
+            kept = path[row, : int(lengths[row])].tolist()
+            nodes = kept[1:] if self._is_after_prefill else kept
+            tokens = self._tree.tokens[row, nodes]
+            self._sequences[row] = torch.cat((sequence, self.decoder.embedding(tokens)))
+
+    def committed_lengths(self) -> Tensor:
+        return torch.tensor([len(sequence) for sequence in self._sequences])
+
+    def _score(self, tree: DraftTree, num_skipped: int) -> Scores:
+        hidden = torch.stack([self._score_row(tree, row, num_skipped) for row in _rows_of(tree)])
+        return Scores(self.logits(hidden), hidden)
+
+    def _score_row(self, tree: DraftTree, row: int, num_skipped: int) -> Tensor:
+        nodes = []
+        for node in range(tree.num_nodes):
+            path = path_to(tree, row, node)[num_skipped:]
+            guessed = self.decoder.embedding(tree.tokens[row, path])
+            nodes.append(self.decoder(torch.cat((self._sequences[row], guessed))[None])[0, -1])
+        return torch.stack(nodes)
+
+
+def _rows_of(tree: DraftTree) -> range:
+    return range(tree.tokens.shape[0])
+
+
+def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
+    """Nodes from the root to `node`, both included, by walking up."""
+    path = [node]
+    while path[-1] != 0:
+        path.append(int(tree.parents[row, path[-1]]))
+    return path[::-1]
