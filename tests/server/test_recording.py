@@ -109,7 +109,8 @@ def test_errors_and_holds_are_not_steps(tmp_path: Path) -> None:
     frame = answered()
     values = {**vars(frame), "chunk": None, "error": ValueError("x")}
     server.events.publish(FinishedAction(**values))
-    server.events.publish(FinishedAction(**{**vars(frame), "is_hold": True}))
+    held = replace(frame.chunk, intervention=Intervention.HOLD)
+    server.events.publish(FinishedAction(**{**vars(frame), "chunk": held}))
     server.recording.stop()
     assert find_episodes(tmp_path) == []
 

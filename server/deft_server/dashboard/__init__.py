@@ -1,0 +1,1 @@
+"""A page that shows the server at work. Costs nothing while nobody looks."""

@@ -1,0 +1,222 @@
+"""What the dashboard remembers: recent actions of every session, and of the server as a whole.
+
+Fed by events while somebody looks, forgotten when nobody does. Knows nothing of sockets or pages.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from deft_client.types import DecodeTrace, Image, PassTrace
+from deft_server.events import Event, FinishedAction
+
+MAX_POINTS = 240
+MAX_SESSIONS = 64
+WINDOW_S = 30.0
+_MAX_WINDOW = 10_000
+STAGES = (
+    "queue_ms", "wire_ms", "prepare_ms", "vision_ms", "prefill_ms", "draft_ms", "verify_ms",
+    "commit_ms", "finish_ms",
+)  # fmt: skip
+UNNAMED = "(no session)"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One answered frame as the plots need it."""
+
+    number: int
+    at_s: float
+    action: tuple[float, ...]
+    stages: dict[str, float]
+    total_ms: float
+    accepted: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class SessionHistory:
+    """The recent past of one session."""
+
+    key: str
+    caller: str
+    session_id: str
+    points: deque[Point] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
+    image: Image | None = None
+    instruction: str = ""
+    trace: DecodeTrace | None = None
+    num_answers: int = 0
+    num_errors: int = 0
+    seen_s: float = 0.0
+
+    def rate_hz(self, now_s: float) -> float:
+        """Return the answers per second over the last seconds."""
+        recent = [one.at_s for one in self.points if now_s - one.at_s <= 5.0]
+        return (len(recent) - 1) / (recent[-1] - recent[0]) if len(recent) > 2 else 0.0
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """One frame in the window: its latency, or NaN for an error, and the sums of its passes."""
+
+    at_s: float
+    total_ms: float
+    speculation: "Speculation"
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Counts over target passes, addable. What the explorer calls alpha, K and c follows."""
+
+    actions: int = 0
+    passes: int = 0
+    drafting_passes: int = 0
+    tries: int = 0  # drafted tokens that were judged, along the path that went furthest
+    kept: int = 0
+    levels: int = 0  # depth of the draft trees, summed
+    draft_ms: float = 0.0
+    decode_passes: int = 0
+    decode_pass_ms: float = 0.0
+    tokens: int = 0
+    relaxed: int = 0
+
+    def __add__(self, other: "Speculation") -> "Speculation":
+        mine, theirs = vars(self), vars(other)
+        return Speculation(**{name: mine[name] + theirs[name] for name in mine})
+
+    @property
+    def acceptance(self) -> float:
+        """Share of judged drafted tokens that were kept (alpha), or NaN."""
+        return self.kept / self.tries if self.tries else math.nan
+
+    @property
+    def draft_length(self) -> float:
+        """Mean depth of the draft trees (K), or NaN."""
+        return self.levels / self.drafting_passes if self.drafting_passes else math.nan
+
+    @property
+    def draft_cost(self) -> float:
+        """Time to draft one level, in passes of the target that decode (c), or NaN."""
+        if not self.levels or not self.decode_passes or not self.decode_pass_ms:
+            return math.nan
+        return (self.draft_ms / self.levels) / (self.decode_pass_ms / self.decode_passes)
+
+
+def speculation_of(trace: DecodeTrace) -> Speculation:
+    """Count what one decode trace says about speculation."""
+    total = Speculation(
+        actions=1,
+        passes=len(trace.passes),
+        tokens=len(trace.tokens),
+        relaxed=sum(a != b for a, b in zip(trace.tokens, trace.predicted, strict=True)),
+    )
+    return sum(map(_count_pass, trace.passes), total)
+
+
+def _count_pass(one: PassTrace) -> Speculation:
+    levels = _depth(one.parents)
+    kept = one.accepted_length
+    decodes = not one.is_prefill
+    return Speculation(
+        drafting_passes=int(levels > 0),
+        tries=min(kept + 1, levels),
+        kept=kept,
+        levels=levels,
+        draft_ms=one.draft_ms,
+        decode_passes=int(decodes),
+        decode_pass_ms=one.pass_ms if decodes else 0.0,
+    )
+
+
+def _depth(parents: Iterable[int]) -> int:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
+
+
+class History:
+    """All sessions and the window over the whole server."""
+
+    def __init__(self) -> None:
+        self.version = 0  # grows with every event: tells a viewer whether there is news
+        self.sessions: OrderedDict[str, SessionHistory] = OrderedDict()
+        self._window: deque[_Finish] = deque(maxlen=_MAX_WINDOW)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.sessions.clear()
+        self._window.clear()
+
+    def note(self, event: Event, now_s: float) -> None:
+        """Remember an event."""
+        self.version += 1
+        if not isinstance(event, FinishedAction):
+            return
+        session = self._session(event)
+        session.seen_s = now_s
+        if event.chunk is None:
+            session.num_errors += 1
+            self._window.append(_Finish(now_s, math.nan, Speculation()))
+            return
+        session.num_answers += 1
+        session.image = event.observation.image
+        session.instruction = event.observation.instruction
+        trace = event.chunk.trace
+        if trace is not None:
+            session.trace = trace
+        point = _point(event, session.num_answers, now_s)
+        session.points.append(point)
+        counts = speculation_of(trace) if trace is not None else Speculation()
+        self._window.append(_Finish(now_s, point.total_ms, counts))
+
+    def overview(self, now_s: float) -> dict[str, float]:
+        """Return the figures of the whole server over the window; NaN where nothing is known."""
+        while self._window and now_s - self._window[0].at_s > WINDOW_S:
+            self._window.popleft()
+        latencies = sorted(one.total_ms for one in self._window if not math.isnan(one.total_ms))
+        span_s = now_s - self._window[0].at_s if self._window else 0.0
+        counts = sum((one.speculation for one in self._window), Speculation())
+        return {
+            "rate_hz": len(latencies) / span_s if span_s > 0.5 else math.nan,
+            "p50_ms": _quantile(latencies, 0.50),
+            "p95_ms": _quantile(latencies, 0.95),
+            "p99_ms": _quantile(latencies, 0.99),
+            "errors": float(len(self._window) - len(latencies)),
+            "actions": float(counts.actions),
+            "passes_per_action": counts.passes / counts.actions if counts.actions else math.nan,
+            "relaxed_share": counts.relaxed / counts.tokens if counts.tokens else math.nan,
+            "acceptance": counts.acceptance,
+            "draft_length": counts.draft_length,
+            "draft_cost": counts.draft_cost,
+        }
+
+    def _session(self, event: FinishedAction) -> SessionHistory:
+        session_id = event.session_id or UNNAMED
+        key = f"{event.caller}/{session_id}"
+        session = self.sessions.get(key)
+        if session is None:
+            session = self.sessions[key] = SessionHistory(key, event.caller, session_id)
+            if len(self.sessions) > MAX_SESSIONS:
+                self.sessions.popitem(last=False)
+        self.sessions.move_to_end(key)
+        return session
+
+
+def _point(event: FinishedAction, number: int, now_s: float) -> Point:
+    assert event.chunk is not None
+    timings, trace = event.chunk.timings, event.chunk.trace
+    stages = {name.removesuffix("_ms"): getattr(timings, name) for name in STAGES}
+    return Point(
+        number=number,
+        at_s=now_s,
+        action=tuple(event.chunk.actions[0].tolist()),
+        stages={name: spent for name, spent in stages.items() if spent > 0},
+        total_ms=timings.total_ms,
+        accepted=trace.accepted_lengths if trace is not None else (),
+    )
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Return the nearest-rank quantile of sorted values, or NaN."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan

@@ -1,0 +1,144 @@
+// The live view: figures of the whole server, the list of sessions, and everything about one of them.
+
+import { element, milliseconds, number } from "./draw.js";
+import { dimensionNames, drawAccepted, drawActions, drawLatency } from "./plots.js";
+import { drawTokens, drawTree } from "./tree.js";
+
+const KEPT = 240; // points of the watched session
+const IDLE_S = 5;
+const byId = (id) => document.getElementById(id);
+
+export class LiveView {
+  onWatch = () => {};
+  #watched = null;
+  #chosen = false;
+  #points = [];
+  #trace = null;
+  #sessions = [];
+  #scheduled = 0;
+
+  show({ overview, sessions, watched }) {
+    if (overview) this.#showOverview(overview);
+    if (sessions) this.#showSessions(sessions);
+    if (watched) this.#showWatched(watched);
+  }
+
+  draw() {
+    if (byId("live").hidden || !this.#points.length) return;
+    drawActions(byId("actions"), this.#points);
+    drawLatency(byId("latency"), byId("latency-legend"), this.#points);
+    const mean = drawAccepted(byId("accepted"), byId("accepted-legend"), this.#points);
+    byId("accepted-now").textContent = Number.isFinite(mean) && this.#trace ? `${number(mean, 2)} drafted tokens kept per pass` : "";
+    const last = this.#points.at(-1);
+    byId("latency-now").textContent = `last ${milliseconds(last.total_ms)} ms`;
+    if (this.#trace) {
+      drawTokens(byId("tokens"), this.#trace, dimensionNames(last.action.length));
+      drawTree(byId("tree"), this.#trace);
+      byId("method").textContent = describe(this.#trace);
+    }
+  }
+
+  #showOverview(figures) {
+    const phase = byId("phase");
+    phase.dataset.state = { ready: "good", loading: "warn", draining: "warn" }[figures.phase] ?? "bad";
+    if (phase.textContent !== figures.phase) phase.textContent = figures.phase;
+    phase.title = figures.phase_text;
+    put("rate", number(figures.rate_hz ?? NaN));
+    put("p50", milliseconds(figures.p50_ms ?? NaN), "ms");
+    put("p95", milliseconds(figures.p95_ms ?? NaN), "ms");
+    put("p99", milliseconds(figures.p99_ms ?? NaN), "ms");
+    put("passes", number(figures.passes_per_action ?? NaN, 2));
+    put("relaxed", number((figures.relaxed_share ?? NaN) * 100), "%");
+    put("waiting", String(figures.waiting));
+    put("errors", String(figures.errors));
+  }
+
+  #showSessions(sessions) {
+    byId("nobody").hidden = sessions.length > 0;
+    byId("robots").hidden = sessions.length === 0;
+    const same = sessions.length === this.#sessions.length &&
+      sessions.every((one, index) => one.key === this.#sessions[index].key);
+    this.#sessions = sessions;
+    if (!same) this.#rebuildList();
+    sessions.forEach((one, index) => this.#fillRow(byId("sessions").children[index].firstChild, one));
+  }
+
+  // Rows are only rebuilt when sessions come or go, so that the keyboard focus stays where it is.
+  #rebuildList() {
+    byId("sessions").replaceChildren(...this.#sessions.map((one) => {
+      const row = element("button", { type: "button" },
+        element("img", { alt: "", width: 44, height: 44 }),
+        element("div", {}, element("strong"), element("span"), element("span")));
+      row.addEventListener("click", () => this.#choose(one.key));
+      return element("li", {}, row);
+    }));
+  }
+
+  #fillRow(row, session) {
+    const [picture, told] = row.children;
+    const [name, instruction, pace] = told.children;
+    if (session.thumbnail && picture.src !== session.thumbnail) picture.src = session.thumbnail;
+    name.textContent = session.name;
+    instruction.textContent = session.instruction;
+    const idle = session.idle_s > IDLE_S ? `idle ${Math.round(session.idle_s)} s` : `${number(session.rate_hz)} Hz · ${milliseconds(session.last_ms ?? NaN)} ms`;
+    pace.textContent = session.errors ? `${idle} · ${session.errors} errors` : idle;
+    row.setAttribute("aria-pressed", String(session.key === this.#watched));
+    if (session.key === this.#watched) this.#showFacts(session);
+  }
+
+  #showFacts(session) {
+    byId("watched-name").textContent = session.name;
+    const facts = [["caller", session.caller], ["actions seen", session.answers], ["rate", `${number(session.rate_hz)} Hz`]];
+    byId("facts").replaceChildren(...facts.flatMap(([label, value]) => [
+      element("dt", {}, label), element("dd", { class: "number" }, String(value)),
+    ]));
+  }
+
+  #choose(key) {
+    if (key === this.#watched) return;
+    this.#watched = key;
+    this.#chosen = true;
+    this.#points = [];
+    this.#trace = null;
+    for (const id of ["tokens", "tree"]) byId(id).replaceChildren();
+    byId("method").textContent = "";
+    this.onWatch(key);
+    this.#showSessions(this.#sessions);
+  }
+
+  #showWatched(news) {
+    if (this.#chosen && news.key !== this.#watched) return; // of the session watched before
+    this.#watched = news.key;
+    this.#chosen = true;
+    if (news.restart) this.#points = [];
+    if (news.points) this.#points = [...this.#points, ...news.points].slice(-KEPT);
+    if (news.trace) this.#trace = news.trace;
+    if (news.frame) {
+      byId("frame").src = news.frame;
+      byId("frame").hidden = false;
+      byId("no-frame").hidden = true;
+    }
+    byId("instruction").textContent = news.instruction;
+    cancelAnimationFrame(this.#scheduled);
+    this.#scheduled = requestAnimationFrame(() => this.draw());
+  }
+}
+
+export function describe(trace) {
+  const kept = trace.passes.map((pass) => pass.path.length);
+  const relaxed = trace.tokens.filter((token, index) => token !== trace.predicted[index]).length;
+  return [
+    trace.method,
+    `${trace.passes.length} ${trace.passes.length === 1 ? "pass" : "passes"}`,
+    `${kept.reduce((sum, one) => sum + one, 0)} of ${trace.tokens.length} tokens drafted`,
+    relaxed ? `${relaxed} relaxed` : "none relaxed",
+    trace.guard,
+  ].filter(Boolean).join(" · ");
+}
+
+function put(name, text, unit = "") {
+  const box = byId(`figure-${name}`);
+  if (box.dataset.text === text) return;
+  box.dataset.text = text;
+  box.replaceChildren(text, unit && text !== "–" ? element("small", {}, unit) : "");
+}

@@ -1,0 +1,141 @@
+// The playground: one picture and one instruction through /v1/act, with everything the server tells.
+
+import { ask } from "./access.js";
+import { element, milliseconds, number } from "./draw.js";
+import { describe } from "./live.js";
+import { STAGES, actionRows, dimensionNames, drawOneAction } from "./plots.js";
+import { drawTokens, drawTree } from "./tree.js";
+
+const byId = (id) => document.getElementById(id);
+const TYPES = ["image/png", "image/jpeg"];
+
+export class Playground {
+  #picture = null;
+  #runs = [];
+  #isOpen = false;
+
+  constructor() {
+    byId("file").addEventListener("change", ({ target }) => this.#take(target.files[0]));
+    const drop = byId("drop");
+    for (const name of ["dragover", "dragleave", "drop"]) {
+      drop.addEventListener(name, (event) => {
+        event.preventDefault();
+        drop.classList.toggle("over", name === "dragover");
+        if (name === "drop") this.#take(event.dataTransfer.files[0]);
+      });
+    }
+    addEventListener("paste", ({ clipboardData }) => {
+      if (!byId("playground").hidden && clipboardData?.files.length) this.#take(clipboardData.files[0]);
+    });
+    byId("try-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#act();
+    });
+  }
+
+  async open() {
+    if (this.#isOpen || byId("playground").hidden) return;
+    try {
+      const info = await ask("/v1/info");
+      this.#isOpen = true;
+      fillSelect(byId("try-decoding"), info.decoding_methods, info.decoding);
+      fillSelect(byId("try-statistics"), info.statistics_keys, info.default_statistics_key);
+      this.#say("");
+    } catch (error) {
+      if (error.status === 401 || error.status === 403) byId("key-form").hidden = false;
+      this.#say(error.message, "bad");
+    }
+  }
+
+  #take(file) {
+    if (!file) return;
+    if (!TYPES.includes(file.type)) {
+      this.#say(`${file.name}: a PNG or JPEG is needed, this is ${file.type || "of unknown type"}`, "bad");
+      return;
+    }
+    this.#picture = file;
+    const preview = byId("preview");
+    URL.revokeObjectURL(preview.src);
+    preview.src = URL.createObjectURL(file);
+    preview.hidden = false;
+    byId("drop-text").textContent = file.name;
+    this.#say("");
+  }
+
+  async #act() {
+    if (!this.#picture) {
+      this.#say("Choose a picture first.", "bad");
+      byId("file").focus();
+      return;
+    }
+    const asked = {
+      instruction: byId("try-instruction").value,
+      decoding: byId("try-decoding").value,
+      radius: byId("try-radius").value,
+      statistics_key: byId("try-statistics").value,
+    };
+    const form = new FormData();
+    form.set("image", this.#picture);
+    for (const [name, value] of Object.entries(asked)) if (value !== "") form.set(name, value);
+    form.set("trace", "true");
+    byId("try-send").disabled = true;
+    this.#say("asking …");
+    try {
+      const started = performance.now();
+      const answer = await ask("/v1/act", { method: "POST", body: form });
+      this.#show(answer, asked, performance.now() - started);
+      this.#say("");
+    } catch (error) {
+      this.#say(error.message, "bad");
+    } finally {
+      byId("try-send").disabled = false;
+    }
+  }
+
+  #show(answer, asked, roundTripMs) {
+    const { timings, trace } = answer;
+    const action = answer.actions[0];
+    const point = {
+      total_ms: timings.total_ms ?? 0,
+      stages: Object.fromEntries(STAGES.map((stage) => [stage, timings[`${stage}_ms`] ?? 0])),
+    };
+    byId("try-answer").hidden = false;
+    byId("try-summary").textContent = `${milliseconds(point.total_ms)} ms on the server, ${milliseconds(roundTripMs)} ms in all`;
+    byId("try-action").replaceChildren(...actionRows(action));
+    drawOneAction(byId("try-timing"), byId("try-timing-legend"), point);
+    byId("try-trees").hidden = !trace;
+    if (trace) {
+      byId("try-tree-title").textContent = describe(trace);
+      drawTokens(byId("try-tokens"), trace, dimensionNames(action.length));
+      drawTree(byId("try-tree"), trace);
+    }
+    this.#remember({ asked, action, trace, point, roundTripMs, picture: this.#picture });
+  }
+
+  #remember(run) {
+    this.#runs.push(run);
+    byId("try-history").hidden = false;
+    byId("try-runs").replaceChildren(...this.#runs.map((one) => {
+      const first = this.#runs.find((other) => other.picture === one.picture && other.asked.instruction === one.asked.instruction);
+      const gap = Math.max(...one.action.map((value, index) => Math.abs(value - first.action[index])));
+      const relaxed = one.trace ? one.trace.tokens.filter((token, index) => token !== one.trace.predicted[index]).length : NaN;
+      const cells = [
+        one.asked.radius || "–", one.trace ? String(one.trace.passes.length) : "–", number(relaxed, 0),
+        milliseconds(one.point.total_ms), milliseconds(one.roundTripMs), one === first ? "first" : gap.toPrecision(3),
+      ];
+      return element("tr", {}, element("td", {}, one.asked.decoding),
+        ...cells.map((text) => element("td", { class: "number" }, text)));
+    }).reverse());
+  }
+
+  #say(text, state = "") {
+    const said = byId("try-said");
+    said.hidden = !text;
+    said.textContent = text;
+    said.dataset.state = state;
+  }
+}
+
+function fillSelect(select, names, chosen) {
+  select.replaceChildren(...names.map((name) => element("option", { value: name, selected: name === chosen }, name)));
+}

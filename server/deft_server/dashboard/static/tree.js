@@ -1,0 +1,122 @@
+// The draft trees of one action, pass by pass, with the accepted path drawn and relaxed tokens marked.
+
+import { element, svg } from "./draw.js";
+
+const STEP_X = 62; // between levels
+const STEP_Y = 17; // between leaves
+const ROOM_FOR_LABELS = 14; // leaves; in wider trees only accepted nodes are labelled
+
+// Which tokens each pass contributed: [{ token, predicted, from, relaxed, pass }], in executed order.
+export function executedTokens(trace) {
+  const all = [];
+  trace.passes.forEach((pass, index) => {
+    pass.path.forEach((node) => all.push({ token: pass.tokens[node], from: pass.sources[node] || "draft", pass: index }));
+    all.push({ token: pass.bonus, from: "target", pass: index });
+  });
+  return all.slice(0, trace.tokens.length).map((one, index) => ({
+    ...one,
+    token: trace.tokens[index],
+    predicted: trace.predicted[index],
+    relaxed: trace.tokens[index] !== trace.predicted[index],
+  }));
+}
+
+export function drawTokens(list, trace, names) {
+  list.replaceChildren(...executedTokens(trace).map((one, index) => {
+    const drafted = one.from !== "target";
+    const how = one.relaxed
+      ? `drafted by ${one.from}, accepted for ${one.predicted}`
+      : drafted ? `drafted by ${one.from}` : "the target's own";
+    return element("li", {
+      "data-kind": drafted ? "draft" : "target", "data-relaxed": one.relaxed, title: `pass ${one.pass + 1}: ${how}`,
+    },
+    `${names[index] ?? index} `, element("code", {}, String(one.token)),
+    one.relaxed ? element("small", {}, ` for ${one.predicted}`) : null,
+    element("span", { class: "unseen" }, `, ${how}`));
+  }));
+}
+
+export function drawTree(container, trace) {
+  const executed = executedTokens(trace);
+  let offset = 0;
+  let left = 10;
+  const parts = [];
+  let bottom = 60;
+  trace.passes.forEach((pass, index) => {
+    const layout = arrange(pass);
+    const relaxed = new Set(pass.path.filter((_, at) => executed[offset + at]?.relaxed));
+    const hasBonus = offset + pass.path.length < trace.tokens.length;
+    parts.push(svg("g", { transform: `translate(${left} 0)` },
+      svg("text", { x: 0, y: 12 }, `${pass.is_prefill ? "Prefill" : `Pass ${index + 1}`} · ${pass.path.length} of ${pass.tokens.length - 1} kept`),
+      ...drawPass(pass, layout, relaxed, hasBonus)));
+    offset += pass.path.length + 1;
+    left += Math.max((layout.depth + 1.6) * STEP_X, 150);
+    bottom = Math.max(bottom, layout.height);
+  });
+  const summary = `${trace.method}: ${trace.passes.length} passes; drafted tokens kept: ${trace.passes.map((pass) => pass.path.length).join(", ")}`;
+  container.replaceChildren(svg("svg", {
+    width: left + 20, height: bottom + 16, viewBox: `0 0 ${left + 20} ${bottom + 16}`, role: "img", "aria-label": summary,
+  }, ...parts));
+}
+
+function arrange(pass) {
+  const children = pass.tokens.map(() => []);
+  pass.parents.forEach((parent, node) => parent >= 0 && children[parent].push(node));
+  const kept = new Set(pass.path);
+  const places = [];
+  let leaves = 0;
+  let depth = 0;
+  const place = (node, level) => {
+    depth = Math.max(depth, level);
+    // The accepted path is drawn first among siblings, so that it runs along the top.
+    const below = [...children[node]].sort((one, other) => kept.has(other) - kept.has(one));
+    const rows = below.map((child) => place(child, level + 1));
+    const row = rows.length ? rows[0] : leaves++;
+    places[node] = { x: 8 + level * STEP_X, y: 36 + row * STEP_Y };
+    return row;
+  };
+  place(0, 0);
+  return { places, depth: Math.max(depth, pass.path.length + 1), leaves, height: 36 + leaves * STEP_Y };
+}
+
+function drawPass(pass, { places, leaves }, relaxed, hasBonus) {
+  const kept = new Set(pass.path);
+  const edges = pass.parents.map((parent, node) => (parent < 0 ? null : svg("path", {
+    d: curve(places[parent], places[node]), class: kept.has(node) ? "edge kept" : "edge",
+  })));
+  // Kept edges last, so that they lie on top.
+  edges.sort((one, other) => (one?.classList.contains("kept") ?? 0) - (other?.classList.contains("kept") ?? 0));
+  const nodes = pass.tokens.map((token, node) => drawNode(pass, node, places[node], {
+    kept: kept.has(node), relaxed: relaxed.has(node), labelled: node > 0 && (kept.has(node) || leaves <= ROOM_FOR_LABELS),
+  }));
+  return [...edges.filter(Boolean), ...(hasBonus ? drawBonus(pass, places) : []), ...nodes];
+}
+
+function drawNode(pass, node, { x, y }, { kept, relaxed, labelled }) {
+  const kind = node === 0 ? "root" : `${kept ? "kept" : ""} ${relaxed ? "relaxed" : ""}`;
+  const token = pass.tokens[node];
+  const told = node === 0
+    ? `root: ${token}; the target says ${pass.predictions[0]} comes next`
+    : `${token}, drafted by ${pass.sources[node]}${kept ? ", accepted" : ""}${relaxed ? " (relaxed)" : ""}`;
+  return svg("g", {},
+    svg("circle", { cx: x, cy: y, r: kept || node === 0 ? 5.5 : 4, class: `node ${kind}` }, svg("title", {}, told)),
+    labelled ? svg("text", { x: x + 9, y: y - 4, class: kept ? "number kept" : "number" }, `${token}${relaxed ? " ≠" : ""}`) : null);
+}
+
+function drawBonus(pass, places) {
+  const from = places[pass.path.at(-1) ?? 0];
+  // A step down where the next level is taken by drafts that were refused.
+  const taken = places.some((one) => one.x === from.x + STEP_X && one.y === from.y);
+  const to = { x: from.x + STEP_X, y: from.y - (taken ? 13 : 0) };
+  return [
+    svg("path", { d: curve(from, to), class: "edge bonus" }),
+    svg("rect", { x: to.x - 4.5, y: to.y - 4.5, width: 9, height: 9, rx: 2, class: "node bonus" },
+      svg("title", {}, `${pass.bonus}: the target's own token`)),
+    svg("text", { x: to.x + 9, y: to.y - 3, class: "number kept" }, String(pass.bonus)),
+  ];
+}
+
+function curve(from, to) {
+  const middle = (from.x + to.x) / 2;
+  return `M${from.x} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.x} ${to.y}`;
+}
