@@ -171,9 +171,24 @@ def _read_image_processor(directory: Path, towers: tuple[TowerConfig, ...]) -> I
     return ImageProcessorConfig(
         resize=resize,
         size=towers[0].image_size,
+        is_stretched=_is_stretched(fields, resize, towers[0].image_size),
         letterbox_fill=_read_fill(fields),
         normalizations=normalizations,
     )
+
+
+def _is_stretched(fields: JsonFields, resize: ResizeStrategy, size: int) -> bool:
+    """True if the file asks for height and width, false if for the shorter side alone."""
+    if not fields.has("tvf_resize_params"):
+        return resize is ResizeStrategy.NAIVE
+    asked = {_read_sides(section) for section in fields.sections("tvf_resize_params")}
+    if asked not in ({(size,)}, {(size, size)}):
+        raise fields.error("tvf_resize_params", f"must ask every tower for size {size}")
+    return asked == {(size, size)}
+
+
+def _read_sides(fields: JsonFields) -> tuple[int, ...]:
+    return fields.integers("size") if fields.is_list("size") else (fields.integer("size"),)
 
 
 def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:

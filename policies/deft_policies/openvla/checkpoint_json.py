@@ -46,6 +46,10 @@ class JsonFields:
         """True if the field is there and not `null`."""
         return self._values.get(key) is not None
 
+    def is_list(self, key: str) -> bool:
+        """True if the field holds a list."""
+        return isinstance(self._values.get(key), list)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number."""
         value = self._get(key, default)

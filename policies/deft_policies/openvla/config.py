@@ -107,10 +107,15 @@ class Normalization:
 
 @dataclass(frozen=True)
 class ImageProcessorConfig:
-    """How the checkpoint's own processor turns a frame into pixel values."""
+    """How the checkpoint's own processor turns a frame into pixel values.
+
+    `is_stretched`: both sides become `size`, whatever the frame's ratio; otherwise the shorter
+    one does, and the middle of the longer one is kept.
+    """
 
     resize: ResizeStrategy
     size: int
+    is_stretched: bool
     letterbox_fill: tuple[int, int, int]
     normalizations: tuple[Normalization, ...]  # [tower]
 
