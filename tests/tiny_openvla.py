@@ -56,6 +56,7 @@ def tiny_config(num_kv_heads: int = 4) -> OpenVLAConfig:
         ),
         image=ImageProcessorConfig(
             resize=ResizeStrategy.NAIVE,
+            is_stretched=True,
             size=28,
             letterbox_fill=(0, 0, 0),
             normalizations=(Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),) * 2,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace
+from deft_policies.decoding.maximum import first_maximum, top_gap
 from deft_policies.decoding.sampling import Greedy, TokenChooser
 from deft_policies.decoding.target import Prompts, Scores, TargetModel
 from deft_policies.decoding.trace import Stage, StageClock
@@ -55,13 +56,13 @@ class _Rounds:
         """Choose the next token of every row, [row], and book the pass."""
         first = self._decoder.target.vocabulary.first
         logits = scores.logits[:, 0]
-        predicted = logits.argmax(dim=-1) + first
+        best = first_maximum(logits)
+        predicted = best + first if first else best
         token = predicted
         if not isinstance(self._decoder.chooser, Greedy):
             token = self._decoder.chooser.choose(logits) + first
         if self._decoder.wants_margins:
-            best = logits.topk(2, dim=-1).values
-            self._margins.append(best[:, 0] - best[:, 1])
+            self._margins.append(top_gap(logits, best))
         self._tokens.append(token)
         self._predicted.append(predicted)
         self._laps.append(self._clock.lap(stage))

@@ -1,8 +1,8 @@
 """The keys and values of a batch of sequences, in one tensor that is allocated once.
 
-A slot holds everything one token leaves behind in a layer: its keys and its values of every head,
-side by side. So a layer appends with one copy, and keeping the accepted nodes of a draft tree is
-one gather and one scatter over all layers. Knows nothing of trees or of who may attend to whom.
+A slot holds everything one token leaves behind in a layer: its keys of every head, then its values.
+So a layer appends with one copy, and keeping the accepted nodes of a draft tree is one gather and
+one scatter over all layers. Knows nothing of trees or of who may attend to whom.
 """
 
 from dataclasses import dataclass
@@ -20,34 +20,57 @@ class CacheSizes:
     head_dim: int
 
 
+@dataclass(frozen=True)
+class Append:
+    """Where the tokens of a pass go, and how far attention reads.
+
+    `start` is set when every row appends at the same known slot; otherwise `slots` says where, as
+    indices into row * length of the cache.
+    """
+
+    read: int
+    start: int = 0
+    slots: Tensor | None = None  # [row * token] int64
+
+
 class KVCache:
-    """Slots of `num_rows` sequences, `data` [layer, row, slot, 2, head, head_dim].
+    """Slots of `num_rows` sequences, `data` [layer, row, slot, 2 * head, head_dim].
 
     Slots beyond what a caller reads may hold anything finite.
     """
 
     def __init__(self, sizes: CacheSizes, num_rows: int, length: int, like: Tensor) -> None:
         """Allocate with the device and dtype of `like`."""
-        self.sizes = sizes
         self.num_rows = num_rows
         self.length = length
+        self._num_heads = sizes.num_heads
         # Zeros, not garbage: a masked slot still enters 0 * value, and 0 * NaN is NaN.
-        shape = (sizes.num_layers, num_rows, length, 2, sizes.num_heads, sizes.head_dim)
+        shape = (sizes.num_layers, num_rows, length, 2 * sizes.num_heads, sizes.head_dim)
         self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
         self._flat = self.data.flatten(3).flatten(1, 2)
-
-    def fits(self, num_rows: int, length: int) -> bool:
-        """Whether a batch of these sizes has room."""
-        return num_rows <= self.num_rows and length <= self.length
 
     @property
     def num_bytes(self) -> int:
         """Memory held."""
         return int(self.data.nbytes)
 
-    def layer(self, index: int, num_rows: int, append: "Append") -> "LayerCache":
-        """One layer's window for a pass."""
-        return LayerCache(self.data[index, :num_rows], self._flat[index], append)
+    def fits(self, num_rows: int, length: int) -> bool:
+        """Whether a batch of these sizes has room."""
+        return num_rows <= self.num_rows and length <= self.length
+
+    def open(self, num_rows: int, num_tokens: int, append: Append) -> "CacheWindow":
+        """The part of the cache that one pass writes and reads."""
+        read = self.data[:, :num_rows, : append.read].transpose(2, 3)
+        if append.slots is None:
+            targets = self.data[:, :num_rows, append.start : append.start + num_tokens]
+        else:
+            targets = self._flat
+        return CacheWindow(
+            keys=read[:, :, : self._num_heads].unbind(0),
+            values=read[:, :, self._num_heads :].unbind(0),
+            targets=targets.unbind(0),
+            slots=append.slots,
+        )
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots in every layer; both are [row, step] slots of their own row.
@@ -60,33 +83,18 @@ class KVCache:
 
 
 @dataclass(frozen=True)
-class Append:
-    """Where the tokens of a pass go, and how far attention reads.
+class CacheWindow:
+    """Views of every layer, made once per pass. Keys and values include what is written later."""
 
-    `start` is set when every row appends at the same known slot; otherwise `slots` says where, as
-    indices into rows * length, row by row. `read` slots are attended to.
-    """
+    keys: tuple[Tensor, ...]  # [layer] of [row, head, slot, head_dim]
+    values: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]  # [layer] of [row, token, 2 * head, head_dim], or of flat slots
+    slots: Tensor | None
 
-    read: int
-    start: int | None = None
-    slots: Tensor | None = None  # [row * token] int64
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer of the cache during one pass."""
-
-    data: Tensor  # [row, slot, 2, head, head_dim]
-    flat: Tensor  # [row * slot, 2 * head * head_dim]
-    where: Append
-
-    def append(self, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [row, token, 2, head, head_dim]; return keys and values, [row, slot, head, ...]."""
-        where = self.where
-        if where.start is not None:
-            stop = where.start + keys_values.shape[1]
-            self.data[:, where.start : stop].copy_(keys_values)
-        elif where.slots is not None:
-            self.flat.index_copy_(0, where.slots, keys_values.flatten(2).flatten(0, 1))
-        window = self.data[:, : where.read]
-        return window[:, :, 0], window[:, :, 1]
+    def write(self, layer: int, keys_values: Tensor) -> None:
+        """Append [row, token, 2 * head, head_dim] of one layer."""
+        if self.slots is None:
+            self.targets[layer].copy_(keys_values)
+        else:
+            flat = keys_values.flatten(2).flatten(0, 1)
+            self.targets[layer].index_copy_(0, self.slots, flat)

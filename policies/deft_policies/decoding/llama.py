@@ -1,7 +1,7 @@
-"""The Llama decoder: sizes from configuration, one forward for every kind of pass.
+"""The Llama decoder as modules: every size from configuration, whole sequences, gradients.
 
-Prefill, decode, tree verification and training differ only in positions, mask and cache. The
-query, key and value weights are one matrix, and so are gate and up.
+The query, key and value weights are one matrix, and so are gate and up. Inference runs the same
+weights through a cache: see `llama_passes`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.decoding.kv_cache import Append, CacheSizes, KVCache, LayerCache
+from deft_policies.decoding.kv_cache import CacheSizes
 
 
 @dataclass(frozen=True)
@@ -50,32 +50,28 @@ class Rotation:
 class RotaryTable(nn.Module):
     """cos and sin of every position, computed in float32 and then cast, as Llama does."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        empty = torch.empty(0, sizes.head_dim)
-        self.register_buffer("cos", empty, persistent=False)
-        self.register_buffer("sin", empty.clone(), persistent=False)
+        self._table: Tensor | None = None  # [position, 2 * head_dim]
 
-    def fill(self, like: Tensor) -> None:
-        """Compute the table on the device and in the dtype of `like`, whatever the default is."""
+    def forward(self, positions: Tensor, like: Tensor) -> Rotation:
+        """Look up [row, token] positions, on the device and in the dtype of `like`."""
+        table = self._table
+        if table is None or table.device != like.device or table.dtype != like.dtype:
+            table = self._table = self._compute().to(like)
+        found = functional.embedding(positions, table).unsqueeze(2)
+        cos, sin = found.chunk(2, dim=3)
+        return Rotation(cos, sin)
+
+    def _compute(self) -> Tensor:
         half = self.sizes.head_dim // 2
         exponents = torch.arange(0, self.sizes.head_dim, 2, dtype=torch.float32) / (2 * half)
         frequencies = 1.0 / self.sizes.rope_theta**exponents
         positions = torch.arange(self.sizes.max_positions, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
         cos, sin = angles.cos(), angles.sin()
-        self.cos = torch.cat((cos, cos), dim=1).to(like)
-        self.sin = torch.cat((-sin, sin), dim=1).to(like)
-
-    def forward(self, positions: Tensor, like: Tensor) -> Rotation:
-        """Look up [row, token] positions."""
-        if len(self.cos) == 0 or self.cos.device != like.device or self.cos.dtype != like.dtype:
-            self.fill(like)
-        return Rotation(self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2))
+        return torch.cat((cos, cos, -sin, sin), dim=1)
 
 
 class RMSNorm(nn.Module):
@@ -89,23 +85,8 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last axis."""
         wide = hidden.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(self.eps))
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide * scale).to(hidden.dtype) * self.weight
-
-
-@dataclass(frozen=True)
-class PassContext:
-    """What every layer of one pass shares.
-
-    Without a mask, attention is causal when `is_causal`, else it sees every slot that is read.
-    `rows_out`, if given, are the token indices [row, kept] whose output is wanted: the last layer
-    then computes only those.
-    """
-
-    rotation: Rotation
-    mask: Tensor | None = None  # [row, 1, token, slot] bool
-    is_causal: bool = False
-    rows_out: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -120,25 +101,18 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(sizes.width, fused, bias=False)
         self.out = nn.Linear(inner, sizes.width, bias=False)
 
-    def forward(self, hidden: Tensor, context: PassContext, cache: LayerCache | None) -> Tensor:
-        """Attend from every token to itself, the cache and its predecessors."""
-        split = self.num_heads + self.num_kv_heads
+    def forward(self, hidden: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        """Attend from every token to those before it, or to those the mask shows."""
         fused = self.qkv(hidden).unflatten(2, (-1, self.head_dim))
-        context.rotation.apply_(fused[:, :, :split])
-        queries = fused[:, :, : self.num_heads]
-        keys_values = fused[:, :, self.num_heads :].unflatten(2, (2, self.num_kv_heads))
-        if cache is None:
-            keys, values = keys_values[:, :, 0], keys_values[:, :, 1]
-        else:
-            keys, values = cache.append(keys_values)
-        if context.rows_out is not None:
-            queries = take_rows(queries, context.rows_out)
+        rotation.apply_(fused[:, :, : self.num_heads + self.num_kv_heads])
+        parts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        queries, keys, values = fused.transpose(1, 2).split(parts, dim=1)
         mixed = functional.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=context.mask,
-            is_causal=context.is_causal,
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -170,11 +144,9 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(sizes.width, sizes.norm_eps)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width)
 
-    def forward(self, hidden: Tensor, context: PassContext, cache: LayerCache | None) -> Tensor:
-        """Return the new residual stream, of the wanted rows only if the context names some."""
-        mixed = self.attention(self.attention_norm(hidden), context, cache)
-        if context.rows_out is not None:
-            hidden = take_rows(hidden, context.rows_out)
+    def forward(self, hidden: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        """Return the new residual stream."""
+        mixed: Tensor = self.attention(self.attention_norm(hidden), rotation, mask)
         hidden = hidden + mixed
         lowered: Tensor = self.mlp(self.mlp_norm(hidden))
         return hidden + lowered
@@ -199,53 +171,21 @@ class LlamaDecoder(nn.Module):
         """
         positions = torch.arange(embeds.shape[1], device=embeds.device).expand(embeds.shape[:2])
         rotation = self.rotary(positions, embeds)
-        context = PassContext(rotation, mask=mask, is_causal=mask is None)
         for layer in self.layers:
-            embeds = layer(embeds, context, None)
+            embeds = layer(embeds, rotation, mask)
         hidden: Tensor = self.norm(embeds)
         return hidden
 
-    def run(self, tokens: "PassInput", cache: KVCache) -> Tensor:
-        """One pass through the cache; hidden states after the final norm, of `rows_out` if given.
+    @torch.no_grad()
+    def prefer_columns(self) -> None:
+        """Store every matrix column by column, which multiplies single tokens faster on a CPU.
 
-        Every layer but the last computes every token, because later layers read their keys.
+        Values, shapes and names stay; only strides change.
         """
-        hidden = tokens.embeds
-        num_rows, last = hidden.shape[0], len(self.layers) - 1
-        rotation = self.rotary(tokens.positions, hidden)
-        context = PassContext(rotation, tokens.mask, tokens.is_causal)
-        for index, layer in enumerate(self.layers):
-            if index == last and tokens.rows_out is not None:
-                context = tokens.last_layer(rotation)
-            hidden = layer(hidden, context, cache.layer(index, num_rows, tokens.append))
-        normed: Tensor = self.norm(hidden)
-        return normed
-
-
-@dataclass(frozen=True)
-class PassInput:
-    """The tokens of one pass, where they stand and what they may see."""
-
-    embeds: Tensor  # [row, token, width]
-    positions: Tensor  # [row, token] int64
-    append: Append
-    mask: Tensor | None = None  # [row, 1, token, slot] bool
-    is_causal: bool = False
-    rows_out: Tensor | None = None  # [row, kept] int64
-
-    def last_layer(self, rotation: Rotation) -> PassContext:
-        """The context of the layer that computes the wanted rows only.
-
-        Fewer queries than slots are no longer causal by shape, so the mask is spelt out.
-        """
-        if self.rows_out is None:
-            return PassContext(rotation, self.mask, self.is_causal)
-        if self.mask is not None:
-            mask = take_rows(self.mask.squeeze(1), self.rows_out).unsqueeze(1)
-        else:
-            slots = torch.arange(self.append.read, device=self.embeds.device)
-            mask = (slots <= self.rows_out[:, :, None]).unsqueeze(1)
-        return PassContext(rotation, mask, rows_out=self.rows_out)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                turned = module.weight.t().contiguous().t()
+                module.weight = nn.Parameter(turned, module.weight.requires_grad)
 
 
 def take_rows(values: Tensor, indices: Tensor) -> Tensor:

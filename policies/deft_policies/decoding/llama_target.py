@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from deft_policies.decoding import layout
 from deft_policies.decoding.kv_cache import Append, KVCache
-from deft_policies.decoding.llama import LlamaDecoder, PassInput, take_rows
+from deft_policies.decoding.llama import LlamaDecoder, take_rows
+from deft_policies.decoding.llama_passes import LlamaPasses, PassInput
 from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
@@ -61,6 +62,7 @@ class LlamaTarget:
     ) -> None:
         """`action_rows_only` leaves the other rows of the head out: see `vocabulary`."""
         self.decoder = decoder
+        self._passes = LlamaPasses(decoder)
         self._action_tokens = action_tokens
         every_token = TokenRange(0, decoder.sizes.vocabulary - 1)
         self._vocabulary = action_tokens if action_rows_only else every_token
@@ -189,7 +191,7 @@ class LlamaTarget:
         if tokens.shape[1] > 1:
             embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
             embeds = take_rows(embeds, plan.sources)
-        hidden = self.decoder.run(
+        hidden = self._passes.run(
             PassInput(
                 embeds,
                 plan.positions,
@@ -216,14 +218,14 @@ class LlamaTarget:
             before = ancestors.new_ones((*ancestors.shape[:2], start))
             mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
             inputs = PassInput(embeds, start + tree.depths(), append, mask)
-        hidden = self.decoder.run(inputs, self._cache)
+        hidden = self._passes.run(inputs, self._cache)
         return Scores(self.logits(hidden), hidden)
 
     def _score_step(self, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor) -> Tensors:
         num_rows, num_nodes = tokens.shape
         slots = layout.tree_slots(roots, num_nodes)
         rows = torch.arange(num_rows, device=slots.device)[:, None] * self._cache.length
-        hidden = self.decoder.run(
+        hidden = self._passes.run(
             PassInput(
                 self.decoder.embedding(tokens),
                 roots[:, None] + ancestors.sum(dim=2) - 1,

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.maximum import first_maximum
+
 
 class TokenChooser(Protocol):
     """Picks one token per row."""
@@ -20,7 +22,7 @@ class Greedy:
 
     def choose(self, logits: Tensor) -> Tensor:
         """Return the first maximum."""
-        return logits.argmax(dim=-1)
+        return first_maximum(logits)
 
 
 @dataclass(frozen=True)
