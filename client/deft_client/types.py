@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,6 +136,13 @@ class DecodeTrace:
         return sum(executed != own for executed, own in pairs) / len(self.tokens)
 
 
+class Intervention(Enum):
+    """What a server did to keep a robot safe, in place of sending what the policy said."""
+
+    HOLD = "hold"  # stay where you are: zero motion, the gripper as it was
+    CLAMP = "clamp"  # the policy's action, as far as the robot's limits per step allow
+
+
 @dataclass(frozen=True, eq=False)
 class ActionChunk:
     """Actions to execute in order, in the robot's own units.
@@ -146,6 +154,7 @@ class ActionChunk:
     actions: NDArray[np.float64]  # [step, action_dim]
     timings: StageTimings = field(default_factory=StageTimings)
     trace: DecodeTrace | None = None
+    intervention: Intervention | None = None
 
     def __post_init__(self) -> None:
         if self.actions.dtype != np.float64 or self.actions.ndim != 2:

@@ -20,6 +20,7 @@ from deft_client.types import (
     ActOptions,
     DecodeTrace,
     Image,
+    Intervention,
     Observation,
     PassTrace,
     StageTimings,
@@ -147,6 +148,8 @@ def answer_fields(chunk: ActionChunk) -> Fields:
     }
     if chunk.trace is not None:
         entries["trace"] = trace_fields(chunk.trace)
+    if chunk.intervention is not None:
+        entries["intervention"] = chunk.intervention.value
     return entries
 
 
@@ -160,8 +163,13 @@ def read_answer(reader: FieldReader) -> ActionChunk:
         )
     timings = read_timings(reader.child("timings")) if reader.has("timings") else StageTimings()
     trace = read_trace(reader.child("trace")) if reader.has("trace") else None
+    intervention = _read_intervention(reader) if reader.has("intervention") else None
     reader.finish()
-    return ActionChunk(cast(NDArray[np.float64], actions), timings, trace)
+    return ActionChunk(cast(NDArray[np.float64], actions), timings, trace, intervention)
+
+
+def _read_intervention(reader: FieldReader) -> Intervention:
+    return Intervention(reader.choice("intervention", [one.value for one in Intervention]))
 
 
 def timings_fields(timings: StageTimings) -> Fields:

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 
@@ -44,4 +47,29 @@ class Policy(Protocol):
         """Do once what would make the first answer slow."""
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
-        """Answer a batch, in order. Blocking. No two requests share a session."""
+        """Answer a batch, in order. Blocking. No two requests share a session.
+
+        Where it raises, no session has changed: the server may try the frames again, in smaller
+        batches. `DeviceError` means that a smaller batch might do.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class ActionLimits:
+    """What any action of a robot must look like, so that a server can refuse one that does not.
+
+    Where `is_motion` is true, zero means "do not move"; elsewhere (a gripper) staying as one is
+    means repeating the last command.
+    """
+
+    low: NDArray[np.float64]  # [action_dim]
+    high: NDArray[np.float64]  # [action_dim]
+    is_motion: NDArray[np.bool_]  # [action_dim]
+
+
+@runtime_checkable
+class LimitedPolicy(Protocol):
+    """A policy that knows the range of its actions; may be called from any thread."""
+
+    def action_limits(self, statistics_key: str | None) -> ActionLimits:
+        """Return the limits under a statistics key that `check` let pass; None is the default."""

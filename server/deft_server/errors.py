@@ -13,7 +13,8 @@ ServerError
 │   ├── DeadlineError           it cannot be, or was not, answered in time
 │   └── NotReadyError           loading, stopping, stuck or broken
 ├── UnsafeAnswerError           the policy answered with something no robot should do
-└── PolicyFailedError           the policy broke while it answered
+├── PolicyFailedError           the policy broke while it answered
+└── CallerGoneError             the caller hung up before the answer
 """
 
 import dataclasses
@@ -97,6 +98,10 @@ class UnsafeAnswerError(ServerError):
 
 class PolicyFailedError(ServerError):
     """The policy raised instead of answering; the log has the traceback."""
+
+
+class CallerGoneError(ServerError):
+    """The caller hung up before the answer; nobody is left to be told."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,12 @@ class FinishedAction:
     options: ActOptions
     chunk: ActionChunk | None
     error: Exception | None = None
-    is_hold: bool = False
     batch_size: int = 0
+
+    @property
+    def is_hold(self) -> bool:
+        """Was the robot told to stay where it is, in place of an answer?"""
+        return self.chunk is not None and self.chunk.intervention is Intervention.HOLD
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,38 @@
-"""What every request passes before any route sees it: a request id, the caller, the body limits.
+"""What every request passes before any route sees it, and every error on its way out.
 
-Plain ASGI, because this is on the way of every frame.
+On the way in: a request id, the caller's key, the web origin, the limits of the body. On the way
+out: the request id again, the count, and whatever was raised as problem+json. Plain ASGI, because
+this is on the way of every frame.
 """
 
+import logging
+import time
+from collections.abc import Mapping
+
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_server import request_ids
-from deft_server.access import ANONYMOUS, Caller
-from deft_server.errors import BodyTooLargeError
+from deft_server.access import Caller
+from deft_server.bodies import BoundedBody
+from deft_server.errors import BodyTooLargeError, CallerGoneError
+from deft_server.problems import describe, problem_response
 from deft_server.service import Service
 
-CALLER = "deft.caller"
+ADMIN_PREFIX = "/v1/admin"
+OPEN_PATHS = frozenset(("/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico"))
+METRICS_PATH = "/metrics"
+MAX_ROUTE_CHARS = 64
+_CALLER = "deft.caller"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+logger = logging.getLogger(__name__)
 
 
 def caller_of(scope: Scope) -> Caller:
     """Return who sent this request, as the gate found out."""
-    caller: Caller = scope[CALLER]
+    caller: Caller = scope[_CALLER]
     return caller
 
 
@@ -25,41 +42,115 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._max_bytes = service.settings.max_body_bytes
+        self._settings = service.settings
+        self._open_paths = set(OPEN_PATHS)
+        if service.settings.open_metrics:
+            self._open_paths.add(METRICS_PATH)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in."""
+        """Let a request in, or say why not."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = request_ids.given_or_new(headers.get(request_ids.HEADER))
         request_ids.current.set(request_id)
-        scope[CALLER] = ANONYMOUS
         if scope["type"] == "websocket":
-            await self._app(scope, receive, send)
+            await self._websocket(scope, headers, receive, send)
+        else:
+            await self._http(scope, headers, receive, _Reply(send, request_id))
+
+    async def _http(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, reply: "_Reply"
+    ) -> None:
+        started_s = time.perf_counter()
+        body = BoundedBody(receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
+        try:
+            self._admit(scope, headers)
+            self._check_length(headers.get(b"content-length"))
+            with self._service.in_hand():
+                await self._app(scope, body, reply)
+        except CallerGoneError:
+            reply.status = 499  # nobody is left to be told
+        except Exception as error:
+            if reply.status:
+                raise
+            problem = describe(error, HTTPConnection(scope))
+            await problem_response(problem)(scope, receive, reply)
+        finally:
+            body.close()
+            self._count(scope, reply.status, started_s)
+
+    async def _websocket(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        try:
+            self._admit(scope, headers)
+        except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
+            problem = describe(error, HTTPConnection(scope))
+            await _refuse_handshake(scope, problem_response(problem), receive, send)
+            self._count(scope, problem.kind.status, time.perf_counter())
             return
+        await self._app(scope, receive, send)
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    (request_ids.HEADER, request_id.encode("ascii")),
-                ]
-            await send(message)
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        access = self._service.access
+        path, method = scope["path"], scope.get("method")
+        origin = headers.get(b"origin", b"")
+        if origin and method not in _SAFE_METHODS:
+            host = headers.get(b"host", b"").decode("latin-1")
+            access.check_origin(origin.decode("latin-1"), host)
+        address = scope["client"][0] if scope.get("client") else ""
+        if path in self._open_paths or method == "OPTIONS":
+            scope[_CALLER] = Caller(address=address)
+            return
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        caller = access.identify(authorization, address)
+        if path.startswith(ADMIN_PREFIX):
+            access.require_admin(caller)
+        scope[_CALLER] = caller
 
-        await self._app(scope, _limited(receive, self._max_bytes), send_with_id)
+    def _check_length(self, content_length: bytes | None) -> None:
+        most = self._settings.max_body_bytes
+        if content_length is not None and content_length.isdigit() and int(content_length) > most:
+            raise BodyTooLargeError(f"{int(content_length)} bytes; at most {most} are taken")
+
+    def _count(self, scope: Scope, status: int, started_s: float) -> None:
+        """Count a request under its route, never its raw path: those could be without number."""
+        route = getattr(scope.get("route"), "path", "unknown")
+        self._service.metrics.count_request(route, status)
+        if logger.isEnabledFor(logging.DEBUG):
+            elapsed_ms = (time.perf_counter() - started_s) * 1000
+            logger.debug(
+                "%s %s %d in %.1f ms", scope.get("method"), scope["path"], status, elapsed_ms
+            )
 
 
-def _limited(receive: Receive, max_bytes: int) -> Receive:
-    taken = 0
+class _Reply:
+    """Wraps an ASGI `send`: adds the request id, remembers the status."""
 
-    async def receive_some() -> Message:
-        nonlocal taken
-        message = await receive()
-        taken += len(message.get("body", b""))
-        if taken > max_bytes:
-            raise BodyTooLargeError(f"more than the {max_bytes} bytes that are taken")
-        return message
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._header = (request_ids.HEADER, request_id.encode("ascii"))
+        self.status = 0
 
-    return receive_some
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), self._header]
+        await self._send(message)
+
+
+async def _refuse_handshake(scope: Scope, response: Response, receive: Receive, send: Send) -> None:
+    """Answer a WebSocket handshake with a plain HTTP response, where the server can."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await receive()  # websocket.connect
+    start = {
+        "type": "websocket.http.response.start",
+        "status": response.status_code,
+        "headers": response.raw_headers,
+    }
+    await send(start)
+    await send({"type": "websocket.http.response.body", "body": response.body})

@@ -11,6 +11,8 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from deft_client.types import ActionChunk
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (
@@ -25,6 +27,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self._children: dict[tuple[object, ...], Counter] = {}
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         self.requests = Counter(
@@ -57,7 +60,7 @@ class Metrics:
         self.passes = Histogram(
             "deft_passes", "Target passes per action", buckets=_PASSES, registry=registry
         )
-        self.drafted_kept = Counter(
+        self.accepted = Counter(
             "deft_accepted_tokens", "Drafted tokens that were accepted", registry=registry
         )
         self.relaxed = Counter(
@@ -65,11 +68,14 @@ class Metrics:
             "Executed tokens that differ from the target's own choice",
             registry=registry,
         )
-        self.refused = Counter(
-            "deft_refused_frames", "Frames not answered, by reason", ("reason",), registry=registry
+        self.unanswered = Counter(
+            "deft_unanswered_frames", "Frames not answered", ("reason",), registry=registry
         )
-        self.held = Counter(
-            "deft_held_answers", "Answers that told the robot to hold", registry=registry
+        self.unsafe = Counter(
+            "deft_unsafe_answers", "Answers withheld: not finite or out of range", registry=registry
+        )
+        self.interventions = Counter(
+            "deft_interventions", "Answers changed for safety", ("kind",), registry=registry
         )
         self.policy_failures = Counter(
             "deft_policy_failures", "Calls of the policy that failed", ("kind",), registry=registry
@@ -81,3 +87,28 @@ class Metrics:
     def page(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+    def count_request(self, route: str, status: int) -> None:
+        """Count one HTTP request."""
+        self._once(self.requests, route, str(status)).inc()
+
+    def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:
+        """Take in one answered frame."""
+        self.act_seconds.observe(total_s)
+        self.queue_seconds.observe(queue_s)
+        for stage, milliseconds in vars(chunk.timings).items():
+            if milliseconds:
+                self._once(self.stage_seconds, stage.removesuffix("_ms")).inc(milliseconds / 1000)
+        trace = chunk.trace
+        if trace is not None:
+            self.passes.observe(trace.num_passes)
+            self.accepted.inc(sum(trace.accepted_lengths))
+            self.relaxed.inc(round(trace.relaxed_share * len(trace.tokens)))
+
+    def _once(self, counter: Counter, *labels: str) -> Counter:
+        """Return the child of a counter; looking it up in the library takes longer."""
+        key = (id(counter), *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = counter.labels(*labels)
+        return child

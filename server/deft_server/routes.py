@@ -1,13 +1,14 @@
-"""The HTTP routes of our own protocol: act, reset, info."""
+"""The HTTP routes of our own protocol: act, reset, info, and what only an administrator may do."""
 
-import asyncio
 import time
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from deft_client import wire_json
-from deft_server.frame_bodies import decode_body, encode_answer, is_quick, wants_msgpack
-from deft_server.gate import caller_of
+from deft_server.caller_watch import CallerWatch
+from deft_server.frame_bodies import encode_answer, wants_msgpack
+from deft_server.gate import ADMIN_PREFIX, caller_of
 from deft_server.service import Service
 
 
@@ -17,33 +18,36 @@ def build_router(service: Service) -> APIRouter:
     limits = service.settings.wire_limits
 
     async def act(request: Request) -> Response:
+        """Answer one camera frame with the actions that follow it."""
         body = await request.body()
         arrived_s = time.monotonic()
+        service.readiness.require()
         content_type = request.headers.get("content-type", "")
-        if is_quick(content_type, body):
-            message = decode_body(content_type, body, limits)
-        else:
-            message = await asyncio.to_thread(decode_body, content_type, body, limits)
+        asked = await service.decoder.decode(content_type, body)
         caller = caller_of(request.scope)
-        chunk = await service.act(message.observation, message.options, caller, arrived_s)
+        chunk = await CallerWatch(request.receive).run(
+            service.act(asked.observation, asked.options, caller, arrived_s)
+        )
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
-        return Response(*_split(encode_answer(chunk, as_msgpack)))
+        content, media_type = encode_answer(chunk, as_msgpack)
+        return Response(content, media_type=media_type)
 
     async def reset(request: Request) -> Response:
+        """End a session: the next frame under its id starts an episode."""
         session_id = wire_json.decode_reset(await request.body(), limits)
         existed = service.reset(session_id, caller_of(request.scope))
-        return Response(
-            b'{"existed":true}' if existed else b'{"existed":false}', media_type="application/json"
-        )
+        return JSONResponse({"existed": existed})
 
     async def info() -> Response:
-        return Response(wire_json.encode_info(service.info), media_type="application/json")
+        """Say what is served: policy, action dimension, statistics keys, image size, decoding."""
+        return Response(wire_json.encode_info(service.info), media_type=wire_json.CONTENT_TYPE)
+
+    async def reset_all() -> Response:
+        """End every session of every caller; for administrators."""
+        return JSONResponse({"ended": service.reset_all()})
 
     router.add_api_route("/v1/act", act, methods=["POST"])
     router.add_api_route("/v1/reset", reset, methods=["POST"])
     router.add_api_route("/v1/info", info, methods=["GET"])
+    router.add_api_route(f"{ADMIN_PREFIX}/reset_all", reset_all, methods=["POST"])
     return router
-
-
-def _split(encoded: tuple[bytes, str]) -> tuple[bytes, int, None, str]:
-    return encoded[0], 200, None, encoded[1]

@@ -56,6 +56,7 @@ class _Frame:
     ticket: Ticket
     request: ActRequest
     answer: asyncio.Future[Answered]
+    joined_s: float
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -90,6 +91,11 @@ class Scheduler:
         metrics.waiting.set_function(lambda: len(self._line))
         metrics.max_batch.set(settings.max_batch)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many frames wait for a batch."""
+        return len(self._line)
+
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
         self._loop = asyncio.get_running_loop()
@@ -121,15 +127,6 @@ class Scheduler:
         ticket = self._line.forget(flow)
         if ticket is not None:
             self._fail(ticket, SupersededFrameError("the session was reset while this waited"))
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Finish the frames in hand; return whether they all were within the timeout."""
-        until_s = time.monotonic() + timeout_s
-        while (self._frames or self._batch) and self._readiness.phase is not Phase.STUCK:
-            if time.monotonic() > until_s:
-                return False
-            await asyncio.sleep(0.005)
-        return True
 
     async def close(self) -> None:
         """Refuse what still waits and end the policy thread, unless it hangs."""
@@ -174,7 +171,7 @@ class Scheduler:
             if isinstance(answer, Exception):
                 frame.fail(answer)
             elif not frame.answer.done():
-                queue_s = max(0.0, started_s - frame.ticket.arrived_s)
+                queue_s = max(0.0, started_s - frame.joined_s)
                 frame.answer.set_result(Answered(answer, queue_s, len(batch)))
         self._pump()
 
@@ -195,7 +192,7 @@ class Scheduler:
             self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
         if offer.crowded_out is not None:
             self._fail(offer.crowded_out, self._refusal(Verdict.FULL, now_s))
-        frame = _Frame(ticket, request, self._loop.create_future())
+        frame = _Frame(ticket, request, self._loop.create_future(), now_s)
         self._frames[ticket.number] = frame
         return frame
 

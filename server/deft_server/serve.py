@@ -1,38 +1,185 @@
 """`deft serve`: load a policy and answer observations until told to stop."""
 
 import argparse
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
 
 import uvicorn
 
 from deft_policies import catalog
-from deft_server.app import create_app
+from deft_policies.errors import PolicyError
+from deft_server import settings_sources
+from deft_server.access import KeyFileError
+from deft_server.app import DeftApp, create_app
+from deft_server.http_protocol import build_protocol
+from deft_server.logs import start_logging
+from deft_server.readiness import Phase
+from deft_server.service import Service
 from deft_server.settings import Settings
+from deft_server.settings_sources import SettingsError, Source
 
 DEFAULT_POLICY = "constant"
+LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
+
+logger = logging.getLogger(__name__)
+
+
+class ExitCode(IntEnum):
+    """How `deft serve` ends."""
+
+    STOPPED = 0
+    BAD_SETTINGS = 2
+    POLICY_BROKEN = 3
+    POLICY_HANGS = 4
 
 
 def main(arguments: list[str]) -> int:
     """Serve; return the exit code."""
-    first = argparse.ArgumentParser(prog="deft serve", add_help=False)
-    first.add_argument("--policy", default=DEFAULT_POLICY)
-    name = first.parse_known_args(arguments)[0].policy
+    try:
+        app, settings = _prepare(arguments, os.environ)
+        listening = _listen(settings)
+    except (SettingsError, PolicyError, KeyFileError) as error:
+        sys.stderr.write(f"deft serve: {error}\n")
+        return ExitCode.BAD_SETTINGS
+    _allow_many_connections(settings.max_connections)
+    log = start_logging(settings)
+    server = _Server(_uvicorn_config(app, settings), app.service)
+    logger.info("listening on %s", _url(settings, listening))
+    gc.freeze()  # what exists now lives as long as the process: no need to look at it again
+    server.run(sockets=[listening])
+    log.stop()
+    if server.exit_code is ExitCode.POLICY_HANGS:
+        os._exit(server.exit_code)  # its thread would keep the interpreter from ending
+    return server.exit_code
+
+
+def _prepare(arguments: list[str], environment: Mapping[str, str]) -> tuple[DeftApp, Settings]:
+    """Return the app and its settings, as flags, environment and file want them."""
+    first = argparse.ArgumentParser(prog="deft serve", add_help=False, allow_abbrev=False)
+    _add_own_flags(first)
+    known = first.parse_known_args(arguments)[0]
+    said = settings_sources.read_environment(environment)
+    file = Source() if known.config is None else settings_sources.read_file(known.config)
+    name = known.policy or said.policy or file.policy or DEFAULT_POLICY
     entry = catalog.find(name)
-    parser = argparse.ArgumentParser(prog="deft serve", allow_abbrev=False)
-    parser.add_argument("--policy", default=DEFAULT_POLICY)
-    parser.add_argument("--host", default=argparse.SUPPRESS)
-    parser.add_argument("--port", default=argparse.SUPPRESS)
-    entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
-    namespace = parser.parse_args(arguments)
-    known = {key: value for key, value in vars(namespace).items() if key in Settings.model_fields}
-    settings = Settings(**known)
-    app = create_app(lambda: entry.load(namespace), settings)
-    sys.stderr.write(f"deft: serving {name} on http://{settings.host}:{settings.port}\n")
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        ws_max_size=settings.max_body_bytes,
+
+    parser = argparse.ArgumentParser(
+        prog="deft serve",
+        allow_abbrev=False,
+        description="Answer observations over HTTP and WebSocket.",
+        epilog="Every server setting may also be a line of the file, or DEFT_SERVER_NAME in the "
+        "environment. Policies: " + ", ".join(catalog.CATALOG),
     )
-    return 0
+    _add_own_flags(parser)
+    entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
+    settings_sources.add_flags(parser)
+    options = parser.parse_args([*file.policy_flags, *said.policy_flags, *arguments])
+    settings = settings_sources.build_settings(vars(options), said.settings, file.settings)
+    return create_app(lambda: entry.load(options), settings), settings
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", metavar="NAME", help=f"which policy [{DEFAULT_POLICY}]")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise SettingsError(
+            f"cannot listen on {where}: {error.strerror}; is another server running there?"
+        ) from error
+
+
+def _url(settings: Settings, listening: socket.socket) -> str:
+    scheme = "http" if settings.tls_key is None else "https"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _allow_many_connections(wanted: int) -> None:
+    """Raise the limit on open files as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = wanted + 256
+    if soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(enough, hard), hard))
+
+
+def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=build_protocol(settings.header_timeout_s),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws_max_size=settings.max_body_bytes,
+        ws_per_message_deflate=False,  # pixels do not shrink, and inflating them takes time
+        timeout_keep_alive=int(settings.keep_alive_s),
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        limit_concurrency=settings.max_connections,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=None if settings.tls_client_ca is None else str(settings.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"cannot use the TLS files: {error}") from error
+    return config
+
+
+class _Server(uvicorn.Server):
+    """Stops when told by a signal, or when the policy is beyond help."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.exit_code = ExitCode.STOPPED
+        self._service = service
+        self._stopping: asyncio.Task[None] | None = None
+        service.scheduler.on_fatal = self._give_up
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Finish what is in hand on SIGTERM or SIGINT; a second signal ends at once."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self._stopping is not None:
+            self.should_exit = self.force_exit = True
+            return
+        logger.info("stopping: %d requests in hand", self._service.num_in_hand)
+        self._stopping = asyncio.get_running_loop().create_task(self._finish())
+
+    async def _finish(self) -> None:
+        if not await self._service.drain(self._service.settings.drain_s):
+            logger.warning("%d requests were not finished", self._service.num_in_hand)
+        self.should_exit = True
+
+    def _give_up(self, phase: Phase) -> None:
+        hangs = phase is Phase.STUCK
+        self.exit_code = ExitCode.POLICY_HANGS if hangs else ExitCode.POLICY_BROKEN
+        logger.error("giving up: %s", self._service.readiness.sentence)
+        self.should_exit = True

@@ -4,22 +4,29 @@ Knows nothing of HTTP, WebSockets or bytes. A protocol turns its messages into t
 exceptions they raise (see `errors`) into its own way of saying so.
 """
 
+import asyncio
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import ActionChunk, ActOptions, Intervention, Observation, ServerInfo
 from deft_policies.base import ActRequest, Policy
+from deft_policies.errors import PolicyError, RequestError
 from deft_server import request_ids
-from deft_server.access import Caller
-from deft_server.errors import RefusedFrameError
+from deft_server.access import Access, Caller
+from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
 from deft_server.events import EventBus, FinishedAction, SessionEnded
+from deft_server.frame_decoder import FrameDecoder
 from deft_server.metrics import Metrics
 from deft_server.policy_thread import LoadPolicy
 from deft_server.readiness import Phase, Readiness
+from deft_server.safety import SafetyGuard
 from deft_server.scheduler import Answered, Place, Scheduler
 from deft_server.sessions import RobotSession, SessionStore, flow_of
-from deft_server.settings import Settings
+from deft_server.settings import Fallback, Settings
 
 
 class Service:
@@ -27,11 +34,16 @@ class Service:
 
     def __init__(self, load: LoadPolicy, settings: Settings) -> None:
         self.settings = settings
+        self.version = version("deft-vla")
+        self.access = Access(settings.keys_file, settings.rate_per_s, settings.cors_origins)
         self.metrics = Metrics()
         self.events = EventBus()
         self.readiness = Readiness()
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
-        self.scheduler = Scheduler(load, settings, self.readiness, self.metrics)
+        self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
+        self.decoder = FrameDecoder(settings.wire_limits)
+        self.num_in_hand = 0
+        self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.ready.set_function(lambda: self.readiness.phase is Phase.READY)
 
@@ -47,6 +59,15 @@ class Service:
     def info(self) -> ServerInfo:
         """What is served, or `NotReadyError`."""
         return self.policy.info
+
+    @contextmanager
+    def in_hand(self) -> Iterator[None]:
+        """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
+        self.num_in_hand += 1
+        try:
+            yield
+        finally:
+            self.num_in_hand -= 1
 
     async def act(
         self,
@@ -64,21 +85,23 @@ class Service:
         now_s = time.monotonic()
         started_s = now_s if arrived_s is None else arrived_s
         policy = self.policy
+        self.access.charge(caller, now_s)
+        self._check_options(options)
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
-        request = ActRequest(observation, session.memory, self._policy_options(options))
-        place = self._place(session, options, started_s)
+        request = ActRequest(observation, session.memory, self._asked(options))
+        place = self._place(session, caller, options, started_s)
         try:
-            answered = await self.scheduler.answer(request, place)
-        except RefusedFrameError as error:
-            self.metrics.refused.labels(type(error).__name__).inc()
-            self._publish(session, request, None, error)
+            answered = await self._answer(request, session, place)
+        except (ServerError, PolicyError) as error:
+            self.metrics.unanswered.labels(type(error).__name__).inc()
+            self._publish(session, request, error)
             raise
-        chunk = self._finish(answered, options, started_s, now_s)
+        timed = self._timed(answered, started_s, now_s)
+        self._publish(session, request, timed)
         session.num_answers += 1
-        session.last_action = chunk.actions[-1]
-        self._publish(session, request, chunk, None, answered.batch_size)
-        return chunk
+        session.last_action = timed.chunk.actions[-1]
+        return timed.chunk if options.want_trace else replace(timed.chunk, trace=None)
 
     def reset(self, session_id: str, caller: Caller) -> bool:
         """End a session; its next frame starts an episode. Returns whether there was one."""
@@ -88,47 +111,111 @@ class Service:
             self.events.publish(SessionEnded(caller.name, session_id))
         return existed
 
-    def _policy_options(self, options: ActOptions) -> ActOptions:
+    def start(self) -> None:
+        """Begin to load the policy; call on the event loop."""
+        self.decoder.warm_up()
+        self.scheduler.start()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more frames and finish those in hand; return whether all were finished."""
+        self.readiness.enter(Phase.DRAINING)
+        until_s = time.monotonic() + timeout_s
+        while self.num_in_hand and time.monotonic() < until_s:
+            await asyncio.sleep(0.005)
+        return self.num_in_hand == 0
+
+    async def close(self) -> None:
+        """Refuse what is left and end the threads."""
+        self.readiness.enter(Phase.DRAINING)
+        self.decoder.close()
+        await self.scheduler.close()
+
+    def reset_all(self) -> int:
+        """End every session of every caller; returns how many there were."""
+        ended = self.sessions.names()
+        for caller, session_id in ended:
+            self.reset(session_id, Caller(caller))
+        return len(ended)
+
+    def _guarded(self, load: LoadPolicy) -> LoadPolicy:
+        """Return a loader that also puts the guard in place, on the policy thread."""
+
+        def load_both() -> Policy:
+            policy = load()
+            self._guard = SafetyGuard(policy, self.settings)
+            return policy
+
+        return load_both
+
+    def _check_options(self, options: ActOptions) -> None:
+        if self.settings.allow_options:
+            return
+        for name in ("decoding", "radius"):
+            if getattr(options, name) is not None:
+                raise RequestError(name, f"{name} is fixed by this server; leave it out")
+
+    def _asked(self, options: ActOptions) -> ActOptions:
         """Ask for a trace when somebody watches, even if the caller does not want one."""
         if self.events.has_listeners and not options.want_trace:
             return replace(options, want_trace=True)
         return options
 
-    def _place(self, session: RobotSession, options: ActOptions, started_s: float) -> Place:
+    def _place(
+        self, session: RobotSession, caller: Caller, options: ActOptions, started_s: float
+    ) -> Place:
         deadline_ms = options.deadline_ms or self.settings.default_deadline_ms
+        is_session = session.session_id is not None
         return Place(
-            flow=session.flow,
+            flow=session.flow if is_session else f"{session.flow}@{caller.address}",
             arrived_s=started_s,
             deadline_s=math.inf if deadline_ms is None else started_s + deadline_ms / 1000,
-            is_session=session.session_id is not None,
+            is_session=is_session,
             is_running=session.num_answers > 0,
         )
 
-    def _finish(
-        self, answered: Answered, options: ActOptions, started_s: float, decoded_s: float
-    ) -> ActionChunk:
-        chunk = answered.chunk
+    async def _answer(self, request: ActRequest, session: RobotSession, place: Place) -> Answered:
+        """Return an answer that is safe to execute, if need be the one that holds the robot."""
+        settings, key = self.settings, request.options.statistics_key
+        try:
+            answered = await self.scheduler.answer(request, place)
+            checked = self._guard.check(answered.chunk.actions, session, key)
+        except DeadlineError as error:
+            return self._hold(session, key, settings.on_deadline_miss, error)
+        except UnsafeAnswerError as error:
+            self.metrics.unsafe.inc()
+            return self._hold(session, key, settings.on_unsafe_answer, error)
+        if not checked.is_clamped:
+            return answered
+        self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
+        clamped = replace(answered.chunk, actions=checked.actions, intervention=Intervention.CLAMP)
+        return replace(answered, chunk=clamped)
+
+    def _hold(
+        self, session: RobotSession, key: str | None, fallback: Fallback, error: ServerError
+    ) -> Answered:
+        actions = self._guard.hold(session, key) if fallback is Fallback.HOLD else None
+        if actions is None:
+            raise error
+        self.metrics.interventions.labels(Intervention.HOLD.value).inc()
+        return Answered(ActionChunk(actions, intervention=Intervention.HOLD), 0.0, 0)
+
+    def _timed(self, answered: Answered, started_s: float, decoded_s: float) -> Answered:
         total_s = time.monotonic() - started_s
-        self.metrics.act_seconds.observe(total_s)
-        self.metrics.queue_seconds.observe(answered.queue_s)
+        self.metrics.observe_answer(answered.chunk, answered.queue_s, total_s)
         timings = replace(
-            chunk.timings,
+            answered.chunk.timings,
             wire_ms=(decoded_s - started_s) * 1000,
             queue_ms=answered.queue_s * 1000,
             total_ms=total_s * 1000,
         )
-        return ActionChunk(chunk.actions, timings, chunk.trace if options.want_trace else None)
+        return replace(answered, chunk=replace(answered.chunk, timings=timings))
 
     def _publish(
-        self,
-        session: RobotSession,
-        request: ActRequest,
-        chunk: ActionChunk | None,
-        error: Exception | None,
-        batch_size: int = 0,
+        self, session: RobotSession, request: ActRequest, outcome: Answered | Exception
     ) -> None:
         if not self.events.has_listeners:
             return
+        answered = outcome if isinstance(outcome, Answered) else None
         self.events.publish(
             FinishedAction(
                 caller=session.caller,
@@ -137,8 +224,8 @@ class Service:
                 request_id=request_ids.current.get(),
                 observation=request.observation,
                 options=request.options,
-                chunk=chunk,
-                error=error,
-                batch_size=batch_size,
+                chunk=None if answered is None else answered.chunk,
+                error=outcome if isinstance(outcome, Exception) else None,
+                batch_size=0 if answered is None else answered.batch_size,
             )
         )

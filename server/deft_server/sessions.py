@@ -72,11 +72,9 @@ class SessionStore:
         """Forget a session; return whether there was one."""
         return self._sessions.pop((caller, session_id), None) is not None
 
-    def reset_all(self) -> int:
-        """Forget every session of every caller; return how many there were."""
-        count = len(self._sessions)
-        self._sessions.clear()
-        return count
+    def names(self) -> list[tuple[str, str]]:
+        """Return the caller and id of every session."""
+        return list(self._sessions)
 
     def expire(self, now_s: float) -> None:
         """Forget the sessions that had no frame for the time to live."""

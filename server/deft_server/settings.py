@@ -1,29 +1,21 @@
-"""Everything that can be set about the server, in one frozen object.
-
-A value comes from a flag, else from the environment (DEFT_SERVER_PORT=8000), else from a TOML file,
-else it is the default below. A name that is not below is refused wherever it comes from.
+"""Everything that can be set about the server, in one frozen object. Where values come from is
+the business of `settings_sources`.
 """
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deft_client.wire_limits import WireLimits
+from deft_client.wire_limits import MAX_DECODABLE_PIXELS, WireLimits
 
-ENVIRONMENT_PREFIX = "DEFT_SERVER_"
-
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
-class SettingsError(Exception):
-    """A setting has an unknown name or an unusable value; the message says which."""
-
-
 class Fallback(Enum):
-    """What a robot gets in place of an answer that cannot be had."""
+    """What a robot gets in place of an answer that cannot be given."""
 
     ERROR = "error"
     HOLD = "hold"  # zero motion, the gripper as it was
@@ -36,6 +28,13 @@ class OnHang(Enum):
     RELOAD = "reload"
 
 
+class OnSuddenStep(Enum):
+    """What to do about an action further from the last one than the robot's limits allow."""
+
+    CLAMP = "clamp"  # go as far as the limits allow
+    ERROR = "error"
+
+
 class LogFormat(Enum):
     """How log lines look."""
 
@@ -43,12 +42,19 @@ class LogFormat(Enum):
     TEXT = "text"
 
 
-class Settings(BaseSettings):
+class LogLevel(Enum):
+    """Which log lines are written; `debug` has one for every request."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Settings(BaseModel):
     """The server's settings; the descriptions are what `deft serve --help` shows."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENVIRONMENT_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(default=8000, ge=0, le=65535, description="port; 0 picks a free one")
@@ -59,14 +65,16 @@ class Settings(BaseSettings):
     )
     max_waiting: Count = Field(default=64, description="most frames waiting; beyond it 429")
     newcomer_batches: Count = Field(
-        default=2,
-        description="batches that may wait before a new session gets 429",
+        default=2, description="batches that may wait before a new session gets 429"
     )
     patience_ms: Positive = Field(
         default=200.0, description="a frame without deadline is due this long after it arrived"
     )
     default_deadline_ms: Positive | None = Field(
         default=None, description="deadline of frames that name none; none by default"
+    )
+    allow_options: bool = Field(
+        default=True, description="may a frame choose its own decoding and radius"
     )
 
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")
@@ -84,12 +92,66 @@ class Settings(BaseSettings):
     on_deadline_miss: Fallback = Field(
         default=Fallback.ERROR, description="answer to a missed deadline: error (504) or hold"
     )
+    on_unsafe_answer: Fallback = Field(
+        default=Fallback.ERROR, description="answer instead of an unsafe one: error (500) or hold"
+    )
+    on_sudden_step: OnSuddenStep = Field(
+        default=OnSuddenStep.CLAMP, description="what to do about a step beyond step_limits"
+    )
+    step_limits: dict[str, tuple[float, ...]] = Field(
+        default_factory=dict,
+        description="largest change per step and dimension, by pattern of session or key name",
+    )
+
+    keys_file: Path | None = Field(default=None, description="API keys (TOML); re-read on change")
+    rate_per_s: Positive | None = Field(
+        default=None, description="frames per second of a caller whose key sets no rate"
+    )
+    open_metrics: bool = Field(default=True, description="serve /metrics without a key")
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description="web origins that may call, comma-separated; none by default"
+    )
+    tls_certificate: Path | None = Field(default=None, description="TLS certificate chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="TLS private key (PEM)")
+    tls_client_ca: Path | None = Field(
+        default=None, description="demand client certificates signed by this CA (PEM)"
+    )
 
     max_body_bytes: Count = Field(default=16 * 1024 * 1024, description="largest body or message")
     max_image_side: Count = Field(default=4096, description="longest side of an image")
-    max_image_pixels: Count = Field(default=4 * 1024 * 1024, description="most pixels in an image")
+    max_image_pixels: int = Field(
+        default=4 * 1024 * 1024,
+        ge=1,
+        le=MAX_DECODABLE_PIXELS,
+        description="most pixels in an image",
+    )
     max_instruction_chars: Count = Field(default=4096, description="longest instruction")
+    header_timeout_s: Positive = Field(
+        default=10.0, description="longest a request's headers may take to arrive"
+    )
     body_timeout_s: Positive = Field(default=10.0, description="longest a body may take to arrive")
+    keep_alive_s: Positive = Field(default=75.0, description="idle HTTP connections are closed")
+    max_connections: Count = Field(default=4096, description="most connections; beyond it 503")
+
+    log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
+    log_format: LogFormat = Field(default=LogFormat.JSON, description="how log lines look")
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_words(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(word.strip() for word in value.split(",") if word.strip())
+        return value
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "Settings":
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together; give both or neither")
+        if self.tls_client_ca is not None and self.tls_key is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        if any(limit < 0 or limit != limit for row in self.step_limits.values() for limit in row):
+            raise ValueError("step_limits must not be negative; use inf for no limit")
+        return self
 
     @property
     def wire_limits(self) -> WireLimits:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from deft_client.images import ImageEncoding
 from deft_client.recordings import Ending, RecordedStep, find_episodes, read_episode
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
 from deft_server.events import EventBus, FinishedAction, SessionEnded
 from deft_server.recording import Recording, RecordingMetrics
 from deft_server.recording_files import (
@@ -109,6 +110,7 @@ def test_errors_and_holds_are_not_steps(tmp_path: Path) -> None:
     frame = answered()
     values = {**vars(frame), "chunk": None, "error": ValueError("x")}
     server.events.publish(FinishedAction(**values))
+    assert frame.chunk is not None
     held = replace(frame.chunk, intervention=Intervention.HOLD)
     server.events.publish(FinishedAction(**{**vars(frame), "chunk": held}))
     server.recording.stop()

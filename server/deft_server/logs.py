@@ -1,0 +1,59 @@
+"""Log lines as JSON or text, each with the id of the request it is about.
+
+Written by a thread of their own: a full pipe behind stderr must not stop the event loop.
+"""
+
+import json
+import logging
+import sys
+import time
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
+from typing import TextIO
+
+from deft_server import request_ids
+from deft_server.settings import LogFormat, Settings
+
+_TEXT = "%(asctime)s %(levelname)-7s %(name)s [%(request_id)s] %(message)s"
+
+
+class _Tagged(QueueHandler):
+    """Marks a record with the request it belongs to, on the thread that logs it."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        if not hasattr(record, "request_id"):
+            record.request_id = request_ids.current.get()
+        return record
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        members = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": getattr(record, "request_id", "") or None,
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps({name: value for name, value in members.items() if value is not None})
+
+
+def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueListener:
+    """Send all log lines of the process to `stream` (stderr); stop the listener to flush them."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    if settings.log_format is LogFormat.JSON:
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter(_TEXT))
+    queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    root = logging.getLogger()
+    root.handlers = [_Tagged(queue)]
+    root.setLevel(settings.log_level.value.upper())
+    listener = QueueListener(queue, handler)
+    listener.start()
+    return listener
