@@ -18,6 +18,7 @@ from deft_client.types import ActionChunk
 from deft_client.wire_limits import WireLimits
 from deft_client.wire_messages import ActMessage
 from deft_policies.errors import PolicyError
+from deft_server.caller_watch import CallerWatch
 from deft_server.compat.arrays import brief
 from deft_server.compat.frames import read_name
 from deft_server.compat.json_numpy import (
@@ -29,7 +30,7 @@ from deft_server.compat.json_numpy import (
 )
 from deft_server.compat.observations import oft_request, openvla_request
 from deft_server.compat.profiles import ACT_PROFILES, ActProfile, in_convention
-from deft_server.errors import ServerError
+from deft_server.errors import CallerGoneError, ServerError
 from deft_server.gate import caller_of
 from deft_server.problems import describe
 from deft_server.service import Service
@@ -55,7 +56,9 @@ def build_routes(service: Service, profile: ActProfile) -> Sequence[BaseRoute]:
         session = read_name(request.headers.get(SESSION_HEADER), SESSION_HEADER, limits)
         options = replace(message.options, session_id=session)
         caller = caller_of(request.scope)
-        chunk = await service.act(message.observation, options, caller, arrived_s)
+        chunk = await CallerWatch(request.receive).run(
+            service.act(message.observation, options, caller, arrived_s)
+        )
         return _reply(chunk, profile, parsed.is_encoded)
 
     async def act(request: Request) -> Response:
@@ -65,6 +68,8 @@ def build_routes(service: Service, profile: ActProfile) -> Sequence[BaseRoute]:
         try:
             _require_json(request.headers.get("content-type", ""), body)
             return _json(await answer(request, body, arrived_s))
+        except CallerGoneError:
+            raise
         except (WireError, PolicyError, ServerError) as error:
             if request.headers.get(ERRORS_HEADER) == "problem":
                 raise

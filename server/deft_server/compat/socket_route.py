@@ -18,6 +18,7 @@ from deft_client.types import ActionChunk, ActOptions
 from deft_client.wire_messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.access import Caller
+from deft_server.caller_watch import CallerWatch
 from deft_server.compat.arrays import brief
 from deft_server.compat.dialects import (
     OpenpiDialect,
@@ -27,10 +28,9 @@ from deft_server.compat.dialects import (
     first_frame,
 )
 from deft_server.compat.frames import read_name
-from deft_server.compat.inbox import Inbox
 from deft_server.compat.msgpack_numpy import pack, unpack
 from deft_server.compat.vla_eval import Message, MessageType, looks_like_message, read_message
-from deft_server.errors import OverloadedError, ServerError
+from deft_server.errors import CallerGoneError, OverloadedError, ServerError
 from deft_server.gate import caller_of
 from deft_server.problems import describe
 from deft_server.service import Service
@@ -50,10 +50,10 @@ def build_routes(service: Service) -> list[WebSocketRoute]:
         connection = _Connection(service, websocket)
         try:
             await connection.run()
-        except WebSocketDisconnect:
+        except (CallerGoneError, WebSocketDisconnect):
             pass
         finally:
-            await connection.close()
+            connection.end_episode()
 
     return [WebSocketRoute("/", serve)]
 
@@ -64,7 +64,7 @@ class _Connection:
     def __init__(self, service: Service, websocket: WebSocket) -> None:
         self._service = service
         self._websocket = websocket
-        self._inbox = Inbox(websocket)
+        self._watch = CallerWatch(websocket.receive)
         self._limits = service.settings.wire_limits
         self._caller: Caller = caller_of(websocket.scope)
         self._session_id = f"socket-{uuid.uuid4().hex[:12]}"
@@ -81,13 +81,17 @@ class _Connection:
             await self._fail(error)
             return
         await self._websocket.send_bytes(hello)
-        while await self._answer(await self._inbox.next()):
-            pass
+        goes_on = True
+        while goes_on:
+            event = await self._watch.next_message()
+            if event["type"] == "websocket.disconnect":
+                return
+            with self._service.in_hand():
+                goes_on = await self._answer(event)
 
-    async def close(self) -> None:
-        """Forget the robot."""
-        self._end_episode()
-        await self._inbox.close()
+    def end_episode(self) -> None:
+        """Forget what the policy remembers of this robot."""
+        self._service.reset(self._session_id, self._caller)
 
     async def _answer(self, event: Mapping[str, object]) -> bool:
         """Answer one frame; return whether the connection goes on."""
@@ -101,7 +105,7 @@ class _Connection:
                 await self._answer_vla_eval(value, arrived_s)
             else:
                 await self._answer_openpi(value, arrived_s)
-        except WebSocketDisconnect:
+        except (CallerGoneError, WebSocketDisconnect):
             raise
         except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
             await self._fail(error)
@@ -117,7 +121,7 @@ class _Connection:
         if not isinstance(value, dict):
             raise MalformedMessageError("frame", f"must be a map, got {brief(value)}")
         if value.get("endpoint") == "reset":
-            self._end_episode()
+            self.end_episode()
             await self._websocket.send_bytes(_ENDED_EPISODE)
             return
         chunk = await self._act(self._openpi.request(value), arrived_s)
@@ -130,10 +134,12 @@ class _Connection:
         message = read_message(value)
         if message.type in (MessageType.EPISODE_START, MessageType.EPISODE_END):
             self._vla_eval.start_episode()
-            self._end_episode()
+            self.end_episode()
         elif message.type is MessageType.OBSERVATION:
             try:
                 reply = await self._next_action(message, arrived_s)
+            except CallerGoneError:
+                raise
             except _KNOWN as error:
                 detail = describe(error, self._websocket).detail
                 reply = error_message(f"observation_failed: {detail}", message.seq)
@@ -147,7 +153,7 @@ class _Connection:
         return action_message(action, message.seq)
 
     async def _act(self, message: ActMessage, arrived_s: float) -> ActionChunk:
-        return await self._inbox.unless_gone(self._act_patiently(message, arrived_s))
+        return await self._watch.run(self._act_patiently(message, arrived_s))
 
     async def _act_patiently(self, message: ActMessage, arrived_s: float) -> ActionChunk:
         """Ask the policy, and again while it is too busy and patience lasts."""
@@ -160,10 +166,6 @@ class _Connection:
                 if time.monotonic() - arrived_s + error.retry_after_s > _PATIENCE_S:
                     raise
                 await asyncio.sleep(error.retry_after_s)
-
-    def _end_episode(self) -> None:
-        """Forget what the policy remembers of this robot."""
-        self._service.reset(self._session_id, self._caller)
 
     def _read_options(self) -> ActOptions:
         query = self._websocket.query_params

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from fastapi import FastAPI
 from numpy.typing import NDArray
 
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_policies.base import ActRequest, Session
 from deft_policies.constant import ConstantPolicy, ConstantSession
 from deft_policies.errors import UnknownStatisticsKeyError
-from deft_server.app import create_app
+from deft_server.app import DeftApp, create_app
 from deft_server.compat import act_route, config_route, socket_route
 from deft_server.compat.profiles import ActProfile
 from deft_server.settings import Settings
@@ -78,7 +77,7 @@ def build_app(
     policy: ThreeDatasets,
     profile: ActProfile = ActProfile.OPENVLA,
     settings: Settings | None = None,
-) -> FastAPI:
+) -> DeftApp:
     return create_app(
         policy,
         settings or Settings(),

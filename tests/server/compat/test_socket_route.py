@@ -1,7 +1,8 @@
 """The WebSocket at / serves openpi's and vla-eval's clients."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import msgpack
 import numpy as np
@@ -9,12 +10,15 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
+from websockets.sync.client import connect
 
 from deft_server.compat.msgpack_numpy import pack, unpack
 from deft_server.compat.profiles import OPENPI, in_convention
 from deft_server.compat.vla_eval import Message, MessageType, read_message
+from deft_server.settings import Settings
 from tests.server.compat.captures import frame
 from tests.server.compat.fakes import ThreeDatasets, build_app
+from tests.server.running import running
 
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 OBSERVATION = pack({"observation/image": PICTURE, "prompt": "x"})
@@ -201,25 +205,40 @@ def test_both_clients_may_come_before_the_policy_is_loaded() -> None:
         assert receive(socket)["policy"] == "three-datasets"
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_place() -> None:
-    policy = ThreeDatasets(default_key="bridge")
-    app = build_app(policy)
-    service = app.state.service
+def test_a_client_that_leaves_while_it_waits_frees_its_place(policy: ThreeDatasets) -> None:
+    gate = policy.gate = threading.Event()
+    app = build_app(policy, settings=Settings(max_batch=1))
+    with running(app) as address, connect(f"ws://{address}/") as busy:
+        with connect(f"ws://{address}/") as leaving:
+            for socket in (busy, leaving):
+                socket.recv()
+                socket.send(OBSERVATION)
+            until(lambda: len(app.service.sessions) == 2)
+        until(lambda: len(app.service.sessions) == 1)
+        gate.set()
+        assert isinstance(busy.recv(), bytes)
+    assert len(policy.seen) == 1
+
+
+def test_a_slow_policy_does_not_cost_the_connection(policy: ThreeDatasets) -> None:
+    """openpi's own server blocks its event loop, so that pings go unanswered and clients drop."""
     gate = policy.gate = threading.Event()
     with (
-        TestClient(app) as client,
-        client.websocket_connect("/") as busy,
-        client.websocket_connect("/") as leaving,
+        running(build_app(policy), ping_s=0.1) as address,
+        connect(f"ws://{address}/", ping_interval=0.1, ping_timeout=0.3) as socket,
     ):
-        for socket in (busy, leaving):
-            receive(socket)
-            socket.send_bytes(OBSERVATION)
-        leaving.close()
-        for _ in range(200):
-            if len(service.sessions) == 1:
-                break
-            client.get("/healthz")
-        assert len(service.sessions) == 1
+        socket.recv()
+        socket.send(OBSERVATION)
+        pongs = [socket.ping() for _ in range(3)]
+        assert all(pong.wait(2) for pong in pongs)
+        assert not gate.wait(0.7)  # seven pings of the server, two timeouts of the client
         gate.set()
-        assert "actions" in receive(busy)
-    assert len(policy.seen) == 1
+        assert isinstance(socket.recv(), bytes)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came true")

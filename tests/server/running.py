@@ -1,0 +1,33 @@
+"""A server on a free port of this machine, in a thread, as uvicorn really runs it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+
+@contextmanager
+def running(app: FastAPI, ping_s: float = 20.0) -> Iterator[str]:
+    """Serve an app; yields `127.0.0.1:PORT`."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            ws_ping_interval=ping_s,
+            ws_ping_timeout=ping_s,
+            timeout_graceful_shutdown=2,
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            thread.join(0.005)
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
