@@ -72,6 +72,10 @@ class KVCache:
             slots=append.slots,
         )
 
+    def layer(self, index: int, num_rows: int, append: Append) -> "LayerCache":
+        """One layer of the cache during one pass."""
+        return LayerCache(self.data[index, :num_rows], self._flat[index], append)
+
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots in every layer; both are [row, step] slots of their own row.
 
@@ -98,3 +102,21 @@ class CacheWindow:
         else:
             flat = keys_values.flatten(2).flatten(0, 1)
             self.targets[layer].index_copy_(0, self.slots, flat)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer of the cache during one pass."""
+
+    data: Tensor  # [row, slot, 2 * head, head_dim]
+    flat: Tensor  # [row * slot, 2 * head * head_dim]
+    where: Append
+
+    def append(self, keys_values: Tensor) -> Tensor:
+        """Write [row, token, 2 * head, head_dim]; return what is read, [row, slot, ...]."""
+        where = self.where
+        if where.slots is None:
+            self.data[:, where.start : where.start + keys_values.shape[1]].copy_(keys_values)
+        else:
+            self.flat.index_copy_(0, where.slots, keys_values.flatten(2).flatten(0, 1))
+        return self.data[:, : where.read]

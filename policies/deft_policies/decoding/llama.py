@@ -1,7 +1,7 @@
 """The Llama decoder as modules: every size from configuration, whole sequences, gradients.
 
 The query, key and value weights are one matrix, and so are gate and up. Inference runs the same
-weights through a cache: see `llama_passes`.
+weights through a cache: see `llama_passes`. Draft heads use single layers, with a cache too.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.decoding.kv_cache import CacheSizes
+from deft_policies.decoding.kv_cache import CacheSizes, LayerCache
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,20 @@ class RMSNorm(nn.Module):
         return (wide * scale).to(hidden.dtype) * self.weight
 
 
+@dataclass(frozen=True)
+class PassContext:
+    """What every layer of one pass shares.
+
+    Without a mask, attention is causal when `is_causal`, else it sees every slot that is read.
+    `rows_out`, if given, are the token indices [row, kept] whose output is wanted.
+    """
+
+    rotation: Rotation
+    mask: Tensor | None = None  # [row, 1, token, slot] bool
+    is_causal: bool = False
+    rows_out: Tensor | None = None
+
+
 class Attention(nn.Module):
     """Self-attention with fused projections."""
 
@@ -101,18 +115,24 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(sizes.width, fused, bias=False)
         self.out = nn.Linear(inner, sizes.width, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
-        """Attend from every token to those before it, or to those the mask shows."""
+    def forward(
+        self, hidden: Tensor, context: PassContext, cache: LayerCache | None = None
+    ) -> Tensor:
+        """Attend from every token to those before it, in the cache or in `hidden` alone."""
         fused = self.qkv(hidden).unflatten(2, (-1, self.head_dim))
-        rotation.apply_(fused[:, :, : self.num_heads + self.num_kv_heads])
-        parts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        queries, keys, values = fused.transpose(1, 2).split(parts, dim=1)
+        context.rotation.apply_(fused[:, :, : self.num_heads + self.num_kv_heads])
+        queries = fused[:, :, : self.num_heads]
+        if context.rows_out is not None:
+            queries = take_rows(queries, context.rows_out)
+        seen = fused[:, :, self.num_heads :]
+        if cache is not None:
+            seen = cache.append(seen)
         mixed = functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
+            queries.transpose(1, 2),
+            seen[:, :, : self.num_kv_heads].transpose(1, 2),
+            seen[:, :, self.num_kv_heads :].transpose(1, 2),
+            attn_mask=context.mask,
+            is_causal=context.is_causal,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -144,9 +164,9 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(sizes.width, sizes.norm_eps)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, context: PassContext) -> Tensor:
         """Return the new residual stream."""
-        mixed: Tensor = self.attention(self.attention_norm(hidden), rotation, mask)
+        mixed: Tensor = self.attention(self.attention_norm(hidden), context)
         hidden = hidden + mixed
         lowered: Tensor = self.mlp(self.mlp_norm(hidden))
         return hidden + lowered
@@ -170,9 +190,9 @@ class LlamaDecoder(nn.Module):
         For training and for tests: causal unless a mask [row, 1, token, token] says otherwise.
         """
         positions = torch.arange(embeds.shape[1], device=embeds.device).expand(embeds.shape[:2])
-        rotation = self.rotary(positions, embeds)
+        context = PassContext(self.rotary(positions, embeds), mask, is_causal=mask is None)
         for layer in self.layers:
-            embeds = layer(embeds, rotation, mask)
+            embeds = layer(embeds, context)
         hidden: Tensor = self.norm(embeds)
         return hidden
 
