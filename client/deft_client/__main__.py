@@ -16,6 +16,8 @@ class Command:
 COMMANDS = {
     "ping": Command("deft_client.commands.ping", "ask a server whether it is ready, and how far"),
     "act": Command("deft_client.commands.act", "send one picture, print the actions"),
+    "eval": Command("deft_client.libero.evaluate_command", "play LIBERO episodes, keep results"),
+    "report": Command("deft_client.libero.report_command", "results to a page, a table and CSV"),
 }
 
 

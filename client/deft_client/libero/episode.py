@@ -53,10 +53,15 @@ class EpisodeLog:
 
     actions: list[NDArray[np.float64]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    images: list[Image] = field(default_factory=list)  # what was seen before each action
+    images: list[Image] = field(default_factory=list)  # before each action, and after the last
     has_succeeded: bool = False
     held_steps: int = 0
     late_steps: int = 0
+
+    def see(self, frame: Frame, plan: EpisodePlan) -> None:
+        """Keep a frame if the plan wants a video."""
+        if plan.keeps_images:
+            self.images.append(frame.image)
 
 
 StepHook = Callable[[EpisodeLog], None]
@@ -112,16 +117,16 @@ def play_in_lock_step(
 ) -> None:
     """Play until the goal holds or the steps are used up; what happens goes into `log`."""
     frame = begin_episode(environment, policy, plan)
+    log.see(frame, plan)
     while len(log.actions) < plan.step_limit:
         chunk = policy.act(observe(frame, environment))
         step = len(log.actions)
         log.answers.append(describe_answer(chunk, step, step))
         for action in chunk.actions[: plan.executed_steps][: plan.step_limit - step]:
-            if plan.keeps_images:
-                log.images.append(frame.image)
             result = environment.step(action)
             frame = result.frame
             log.actions.append(action)
+            log.see(frame, plan)
             after_step(log)
             if result.done:
                 log.has_succeeded = True

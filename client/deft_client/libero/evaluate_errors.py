@@ -4,6 +4,7 @@ EvaluationError
 ├── SelectionError          tasks, trials or variants that cannot be evaluated as asked
 ├── ProfileError            the chosen profile and the server do not fit together
 ├── PeerAnswerError         a server of another project answered something that is no action
+├── VideoError              an episode's video cannot be written
 ├── EvaluationStoppedError  the evaluation ended early; what was finished is on disk
 └── ResultsError
     ├── ResultsMismatchError    the folder holds results of another run, version or options
@@ -29,6 +30,10 @@ class ProfileError(EvaluationError):
 
 class PeerAnswerError(EvaluationError):
     """A server of another project answered something that is no action."""
+
+
+class VideoError(EvaluationError):
+    """An episode's video cannot be written; the episode itself is not affected."""
 
 
 class EvaluationStoppedError(EvaluationError):

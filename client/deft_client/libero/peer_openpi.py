@@ -89,8 +89,9 @@ class OpenPiPolicy:
             or actions.ndim != 2
             or not np.isfinite(actions).all()
         ):
+            shown = str(answer)[:200]
             raise PeerAnswerError(
-                f"{self._url} answered no finite actions [step, action_dim], but {str(answer)[:200]}"
+                f"{self._url} answered no finite actions [step, action_dim], but {shown}"
             )
         timing = answer.get("server_timing", {})
         total_ms = float(timing.get("infer_ms", 0.0)) if isinstance(timing, dict) else 0.0

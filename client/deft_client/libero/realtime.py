@@ -49,17 +49,17 @@ class RealTimePlayer:
     def play(self, plan: EpisodePlan, log: EpisodeLog, after_step: StepHook = ignore_step) -> None:
         """Play until the goal holds or the steps are used up; what happens goes into `log`."""
         frame = begin_episode(self._environment, self._policy, plan)
+        log.see(frame, plan)
         control = _Control(self._courier, plan.executed_steps, log)
         due_s = self._clock.now_s()
         for step in range(plan.step_limit):
             control.receive(step)
             control.ask(step, observe(frame, self._environment))
             action = control.next_action(step)
-            if plan.keeps_images:
-                log.images.append(frame.image)
             result = self._environment.step(action)
             frame = result.frame
             log.actions.append(action)
+            log.see(frame, plan)
             after_step(log)
             if result.done:
                 log.has_succeeded = True

@@ -72,6 +72,7 @@ class EpisodeRecord:
     held_steps: int = 0  # steps that repeated an action because no newer answer had come
     late_steps: int = 0  # real-time steps for which the simulator itself was too slow
     wall_s: float = 0.0
+    finished_s: float = 0.0  # when, in seconds since 1970; puts episodes in the order of playing
     assets: str = ""
     video: str = ""  # relative to the folder of the run
     error: str = ""
@@ -95,6 +96,7 @@ def encode_record(record: EpisodeRecord, run: str) -> bytes:
         "held_steps": record.held_steps,
         "late_steps": record.late_steps,
         "wall_s": round(record.wall_s, 3),
+        "finished_s": round(record.finished_s, 3),
         "assets": record.assets,
         "video": record.video,
         "error": record.error,
@@ -123,6 +125,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
             held_steps=int(values["held_steps"]),
             late_steps=int(values["late_steps"]),
             wall_s=float(values["wall_s"]),
+            finished_s=float(values["finished_s"]),
             assets=str(values["assets"]),
             video=str(values["video"]),
             error=str(values["error"]),
@@ -135,36 +138,35 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
 
 
 def _encode_answers(answers: tuple[Answer, ...]) -> dict[str, Any]:
-    columns: dict[str, Any] = {
-        "asked_step": [one.asked_step for one in answers],
-        "used_step": [one.used_step for one in answers],
-        "num_tokens": [one.num_tokens for one in answers],
-        "num_relaxed": [one.num_relaxed for one in answers],
-        "accepted": [list(one.accepted) for one in answers],
-        "method": [one.method for one in answers],
-    }
-    if len(set(columns["method"])) == 1:
-        columns["method"] = columns["method"][0]
+    """Columns; one that holds nothing but its default is left out."""
+    columns: dict[str, Any] = {"asked_step": [one.asked_step for one in answers]}
+    if any(one.used_step != one.asked_step for one in answers):
+        columns["used_step"] = [one.used_step for one in answers]
     for stage in STAGES:
         values = [round(getattr(one.timings, stage), _MS_DECIMALS) for one in answers]
         if any(values):
             columns[stage] = values
+    if any(one.accepted for one in answers):
+        columns["accepted"] = [list(one.accepted) for one in answers]
+        columns["num_tokens"] = [one.num_tokens for one in answers]
+        columns["num_relaxed"] = [one.num_relaxed for one in answers]
+        methods = [one.method for one in answers]
+        columns["method"] = methods[0] if len(set(methods)) == 1 else methods
     return columns
 
 
 def _decode_answers(columns: dict[str, Any]) -> tuple[Answer, ...]:
-    count = len(columns["asked_step"])
-    methods = columns["method"]
-    if isinstance(methods, str):
-        methods = [methods] * count
+    asked = columns["asked_step"]
+    count = len(asked)
+    method = columns.get("method", "")
     stages = [stage for stage in STAGES if stage in columns]
     rows = zip(
-        columns["asked_step"],
-        columns["used_step"],
-        columns["accepted"],
-        columns["num_tokens"],
-        columns["num_relaxed"],
-        methods,
+        asked,
+        columns.get("used_step", asked),
+        columns.get("accepted", [()] * count),
+        columns.get("num_tokens", [0] * count),
+        columns.get("num_relaxed", [0] * count),
+        [method] * count if isinstance(method, str) else method,
         *(columns[stage] for stage in stages),
         strict=True,
     )
