@@ -48,7 +48,7 @@ def check_task(task: Task, trials: Sequence[int], settings: EnvironmentSettings)
 def _check_trial(environment: LiberoEnvironment, trial: int) -> list[str]:
     environment.restart(trial)
     start = environment.scene()
-    texts = []
+    texts: list[str] = []
     settled = start
     for step in range(NUM_STEPS):
         if environment.advance(wait_action()) and not texts:
@@ -60,7 +60,7 @@ def _check_trial(environment: LiberoEnvironment, trial: int) -> list[str]:
 
 
 def _unrest(settled: Scene, end: Scene) -> list[str]:
-    texts = []
+    texts: list[str] = []
     for name, pose in end.bodies.items():
         before = settled.bodies[name]
         shift = float(np.linalg.norm(pose.position - before.position))

@@ -28,7 +28,7 @@ from deft_client.libero.errors import AssetsError, GraphicsError, SimulatorMissi
 from deft_client.libero.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.init_states import load_initial_states
 from deft_client.libero.meshes import thinned_faces
-from deft_client.libero.scene import Goal, Pose, Scene
+from deft_client.libero.scene import Box, Goal, Pose, Scene
 from deft_client.libero.suites import Task
 from deft_client.types import Image
 
@@ -106,6 +106,7 @@ class LiberoEnvironment:
         self._control = _build(root / "bddl_files" / task.suite / task.bddl_file, self.assets)
         self._inner: Any = self._control.env
         self._inner._observables = {}  # frames are made here; robosuite's are slower and stale
+        self._goal_parts: list[list[str]] = self._inner.parsed_problem["goal_state"]
         self._camera: _Camera | None = None
         if self._inner.sim.model.nq + self._inner.sim.model.nv + 1 != self.initial_states.shape[1]:
             raise AssetsError(
@@ -183,11 +184,31 @@ class LiberoEnvironment:
         }
         regions = {name: self._site(name) for name in inner.object_sites_dict}
         gripper = self._site(inner.sim.model.site_id2name(inner.robots[0].eef_site_id))
-        return Scene(gripper, float(fingers[0] - fingers[1]), bodies, joints, regions)
+        held = tuple(bool(inner._eval_predicate(goal)) for goal in self._goal_parts)
+        return Scene(gripper, float(fingers[0] - fingers[1]), bodies, joints, regions, held)
+
+    def boxes(self) -> dict[str, tuple[Box, ...]]:
+        """The collision shapes of every object and fixture where they are now, as boxes.
+
+        What is not a box is given by the box around it; furniture and robot are left out.
+        """
+        model, data = self._inner.sim.model._model, self._inner.sim.data
+        roots = {number: name for name, number in self._inner.obj_body_id.items()}
+        found: dict[str, list[Box]] = {name: [] for name in roots.values()}
+        for geom in np.flatnonzero(model.geom_group == 0):
+            body = model.geom_bodyid[geom]
+            while body not in roots and body != 0:
+                body = model.body_parentid[body]
+            if body in roots:
+                rotation = np.array(data.geom_xmat[geom]).reshape(3, 3)
+                middle, half = model.geom_aabb[geom][:3], np.array(model.geom_aabb[geom][3:])
+                pose = Pose(data.geom_xpos[geom] + rotation @ middle, rotation)
+                found[roots[body]].append(Box(pose, half))
+        return {name: tuple(boxes) for name, boxes in found.items()}
 
     def goals(self) -> tuple[Goal, ...]:
         """The predicates that must all hold for the episode to succeed."""
-        return tuple(Goal(*parts) for parts in self._inner.parsed_problem["goal_state"])
+        return tuple(Goal(*parts) for parts in self._goal_parts)
 
     def close(self) -> None:
         """Free simulator and renderer; the environment is of no use afterwards."""

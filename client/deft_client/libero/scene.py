@@ -38,6 +38,7 @@ class Scene:
     bodies: Mapping[str, Pose]  # movable objects and fixtures
     joints: Mapping[str, float]  # drawers, doors and knobs by joint name
     regions: Mapping[str, Pose]  # the sites goals speak of
+    goals_held: tuple[bool, ...] = ()  # which of the task's goals hold now, in their order
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,89 @@
+"""The scripted expert: for any scene of a task, the action that brings the goal nearer.
+
+It reads the simulator's privileged state and is a pure function of it, given how the episode
+began: `label` can therefore correct any state, whoever brought it about. Only `attempt` carries
+anything from step to step: a `Watch` raises it when nothing moves, and the next best grasp is
+tried.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deft_client.libero.environment import LiberoEnvironment
+from deft_client.libero.errors import SimulationError
+from deft_client.libero.expert_geometry import build_clouds
+from deft_client.libero.expert_grasps import GraspFinder, category
+from deft_client.libero.expert_motion import Aim, steer
+from deft_client.libero.expert_pick import Label, Phase, PickAndPlace, Place
+from deft_client.libero.scene import Goal, Scene
+
+_STUCK_STEPS = 25
+_STUCK_METRES = 0.004
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """The expert for one episode; `start` is the scene after the idle steps."""
+
+    goals: tuple[Goal, ...]
+    start: Scene
+    finder: GraspFinder
+
+    @classmethod
+    def for_episode(cls, environment: LiberoEnvironment) -> "Expert":
+        """An expert for the episode the environment has just begun (after the idle steps)."""
+        start = environment.scene()
+        return cls(
+            environment.goals(), start, GraspFinder(build_clouds(start, environment.boxes()))
+        )
+
+    def label(self, scene: Scene, attempt: int = 0) -> Label:
+        """What to do in this scene."""
+        for goal, held in zip(self.goals, scene.goals_held, strict=True):
+            if not held:
+                return self._work(goal, scene, attempt)
+        return self._retreat(scene)
+
+    def _work(self, goal: Goal, scene: Scene, attempt: int) -> Label:
+        if goal.predicate in ("in", "on") and goal.target is not None:
+            start = self.finder.clouds[goal.subject].at(self.start.bodies[goal.subject])
+            skill = PickAndPlace(goal.subject, float(start[:, 2].min()), self.finder)
+            return skill.label(scene, self._place(goal, scene), attempt)
+        raise SimulationError(f"the expert knows no way to reach {goal}")
+
+    def _place(self, goal: Goal, scene: Scene) -> Place:
+        target = goal.target or ""
+        if target in scene.bodies:
+            pose = scene.bodies[target]
+            return Place(pose.position, float(pose.position[2]) + 0.006, 0.008)
+        region = scene.regions[target].position
+        below = 0.03 if goal.predicate == "in" else 0.0
+        return Place(region, float(region[2]) - below)
+
+    def _retreat(self, scene: Scene) -> Label:
+        up = scene.gripper.position + np.array([0.0, 0.0, 0.1])
+        aim = Aim(up, scene.gripper.rotation[:, 0] * np.array([1.0, 1.0, 0.0]), closed=False)
+        return Label(steer(scene, aim), Phase.RETREAT, up, up, up)
+
+
+@dataclass
+class Watch:
+    """Counts attempts: one more whenever the hand stays where it is for too long."""
+
+    attempt: int = 0
+    _places: list[np.ndarray] = field(default_factory=list)
+
+    def see(self, scene: Scene) -> int:
+        """Take note of a scene; the attempt to pass to `label`."""
+        self._places.append(np.append(scene.gripper.position, scene.opening))
+        recent = self._places[-_STUCK_STEPS:]
+        if len(recent) == _STUCK_STEPS and np.ptp(recent, axis=0).max() < _STUCK_METRES:
+            self.attempt += 1
+            self._places.clear()
+        return self.attempt
+
+
+def describe(goal: Goal) -> str:
+    """The kind of thing a goal is about, e.g. `in alphabet_soup`."""
+    return f"{goal.predicate} {category(goal.subject)}"
