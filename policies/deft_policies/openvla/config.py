@@ -115,9 +115,9 @@ class ImageProcessorConfig:
 
     resize: ResizeStrategy
     size: int
-    is_stretched: bool
     letterbox_fill: tuple[int, int, int]
     normalizations: tuple[Normalization, ...]  # [tower]
+    is_stretched: bool = True
 
 
 @dataclass(frozen=True)
