@@ -13,6 +13,8 @@ from threading import Thread
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deft_client.recordings import RecordedStep
+from deft_client.types import ServerInfo
+from deft_server.errors import NotReadyError
 from deft_server.events import Event, EventBus, FinishedAction, SessionEnded
 from deft_server.recording_files import EpisodeFiles, EpisodeKey, RecordingRules, TimedStep
 
@@ -51,17 +53,19 @@ class RecordingStatus:
 class Recording:
     """The recording of one server. `start` and `stop` may be called any number of times."""
 
+    build_files: Callable[[RecordingRules], EpisodeFiles] = EpisodeFiles
+
     def __init__(
         self,
         rules: RecordingRules,
         events: EventBus,
         metrics: RecordingMetrics,
-        build_files: Callable[[RecordingRules], EpisodeFiles] = EpisodeFiles,
+        info: Callable[[], ServerInfo] | None = None,
     ) -> None:
         self._rules = rules
         self._events = events
         self._metrics = metrics
-        self._build_files = build_files
+        self._info = info
         self._files: EpisodeFiles | None = None
         self._queue: Queue[_Job] = Queue(_MAX_WAITING)
         self._thread: Thread | None = None
@@ -84,13 +88,12 @@ class Recording:
     def _is_on(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, policy: str = "") -> None:
+    def start(self) -> None:
         """Record from now on. Raises `OSError` where the directory cannot be used."""
         if self._is_on:
             return
         self._rules.directory.mkdir(parents=True, exist_ok=True)
-        files = self._files = self._build_files(self._rules)
-        files.policy = policy
+        files = self._files = self.build_files(self._rules)
         queue = self._queue = Queue(_MAX_WAITING)
         self._reason = "stopped unexpectedly"
         self._thread = Thread(
@@ -123,6 +126,8 @@ class Recording:
         reason = "switched off"
         try:
             while (job := queue.get()) is not None:
+                if files.info is None:
+                    files.info = self._server_info()
                 self._write(files, job)
         except OSError as error:
             reason = f"the disk failed: {error}"
@@ -134,6 +139,12 @@ class Recording:
             self._metrics.is_on.set(0)
             kind = "switched off" if reason == "switched off" else "disk"
             self._metrics.stops.labels(kind).inc()
+
+    def _server_info(self) -> ServerInfo | None:
+        try:
+            return None if self._info is None else self._info()
+        except NotReadyError:
+            return None  # stopping; the episode is recorded without
 
     def _write(self, files: EpisodeFiles, job: TimedStep | EpisodeKey) -> None:
         if isinstance(job, EpisodeKey):

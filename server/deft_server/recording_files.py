@@ -23,6 +23,7 @@ from deft_client.recordings import (
     encode_header,
     encode_step,
 )
+from deft_client.types import ServerInfo
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
 _CHECK_DISK_EVERY = 64  # records
@@ -92,8 +93,7 @@ class EpisodeFiles:
     """All episodes being written."""
 
     rules: RecordingRules
-    policy: str = ""
-    details: dict[str, str] = field(default_factory=dict)
+    info: ServerInfo | None = None
     open_file: Callable[[Path], FileIO] = open_new
     written: Written = field(default_factory=Written)
     _open: OrderedDict[EpisodeKey, _OpenEpisode] = field(default_factory=OrderedDict)
@@ -149,10 +149,10 @@ class EpisodeFiles:
         header = EpisodeHeader(
             session_id=timed.key.session_id,
             started_at=timed.wall_s,
-            policy=self.policy,
+            policy="" if self.info is None else self.info.policy,
             caller=timed.key.caller,
             part=part,
-            details=self.details,
+            details={} if self.info is None else _details(self.info),
         )
         path, file = self._create(header)
         started_s = timed.monotonic_s if before is None else before.started_s
@@ -216,6 +216,15 @@ class EpisodeFiles:
 
     def _existing(self) -> list[Path]:
         return sorted(self.rules.directory.glob(f"*/*{SUFFIX}"))
+
+
+def _details(info: ServerInfo) -> dict[str, str]:
+    return {
+        **info.versions,
+        "statistics_key": info.default_statistics_key or "",
+        "decoding": info.decoding,
+        "image_chain": info.image_chain,
+    }
 
 
 def _file_name(header: EpisodeHeader, attempt: int) -> str:

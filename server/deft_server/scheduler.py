@@ -66,13 +66,14 @@ class _Frame:
 class Scheduler:
     """The frames that wait, and the batch that is with the policy thread.
 
-    `on_fatal` is called once when the policy cannot go on and a restart is wanted.
+    `on_ready` is called when the policy is loaded, `on_fatal` when only a new process can help.
     """
 
     def __init__(
         self, load: LoadPolicy, settings: Settings, readiness: Readiness, metrics: Metrics
     ) -> None:
         self.policy: Policy | None = None
+        self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[Phase], None] = lambda _: None
         self._load = load
         self._settings = settings
@@ -146,6 +147,7 @@ class Scheduler:
         self._readiness.enter(Phase.READY)
         self._settled.set()
         logger.info("ready: policy %s", policy.info.policy)
+        self.on_ready()
 
     def policy_broken(self, thread: PolicyThread, error: Exception) -> None:
         """Give up: there is nothing to serve."""

@@ -7,7 +7,7 @@ exceptions they raise (see `errors`) into its own way of saying so.
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -28,6 +28,8 @@ from deft_server.scheduler import Answered, Place, Scheduler
 from deft_server.sessions import RobotSession, SessionStore, flow_of
 from deft_server.settings import Fallback, Settings
 
+Describe = Callable[[ServerInfo], Mapping[str, str]]
+
 
 class Service:
     """The server without its protocols."""
@@ -43,6 +45,9 @@ class Service:
         self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
         self.decoder = FrameDecoder(settings.wire_limits)
         self.num_in_hand = 0
+        self.on_start: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []  # called on a thread, may block
+        self.describers: list[Describe] = []  # what protocols add to the details of `info`
         self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.ready.set_function(lambda: self.readiness.phase is Phase.READY)
@@ -58,7 +63,11 @@ class Service:
     @property
     def info(self) -> ServerInfo:
         """What is served, or `NotReadyError`."""
-        return self.policy.info
+        info = self.policy.info
+        details = dict(info.details)
+        for describe in self.describers:
+            details |= describe(info)
+        return replace(info, details=details)
 
     @contextmanager
     def in_hand(self) -> Iterator[None]:
@@ -115,6 +124,8 @@ class Service:
         """Begin to load the policy; call on the event loop."""
         self.decoder.warm_up()
         self.scheduler.start()
+        for start in self.on_start:
+            start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more frames and finish those in hand; return whether all were finished."""
@@ -129,6 +140,8 @@ class Service:
         self.readiness.enter(Phase.DRAINING)
         self.decoder.close()
         await self.scheduler.close()
+        for close in self.on_close:
+            await asyncio.to_thread(close)
 
     def reset_all(self) -> int:
         """End every session of every caller; returns how many there were."""

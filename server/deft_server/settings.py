@@ -8,7 +8,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from deft_client.images import ImageEncoding
 from deft_client.wire_limits import MAX_DECODABLE_PIXELS, WireLimits
+from deft_server.compat.profiles import ActProfile
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -132,6 +134,22 @@ class Settings(BaseModel):
     body_timeout_s: Positive = Field(default=10.0, description="longest a body may take to arrive")
     keep_alive_s: Positive = Field(default=75.0, description="idle HTTP connections are closed")
     max_connections: Count = Field(default=4096, description="most connections; beyond it 503")
+
+    profile: ActProfile = Field(
+        default=ActProfile.OPENVLA, description="whose POST /act to answer: OpenVLA's or OFT's"
+    )
+    dashboard: bool = Field(default=True, description="serve /dashboard")
+
+    record_to: Path | None = Field(default=None, description="record episodes in this directory")
+    record_frames: ImageEncoding = Field(
+        default=ImageEncoding.PNG, description="how recorded frames are kept; jpeg changes pixels"
+    )
+    record_max_bytes: Count = Field(
+        default=20 * 1024**3, description="beyond this the oldest recordings are deleted"
+    )
+    record_min_free_bytes: int = Field(
+        default=512 * 1024**2, ge=0, description="recording stops before less than this is free"
+    )
 
     log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
     log_format: LogFormat = Field(default=LogFormat.JSON, description="how log lines look")

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from deft_client.images import ImageEncoding
 from deft_client.recordings import Ending, RecordedStep, find_episodes, read_episode
 from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
+from deft_policies.constant import ConstantPolicy
 from deft_server.events import EventBus, FinishedAction, SessionEnded
 from deft_server.recording import Recording, RecordingMetrics
 from deft_server.recording_files import (
@@ -44,10 +45,11 @@ def answered(session_id: str | None = "arm", step: int = 0, caller: str = "lab")
 class Server:
     """An event bus with a recording at it."""
 
-    def __init__(self, rules: RecordingRules, **kwargs: object) -> None:
+    def __init__(self, rules: RecordingRules) -> None:
         self.registry = CollectorRegistry()
         self.events = EventBus()
-        self.recording = Recording(rules, self.events, RecordingMetrics(self.registry), **kwargs)  # type: ignore[arg-type]
+        metrics = RecordingMetrics(self.registry)
+        self.recording = Recording(rules, self.events, metrics, lambda: ConstantPolicy().info)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -66,7 +68,7 @@ def rules(directory: Path, **values: int) -> RecordingRules:
 
 def test_each_episode_of_each_session_is_a_file(tmp_path: Path) -> None:
     server = Server(rules(tmp_path))
-    server.recording.start("constant")
+    server.recording.start()
     for step in range(3):
         server.events.publish(answered("arm", step))
         server.events.publish(answered("other/../arm", step))
@@ -176,7 +178,8 @@ def test_a_full_disk_stops_the_recording_and_keeps_every_whole_step(tmp_path: Pa
     def build(given: RecordingRules) -> EpisodeFiles:
         return EpisodeFiles(given, open_file=lambda path: FullDisk(_new(path), "wb"))
 
-    server = Server(rules(tmp_path), build_files=build)
+    server = Server(rules(tmp_path))
+    server.recording.build_files = build
     server.recording.start()
     for step in range(10):
         server.events.publish(answered("arm", step))
@@ -236,7 +239,8 @@ def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: P
 
 def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
     files = EpisodeFiles(rules(tmp_path, max_open_files=2))
-    server = Server(rules(tmp_path), build_files=lambda _: files)
+    server = Server(rules(tmp_path))
+    server.recording.build_files = lambda _: files
     server.recording.start()
     for session in ("a", "b", "c"):
         server.events.publish(answered(session))
@@ -248,6 +252,7 @@ def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None
 _ENDLESS_WRITER = """
 import sys
 from pathlib import Path
+from deft_policies.constant import ConstantPolicy
 from deft_server.events import EventBus
 from prometheus_client import CollectorRegistry
 from tests.server.test_recording import Server, answered, rules
