@@ -90,6 +90,11 @@ class LlamaTarget:
         """Where the weights are."""
         return self.decoder.embedding.weight.device
 
+    @property
+    def longest_prompt(self) -> int:
+        """Positions a prompt may have, patches included."""
+        return self.decoder.sizes.max_positions - self._room.new_tokens
+
     def committed_lengths(self) -> Tensor:
         """Slots in use, [row]."""
         return self._lengths

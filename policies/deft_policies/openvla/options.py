@@ -1,0 +1,118 @@
+"""The flags of the `openvla` policy. Imports nothing heavy: it also runs for `--help`."""
+
+from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from deft_client.image_chain import ImageChain
+
+
+class Precision(Enum):
+    """Number format of the weights and the arithmetic."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Quantization(Enum):
+    """Number format of the decoder's matrices in memory."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class OpenVLAOptions:
+    """How to load and run an OpenVLA policy. None leaves the choice to the device or checkpoint."""
+
+    checkpoint: str | None = None
+    random_weights: str | None = None
+    statistics_key: str | None = None
+    device: str | None = None
+    precision: Precision | None = None
+    quantization: Quantization = Quantization.NONE
+    image_chain: ImageChain = ImageChain.NONE
+    decoding: str = "lossless"
+    draft_head: Path | None = None
+    radius: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    action_rows_only: bool = False
+    has_graphs: bool = True
+
+
+def add_flags(group: _ArgumentGroup) -> None:
+    """Declare the flags."""
+    group.add_argument(
+        "--checkpoint", metavar="DIR|HUB-ID", help="directory in Hugging Face layout, or a hub id"
+    )
+    group.add_argument(
+        "--random-weights",
+        metavar="SIZES",
+        help="no checkpoint: openvla-7b, small, or a directory whose config.json gives the sizes",
+    )
+    group.add_argument("--statistics-key", metavar="KEY", help="default action statistics")
+    group.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda if there is one")
+    group.add_argument(
+        "--dtype", choices=[one.value for one in Precision], help="default: bfloat16 on a GPU"
+    )
+    group.add_argument(
+        "--quantization",
+        choices=[one.value for one in Quantization],
+        default=Quantization.NONE.value,
+        help="weight-only, of the decoder's matrices",
+    )
+    group.add_argument(
+        "--image-chain",
+        choices=[one.value for one in ImageChain],
+        default=ImageChain.NONE.value,
+        help="what happens to a frame before the processor's resize; 'none' where clients do it",
+    )
+    group.add_argument("--decoding", default="lossless", metavar="METHOD", help="default: lossless")
+    group.add_argument("--draft-head", type=Path, metavar="DIR", help="a trained draft head")
+    group.add_argument("--radius", type=_at_least_zero, metavar="BINS", help="acceptance radius")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, help="draw tokens; default 0: greedy"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of drawing, and of random weights")
+    group.add_argument(
+        "--action-rows-only",
+        action="store_true",
+        help="compute logits of action tokens alone; equal unless the model would answer with "
+        "another token, which `deft bench --audit` counts",
+    )
+    group.add_argument("--no-graphs", action="store_true", help="on a GPU: run passes eagerly")
+
+
+def read_flags(namespace: Namespace) -> OpenVLAOptions:
+    """Collect the flags that `add_flags` declared."""
+    precision = namespace.dtype
+    return OpenVLAOptions(
+        checkpoint=namespace.checkpoint,
+        random_weights=namespace.random_weights,
+        statistics_key=namespace.statistics_key,
+        device=namespace.device,
+        precision=None if precision is None else Precision(precision),
+        quantization=Quantization(namespace.quantization),
+        image_chain=ImageChain(namespace.image_chain),
+        decoding=namespace.decoding,
+        draft_head=namespace.draft_head,
+        radius=namespace.radius,
+        temperature=namespace.temperature,
+        seed=namespace.seed,
+        action_rows_only=namespace.action_rows_only,
+        has_graphs=not namespace.no_graphs,
+    )
+
+
+def _at_least_zero(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"expected a whole number of bins, got {text!r}") from None
+    if value < 0:
+        raise ArgumentTypeError(f"expected 0 or more bins, got {value}")
+    return value

@@ -1,0 +1,242 @@
+"""OpenVLA behind the `Policy` interface: frames and instructions in, actions and traces out."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    DecodeTrace,
+    Observation,
+    ServerInfo,
+)
+from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.methods import DecodeRow, DraftModels
+from deft_policies.decoding.presets import METHOD_NAMES
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.trace import Stage, StageClock
+from deft_policies.errors import DeviceError, UnusableObservationError
+from deft_policies.openvla.action_codec import ActionCodec, RobotScale
+from deft_policies.openvla.decoders import Decoders, DecodingChoice
+from deft_policies.openvla.image import ImageProcessor
+from deft_policies.openvla.statistics import ActionStatistics, find_statistics_key
+from deft_policies.openvla.target import OpenVLATarget
+
+
+class PromptEncoder(Protocol):
+    """Turns an instruction into the ids the decoder reads around the patches."""
+
+    def encode(self, instruction: str) -> Sequence[int]:
+        """Ids of the whole prompt. May be called from any thread."""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyParts:
+    """What a policy is joined from."""
+
+    target: OpenVLATarget
+    encoder: PromptEncoder
+    images: ImageProcessor
+    statistics: Mapping[str, ActionStatistics]
+    drafts: DraftModels = field(default_factory=DraftModels)
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy does where a request does not say otherwise."""
+
+    statistics_key: str | None = None
+    decoding: DecodingChoice = DecodingChoice()
+    sampling: Sampling = Sampling()
+    versions: tuple[tuple[str, str], ...] = ()
+    details: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(eq=False)
+class OpenVLASession:
+    """One robot's episode: what draft sources remember of it."""
+
+    history: ActionHistory = field(default_factory=ActionHistory)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One request with everything looked up."""
+
+    request: ActRequest
+    session: OpenVLASession
+    key: str
+    statistics: ActionStatistics
+    choice: DecodingChoice
+
+
+class OpenVLAPolicy:
+    """Answers batches of observations. Further cameras and the robot's state are not looked at."""
+
+    def __init__(self, parts: PolicyParts, settings: PolicySettings | None = None) -> None:
+        self._parts = parts
+        self._settings = settings or PolicySettings()
+        self._codec = ActionCodec(parts.target.model.config.vocabulary)
+        self._decoders = Decoders(parts.target, parts.drafts, self._settings.sampling)
+        self._encode = lru_cache(maxsize=256)(parts.encoder.encode)
+        self._keys = tuple(parts.statistics)
+        self._spaces = {
+            key: self._codec.action_space(statistics, RobotScale.of_statistics(key))
+            for key, statistics in parts.statistics.items()
+        }
+        self._default_key = self._find_default_key()
+        self._decoders.check(self._settings.decoding)
+
+    @property
+    def target(self) -> OpenVLATarget:
+        """The model, for measuring."""
+        return self._parts.target
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server advertises."""
+        size = self._parts.target.model.config.image.size
+        statistics = self._parts.statistics[self._default_key or self._keys[0]]
+        chains = type(self._parts.images.chain)
+        return ServerInfo(
+            policy="openvla",
+            action_dim=statistics.action_dim,
+            chunk_length=1,
+            statistics_keys=self._keys,
+            default_statistics_key=self._default_key,
+            image_height=size,
+            image_width=size,
+            image_chain=self._parts.images.chain.value,
+            image_chains=tuple(chain.value for chain in chains),
+            decoding=self._settings.decoding.method,
+            decoding_methods=tuple(
+                name for name in METHOD_NAMES if self._decoders.has(DecodingChoice(name))
+            ),
+            versions=dict(self._settings.versions),
+            details=dict(self._settings.details),
+        )
+
+    def open_session(self) -> Session:
+        """Return the memory of a robot that has just started an episode."""
+        return OpenVLASession()
+
+    def action_limits(self, statistics_key: str | None) -> ActionLimits:
+        """The range of the statistics; the last dimension is the gripper."""
+        statistics = self._parts.statistics[self._find_key(statistics_key)]
+        is_motion = np.arange(statistics.action_dim) < statistics.action_dim - 1
+        return ActionLimits(statistics.lowest, statistics.highest, is_motion)
+
+    def check(self, observation: Observation, options: ActOptions) -> None:
+        """Refuse unknown statistics keys and methods, bad radii and endless instructions."""
+        self._find_key(options.statistics_key)
+        self._decoders.check(self._settings.decoding.overridden(options))
+        room = self._parts.target.longest_prompt - self._parts.target.model.config.num_patches
+        num_ids = len(self._encode(observation.instruction))
+        if num_ids > room:
+            raise UnusableObservationError(
+                "instruction",
+                f"the prompt has {num_ids} tokens, at most {room} fit beside the image; "
+                "shorten the instruction",
+            )
+
+    def warm_up(self) -> None:
+        """Answer one black frame by every way the default method may take."""
+        size = self._parts.target.model.config.image.size
+        frame = np.zeros((size, size, 3), dtype=np.uint8)
+        observation = Observation(frame, "warm up")
+        key = self._default_key or self._keys[0]
+        session = self.open_session()
+        for _ in range(2):  # the second frame has a history to draft from
+            self.act([ActRequest(observation, session, ActOptions(statistics_key=key))])
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+        """Answer a batch, in order. Where it raises, no session has changed."""
+        try:
+            with torch.inference_mode():
+                return self._answer([self._look_up(request) for request in batch])
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"no memory for a batch of {len(batch)}: {error}") from error
+
+    def _answer(self, rows: list[_Row]) -> list[ActionChunk]:
+        parts, clock = self._parts, StageClock(self._parts.target.device)
+        observations = [row.request.observation for row in rows]
+        fitted = [parts.images.fit(observation.image) for observation in observations]
+        prompt_ids = [self._encode(observation.instruction) for observation in observations]
+        clock.lap(Stage.PREPARE)
+        weight = parts.target.decoder.embedding.weight
+        pixels = parts.images.pixel_values(fitted, parts.target.device, weight.dtype)
+        prompts = parts.target.read(pixels, prompt_ids)
+        clock.lap(Stage.VISION)
+        histories = [deepcopy(row.session.history) for row in rows]
+        traces = self._decode(rows, histories, prompts, clock)
+        clock.skip()
+        actions = [
+            self._codec.decode(np.array([trace.tokens]), row.statistics)
+            for row, trace in zip(rows, traces, strict=True)
+        ]
+        clock.lap(Stage.FINISH)
+        timings = clock.timings()
+        for row, history in zip(rows, histories, strict=True):
+            row.session.history = history
+        return [
+            ActionChunk(action, timings, trace)
+            for action, trace in zip(actions, traces, strict=True)
+        ]
+
+    def _decode(
+        self,
+        rows: list[_Row],
+        histories: list[ActionHistory],
+        prompts: Prompts,
+        clock: StageClock,
+    ) -> list[DecodeTrace]:
+        """Rows that decode alike go together, almost always all of them."""
+        groups: dict[tuple[DecodingChoice, int], list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault((row.choice, row.statistics.action_dim), []).append(index)
+        traces: dict[int, DecodeTrace] = {}
+        for (choice, _), members in groups.items():
+            decode_rows = [
+                DecodeRow(histories[index], self._spaces[rows[index].key]) for index in members
+            ]
+            wants = any(rows[index].request.options.want_trace for index in members)
+            chosen = prompts if len(groups) == 1 else _take(prompts, members)
+            found = self._decoders.decode(choice, chosen, decode_rows, clock, wants)
+            traces.update(zip(members, found, strict=True))
+        return [traces[index] for index in range(len(rows))]
+
+    def _look_up(self, request: ActRequest) -> _Row:
+        if not isinstance(request.session, OpenVLASession):
+            raise TypeError(f"expected a session of this policy, got {type(request.session)}")
+        key = self._find_key(request.options.statistics_key)
+        choice = self._settings.decoding.overridden(request.options)
+        return _Row(request, request.session, key, self._parts.statistics[key], choice)
+
+    def _find_key(self, key: str | None) -> str:
+        return find_statistics_key(self._keys, key if key is not None else self._default_key)
+
+    def _find_default_key(self) -> str | None:
+        given = self._settings.statistics_key
+        if given is None and len(self._keys) != 1:
+            return None  # every request has to name one
+        return find_statistics_key(self._keys, given)
+
+
+def _take(prompts: Prompts, rows: list[int]) -> Prompts:
+    index = torch.tensor(rows, device=prompts.embeds.device)
+    features = prompts.features
+    return replace(
+        prompts,
+        embeds=prompts.embeds[index],
+        lengths=prompts.lengths[index],
+        last_tokens=prompts.last_tokens[index],
+        features=None if features is None else features[index],
+    )

@@ -1,0 +1,225 @@
+"""OpenVLAPolicy as a server uses it: golden answers, batches, refusals, sessions."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_policies.base import ActRequest, LimitedPolicy
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.errors import (
+    DeviceError,
+    RequestError,
+    UnknownDecodingError,
+    UnknownStatisticsKeyError,
+)
+from deft_policies.openvla.decoders import DecodingChoice
+from deft_policies.openvla.image import ImageProcessor
+from deft_policies.openvla.model import OpenVLAModel
+from deft_policies.openvla.policy import (
+    OpenVLAPolicy,
+    OpenVLASession,
+    PolicyParts,
+    PolicySettings,
+)
+from deft_policies.openvla.prompt import PromptEncoder
+from deft_policies.openvla.random_weights import WordIds
+from deft_policies.openvla.target import OpenVLATarget
+from tests import golden
+from tests.tiny_openvla import golden_model, tiny_model
+
+PLAIN = DecodingChoice("autoregressive")
+
+
+def golden_policy(settings: PolicySettings | None = None) -> OpenVLAPolicy:
+    model = golden_model()
+    config = model.config
+    encoder = PromptEncoder.load(
+        golden.TINY_OPENVLA, config.prompt_template, config.vocabulary.text_vocab_size
+    )
+    images = ImageProcessor(config.image, ImageChain.NONE)
+    parts = PolicyParts(OpenVLATarget(model), encoder, images, config.statistics)
+    return OpenVLAPolicy(parts, settings or PolicySettings(decoding=PLAIN))
+
+
+def tiny_policy(
+    settings: PolicySettings | None = None, model: OpenVLAModel | None = None
+) -> OpenVLAPolicy:
+    model = model or tiny_model()
+    images = ImageProcessor(model.config.image, ImageChain.NONE)
+    parts = PolicyParts(OpenVLATarget(model), WordIds(300), images, model.config.statistics)
+    return OpenVLAPolicy(parts, settings or PolicySettings(decoding=PLAIN))
+
+
+def request_for(
+    policy: OpenVLAPolicy, seed: int = 0, options: ActOptions | None = None, text: str = "lift it"
+) -> ActRequest:
+    image = np.random.default_rng(seed).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    return ActRequest(Observation(image, text), policy.open_session(), options or ActOptions())
+
+
+def tokens_of(chunks: list[ActionChunk]) -> list[tuple[int, ...]]:
+    return [chunk.trace.tokens for chunk in chunks if chunk.trace is not None]
+
+
+def golden_requests(policy: OpenVLAPolicy) -> list[ActRequest]:
+    return [
+        ActRequest(
+            Observation(case.image(), case.instruction),
+            policy.open_session(),
+            ActOptions(statistics_key=case.statistics_key, want_trace=True),
+        )
+        for case in golden.cases_with_image()
+    ]
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "lossless"])
+def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
+    policy = golden_policy(PolicySettings(decoding=DecodingChoice(method)))
+    requests = golden_requests(policy)
+    assert len(requests) >= 12
+    for case, request in zip(golden.cases_with_image(), requests, strict=True):
+        chunk = policy.act([request])[0]
+        assert tokens_of([chunk]) == [case.tokens]
+        assert chunk.actions.tobytes() == case.action.tobytes()
+        assert chunk.trace is not None
+        np.testing.assert_allclose(chunk.trace.margins, case.margins, atol=1e-3)
+
+
+def test_golden_cases_answered_in_batches_are_the_same() -> None:
+    policy = golden_policy()
+    cases = golden.cases_with_image()
+    for size in (2, 3, 4):
+        requests = golden_requests(policy)
+        for start in range(0, len(cases), size):
+            chunks = policy.act(requests[start : start + size])
+            expected = [case.tokens for case in cases[start : start + size]]
+            assert tokens_of(chunks) == expected
+
+
+def test_rows_of_one_batch_may_use_different_methods() -> None:
+    policy = tiny_policy()
+    options = [ActOptions(decoding=name) for name in ("autoregressive", "lossless", "fly")]
+    requests = [request_for(policy, seed, one) for seed, one in enumerate(options)]
+    chunks = policy.act(requests)
+    methods = [chunk.trace.method for chunk in chunks if chunk.trace is not None]
+    assert methods == ["autoregressive", "lossless", "fly"]
+    alone = [policy.act([request_for(policy, seed)])[0] for seed in range(2)]
+    assert tokens_of(chunks)[:2] == tokens_of(alone)
+
+
+def test_the_second_frame_of_a_session_is_drafted_from_the_first() -> None:
+    policy = tiny_policy(PolicySettings(decoding=DecodingChoice("lossless")))
+    request = request_for(policy)
+    first = policy.act([request])[0]
+    second = policy.act([request])[0]
+    assert tokens_of([first]) == tokens_of([second])
+    assert first.trace is not None
+    assert second.trace is not None
+    assert second.trace.num_passes == 1 < first.trace.num_passes
+    assert second.timings.prefill_ms > 0.0
+
+
+def test_timings_cover_every_stage_and_add_up() -> None:
+    policy = tiny_policy()
+    timings = policy.act([request_for(policy)])[0].timings
+    parts = [timings.prepare_ms, timings.vision_ms, timings.prefill_ms, timings.verify_ms]
+    assert all(part > 0.0 for part in parts)
+    assert timings.total_ms == pytest.approx(
+        sum(parts) + timings.draft_ms + timings.commit_ms + timings.finish_ms
+    )
+
+
+def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one() -> None:
+    policy = tiny_policy(PolicySettings(decoding=PLAIN, sampling=Sampling(2.0, seed=5)))
+    request = request_for(policy)
+    draws = [tokens_of(policy.act([request]))[0] for _ in range(3)]
+    again = request_for(policy)
+    assert [tokens_of(policy.act([again]))[0] for _ in range(3)] == draws
+    assert len(set(draws)) > 1
+
+
+def test_unknown_keys_methods_and_unfitting_radii_are_refused_before_the_model_is_touched() -> None:
+    policy = golden_policy()
+    observation = golden_requests(policy)[0].observation
+    with pytest.raises(UnknownStatisticsKeyError, match="known keys: libero_spatial, bridge_orig"):
+        policy.check(observation, ActOptions())
+    with pytest.raises(UnknownStatisticsKeyError, match="unknown statistics_key 'nowhere'"):
+        policy.check(observation, ActOptions(statistics_key="nowhere"))
+    key = "libero_spatial"
+    with pytest.raises(UnknownDecodingError, match="unknown decoding 'fast'"):
+        policy.check(observation, ActOptions(statistics_key=key, decoding="fast"))
+    with pytest.raises(RequestError, match="--draft-head"):
+        policy.check(observation, ActOptions(statistics_key=key, decoding="spec-vla"))
+    with pytest.raises(RequestError, match="radius"):
+        policy.check(observation, ActOptions(statistics_key=key, decoding="deft", radius=-1))
+    policy.check(observation, ActOptions(statistics_key="lab_arm"))
+
+
+def test_an_instruction_that_does_not_fit_is_refused_with_its_length() -> None:
+    policy = tiny_policy()
+    request = request_for(policy, text="stack the cups " * 700)
+    with pytest.raises(RequestError, match="the prompt has 264. tokens, at most 2028 fit"):
+        policy.check(request.observation, request.options)
+
+
+def test_info_tells_keys_chain_size_and_methods_that_can_be_had() -> None:
+    info = golden_policy().info
+    assert info.statistics_keys == ("libero_spatial", "bridge_orig", "lab_arm_no_noops")
+    assert info.default_statistics_key is None
+    assert (info.image_height, info.image_width, info.action_dim) == (224, 224, 7)
+    assert info.image_chain == "none"
+    assert "libero" in info.image_chains
+    assert info.decoding == "autoregressive"
+    assert "lossless" in info.decoding_methods
+    assert "spec-vla" not in info.decoding_methods  # needs a draft head
+    chosen = golden_policy(PolicySettings("bridge_orig", PLAIN)).info
+    assert chosen.default_statistics_key == "bridge_orig"
+
+
+def test_answers_stay_inside_the_limits_the_policy_names() -> None:
+    policy = tiny_policy()
+    assert isinstance(policy, LimitedPolicy)
+    limits = policy.action_limits(None)
+    actions = policy.act([request_for(policy)])[0].actions[0]
+    assert ((limits.low <= actions) & (actions <= limits.high)).all()
+    assert limits.is_motion.tolist() == [True] * 6 + [False]
+
+
+def test_a_failed_batch_changes_no_session_and_lack_of_memory_is_a_device_error() -> None:
+    class Exhausted(OpenVLATarget):
+        is_full = False
+
+        def commit(self, path: torch.Tensor, lengths: torch.Tensor) -> None:
+            if self.is_full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().commit(path, lengths)
+
+    policy = tiny_policy()
+    target = Exhausted(tiny_model())
+    images = ImageProcessor(target.model.config.image, ImageChain.NONE)
+    parts = PolicyParts(target, WordIds(300), images, target.model.config.statistics)
+    policy = OpenVLAPolicy(parts, PolicySettings(decoding=DecodingChoice("lossless")))
+    request = request_for(policy)
+    policy.act([request])
+    session = request.session
+    assert isinstance(session, OpenVLASession)
+    before = (session.history, session.history.num_steps)
+    target.is_full = True
+    other = dataclasses.replace(request_for(policy, seed=9), session=session)
+    with pytest.raises(DeviceError, match="no memory for a batch of 1"):
+        policy.act([other])
+    assert (session.history, session.history.num_steps) == before
+    target.is_full = False
+    policy.act([other])
+    assert session.history.num_steps == 2
+
+
+def test_warming_up_leaves_no_trace() -> None:
+    policy = tiny_policy(PolicySettings(decoding=DecodingChoice("lossless")))
+    fresh = tokens_of(policy.act([request_for(policy)]))
+    policy.warm_up()
+    assert tokens_of(policy.act([request_for(policy)])) == fresh
