@@ -4,6 +4,7 @@ All decisions are made in `calls`; this file performs them, once blocking and on
 """
 
 import asyncio
+import ssl
 import time
 import uuid
 from dataclasses import replace
@@ -46,8 +47,10 @@ class _Caller:
     def _reset(self, session_id: str | None) -> Call[None]:
         return reset_call(session_id or self.session_id, self.settings)
 
-    def _headers(self) -> dict[str, str]:
-        return authorization(self.settings)
+    def _tls(self) -> ssl.SSLContext | None:
+        """Return how to trust the server, or None where the system's authorities are enough."""
+        tls = self.settings.tls
+        return None if tls is None or not self.url.startswith("https") else tls.context()
 
     def _timeout(self) -> httpx.Timeout:
         timeouts = self.settings.timeouts
@@ -73,8 +76,13 @@ class PolicyClient(_Caller):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(url, settings)
+        self._ssl = self._tls()
         self._http = httpx.Client(
-            base_url=self.url, headers=self._headers(), timeout=self._timeout(), transport=transport
+            base_url=self.url,
+            headers=authorization(self.settings),
+            timeout=self._timeout(),
+            verify=self._ssl or True,
+            transport=transport,
         )
 
     def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
@@ -148,8 +156,13 @@ class AsyncPolicyClient(_Caller):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, settings)
+        self._ssl = self._tls()
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=self._headers(), timeout=self._timeout(), transport=transport
+            base_url=self.url,
+            headers=authorization(self.settings),
+            timeout=self._timeout(),
+            verify=self._ssl or True,
+            transport=transport,
         )
 
     async def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:

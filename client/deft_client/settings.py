@@ -1,6 +1,8 @@
 """How a client talks to its server: one frozen object, handed down from where it is made."""
 
+import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from deft_client.images import JPEG_QUALITY, ImageEncoding
@@ -51,6 +53,28 @@ class Retries:
 
 
 @dataclass(frozen=True)
+class TlsFiles:
+    """PEM files for https: whom to trust besides the system's authorities, and who we are."""
+
+    ca_file: Path | None = None
+    certificate_file: Path | None = None
+    key_file: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Read the files; ValueError names the one that cannot be used."""
+        context = ssl.create_default_context()
+        try:
+            if self.ca_file is not None:
+                context.load_verify_locations(self.ca_file)
+            if self.certificate_file is not None:
+                context.load_cert_chain(self.certificate_file, self.key_file)
+        except OSError as error:
+            names = ", ".join(str(path) for path in vars(self).values() if path is not None)
+            raise ValueError(f"cannot use the TLS files {names}: {error}") from error
+        return context
+
+
+@dataclass(frozen=True)
 class ClientSettings:
     """How a client talks to its server."""
 
@@ -59,6 +83,7 @@ class ClientSettings:
     image_encoding: ImageEncoding = ImageEncoding.RAW
     jpeg_quality: int = JPEG_QUALITY
     api_key: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
     limits: WireLimits = DEFAULT_LIMITS
 
     def __post_init__(self) -> None:

@@ -80,6 +80,7 @@ class StreamClient(PolicyClient):
     def _connect(self) -> websockets.sync.client.ClientConnection:
         return websockets.sync.client.connect(
             stream_url(self.url),
+            ssl=self._ssl,
             additional_headers=authorization(self.settings),
             open_timeout=self.settings.timeouts.connect_s,
             close_timeout=CLOSE_TIMEOUT_S,
@@ -140,6 +141,7 @@ class AsyncStreamClient(AsyncPolicyClient):
     def _connect(self) -> websockets.asyncio.client.connect:
         return websockets.asyncio.client.connect(
             stream_url(self.url),
+            ssl=self._ssl,
             additional_headers=authorization(self.settings),
             open_timeout=self.settings.timeouts.connect_s,
             close_timeout=CLOSE_TIMEOUT_S,

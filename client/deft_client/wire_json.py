@@ -34,7 +34,6 @@ from deft_client.wire_messages import (
 )
 
 CONTENT_TYPE = "application/json"
-PROBLEM_CONTENT_TYPE = "application/problem+json"
 
 
 class JsonReader(FieldReader):
@@ -143,8 +142,7 @@ def decode_info(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ServerInfo:
 
 def encode_problem(problem: Problem) -> bytes:
     """Return why a request could not be answered, as application/problem+json."""
-    members = {name: value for name, value in vars(problem).items() if value is not None}
-    return _dump(members)
+    return _dump({name: value for name, value in vars(problem).items() if value is not None})
 
 
 def decode_problem(status: int, data: bytes, retry_after_s: float | None = None) -> Problem:

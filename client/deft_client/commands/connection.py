@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deft_client.errors import DeftError
 from deft_client.images import ImageEncoding
-from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts, check_url
+from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts, TlsFiles, check_url
 
 API_KEY_VARIABLE = "DEFT_API_KEY"
 
@@ -18,7 +18,7 @@ class UsageError(Exception):
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--url`, `--timeout` and `--api-key-file`."""
+    """Add `--url`, `--timeout`, `--api-key-file` and `--ca-file`."""
     parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
     parser.add_argument(
         "--timeout", type=float, default=Timeouts.answer_s, metavar="SECONDS",
@@ -27,6 +27,10 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE",
         help=f"file with the API key (default: the variable {API_KEY_VARIABLE}, if set)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ca-file", type=Path, metavar="FILE",
+        help="certificate (PEM) of the authority that vouches for an https server",
     )  # fmt: skip
 
 
@@ -37,7 +41,11 @@ def connection_settings(
     try:
         check_url(options.url)
         timeouts = Timeouts(answer_s=options.timeout)
-        return ClientSettings(timeouts, image_encoding=encoding, api_key=_api_key(options))
+        tls = None if options.ca_file is None else TlsFiles(options.ca_file)
+        if tls is not None:
+            tls.context()
+        key = _api_key(options)
+        return ClientSettings(timeouts, image_encoding=encoding, api_key=key, tls=tls)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
