@@ -1,39 +1,81 @@
-"""The robot side of Deft: send a camera frame and an instruction, receive actions. Never torch."""
+"""The robot side of Deft: send a camera frame and an instruction, receive actions. Never torch.
 
-from deft_client.client import AsyncPolicyClient, PolicyClient
-from deft_client.errors import DeftError, ProblemError, TransportError, WireError
-from deft_client.images import ImageEncoding
-from deft_client.settings import ClientSettings, Retries, Timeouts
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    DecodeTrace,
-    Intervention,
-    Observation,
-    PassTrace,
-    ServerInfo,
-    StageTimings,
-)
-from deft_client.wire_limits import WireLimits
+The names below are loaded when they are first used, so that importing the package costs next to
+nothing: the server wants only the types of it, a shell command only one module.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deft_client.action_queue import ActionQueue
+    from deft_client.client import AsyncPolicyClient, PolicyClient
+    from deft_client.errors import DeftError, ProblemError, TransportError, WireError
+    from deft_client.images import ImageEncoding
+    from deft_client.recorder import Recorder
+    from deft_client.settings import ClientSettings, Retries, Timeouts, TlsFiles
+    from deft_client.stream import AsyncStreamClient, StreamClient
+    from deft_client.types import (
+        ActionChunk,
+        ActOptions,
+        DecodeTrace,
+        Observation,
+        PassTrace,
+        ServerInfo,
+        StageTimings,
+    )
+    from deft_client.wire_limits import WireLimits
 
 __all__ = [
     "ActOptions",
     "ActionChunk",
+    "ActionQueue",
     "AsyncPolicyClient",
+    "AsyncStreamClient",
     "ClientSettings",
     "DecodeTrace",
     "DeftError",
     "ImageEncoding",
-    "Intervention",
     "Observation",
     "PassTrace",
     "PolicyClient",
     "ProblemError",
+    "Recorder",
     "Retries",
     "ServerInfo",
     "StageTimings",
+    "StreamClient",
     "Timeouts",
+    "TlsFiles",
     "TransportError",
     "WireError",
     "WireLimits",
 ]
+
+_HOMES = {
+    "action_queue": ("ActionQueue",),
+    "client": ("AsyncPolicyClient", "PolicyClient"),
+    "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),
+    "images": ("ImageEncoding",),
+    "recorder": ("Recorder",),
+    "settings": ("ClientSettings", "Retries", "Timeouts", "TlsFiles"),
+    "stream": ("AsyncStreamClient", "StreamClient"),
+    "types": (
+        *("ActOptions", "ActionChunk", "DecodeTrace", "Observation"),
+        *("PassTrace", "ServerInfo", "StageTimings"),
+    ),
+    "wire_limits": ("WireLimits",),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from the module it lives in."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for those who look around."""
+    return __all__
