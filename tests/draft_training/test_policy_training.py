@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from deft_client.image_chain import ImageChain
 from deft_draft_training.optimizer import OptimizerConfig
 from deft_draft_training.policy.augment import AugmentConfig, augment
 from deft_draft_training.policy.data import PolicySamples, PromptTable, chosen_at
-from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer, pixel_tables, to_pixels
+from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer
 from deft_draft_training.policy.loss import PolicyLossConfig, soft_tokens, token_loss
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
 from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.openvla.image import ImageProcessor
 
 SIZES = PolicyModelConfig(
     image_size=16,
@@ -59,7 +61,7 @@ def test_training_learns_what_picture_and_prompt_say(tmp_path):
     samples = made_up_samples()
     trainer = PolicyTrainer(fit_config(70), CONFIG, samples, PROMPTS)
     net = trainer.run(tmp_path / "run")
-    pixels = to_pixels(torch.from_numpy(samples.frames), pixel_tables(CONFIG))
+    pixels = ImageProcessor(CONFIG.image, ImageChain.NONE).pixel_values(list(samples.frames))
     prompt = torch.from_numpy(samples.prompt)
     labels = torch.from_numpy(samples.labels)
     with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from deft_client.image_chain import ImageChain
 from deft_draft_training.averaging import WeightAverage
 from deft_draft_training.config import plain
 from deft_draft_training.optimizer import (
@@ -25,6 +26,7 @@ from deft_draft_training.policy.loss import PolicyLossConfig, position_loss, tok
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, initialise
 from deft_draft_training.run_directory import Progress, RunDirectory
 from deft_policies.openvla.config import OpenVLAConfig
+from deft_policies.openvla.image import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class PolicyTrainer:
         initialise(self.net, config.seed)
         self.optimizers = build_optimizers(self.net, config.optimizer)
         self.average = WeightAverage(self.net, config.average_decay)
-        self._tables = pixel_tables(model_config)
+        self._images = ImageProcessor(model_config.image, ImageChain.NONE)
         self._actions = model_config.vocabulary.tokens
 
     def run(self, directory: Path, warm_start: Path | None = None) -> PolicyNet:
@@ -120,33 +122,9 @@ class PolicyTrainer:
         seed = np.random.SeedSequence((self.config.seed, step)).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
         frames = augment(batch.frames, self.config.augment, generator)
-        pixels = to_pixels(frames, self._tables)
+        pixels = self._images.pixel_values(list(frames.numpy()))
         output = self.net.read(self.net(pixels, batch.prompts, batch.lengths, batch.labels))
         tokens = token_loss(
             output.logits, batch.labels, batch.weights, self._actions, self.config.loss
         )
         return tokens, position_loss(output.positions, batch.positions, batch.weights)
-
-
-def pixel_tables(config: OpenVLAConfig) -> Tensor:
-    """The value of each of 256 pixel codes in each normalised channel, [channel, code]."""
-    codes = torch.arange(256, dtype=torch.float32) / 255
-    rows = [
-        (codes - mean) / std
-        for one in config.image.normalizations
-        for mean, std in zip(one.mean, one.std, strict=True)
-    ]
-    return torch.stack(rows)
-
-
-def to_pixels(frames: Tensor, tables: Tensor) -> Tensor:
-    """uint8 [row, height, width, 3] to normalised [row, channel, height, width]."""
-    codes = frames.permute(0, 3, 1, 2).long()
-    towers = len(tables) // 3
-    return torch.cat(
-        [
-            torch.stack([tables[3 * tower + one][codes[:, one]] for one in range(3)], dim=1)
-            for tower in range(towers)
-        ],
-        dim=1,
-    )

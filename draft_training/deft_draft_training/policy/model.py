@@ -34,8 +34,8 @@ _NORMALIZATIONS = (
 class PolicyModelConfig:
     """Sizes. A tower's last block is never used, so `tower_depth` counts one block in vain."""
 
-    image_size: int = 144
-    patch_size: int = 24
+    image_size: int = 168
+    patch_size: int = 28
     tower_width: int = 128
     tower_depth: int = 4
     tower_heads: int = 4
