@@ -49,13 +49,14 @@ class Comparison:
         return f"{self.first if self.only_first > self.only_second else self.second} is better"
 
 
-def compare_all(runs: Sequence[Run]) -> Iterator[Comparison]:
-    """Every pair of runs, in the order given."""
-    for first, second in combinations(runs, 2):
-        yield compare(first, second)
+def compare_all(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Comparison]:
+    """Every pair of runs, in the order given, by the names given."""
+    named = zip(runs, names, strict=True)
+    for (first, first_name), (second, second_name) in combinations(named, 2):
+        yield compare(first, second, first_name, second_name)
 
 
-def compare(first: Run, second: Run) -> Comparison:
+def compare(first: Run, second: Run, first_name: str, second_name: str) -> Comparison:
     """Pair two runs and test the difference with McNemar's exact test."""
     others = {record.key: record for record in second.records if _is_judged(record)}
     pairs = [
@@ -66,8 +67,8 @@ def compare(first: Run, second: Run) -> Comparison:
     wins = [(_won(one), _won(other)) for one, other in pairs]
     only_first, only_second = wins.count((True, False)), wins.count((False, True))
     return Comparison(
-        first=first.header.name,
-        second=second.header.name,
+        first=first_name,
+        second=second_name,
         num_pairs=len(pairs),
         both=wins.count((True, True)),
         only_first=only_first,

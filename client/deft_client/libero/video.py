@@ -101,10 +101,11 @@ def _draw_frame(
     scaled = PillowImage.fromarray(image).resize((PICTURE, PICTURE), PillowImage.Resampling.BICUBIC)
     frame.paste(scaled)
     draw = ImageDraw.Draw(frame)
-    draw.text((16, PICTURE + 12), _fitted(draw, caption.instruction), fill=_INK, font=_font(20))
-    draw.text(
-        (16, PICTURE + 46), f"step {step} of {caption.step_limit}", fill=_MUTED, font=_font(16)
-    )
+    _draw_instruction(draw, caption.instruction)
+    place = f"step {step} of {caption.step_limit}"
+    if answer is not None and answer.used_step > answer.asked_step:
+        place += f", acting on the frame of step {answer.asked_step}"
+    draw.text((16, PICTURE + 46), place, fill=_MUTED, font=_font(16))
     if answer is not None:
         _draw_answer(draw, answer)
     return frame
@@ -139,13 +140,13 @@ def _draw_outcome(frame: PillowImage.Image, outcome: Outcome) -> None:
     draw.text((32, 25), outcome.value, fill=_PAPER, font=font)
 
 
-def _fitted(draw: ImageDraw.ImageDraw, text: str) -> str:
-    """The text, cut so that it fits one line."""
-    if draw.textlength(text, font=_font(20)) <= PICTURE - 32:
-        return text
-    while text and draw.textlength(text + "…", font=_font(20)) > PICTURE - 32:
-        text = text[:-1]
-    return text.rstrip() + "…"
+def _draw_instruction(draw: ImageDraw.ImageDraw, text: str) -> None:
+    """On one line: smaller if it must be, cut if even that does not help."""
+    room = PICTURE - 32
+    size = next((one for one in (20, 18, 16) if draw.textlength(text, font=_font(one)) <= room), 15)
+    while draw.textlength(text, font=_font(size)) > room:
+        text = text[:-2].rstrip() + "…"
+    draw.text((16, PICTURE + 24), text, fill=_INK, font=_font(size), anchor="lm")
 
 
 def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
