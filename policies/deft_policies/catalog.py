@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from deft_policies.base import Policy
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError
+from deft_policies.openvla import options as openvla_options
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,18 @@ def _load_constant(_: Namespace) -> Policy:
     return ConstantPolicy()
 
 
+def _load_openvla(namespace: Namespace) -> Policy:
+    # Imported here: it brings torch along.
+    from deft_policies.openvla.load import load_policy
+
+    return load_policy(openvla_options.read_flags(namespace))
+
+
 CATALOG: dict[str, CatalogEntry] = {
     "constant": CatalogEntry(
         "answers every frame with the same action; no model", _no_flags, _load_constant
+    ),
+    "openvla": CatalogEntry(
+        "OpenVLA with speculative decoding", openvla_options.add_flags, _load_openvla
     ),
 }

@@ -15,6 +15,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command("deft_server.serve", "answer observations over HTTP and WebSocket"),
+    "act": Command("deft_policies.act", "answer pictures without a server"),
 }
 
 

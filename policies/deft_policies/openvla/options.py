@@ -29,6 +29,7 @@ class OpenVLAOptions:
     """How to load and run an OpenVLA policy. None leaves the choice to the device or checkpoint."""
 
     checkpoint: str | None = None
+    adapter: str | None = None
     random_weights: str | None = None
     statistics_key: str | None = None
     device: str | None = None
@@ -42,12 +43,16 @@ class OpenVLAOptions:
     seed: int = 0
     action_rows_only: bool = False
     has_graphs: bool = True
+    num_threads: int | None = None
 
 
 def add_flags(group: _ArgumentGroup) -> None:
     """Declare the flags."""
     group.add_argument(
         "--checkpoint", metavar="DIR|HUB-ID", help="directory in Hugging Face layout, or a hub id"
+    )
+    group.add_argument(
+        "--adapter", metavar="DIR", help="an unmerged LoRA adapter for the checkpoint"
     )
     group.add_argument(
         "--random-weights",
@@ -85,6 +90,9 @@ def add_flags(group: _ArgumentGroup) -> None:
         "another token, which `deft bench --audit` counts",
     )
     group.add_argument("--no-graphs", action="store_true", help="on a GPU: run passes eagerly")
+    group.add_argument(
+        "--threads", type=_at_least_one, metavar="N", help="on a CPU; more than are idle is slower"
+    )
 
 
 def read_flags(namespace: Namespace) -> OpenVLAOptions:
@@ -92,6 +100,7 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
     precision = namespace.dtype
     return OpenVLAOptions(
         checkpoint=namespace.checkpoint,
+        adapter=namespace.adapter,
         random_weights=namespace.random_weights,
         statistics_key=namespace.statistics_key,
         device=namespace.device,
@@ -105,14 +114,19 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         seed=namespace.seed,
         action_rows_only=namespace.action_rows_only,
         has_graphs=not namespace.no_graphs,
+        num_threads=namespace.threads,
     )
 
 
 def _at_least_zero(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"expected a whole number of bins, got {text!r}") from None
-    if value < 0:
-        raise ArgumentTypeError(f"expected 0 or more bins, got {value}")
-    return value
+    return _at_least(0, text)
+
+
+def _at_least_one(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _at_least(lowest: int, text: str) -> int:
+    if not text.lstrip("-").isdigit() or int(text) < lowest:
+        raise ArgumentTypeError(f"expected a whole number of at least {lowest}, got {text!r}")
+    return int(text)

@@ -31,7 +31,7 @@ from deft_policies.openvla.statistics import ActionStatistics, find_statistics_k
 from deft_policies.openvla.target import OpenVLATarget
 
 
-class PromptEncoder(Protocol):
+class PromptSource(Protocol):
     """Turns an instruction into the ids the decoder reads around the patches."""
 
     def encode(self, instruction: str) -> Sequence[int]:
@@ -43,7 +43,7 @@ class PolicyParts:
     """What a policy is joined from."""
 
     target: OpenVLATarget
-    encoder: PromptEncoder
+    encoder: PromptSource
     images: ImageProcessor
     statistics: Mapping[str, ActionStatistics]
     drafts: DraftModels = field(default_factory=DraftModels)
@@ -96,9 +96,9 @@ class OpenVLAPolicy:
         self._decoders.check(self._settings.decoding)
 
     @property
-    def target(self) -> OpenVLATarget:
-        """The model, for measuring."""
-        return self._parts.target
+    def parts(self) -> PolicyParts:
+        """What it was joined from, for measuring."""
+        return self._parts
 
     @property
     def info(self) -> ServerInfo:
@@ -130,13 +130,13 @@ class OpenVLAPolicy:
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """The range of the statistics; the last dimension is the gripper."""
-        statistics = self._parts.statistics[self._find_key(statistics_key)]
+        statistics = self._parts.statistics[self.find_key(statistics_key)]
         is_motion = np.arange(statistics.action_dim) < statistics.action_dim - 1
         return ActionLimits(statistics.lowest, statistics.highest, is_motion)
 
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Refuse unknown statistics keys and methods, bad radii and endless instructions."""
-        self._find_key(options.statistics_key)
+        self.find_key(options.statistics_key)
         self._decoders.check(self._settings.decoding.overridden(options))
         room = self._parts.target.longest_prompt - self._parts.target.model.config.num_patches
         num_ids = len(self._encode(observation.instruction))
@@ -216,11 +216,12 @@ class OpenVLAPolicy:
     def _look_up(self, request: ActRequest) -> _Row:
         if not isinstance(request.session, OpenVLASession):
             raise TypeError(f"expected a session of this policy, got {type(request.session)}")
-        key = self._find_key(request.options.statistics_key)
+        key = self.find_key(request.options.statistics_key)
         choice = self._settings.decoding.overridden(request.options)
         return _Row(request, request.session, key, self._parts.statistics[key], choice)
 
-    def _find_key(self, key: str | None) -> str:
+    def find_key(self, key: str | None) -> str:
+        """The statistics key meant by a request that names this one, or none."""
         return find_statistics_key(self._keys, key if key is not None else self._default_key)
 
     def _find_default_key(self) -> str | None:

@@ -1,0 +1,47 @@
+"""What the commands of this package share: picking a policy by flags, and reporting errors."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deft_client.errors import DeftError
+from deft_policies import catalog
+from deft_policies.base import Policy
+from deft_policies.errors import PolicyError
+
+DEFAULT_POLICY = "openvla"
+
+
+@dataclass(frozen=True)
+class PolicyCommand:
+    """A parsed command line: its own flags, and the policy that the rest of them describes."""
+
+    namespace: Namespace
+    entry: catalog.CatalogEntry
+
+    def load(self) -> Policy:
+        """Load the policy; takes as long as its weights are large."""
+        return self.entry.load(self.namespace)
+
+
+def parse_command(
+    parser: ArgumentParser, arguments: list[str], default: str = DEFAULT_POLICY
+) -> PolicyCommand:
+    """Add `--policy` and that policy's flags to a parser, and parse."""
+    parser.add_argument("--policy", default=default, metavar="NAME", help=f"default: {default}")
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--policy", default=default)
+    name = first.parse_known_args(arguments)[0].policy
+    entry = catalog.find(name)
+    entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
+    return PolicyCommand(parser.parse_args(arguments), entry)
+
+
+def run_command(prog: str, command: Callable[[], int]) -> int:
+    """Run a command; what was raised on purpose becomes one line and exit code 1."""
+    try:
+        return command()
+    except (PolicyError, DeftError, OSError) as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 1

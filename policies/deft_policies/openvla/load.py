@@ -1,0 +1,151 @@
+"""From options to a policy: weights on their device, tokenizer, statistics, draft head."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from deft_policies.decoding.graphs import CudaRecorder, RecordedRunner
+from deft_policies.decoding.head_files import load_head
+from deft_policies.decoding.methods import DraftModels
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.steps import EagerRunner, StepRunner
+from deft_policies.errors import CheckpointError, DeviceError
+from deft_policies.openvla.checkpoint import load_model, open_checkpoint
+from deft_policies.openvla.checkpoint_config import load_config
+from deft_policies.openvla.decoders import DecodingChoice
+from deft_policies.openvla.image import ImageProcessor
+from deft_policies.openvla.model import OpenVLAModel
+from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization
+from deft_policies.openvla.policy import (
+    OpenVLAPolicy,
+    PolicyParts,
+    PolicySettings,
+    PromptSource,
+)
+from deft_policies.openvla.quantization import check_quantization, quantize_linears
+from deft_policies.openvla.random_weights import NAMED_SIZES, WordIds, build_random_model
+from deft_policies.openvla.target import OpenVLATarget
+
+_DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
+
+
+def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
+    """Load what the options name."""
+    device = choose_device(options.device)
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    dtype = choose_dtype(options.precision, device)
+    check_quantization(options.quantization, device, dtype)
+    model, encoder = _load_model(options, device, dtype)
+    if device.type == "cpu" and options.quantization is Quantization.NONE:
+        model.decoder.prefer_columns()
+    target = OpenVLATarget(
+        model, action_rows_only=options.action_rows_only, runner=_choose_runner(options, device)
+    )
+    parts = PolicyParts(
+        target=target,
+        encoder=encoder,
+        images=ImageProcessor(model.config.image, options.image_chain),
+        statistics=model.config.statistics,
+        drafts=_load_drafts(options, model),
+    )
+    return OpenVLAPolicy(parts, _settings(options, device, dtype))
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or a GPU if there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"unknown device {name!r}: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"--device {name}: this torch ({torch.__version__}) sees no CUDA device")
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"--device {name}: only cpu and cuda are supported")
+    return device
+
+
+def choose_dtype(precision: Precision | None, device: torch.device) -> torch.dtype:
+    """The number format asked for: by default bfloat16 on a GPU, float32 on a CPU."""
+    if precision is None:
+        precision = Precision.BFLOAT16 if device.type == "cuda" else Precision.FLOAT32
+    return _DTYPES[precision]
+
+
+def _load_model(
+    options: OpenVLAOptions, device: torch.device, dtype: torch.dtype
+) -> tuple[OpenVLAModel, PromptSource]:
+    if (options.checkpoint is None) == (options.random_weights is None):
+        raise CheckpointError(
+            "give one of --checkpoint (a directory or hub id) and --random-weights (sizes)"
+        )
+    if options.random_weights is not None:
+        return _build_random(options.random_weights, options, device, dtype)
+    assert options.checkpoint is not None
+    checkpoint = open_checkpoint(options.checkpoint, options.adapter)
+    model = load_model(checkpoint, device, dtype, options.quantization)
+    return model, checkpoint.encoder
+
+
+def _build_random(
+    name: str, options: OpenVLAOptions, device: torch.device, dtype: torch.dtype
+) -> tuple[OpenVLAModel, PromptSource]:
+    if name in NAMED_SIZES:
+        config = NAMED_SIZES[name]()
+    elif Path(name).exists():
+        path = Path(name)
+        config = load_config(path if path.is_dir() else path.parent)
+    else:
+        known = ", ".join(NAMED_SIZES)
+        raise CheckpointError(
+            f"--random-weights {name}: expected one of {known}, or a directory with a config.json"
+        )
+    model = build_random_model(config, device, dtype, options.seed)
+    for layer in model.decoder.layers:
+        quantize_linears(layer, options.quantization, device)
+    return model, WordIds(config.vocabulary.tokens.first)
+
+
+def _load_drafts(options: OpenVLAOptions, model: OpenVLAModel) -> DraftModels:
+    if options.draft_head is None:
+        return DraftModels()
+    like = model.decoder.embedding.weight
+    return DraftModels(head=load_head(options.draft_head, model.config.llm.width, like))
+
+
+def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
+    if device.type == "cuda" and options.has_graphs:
+        return RecordedRunner(CudaRecorder())
+    return EagerRunner()
+
+
+def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype) -> PolicySettings:
+    return PolicySettings(
+        statistics_key=options.statistics_key,
+        decoding=DecodingChoice(options.decoding, options.radius),
+        sampling=Sampling(options.temperature, options.seed),
+        versions=(("deft", _version("deft-vla")), ("torch", torch.__version__)),
+        details=(
+            ("weights", options.checkpoint or f"random:{options.random_weights}"),
+            ("device", _describe(device)),
+            ("dtype", str(dtype).removeprefix("torch.")),
+            ("quantization", options.quantization.value),
+            ("cameras", "image alone; further cameras are ignored"),
+        ),
+    )
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
