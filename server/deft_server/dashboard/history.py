@@ -4,7 +4,7 @@ Fed by events while somebody looks, forgotten when nobody does. Knows nothing of
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -140,7 +140,7 @@ class History:
 
     def __init__(self) -> None:
         self.version = 0  # grows with every event: tells a viewer whether there is news
-        self.sessions: OrderedDict[str, SessionHistory] = OrderedDict()
+        self.sessions: dict[str, SessionHistory] = {}  # in the order in which they came
         self._window: deque[_Finish] = deque(maxlen=_MAX_WINDOW)
 
     def clear(self) -> None:
@@ -196,10 +196,9 @@ class History:
         key = f"{event.caller}/{session_id}"
         session = self.sessions.get(key)
         if session is None:
+            if len(self.sessions) >= MAX_SESSIONS:
+                del self.sessions[min(self.sessions, key=lambda one: self.sessions[one].seen_s)]
             session = self.sessions[key] = SessionHistory(key, event.caller, session_id)
-            if len(self.sessions) > MAX_SESSIONS:
-                self.sessions.popitem(last=False)
-        self.sessions.move_to_end(key)
         return session
 
 

@@ -46,7 +46,8 @@ export class Feed {
   close() {
     const socket = this.#socket;
     this.#socket = null;
-    socket?.close();
+    if (socket?.readyState === WebSocket.CONNECTING) socket.onopen = () => socket.close();
+    else socket?.close();
     this.onState("", "paused");
   }
 

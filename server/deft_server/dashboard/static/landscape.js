@@ -63,8 +63,7 @@ export class Landscape {
       }
     }
     const place = ({ alpha, length }) => [alpha * box.width, box.height - (length - 0.5) * high];
-    const ink = getComputedStyle(document.documentElement).getPropertyValue("--ink");
-    mark(context, place(this.#point), "#ffffff", ink);
+    mark(context, place(this.#point), "#ffffff", "#16181d");
     if (this.measured) {
       const good = getComputedStyle(document.documentElement).getPropertyValue("--measured");
       mark(context, place({ alpha: this.measured.alpha, length: Math.min(this.measured.length, LONGEST) }), good, "#ffffff");

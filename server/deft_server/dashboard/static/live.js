@@ -15,6 +15,7 @@ export class LiveView {
   #points = [];
   #trace = null;
   #sessions = [];
+  #rows = new Map(); // session key -> its button
   #scheduled = 0;
 
   show({ overview, sessions, watched }) {
@@ -30,7 +31,7 @@ export class LiveView {
     const mean = drawAccepted(byId("accepted"), byId("accepted-legend"), this.#points);
     byId("accepted-now").textContent = Number.isFinite(mean) && this.#trace ? `${number(mean, 2)} drafted tokens kept per pass` : "";
     const last = this.#points.at(-1);
-    byId("latency-now").textContent = `last ${milliseconds(last.total_ms)} ms`;
+    byId("latency-now").textContent = `last 60 actions · now ${milliseconds(last.total_ms)} ms`;
     if (this.#trace) {
       drawTokens(byId("tokens"), this.#trace, dimensionNames(last.action.length));
       drawTree(byId("tree"), this.#trace);
@@ -56,22 +57,25 @@ export class LiveView {
   #showSessions(sessions) {
     byId("nobody").hidden = sessions.length > 0;
     byId("robots").hidden = sessions.length === 0;
-    const same = sessions.length === this.#sessions.length &&
-      sessions.every((one, index) => one.key === this.#sessions[index].key);
     this.#sessions = sessions;
-    if (!same) this.#rebuildList();
-    sessions.forEach((one, index) => this.#fillRow(byId("sessions").children[index].firstChild, one));
+    const present = new Set(sessions.map((one) => one.key));
+    for (const [key, row] of this.#rows) {
+      if (present.has(key)) continue;
+      row.parentNode.remove();
+      this.#rows.delete(key);
+    }
+    for (const one of sessions) this.#fillRow(this.#rows.get(one.key) ?? this.#addRow(one.key), one);
   }
 
-  // Rows are only rebuilt when sessions come or go, so that the keyboard focus stays where it is.
-  #rebuildList() {
-    byId("sessions").replaceChildren(...this.#sessions.map((one) => {
-      const row = element("button", { type: "button" },
-        element("img", { alt: "", width: 44, height: 44 }),
-        element("div", {}, element("strong"), element("span"), element("span")));
-      row.addEventListener("click", () => this.#choose(one.key));
-      return element("li", {}, row);
-    }));
+  // Rows stay what and where they are while others come and go, and so does the keyboard's focus.
+  #addRow(key) {
+    const row = element("button", { type: "button" },
+      element("img", { alt: "", width: 44, height: 44 }),
+      element("div", {}, element("strong"), element("span"), element("span")));
+    row.addEventListener("click", () => this.#choose(key));
+    byId("sessions").append(element("li", {}, row));
+    this.#rows.set(key, row);
+    return row;
   }
 
   #fillRow(row, session) {

@@ -14,7 +14,7 @@ export const stageColour = (stage) => `var(--stage-${stage})`;
 export function drawActions(container, points) {
   const last = points.at(-1)?.action ?? [];
   const names = dimensionNames(last.length);
-  const row = 34;
+  const row = container.clientWidth > 600 ? 48 : 34;
   const summary = `Actions over the last ${points.length} steps. Now: ` +
     names.map((name, index) => `${name} ${signed(last[index])}`).join(", ");
   const { root, width } = canvas(container, Math.max(row * names.length, row), summary);
@@ -45,20 +45,28 @@ export function drawLatency(container, legendBox, points) {
   const totals = shown.map(total);
   const summary = `Latency by stage of the last ${shown.length} actions. Last: ${milliseconds(totals.at(-1))} ms`;
   const { root, width, height } = canvas(container, 190, summary);
-  const axis = ticks(Math.max(...totals, 1));
+  // One slow answer must not flatten all others: what goes beyond is cut and capped in red.
+  const usual = [...totals].sort((one, other) => one - other)[Math.floor(totals.length * 0.9)] ?? 1;
+  const axis = ticks(Math.min(Math.max(...totals, 1), Math.max(usual * 1.6, 1)));
+  const most = axis.at(-1);
   const y = scale([0, axis.at(-1)], [height - 6, 10]);
   drawGrid(root, width, axis, y, (value) => `${value} ms`);
-  const x = bars(width);
+  const x = bars(width, shown.length);
   shown.forEach((point, index) => {
     let from = 0;
     for (const stage of STAGES) {
-      const spent = point.stages[stage] ?? 0;
+      const spent = Math.min(point.stages[stage] ?? 0, most - from);
       if (spent <= 0) continue;
       root.append(svg("rect", {
         x: x(index), width: x.width, y: y(from + spent), height: Math.max(y(from) - y(from + spent), 0.3),
         fill: stageColour(stage),
       }));
       from += spent;
+    }
+    if (totals[index] > most) {
+      root.append(svg("rect", { x: x(index), width: x.width, y: 4, height: 4, class: "over" },
+        svg("title", {}, `${milliseconds(totals[index])} ms`)));
+      return;
     }
     const rest = totals[index] - from;
     if (rest > 0.01) {
@@ -68,7 +76,8 @@ export function drawLatency(container, legendBox, points) {
     }
   });
   const used = STAGES.filter((stage) => shown.some((point) => (point.stages[stage] ?? 0) > 0));
-  legend(legendBox, [...used.map((stage) => [stage, stageColour(stage)]), ["other", "var(--grid)"]]);
+  legend(legendBox, [...used.map((stage) => [stage, stageColour(stage)]), ["other", "var(--grid)"],
+    ...(totals.some((one) => one > most) ? [["beyond the scale", "var(--bad)"]] : [])]);
 }
 
 // Per action: drafted tokens that were kept (of all tokens), and the passes of the target it took.
@@ -84,7 +93,7 @@ export function drawAccepted(container, legendBox, points) {
   const axis = ticks(Math.max(...kept, ...passes, 4));
   const y = scale([0, axis.at(-1)], [height - 6, 10]);
   drawGrid(root, width, axis, y, String);
-  const x = bars(width);
+  const x = bars(width, shown.length);
   shown.forEach((_, index) => {
     root.append(svg("rect", {
       x: x(index), width: x.width, y: y(kept[index]), height: y(0) - y(kept[index]), fill: "var(--draft)", opacity: 0.75,
@@ -129,10 +138,11 @@ export function actionRows(action) {
   });
 }
 
-function bars(width) {
+// Places of the bars: the newest is always at the right edge.
+function bars(width, count) {
   const left = 52;
   const pitch = (width - left) / SHOWN;
-  const place = (index) => left + index * pitch;
+  const place = (index) => left + (SHOWN - count + index) * pitch;
   place.width = Math.max(pitch - 1.5, 1);
   return place;
 }

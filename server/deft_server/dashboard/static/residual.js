@@ -70,7 +70,7 @@ export class ResidualLab {
       column(1, both[token], this.#draft[token] - both[token], "rejected");
       column(2, 0, kept[token], "accepted");
       column(2, kept[token], resampled[token], "residual");
-      root.append(svg("text", { x: pitch * (token + 0.5), y: HEIGHT - 4, "text-anchor": "middle" }, `token ${token + 1}`));
+      root.append(svg("text", { x: pitch * (token + 0.5), y: HEIGHT - 4, "text-anchor": "middle" }, pitch > 52 ? `token ${token + 1}` : `${token + 1}`));
     }
   }
 }

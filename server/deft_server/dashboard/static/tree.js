@@ -4,6 +4,7 @@ import { element, svg } from "./draw.js";
 
 const STEP_X = 62; // between levels
 const STEP_Y = 17; // between leaves
+const TOP = 54; // room for the heading and for the target's own token above the first row
 const ROOM_FOR_LABELS = 14; // leaves; in wider trees only accepted nodes are labelled
 
 // Which tokens each pass contributed: [{ token, predicted, from, relaxed, pass }], in executed order.
@@ -55,7 +56,7 @@ export function drawTree(container, trace) {
   });
   const summary = `${trace.method}: ${trace.passes.length} passes; drafted tokens kept: ${trace.passes.map((pass) => pass.path.length).join(", ")}`;
   container.replaceChildren(svg("svg", {
-    width: left + 20, height: bottom + 16, viewBox: `0 0 ${left + 20} ${bottom + 16}`, role: "img", "aria-label": summary,
+    width: left + 50, height: bottom + 16, viewBox: `0 0 ${left + 50} ${bottom + 16}`, role: "img", "aria-label": summary,
   }, ...parts));
 }
 
@@ -72,11 +73,11 @@ function arrange(pass) {
     const below = [...children[node]].sort((one, other) => kept.has(other) - kept.has(one));
     const rows = below.map((child) => place(child, level + 1));
     const row = rows.length ? rows[0] : leaves++;
-    places[node] = { x: 8 + level * STEP_X, y: 36 + row * STEP_Y };
+    places[node] = { x: 8 + level * STEP_X, y: TOP + row * STEP_Y };
     return row;
   };
   place(0, 0);
-  return { places, depth: Math.max(depth, pass.path.length + 1), leaves, height: 36 + leaves * STEP_Y };
+  return { places, depth: Math.max(depth, pass.path.length + 1), leaves, height: TOP + leaves * STEP_Y };
 }
 
 function drawPass(pass, { places, leaves }, relaxed, hasBonus) {
@@ -95,24 +96,27 @@ function drawPass(pass, { places, leaves }, relaxed, hasBonus) {
 function drawNode(pass, node, { x, y }, { kept, relaxed, labelled }) {
   const kind = node === 0 ? "root" : `${kept ? "kept" : ""} ${relaxed ? "relaxed" : ""}`;
   const token = pass.tokens[node];
+  const label = kept
+    ? { x, y: y - 10, "text-anchor": "middle", class: `number kept ${relaxed ? "relaxed" : ""}` }
+    : { x: x + 9, y: y + 4, class: "number halo" };
   const told = node === 0
     ? `root: ${token}; the target says ${pass.predictions[0]} comes next`
     : `${token}, drafted by ${pass.sources[node]}${kept ? ", accepted" : ""}${relaxed ? " (relaxed)" : ""}`;
   return svg("g", {},
     svg("circle", { cx: x, cy: y, r: kept || node === 0 ? 5.5 : 4, class: `node ${kind}` }, svg("title", {}, told)),
-    labelled ? svg("text", { x: x + 9, y: y - 4, class: kept ? "number kept" : "number" }, `${token}${relaxed ? " ≠" : ""}`) : null);
+    labelled ? svg("text", label, `${token}${relaxed ? " ≠" : ""}`) : null);
 }
 
 function drawBonus(pass, places) {
   const from = places[pass.path.at(-1) ?? 0];
   // A step down where the next level is taken by drafts that were refused.
   const taken = places.some((one) => one.x === from.x + STEP_X && one.y === from.y);
-  const to = { x: from.x + STEP_X, y: from.y - (taken ? 13 : 0) };
+  const to = { x: from.x + STEP_X, y: from.y - (taken ? STEP_Y : 0) };
   return [
     svg("path", { d: curve(from, to), class: "edge bonus" }),
     svg("rect", { x: to.x - 4.5, y: to.y - 4.5, width: 9, height: 9, rx: 2, class: "node bonus" },
       svg("title", {}, `${pass.bonus}: the target's own token`)),
-    svg("text", { x: to.x + 9, y: to.y - 3, class: "number kept" }, String(pass.bonus)),
+    svg("text", { x: to.x + 10, y: to.y + 4, class: "number kept" }, String(pass.bonus)),
   ];
 }
 

@@ -1,0 +1,255 @@
+"""The pages in a real browser: they draw, react to clicks and keys, and complain about nothing."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from PIL import Image
+
+from deft_client import wire
+from deft_client.types import ActOptions, Observation
+from deft_server.app import DeftApp, create_app
+from deft_server.protocols import STANDARD_PROTOCOLS
+from deft_server.settings import Settings
+from tests.server.dashboard.talkative import TalkativePolicy
+from tests.server.running import running
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
+
+ADMIN_KEY = "a-key-of-the-administrator"
+WIDTHS = (1280, 400)
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["sync_api.Browser"]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: "sync_api.Browser", url: str, width: int = 1280) -> Iterator["sync_api.Page"]:
+    """Open a page; fail if anything was written to its console by the time it is closed."""
+    said: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 860})
+    context.set_default_timeout(10_000)
+    page = context.new_page()
+    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(url)
+    yield page
+    context.close()
+    assert said == []
+
+
+def build_app(settings: Settings | None = None) -> DeftApp:
+    return create_app(TalkativePolicy(), settings or Settings(), STANDARD_PROTOCOLS)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running(build_app()) as address:
+        yield address
+
+
+@contextmanager
+def robots(address: str) -> Iterator[None]:
+    """Two robots that send frames."""
+    stop = threading.Event()
+
+    def drive(session_id: str) -> None:
+        frame = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+        message = wire.ActMessage(
+            Observation(frame, f"instruction of {session_id}"),
+            ActOptions(session_id=session_id, decoding="relaxed"),
+        )
+        body, headers = wire.encode_request(message), {"content-type": wire.CONTENT_TYPE}
+        with httpx2.Client() as client:
+            while not stop.wait(0.05):
+                client.post(f"http://{address}/v1/act", content=body, headers=headers)
+
+    threads = [threading.Thread(target=drive, args=(name,)) for name in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def assert_fits(page: "sync_api.Page", width: int) -> None:
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def colours_in(screenshot: bytes) -> int:
+    with Image.open(BytesIO(screenshot)) as image:
+        return len(image.convert("RGB").getcolors(10**7) or ())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_live_view_shows_the_session_that_is_clicked_or_chosen_by_key(
+    browser: "sync_api.Browser", address: str, width: int
+) -> None:
+    with opened(browser, f"http://{address}/dashboard", width) as page, robots(address):
+        page.locator("#sessions button", has_text="right").first.click()
+        expect(page.locator("#instruction")).to_have_text("instruction of right")
+        page.wait_for_selector("#frame:not([hidden])")
+        page.wait_for_selector("#tree circle")
+        assert page.locator("#actions path").count() == 7
+        assert page.locator("#latency rect").count() > 3
+        assert page.locator("#accepted rect").count() > 0
+        assert page.locator("#tokens li").count() == 7
+        assert "of 7 tokens drafted" in page.inner_text("#method")
+        chosen = page.locator("#sessions [aria-pressed=true] strong")
+        expect(chosen).to_have_text("right")
+        page.locator("#sessions button", has_text="left").first.focus()
+        page.keyboard.press("Enter")
+        expect(chosen).to_have_text("left")
+        expect(page.locator("#figure-p50")).to_contain_text("ms")
+        assert colours_in(page.screenshot(full_page=True)) > 100
+        assert_fits(page, width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_playground_answers_a_picture_and_compares_runs(
+    browser: "sync_api.Browser", address: str, width: int, tmp_path: Path
+) -> None:
+    picture = tmp_path / "frame.png"
+    Image.fromarray(np.full((48, 48, 3), 120, np.uint8)).save(picture)
+    with opened(browser, f"http://{address}/dashboard", width) as page:
+        page.click("#tab-playground")
+        page.wait_for_selector("#try-decoding option", state="attached")
+        page.click("#try-send")
+        assert "Choose a picture" in page.inner_text("#try-said")
+        page.set_input_files("#file", picture)
+        for run, decoding in enumerate(("lossless", "autoregressive"), 1):
+            page.select_option("#try-decoding", decoding)
+            page.fill("#try-radius", "3")
+            page.click("#try-send")
+            expect(page.locator("#try-runs tr")).to_have_count(run)
+        assert page.locator("#try-action tr").count() == 7
+        assert page.locator("#try-timing rect").count() > 3
+        assert page.locator("#try-tree rect.bonus").count() == 7
+        runs = page.inner_text("#try-runs")
+        assert runs.splitlines()[0].split()[:3] == ["autoregressive", "3", "7"]
+        assert_fits(page, width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_explorer_draws_samples_that_approach_the_target(
+    browser: "sync_api.Browser", address: str, width: int
+) -> None:
+    with opened(browser, f"http://{address}/dashboard/explorer", width) as page, robots(address):
+        page.click("#draw-5000")
+        page.click("#draw-5000")
+        assert page.inner_text("#read-drawn") == "10000"
+        assert float(page.inner_text("#read-distance")) < 0.08
+        kept = float(page.inner_text("#read-kept"))
+        assert abs(kept - float(page.inner_text("#read-accept"))) < 0.03
+        page.click("#another")
+        assert page.inner_text("#read-drawn") == "0"
+        page.wait_for_selector("#adopt:not([hidden])")
+        page.click("#adopt")
+        assert "passes per action" in page.inner_text("#measured")
+        page.locator("#heat").focus()
+        before = float(page.inner_text("#alpha-now"))
+        page.keyboard.press("ArrowLeft")
+        assert float(page.inner_text("#alpha-now")) == pytest.approx(before - 0.01, abs=0.006)
+        assert_fits(page, width)
+
+
+def test_the_mathematics_of_the_explorer_is_right(
+    browser: "sync_api.Browser", address: str
+) -> None:
+    """Tokens and passes against a simulation in Python, the corner cases against reason."""
+    rng = np.random.default_rng(0)
+    with opened(browser, f"http://{address}/dashboard/explorer") as page:
+
+        def maths(expression: str) -> float:
+            return float(
+                page.evaluate(
+                    f"import('/dashboard/static/maths.js').then((maths) => maths.{expression})"
+                )
+            )
+
+        for alpha, length in ((0.0, 5), (0.3, 2), (0.7, 5), (1.0, 4)):
+            draws = rng.random((100_000, length)) < alpha
+            tokens = (np.cumprod(draws, axis=1).sum(axis=1) + 1).mean()
+            assert maths(f"tokensPerPass({alpha}, {length})") == pytest.approx(tokens, abs=0.02)
+        assert maths("speedup(0, 5, 0.1)") == pytest.approx(1 / 1.5)
+        assert maths("bestLength(0, 0.1, 16)") == 0
+        assert maths("bestLength(1, 0, 16)") == 16
+        assert maths("passesPerAction(0.5, 0, 7)") == 7
+        assert maths("passesPerAction(1, 7, 7)") == 1
+        assert maths("passesPerAction(0.6, 4, 7)") == pytest.approx(
+            np.mean([_simulated_passes(rng, 0.6, 4, 7) for _ in range(4_000)]), abs=0.06
+        )
+
+
+def _simulated_passes(rng: np.random.Generator, alpha: float, length: int, tokens: int) -> int:
+    passes = done = 0
+    while done < tokens:
+        passes += 1
+        for _ in range(min(length, tokens - done)):
+            if rng.random() >= alpha:
+                break
+            done += 1
+        done += 1
+    return passes
+
+
+def test_everything_that_can_be_operated_has_a_name(
+    browser: "sync_api.Browser", address: str
+) -> None:
+    nameless = """() => [...document.querySelectorAll(
+            'button, input, select, a, canvas, svg[role]')]
+        .filter((one) => !one.closest('[hidden]') || one.matches('input, select'))
+        .filter((one) => !(one.labels?.length || one.textContent.trim()
+            || one.getAttribute('aria-label') || one.title))
+        .map((one) => one.outerHTML.slice(0, 100))"""
+    for path in ("/dashboard", "/dashboard#playground", "/dashboard/explorer"):
+        with opened(browser, f"http://{address}{path}") as page, robots(address):
+            expect(page.locator("#link")).to_have_text("live")
+            assert page.evaluate(nameless) == [], path
+            images = "[...document.images].filter((one) => !one.hasAttribute('alt')).length"
+            assert page.evaluate(images) == 0
+
+
+def test_the_theme_can_be_changed_and_is_remembered(
+    browser: "sync_api.Browser", address: str
+) -> None:
+    with opened(browser, f"http://{address}/dashboard/explorer") as page:
+        theme = "document.documentElement.dataset.theme"
+        assert page.evaluate(theme) == "light"
+        page.click("#theme")
+        assert page.evaluate(theme) == "dark"
+        page.reload()
+        assert page.evaluate(theme) == "dark"
+
+
+def test_with_keys_the_page_asks_for_one_and_then_works(
+    browser: "sync_api.Browser", tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[boss]\nkey = "{ADMIN_KEY}"\nadmin = true\n')
+    with (
+        running(build_app(Settings(keys_file=keys))) as address,
+        opened(browser, f"http://{address}/dashboard") as page,
+    ):
+        page.fill("#key", ADMIN_KEY)
+        page.click("#key-form button")
+        expect(page.locator("#link")).to_have_text("live")
+        assert page.locator("#key-form").is_hidden()

@@ -1,0 +1,227 @@
+"""The dashboard's pages and feed, as a browser without a screen sees them."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from starlette.testclient import WebSocketTestSession
+from starlette.websockets import WebSocketDisconnect
+
+from deft_client import wire
+from deft_client.types import ActOptions, Observation
+from deft_server.app import DeftApp, create_app
+from deft_server.dashboard.feed import MAX_VIEWERS
+from deft_server.dashboard.pages import TOO_MANY, WRONG_KEY
+from deft_server.protocols import STANDARD_PROTOCOLS
+from deft_server.settings import Settings
+from tests.server.dashboard.talkative import TalkativePolicy
+
+ADMIN_KEY = "a-key-of-the-administrator"
+ROBOT_KEY = "a-key-of-some-robot-arm"
+
+
+def build_app(settings: Settings | None = None) -> DeftApp:
+    return create_app(TalkativePolicy(), settings or Settings(), STANDARD_PROTOCOLS)
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    with TestClient(build_app()) as client:
+        yield client
+
+
+def act(
+    client: TestClient, session_id: str = "arm", headers: dict[str, str] | None = None
+) -> httpx2.Response:
+    frame = Observation(np.full((32, 32, 3), 90, np.uint8), "lift the cup")
+    message = wire.ActMessage(frame, ActOptions(session_id=session_id))
+    return client.post(
+        "/v1/act",
+        content=wire.encode_request(message),
+        headers={"content-type": wire.CONTENT_TYPE, **(headers or {})},
+    )
+
+
+def news(socket: WebSocketTestSession, wanted: str) -> dict[str, object]:
+    """Return the first news that hold something."""
+    for _ in range(20):
+        told = json.loads(socket.receive_text())
+        if told.get(wanted):
+            assert isinstance(told, dict)
+            return told
+    raise AssertionError(f"no {wanted} among the news")
+
+
+def test_every_file_a_page_names_is_served_with_its_type(client: TestClient) -> None:
+    seen = set()
+    waiting = ["/dashboard", "/dashboard/explorer"]
+    while waiting:
+        path = waiting.pop()
+        response = client.get(path)
+        assert response.status_code == 200, path
+        seen.add(path)
+        named = re.findall(r'(?:src|href)="(/dashboard/static/[^"]+)"', response.text)
+        named += [
+            f"/dashboard/static/{one}" for one in re.findall(r'from "\./(\S+)"', response.text)
+        ]
+        waiting += [one for one in named if one not in seen]
+    types = {Path(path).suffix: client.get(path).headers["content-type"] for path in seen}
+    assert types[".js"].startswith("text/javascript")
+    assert types[".css"].startswith("text/css")
+    assert len(seen) > 12
+
+
+def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
+    for path in ("/dashboard", "/dashboard/explorer"):
+        response = client.get(path)
+        assert not re.findall(r'(?:src|href)="(?:https?:)?//', response.text)
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+        assert "<script>" not in response.text
+        assert "style=" not in response.text
+
+
+def test_an_unknown_asset_leads_back_to_the_page(client: TestClient) -> None:
+    response = client.get("/dashboard/static/..%2f..%2fserve.py", follow_redirects=False)
+    assert response.status_code in (307, 404)
+
+
+def test_nobody_looking_costs_nothing(client: TestClient) -> None:
+    service = client.app.service  # type: ignore[attr-defined]
+    assert not service.events.has_listeners
+    with client.websocket_connect("/dashboard/feed") as socket:
+        socket.send_text("{}")
+        news(socket, "overview")
+        assert service.events.has_listeners
+    act(client)
+    assert not service.events.has_listeners
+
+
+def test_a_viewer_sees_the_frame_the_action_and_the_trace(client: TestClient) -> None:
+    with client.websocket_connect("/dashboard/feed") as socket:
+        socket.send_text(json.dumps({"watch": None}))
+        news(socket, "overview")
+        act(client)
+        watched = news(socket, "watched")["watched"]
+        assert isinstance(watched, dict)
+        assert watched["instruction"] == "lift the cup"
+        assert watched["frame"].startswith("data:image/jpeg;base64,")
+        assert len(watched["points"][0]["action"]) == 7
+        assert watched["trace"]["passes"][0]["is_prefill"]
+        assert watched["restart"]
+        act(client)
+        again = news(socket, "watched")["watched"]
+        assert isinstance(again, dict)
+        assert [point["number"] for point in again.get("points", [])] in ([2], [])
+
+
+def test_a_robot_does_not_get_the_trace_it_did_not_ask_for(client: TestClient) -> None:
+    with client.websocket_connect("/dashboard/feed") as socket:
+        socket.send_text("{}")
+        news(socket, "overview")
+        assert wire.decode_answer(act(client).content).trace is None
+
+
+def test_a_viewer_may_watch_another_session(client: TestClient) -> None:
+    with client.websocket_connect("/dashboard/feed") as socket:
+        socket.send_text("{}")
+        news(socket, "overview")
+        act(client, "one")
+        act(client, "two")
+        socket.send_text(json.dumps({"watch": "anonymous/two"}))
+        for _ in range(20):
+            watched = json.loads(socket.receive_text()).get("watched")
+            if watched and watched["key"] == "anonymous/two":
+                break
+        assert watched["restart"]
+        sessions = news(socket, "sessions")["sessions"]
+        assert isinstance(sessions, list)
+        assert [one["name"] for one in sessions] == ["one", "two"]
+
+
+@pytest.mark.parametrize("said", ["", "nonsense", "[]", "[" * 5000, '{"watch": 5, "key": 7}'])
+def test_a_page_that_says_nonsense_is_fed_all_the_same(client: TestClient, said: str) -> None:
+    with client.websocket_connect("/dashboard/feed") as socket:
+        socket.send_text(said)
+        assert news(socket, "overview")
+
+
+def test_there_is_an_end_to_viewers(client: TestClient) -> None:
+    sockets = [client.websocket_connect("/dashboard/feed") for _ in range(MAX_VIEWERS + 1)]
+    opened = [socket.__enter__() for socket in sockets]
+    for socket in opened:
+        socket.send_text("{}")
+    for socket in opened[:-1]:
+        news(socket, "overview")
+    with pytest.raises(WebSocketDisconnect) as closed:
+        opened[-1].receive_text()
+    assert closed.value.code == TOO_MANY
+    for socket in sockets:
+        socket.__exit__(None, None, None)
+
+
+def keyed_app(tmp_path: Path) -> DeftApp:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[boss]\nkey = "{ADMIN_KEY}"\nadmin = true\n[arm]\nkey = "{ROBOT_KEY}"\n')
+    return build_app(Settings(keys_file=keys))
+
+
+def test_with_keys_the_pages_are_open_and_the_feed_is_not(tmp_path: Path) -> None:
+    with TestClient(keyed_app(tmp_path)) as client:
+        assert client.get("/dashboard").status_code == 200
+        for key in ("", "wrong", ROBOT_KEY):
+            with client.websocket_connect("/dashboard/feed") as socket:
+                socket.send_text(json.dumps({"key": key}))
+                with pytest.raises(WebSocketDisconnect) as closed:
+                    socket.receive_text()
+            assert closed.value.code == WRONG_KEY
+        with client.websocket_connect("/dashboard/feed") as socket:
+            socket.send_text(json.dumps({"key": ADMIN_KEY}))
+            assert news(socket, "overview")
+
+
+def test_a_page_of_another_site_cannot_open_the_feed(client: TestClient) -> None:
+    headers = {"origin": "https://elsewhere.example"}
+    with (
+        pytest.raises(WebSocketDisconnect),
+        client.websocket_connect("/dashboard/feed", headers=headers) as socket,
+    ):
+        socket.receive_text()
+
+
+def test_the_dashboard_can_be_switched_off() -> None:
+    with TestClient(build_app(Settings(dashboard=False))) as client:
+        assert client.get("/dashboard").status_code == 404
+
+
+def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:
+    app = keyed_app(tmp_path)
+    with TestClient(app) as client:
+        path, robot = "/v1/admin/recording", {"authorization": f"Bearer {ROBOT_KEY}"}
+        boss = {"authorization": f"Bearer {ADMIN_KEY}"}
+        assert client.post(path, json={"on": True}).status_code == 401
+        assert client.post(path, json={"on": True}, headers=robot).status_code == 403
+        assert client.post(path, json={"on": True}, headers=boss).status_code == 422
+        assert client.get(path, headers=boss).json()["is_on"] is False
+
+
+def test_a_server_told_to_record_records_from_the_start(tmp_path: Path) -> None:
+    keys = keyed_app(tmp_path).service.settings.keys_file
+    settings = Settings(keys_file=keys, record_to=tmp_path / "out", record_min_free_bytes=0)
+    boss = {"authorization": f"Bearer {ADMIN_KEY}"}
+    with TestClient(build_app(settings)) as client:
+        assert client.get("/v1/admin/recording", headers=boss).json()["is_on"] is True
+        act(client, headers=boss)
+        off = client.post("/v1/admin/recording", json={"on": False}, headers=boss).json()
+        assert (off["is_on"], off["steps"]) == (False, 1)
+        for body in ("{", "[]", '{"on": 1}'):
+            told = client.post("/v1/admin/recording", content=body, headers=boss)
+            assert told.status_code in (400, 422)
+        on = client.post("/v1/admin/recording", json={"on": True}, headers=boss).json()
+        assert on["is_on"] is True
+        act(client, headers=boss)
+    assert len(list((tmp_path / "out").rglob("*.deftrec"))) == 2
