@@ -178,7 +178,10 @@ class LlamaDecoder(nn.Module):
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        # Not drawn at random, unlike nn.Embedding's own: on the meta device, where models are laid
+        # out before loading, that would import torch's compiler, which takes seconds.
+        table = torch.empty(sizes.vocabulary, sizes.width)
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width, _weight=table)
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.num_layers))
         self.norm = RMSNorm(sizes.width, sizes.norm_eps)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)

@@ -38,8 +38,9 @@ class OpenVLAModel(nn.Module):
     def empty(config: OpenVLAConfig, device: torch.device, dtype: torch.dtype) -> "OpenVLAModel":
         """Allocate on a device without initialising: to be filled by a loader."""
         with torch.device("meta"):
-            model = OpenVLAModel(config)
-        return model.to(dtype).to_empty(device=device).eval()
+            model = OpenVLAModel(config).to(dtype)
+        allocate(model, device)
+        return model.eval()
 
     def see(self, pixels: Tensor) -> Sight:
         """Run the towers on [row, 3 * tower, height, width] and project what they return."""
@@ -72,6 +73,20 @@ class OpenVLAModel(nn.Module):
             for place in tensor_places(self.config)
             if place.parameter is not None
         }
+
+
+def allocate(part: nn.Module, device: torch.device) -> None:
+    """Give a module that was laid out on the meta device memory of its own, uninitialised.
+
+    `Module.to_empty` would do, but imports a symbolic algebra system on the way: seconds.
+    """
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            setattr(module, name, empty)
 
 
 def decoder_sizes(config: LlamaConfig) -> LlamaSizes:

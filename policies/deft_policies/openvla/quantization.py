@@ -1,0 +1,133 @@
+"""Stores the decoder's matrices in fewer bits, through torchao.
+
+The library is imported only when it is asked for: it is slow to import, and speaks on the way.
+Embedding, head, norms and everything that looks at the image keep their format.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from deft_policies.errors import DeviceError
+from deft_policies.openvla.options import Quantization
+
+_GROUP = 32  # inputs that share an int4 scale on a CPU
+_GROUP_CUDA = 128
+_TILE = 16  # what fp8 matrix products ask of both sides
+_FP8_CAPABILITY = (8, 9)
+_INT4_CAPABILITY = (8, 0)
+
+
+def check_quantization(
+    quantization: Quantization, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise `DeviceError` if the device cannot hold or multiply such matrices."""
+    if quantization is Quantization.NONE:
+        return
+    _import_torchao()
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"quantization works on cpu and cuda, not on {device}")
+    if quantization is Quantization.FP8:
+        _check_capability(quantization, device, _FP8_CAPABILITY)
+    if quantization is Quantization.INT4 and device.type == "cuda":
+        _check_capability(quantization, device, _INT4_CAPABILITY)
+        if dtype is not torch.bfloat16:
+            raise DeviceError("int4 on a GPU multiplies bfloat16 only; use --dtype bfloat16")
+
+
+def quantize_linears(
+    module: nn.Module, quantization: Quantization, device: torch.device
+) -> list[str]:
+    """Quantise the linears inside a module in place; return the names of those that stay.
+
+    A linear stays if its sizes are not multiples of what the format groups.
+    """
+    if quantization is Quantization.NONE:
+        return []
+    library = _import_torchao()
+    kept = [name for name, linear in _linears(module) if not _fits(linear, quantization, device)]
+    keep = set(kept)
+    with _quiet():
+        library.quantize_(
+            module,
+            _config(library, quantization, device),
+            filter_fn=lambda one, name: isinstance(one, nn.Linear) and name not in keep,
+        )
+    return kept
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, one in module.named_modules():
+        if isinstance(one, nn.Linear):
+            yield name, one
+
+
+def _fits(linear: nn.Linear, quantization: Quantization, device: torch.device) -> bool:
+    if quantization is Quantization.INT4:
+        return linear.in_features % (_GROUP if device.type == "cpu" else _GROUP_CUDA) == 0
+    if quantization is Quantization.FP8:
+        return linear.in_features % _TILE == 0 and linear.out_features % _TILE == 0
+    return True
+
+
+def _config(library: ModuleType, quantization: Quantization, device: torch.device) -> object:
+    """The library's own description of the format."""
+    if quantization is Quantization.INT8:
+        return library.Int8WeightOnlyConfig(set_inductor_config=False)
+    if quantization is Quantization.FP8:
+        # Activations become fp8 as well, row by row: that is what makes the product itself fast.
+        return library.Float8DynamicActivationFloat8WeightConfig(
+            granularity=library.PerRow(), set_inductor_config=False
+        )
+    if device.type == "cuda":
+        return library.Int4WeightOnlyConfig(
+            group_size=_GROUP_CUDA,
+            int4_packing_format="tile_packed_to_4d",
+            set_inductor_config=False,
+        )
+    # The packed kernels are for GPUs. This keeps each value in a byte: int4's accuracy, but
+    # int8's size.
+    return library.IntxWeightOnlyConfig(
+        weight_dtype=torch.int4,  # type: ignore[attr-defined]  # missing from torch's stubs
+        granularity=library.PerGroup(_GROUP),
+    )
+
+
+def _check_capability(
+    quantization: Quantization, device: torch.device, least: tuple[int, int]
+) -> None:
+    needed = f"{quantization.value} needs an NVIDIA GPU of compute capability {least[0]}.{least[1]}"
+    if device.type != "cuda":
+        raise DeviceError(f"{needed}, not {device}; use int8, or no quantization")
+    found = torch.cuda.get_device_capability(device)
+    if found < least:
+        raise DeviceError(f"{needed}, {device} has {found[0]}.{found[1]}; use int8 instead")
+
+
+def _import_torchao() -> ModuleType:
+    with _quiet():
+        try:
+            return import_module("torchao.quantization")
+        except ImportError:
+            raise DeviceError(
+                "quantization needs torchao; pip install 'deft-vla[quantization]'"
+            ) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's remarks about kernels it could not load, and its own deprecations, in."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
