@@ -18,6 +18,8 @@ COMMANDS = {
     "act": Command("deft_client.commands.act", "send one picture, print the actions"),
     "eval": Command("deft_client.libero.evaluate_command", "play LIBERO episodes, keep results"),
     "report": Command("deft_client.libero.report_command", "results to a page, a table and CSV"),
+    "assets": Command("deft_client.libero.assets_command", "build, show or check LIBERO's assets"),
+    "demos": Command("deft_client.libero.demos_command", "record demonstrations with the expert"),
 }
 
 

@@ -5,9 +5,7 @@ are shared by the process. An episode's outcome depends on task, trial, seed and
 on what the process ran before. The simulator's imports happen when the first environment opens.
 """
 
-import atexit
 import contextlib
-import importlib
 import io
 import logging
 import os
@@ -24,13 +22,14 @@ from numpy.typing import NDArray
 from deft_client.libero import conventions
 from deft_client.libero.assets import Assets, AssetsKind, find_assets, libero_folder
 from deft_client.libero.cache import cache_folder, write_atomically
-from deft_client.libero.errors import AssetsError, GraphicsError, SimulatorMissingError
+from deft_client.libero.camera import Camera, Look
+from deft_client.libero.errors import AssetsError, SimulatorMissingError
 from deft_client.libero.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.init_states import load_initial_states
-from deft_client.libero.meshes import thinned_faces
 from deft_client.libero.scene import Box, Goal, Pose, Scene
 from deft_client.libero.stepping import LeanStepper
 from deft_client.libero.suites import Task
+from deft_client.libero.widening import draw_shifts, footprint
 from deft_client.types import Image
 
 logger = logging.getLogger("deft_client.libero")
@@ -72,10 +71,23 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
+class Variation:
+    """What an episode's beginning depends on besides the trial.
+
+    The seed places the fixtures, which initial states do not hold. Things lie up to `widen_metres`
+    from where the recorded state has them.
+    """
+
+    seed: int = 0
+    widen_metres: float = 0.0
+
+
+@dataclass(frozen=True)
 class EnvironmentSettings:
     """How environments are made; the same settings give the same episodes everywhere."""
 
     seed: int = 0
+    widen_metres: float = 0.0
     frame_size: int = conventions.FRAME_SIZE
     wrist_camera: bool = False
     renderer: Renderer = Renderer.AUTO
@@ -108,7 +120,7 @@ class LiberoEnvironment:
         self._inner: Any = self._control.env
         self._inner._observables = {}  # frames are made here; robosuite's are slower and stale
         self._goal_parts: list[list[str]] = self._inner.parsed_problem["goal_state"]
-        self._camera: _Camera | None = None
+        self._camera: Camera | None = None
         self._stepper: LeanStepper | None = None
         if self._inner.sim.model.nq + self._inner.sim.model.nv + 1 != self.initial_states.shape[1]:
             raise AssetsError(
@@ -122,22 +134,26 @@ class LiberoEnvironment:
         self.restart(trial)
         return self.frame()
 
-    def restart(self, trial: int, state: NDArray[np.float64] | None = None) -> None:
-        """`reset` without a picture; `state` replaces the recorded one, fixtures stay the trial's.
+    def restart(self, trial: int, variation: Variation | None = None) -> None:
+        """`reset` without a picture; a variation replaces the settings' one.
 
         Fixtures are placed by numpy's global generator, which is seeded here and put back after.
         """
         if not 0 <= trial < self.num_trials:
             raise ValueError(f"{self.task.name} has trials 0 to {self.num_trials - 1}, got {trial}")
+        if variation is None:
+            variation = Variation(self.settings.seed, self.settings.widen_metres)
         before = np.random.get_state()
-        np.random.seed((self.settings.seed, trial))
+        np.random.seed((variation.seed, trial))
         try:
             with _quiet():
                 self._inner.reset()
         finally:
             np.random.set_state(before)
-        self._control.set_init_state(self.initial_states[trial] if state is None else state)
-        self._stepper = _lean_stepper(self._inner)
+        self._control.set_init_state(self.initial_states[trial])
+        if variation.widen_metres > 0:
+            self._control.set_init_state(self._widened(trial, variation))
+        self._stepper = LeanStepper(_mujoco(), self._inner)
 
     def step(self, action: NDArray[np.float64]) -> StepResult:
         """Execute one action of 7 robosuite values, then look."""
@@ -161,8 +177,8 @@ class LiberoEnvironment:
     def frame(self) -> Frame:
         """What the cameras and the robot report now."""
         if self._camera is None:
-            size, light = self.settings.frame_size, self.assets.kind is AssetsKind.STAND_IN
-            self._camera = _Camera(self._inner.sim, size, self._renderer, light)
+            look = Look(self._renderer, self.assets.kind is AssetsKind.STAND_IN)
+            self._camera = Camera(_mujoco(), self._inner.sim, self.settings.frame_size, look)
         image = self._camera.look("agentview")
         wrist = self.settings.wrist_camera
         cameras = {"wrist": self._camera.look("robot0_eye_in_hand")} if wrist else {}
@@ -221,6 +237,21 @@ class LiberoEnvironment:
         """The predicates that must all hold for the episode to succeed."""
         return tuple(Goal(*parts) for parts in self._goal_parts)
 
+    def _widened(self, trial: int, variation: Variation) -> NDArray[np.float64]:
+        """The trial's recorded state with things moved about; the same for the same seed."""
+        inner = self._inner
+        state: NDArray[np.float64] = self.initial_states[trial].copy()
+        prints = {
+            name: footprint(boxes, name in inner.objects_dict)
+            for name, boxes in self.boxes().items()
+        }
+        generator = np.random.default_rng((variation.seed, trial))
+        for name, shift in draw_shifts(prints, variation.widen_metres, generator).items():
+            joint = inner.objects_dict[name].joints[-1]
+            start = 1 + inner.sim.model.get_joint_qpos_addr(joint)[0]  # after the time
+            state[start : start + 2] += shift
+        return state
+
     def close(self) -> None:
         """Free simulator and renderer; the environment is of no use afterwards."""
         if self._camera is not None:
@@ -234,81 +265,10 @@ class LiberoEnvironment:
         return Pose(position, np.array(data.site_xmat[number]).reshape(3, 3))
 
 
-class _Camera:
-    """Renders a simulation. `light` leaves out what costs most in software: see docs/assets.md."""
-
-    def __init__(self, sim: Any, size: int, renderer: Renderer, light: bool) -> None:
-        import mujoco
-
-        self._mujoco = mujoco
-        self._model, self._data = sim.model._model, sim.data._data
-        if light:
-            self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
-            self._model.vis.quality.offsamples = 0
-            _thin_meshes(self._model)
-        self._context = _graphics_context(renderer, size)
-        atexit.register(self.close)  # before EGL's own farewell, which would complain
-        self._context.make_current()
-        self._drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
-        self._scene = mujoco.MjvScene(self._model, maxgeom=1000)
-        self._options = mujoco.MjvOption()
-        self._options.geomgroup[0] = 0  # collision shapes stay invisible
-        self._area = mujoco.MjrRect(0, 0, size, size)
-        self._view = mujoco.MjvCamera()
-        self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
-
-    def look(self, name: str) -> Image:
-        """The camera's picture, turned as policies expect it."""
-        mujoco = self._mujoco
-        self._context.make_current()
-        self._view.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, name)
-        everything = mujoco.mjtCatBit.mjCAT_ALL
-        mujoco.mjv_updateScene(
-            self._model, self._data, self._options, None, self._view, everything, self._scene
-        )
-        mujoco.mjr_render(self._area, self._scene, self._drawing)
-        pixels: Image = np.empty((self._area.height, self._area.width, 3), dtype=np.uint8)
-        mujoco.mjr_readPixels(pixels, None, self._area, self._drawing)
-        return conventions.upright(pixels)
-
-    def close(self) -> None:
-        """Free what OpenGL holds."""
-        atexit.unregister(self.close)
-        self._context.make_current()
-        self._drawing.free()
-        self._context.free()
-
-
-def _lean_stepper(inner: Any) -> LeanStepper:
+def _mujoco() -> Any:
     import mujoco
 
-    return LeanStepper(mujoco, inner)
-
-
-def _graphics_context(renderer: Renderer, size: int) -> Any:
-    if renderer is Renderer.NONE:
-        raise GraphicsError("this environment was opened without a renderer, so it has no frames")
-    module = importlib.import_module(f"mujoco.{renderer.value}")
-    return module.GLContext(size, size)
-
-
-def _thin_meshes(model: Any) -> None:
-    """Drop triangles nobody can see from the meshes that are only drawn, never collided with."""
-    is_mesh = model.geom_type == 7  # mjGEOM_MESH
-    colliding = set(model.geom_dataid[is_mesh & (model.geom_group == 0)])
-    for mesh in set(model.geom_dataid[is_mesh]) - colliding:
-        vertices = slice(
-            model.mesh_vertadr[mesh], model.mesh_vertadr[mesh] + model.mesh_vertnum[mesh]
-        )
-        start, count = model.mesh_faceadr[mesh], model.mesh_facenum[mesh]
-        faces, rows = thinned_faces(
-            model.mesh_vert[vertices], model.mesh_face[start : start + count]
-        )
-        stop = start + len(faces)
-        model.mesh_facenormal[start:stop] = model.mesh_facenormal[start : start + count][rows]
-        model.mesh_face[start:stop] = faces
-        model.mesh_facenum[mesh] = len(faces)
+    return mujoco
 
 
 def _prepare_process(cache: Path, libero: Path, renderer: Renderer) -> None:
@@ -358,14 +318,13 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
 
 
 def _warn_of_pixels(assets: Assets) -> None:
-    import mujoco
-
-    version = tuple(int(part) for part in mujoco.__version__.split(".")[:3])
+    text = _mujoco().__version__
+    version = tuple(int(part) for part in text.split(".")[:3])
     if assets.kind is AssetsKind.REAL and version >= _PIXELS_CHANGED_IN:
         logger.warning(
             "MuJoCo %s renders differently from 3.3.2, with which published checkpoints were "
             "trained; for comparable success rates install mujoco==3.3.2",
-            mujoco.__version__,
+            text,
         )
 
 

@@ -1,0 +1,160 @@
+"""Records demonstrations: the expert plays a task, every step is stored with its clean label."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.libero.conventions import WAIT_STEPS, from_robosuite, wait_action
+from deft_client.libero.demonstrations import (
+    Demonstration,
+    DemonstrationHeader,
+    encode_frame,
+    episode_path,
+)
+from deft_client.libero.environment import LiberoEnvironment, Variation
+from deft_client.libero.expert import Expert, Watch
+from deft_client.libero.expert_noise import Disturbance, NoiseSettings
+from deft_client.libero.expert_pick import Label, Phase
+from deft_client.libero.scene import Scene
+from deft_client.libero.suites import find_suite
+
+PHASES = tuple(phase.value for phase in Phase)
+
+
+@dataclass(frozen=True)
+class DemosSettings:
+    """What to record. Changing any of it changes the episodes, so a folder keeps to one."""
+
+    suite: str
+    tasks: tuple[int, ...]
+    episodes: int = 40  # per task; episode e starts from trial trials[e % len(trials)]
+    trials: tuple[int, ...] = tuple(range(40))  # 40 to 49 are kept for evaluation
+    seed: int = 0
+    noise: NoiseSettings = field(default_factory=NoiseSettings)
+    widen_metres: float = 0.0  # every other episode starts from a widened state
+    frame_size: int = 256
+    encoding: str = "jpeg"
+
+
+@dataclass(frozen=True)
+class DemoKey:
+    """One episode of a recording; its random numbers follow from this and the seed alone."""
+
+    task: int
+    episode: int
+
+    def path(self, folder: Path) -> Path:
+        """Where the episode is stored."""
+        return episode_path(folder, self.task, self.episode)
+
+
+def episode_keys(settings: DemosSettings) -> list[DemoKey]:
+    """Every episode, tasks outermost, because building a task's scene takes longest."""
+    return [
+        DemoKey(task, episode) for task in settings.tasks for episode in range(settings.episodes)
+    ]
+
+
+def variation(settings: DemosSettings, key: DemoKey) -> Variation:
+    """How an episode begins: a seed per round, every other episode widened, if any is."""
+    seed = settings.seed + key.episode // len(settings.trials)
+    return Variation(seed, settings.widen_metres if key.episode % 2 else 0.0)
+
+
+def play(environment: LiberoEnvironment, settings: DemosSettings, key: DemoKey) -> Demonstration:
+    """Play one episode with the expert and its noise; it may fail, and says so."""
+    trial = settings.trials[key.episode % len(settings.trials)]
+    generator = np.random.default_rng((settings.seed, key.task, key.episode))
+    disturbance = Disturbance(settings.noise, generator)
+    beginning = variation(settings, key)
+    environment.restart(trial, beginning)
+    for _ in range(WAIT_STEPS):
+        environment.advance(wait_action())
+    expert, watch, track = Expert.for_episode(environment), Watch(), _Track(settings.encoding)
+    succeeded = False
+    for _ in range(find_suite(settings.suite).step_limit):
+        scene = environment.scene()
+        label = expert.label(scene, watch.see(scene))
+        executed = disturbance.disturb(label.action)
+        track.add(environment, scene, label, executed)
+        succeeded = environment.advance(executed)
+        if succeeded:
+            break
+    header = DemonstrationHeader(
+        suite=settings.suite,
+        task=key.task,
+        episode=key.episode,
+        trial=trial,
+        instruction=environment.task.instruction,
+        succeeded=succeeded,
+        assets=environment.assets.label,
+        seed=settings.seed,
+        noise_sigma=disturbance.sigma,
+        widened_metres=beginning.widen_metres,
+        frame_size=settings.frame_size,
+        encoding=settings.encoding,
+        phases=PHASES,
+    )
+    return track.demonstration(header)
+
+
+class _Track:
+    """Gathers the steps of one episode."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+        self._frames: list[bytes] = []
+        self._labels: list[Label] = []
+        self._executed: list[NDArray[np.float64]] = []
+        self._state: list[NDArray[np.float32]] = []
+        self._privileged: list[NDArray[np.float32]] = []
+        self._simulator: list[NDArray[np.float64]] = []
+
+    def add(
+        self,
+        environment: LiberoEnvironment,
+        scene: Scene,
+        label: Label,
+        executed: NDArray[np.float64],
+    ) -> None:
+        """Take note of a step before it is executed."""
+        frame = environment.frame()
+        self._frames.append(encode_frame(frame.image, self._encoding))
+        self._labels.append(label)
+        self._executed.append(from_robosuite(executed))
+        self._state.append(frame.state)
+        self._privileged.append(privileged_numbers(scene, label))
+        self._simulator.append(environment.simulator_state())
+
+    def demonstration(self, header: DemonstrationHeader) -> Demonstration:
+        """Everything gathered."""
+        return Demonstration(
+            header,
+            self._frames,
+            labels=_stacked([from_robosuite(label.action) for label in self._labels]),
+            executed=_stacked(self._executed),
+            state=np.stack(self._state),
+            privileged=np.stack(self._privileged),
+            phase=np.array([PHASES.index(one.phase.value) for one in self._labels], dtype=np.uint8),
+            simulator=np.stack(self._simulator),
+        )
+
+
+def privileged_numbers(scene: Scene, label: Label) -> NDArray[np.float32]:
+    """The row of numbers that `demonstrations.PRIVILEGED` names."""
+    return np.concatenate(
+        [
+            scene.gripper.position,
+            [scene.opening],
+            label.object_position,
+            label.goal_position,
+            label.target,
+        ]
+    ).astype(np.float32)
+
+
+def _stacked(rows: Sequence[NDArray[np.float64]]) -> NDArray[np.float32]:
+    return np.stack(rows).astype(np.float32)
