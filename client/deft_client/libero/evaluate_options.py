@@ -110,6 +110,10 @@ def _add_simulation(group: Group) -> None:
     )
     group.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
     group.add_argument("--step-limit", type=int, metavar="N", help="(default: the suite's)")
+    group.add_argument(
+        "--widen-cm", type=float, default=0.0, metavar="CM",
+        help="move things by up to this far from where the initial states have them",
+    )  # fmt: skip
     group.add_argument("--assets", type=Path, metavar="FOLDER", help="LIBERO's assets folder")
     group.add_argument(
         "--environment", default=LIBERO, metavar="MODULE:FUNCTION", help="another simulator"
@@ -153,7 +157,9 @@ def _checked(options: argparse.Namespace) -> EvaluationOptions:
         folder=options.out,
         source=_source(options),
         simulator=options.environment,
-        environment=EnvironmentSettings(assets_folder=options.assets),
+        environment=EnvironmentSettings(
+            widen_metres=options.widen_cm / 100, assets_folder=options.assets
+        ),
         tasks=options.tasks,
         trials=options.trials,
         num_episodes=options.episodes,
