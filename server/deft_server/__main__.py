@@ -16,6 +16,7 @@ class Command:
 COMMANDS = {
     "serve": Command("deft_server.serve", "answer observations over HTTP and WebSocket"),
     "act": Command("deft_policies.act", "answer pictures without a server"),
+    "bench": Command("deft_policies.benchmark", "measure where the time of an answer goes"),
 }
 
 

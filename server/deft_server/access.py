@@ -75,9 +75,12 @@ def _entry(name: str, row: object, path: Path) -> KeyEntry:
     unknown = set(row) - {"key", "sha256", "rate_per_s", "burst", "admin"}
     if unknown:
         raise KeyFileError(f"{path}: [{name}] has an unknown entry {sorted(unknown)[0]!r}")
+    is_admin = row.get("admin", False)
+    if not isinstance(is_admin, bool):
+        raise KeyFileError(f"{path}: [{name}] admin must be true or false, got {is_admin!r}")
     caller = Caller(
         name,
-        is_admin=bool(row.get("admin", False)),
+        is_admin=is_admin,
         rate_per_s=_number(row, "rate_per_s", name, path),
         burst=_number(row, "burst", name, path),
     )

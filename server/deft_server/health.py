@@ -21,7 +21,7 @@ def build_router(service: Service) -> APIRouter:
 
     async def readyz() -> Response:
         """Ready: a frame sent now would be answered."""
-        service.readiness.require()
+        service.readiness.require_health()
         return PlainTextResponse("ready\n")
 
     async def metrics_page() -> Response:

@@ -53,7 +53,10 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
     root = logging.getLogger()
     root.handlers = [_Tagged(queue)]
-    root.setLevel(settings.log_level.value.upper())
+    level = settings.log_level.value.upper()
+    root.setLevel(level)
+    # What uvicorn says at level info, we say ourselves.
+    logging.getLogger("uvicorn").setLevel("DEBUG" if level == "DEBUG" else "WARNING")
     listener = QueueListener(queue, handler)
     listener.start()
     return listener

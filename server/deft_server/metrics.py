@@ -82,6 +82,12 @@ class Metrics:
         )
         self.ready = Gauge("deft_ready", "1 where frames are answered", registry=registry)
         self.waiting = Gauge("deft_waiting_frames", "Frames waiting", registry=registry)
+        self.in_flight = Gauge(
+            "deft_frames_with_policy", "Frames in the batch in hand", registry=registry
+        )
+        self.in_hand = Gauge(
+            "deft_requests_in_hand", "Requests not answered yet", registry=registry
+        )
         self.sessions = Gauge("deft_sessions", "Sessions remembered", registry=registry)
 
     def page(self) -> bytes:

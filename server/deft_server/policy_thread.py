@@ -14,7 +14,9 @@ from threading import Thread
 from typing import Protocol
 
 from deft_policies.base import ActRequest, Policy
+from deft_policies.errors import PolicyError
 from deft_server.attempts import Attempts, answer_batch
+from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,10 @@ class PolicyThread:
         try:
             policy = self._load()
             policy.warm_up()
+        except (PolicyError, SettingsError) as error:
+            logger.error("the policy could not be loaded: %s", error)
+            self._report(partial(self._listener.policy_broken, self, error))
+            return
         except Exception as error:
             logger.exception("the policy could not be loaded")
             self._report(partial(self._listener.policy_broken, self, error))

@@ -8,7 +8,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from deft_server import request_ids
-from deft_server.errors import Problem, problem_of
+from deft_server.errors import PolicyFailedError, Problem, problem_of
 
 CONTENT_TYPE = "application/problem+json"
 
@@ -18,10 +18,18 @@ logger = logging.getLogger(__name__)
 def describe(error: Exception, connection: HTTPConnection | None = None) -> Problem:
     """Look an error up, and log it if it is the server's fault."""
     problem = problem_of(error)
-    if problem.kind.status >= 500 and problem.retry_after_s is None:
+    if problem.kind.status == 500:
         path = "" if connection is None else connection.url.path
+        # The policy thread has logged the traceback of its own failures already.
+        traceback = None if isinstance(error, PolicyFailedError) else error
         logger.error(
-            "%d %s on %s: %s", problem.kind.status, problem.kind.name, path, error, exc_info=error
+            "%s on %s, request %s: %s (%r)",
+            problem.kind.name,
+            path,
+            request_ids.current.get(),
+            error,
+            error.__cause__,
+            exc_info=traceback,
         )
     return problem
 

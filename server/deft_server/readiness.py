@@ -53,3 +53,8 @@ class Readiness:
         """Raise `NotReadyError` where no frame can be taken."""
         if self._phase not in _TAKES_FRAMES:
             raise NotReadyError(self.sentence)
+
+    def require_health(self) -> None:
+        """Raise `NotReadyError` where a frame would hardly be answered: for load balancers."""
+        if self._phase is not Phase.READY:
+            raise NotReadyError(self.sentence)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deft_policies.base import ActionLimits, LimitedPolicy, Policy
 from deft_server.errors import UnsafeAnswerError
 from deft_server.sessions import RobotSession
-from deft_server.settings import OnSuddenStep, Settings
+from deft_server.settings import OnSuddenStep, Settings, SettingsError
 
 # Actions are computed from the same statistics as the range; only rounding may set them apart.
 ROUNDING = 1e-6
@@ -37,6 +37,12 @@ class SafetyGuard:
             pattern: np.array(row) for pattern, row in settings.step_limits.items()
         }
         self._limits: dict[str | None, ActionLimits] = {}
+        for pattern, limit in self._step_limits.items():
+            if limit.size != policy.info.action_dim:
+                raise SettingsError(
+                    f"step_limits of {pattern!r} has {limit.size} numbers, but an action of "
+                    f"{policy.info.policy} has {policy.info.action_dim} dimensions"
+                )
 
     def check(
         self,
@@ -83,17 +89,12 @@ class SafetyGuard:
         last: NDArray[np.float64] | None,
         limit: NDArray[np.float64],  # [action_dim]
     ) -> CheckedActions:
-        if limit.shape != actions.shape[1:]:
-            raise UnsafeAnswerError(
-                f"step_limits has {limit.size} numbers, an action has {actions.shape[1]}; "
-                "nothing is sent until they agree"
-            )
         limited = limit_steps(actions, last, limit)
         if np.array_equal(limited, actions):
             return CheckedActions(actions)
         if self._on_sudden_step is OnSuddenStep.ERROR:
             raise UnsafeAnswerError(
-                "the policy's answer is further from the last action than allowed"
+                "a step of the policy's answer is larger than step_limits allow"
             )
         return CheckedActions(limited, is_clamped=True)
 

@@ -28,6 +28,8 @@ from deft_server.readiness import Phase, Readiness
 from deft_server.settings import OnHang, Settings
 from deft_server.waiting_line import LineRules, Ticket, Verdict, WaitingLine
 
+STOP_TIMEOUT_S = 5.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -90,6 +92,7 @@ class Scheduler:
         self._wake: asyncio.TimerHandle | None = None
         self._hang_timer: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self._line))
+        metrics.in_flight.set_function(lambda: len(self._batch))
         metrics.max_batch.set(settings.max_batch)
 
     @property
@@ -135,7 +138,8 @@ class Scheduler:
         for timer in (self._wake, self._hang_timer):
             if timer is not None:
                 timer.cancel()
-        patience_s = 0.0 if self._batch else 5.0
+        is_idle = not self._line.in_flight
+        patience_s = STOP_TIMEOUT_S if is_idle else 0.0
         if not await asyncio.to_thread(self._thread.stop, patience_s):
             logger.warning("the policy thread is left behind: it is still busy")
 

@@ -24,10 +24,11 @@ from deft_server.access import KeyFileError
 from deft_server.app import DeftApp, create_app
 from deft_server.http_protocol import build_protocol
 from deft_server.logs import start_logging
+from deft_server.protocols import STANDARD_PROTOCOLS
 from deft_server.readiness import Phase
 from deft_server.service import Service
-from deft_server.settings import Settings
-from deft_server.settings_sources import SettingsError, Source
+from deft_server.settings import Settings, SettingsError
+from deft_server.settings_sources import Source
 
 DEFAULT_POLICY = "constant"
 LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
@@ -47,25 +48,32 @@ class ExitCode(IntEnum):
 def main(arguments: list[str]) -> int:
     """Serve; return the exit code."""
     try:
-        app, settings = _prepare(arguments, os.environ)
-        listening = _listen(settings)
+        code = run(_prepare(arguments, os.environ))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS
+    if code is ExitCode.POLICY_HANGS:
+        os._exit(code)  # its thread might keep the interpreter from ending
+    return code
+
+
+def run(app: DeftApp) -> ExitCode:
+    """Serve an app until a signal, or until its policy is beyond help; raise `SettingsError`."""
+    settings = app.service.settings
+    config = _uvicorn_config(app, settings)
+    listening = _listen(settings)
     _allow_many_connections(settings.max_connections)
     log = start_logging(settings)
-    server = _Server(_uvicorn_config(app, settings), app.service)
+    server = _Server(config, app.service)
     logger.info("listening on %s", _url(settings, listening))
-    gc.freeze()  # what exists now lives as long as the process: no need to look at it again
     server.run(sockets=[listening])
+    logger.info("stopped: %s", server.exit_code.name.lower())
     log.stop()
-    if server.exit_code is ExitCode.POLICY_HANGS:
-        os._exit(server.exit_code)  # its thread would keep the interpreter from ending
     return server.exit_code
 
 
-def _prepare(arguments: list[str], environment: Mapping[str, str]) -> tuple[DeftApp, Settings]:
-    """Return the app and its settings, as flags, environment and file want them."""
+def _prepare(arguments: list[str], environment: Mapping[str, str]) -> DeftApp:
+    """Return the app that flags, environment and file describe."""
     first = argparse.ArgumentParser(prog="deft serve", add_help=False, allow_abbrev=False)
     _add_own_flags(first)
     known = first.parse_known_args(arguments)[0]
@@ -86,7 +94,7 @@ def _prepare(arguments: list[str], environment: Mapping[str, str]) -> tuple[Deft
     settings_sources.add_flags(parser)
     options = parser.parse_args([*file.policy_flags, *said.policy_flags, *arguments])
     settings = settings_sources.build_settings(vars(options), said.settings, file.settings)
-    return create_app(lambda: entry.load(options), settings), settings
+    return create_app(lambda: entry.load(options), settings, STANDARD_PROTOCOLS)
 
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +160,9 @@ class _Server(uvicorn.Server):
         self._service = service
         self._stopping: asyncio.Task[None] | None = None
         service.scheduler.on_fatal = self._give_up
+        # What exists once the policy is warm lives as long as the process; the garbage collector
+        # need not look at it again, and its longest pauses are gone.
+        service.scheduler.on_ready = gc.freeze
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

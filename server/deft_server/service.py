@@ -50,6 +50,7 @@ class Service:
         self.describers: list[Describe] = []  # what protocols add to the details of `info`
         self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
+        self.metrics.in_hand.set_function(lambda: self.num_in_hand)
         self.metrics.ready.set_function(lambda: self.readiness.phase is Phase.READY)
 
     @property

@@ -16,6 +16,10 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
+class SettingsError(Exception):
+    """A setting has an unknown name or an unusable value; the message says which and why."""
+
+
 class Fallback(Enum):
     """What a robot gets in place of an answer that cannot be given."""
 

@@ -18,7 +18,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from deft_server.settings import Settings
+from deft_server.settings import Settings, SettingsError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,10 +28,6 @@ else:
 ENVIRONMENT_PREFIX = "DEFT_SERVER_"
 POLICY_OPTIONS = "policy_options"
 NOT_FLAGS = ("step_limits",)  # tables are for the file
-
-
-class SettingsError(Exception):
-    """A setting has an unknown name or an unusable value; the message says which and why."""
 
 
 @dataclass(frozen=True)

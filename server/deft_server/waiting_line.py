@@ -51,6 +51,15 @@ class Ticket:
     is_running: bool = False
 
 
+@dataclass(frozen=True, order=True)
+class _Turn:
+    """Whose turn it is: the earlier due, then the longer in line."""
+
+    due_s: float
+    number: int
+    since_s: float
+
+
 class Verdict(Enum):
     """What becomes of a frame that is offered."""
 
@@ -85,7 +94,7 @@ class WaitingLine:
         self.max_batch = rules.max_batch
         self.service_time = ServiceTime()
         self._waiting: dict[int, Ticket] = {}
-        self._due_s: dict[int, float] = {}
+        self._turns: dict[int, _Turn] = {}
         self._in_flight: tuple[Ticket, ...] = ()
         self._started_s = -math.inf
         self._measured_s = -math.inf
@@ -104,8 +113,8 @@ class WaitingLine:
         """Let a frame join the line, or say why it may not."""
         self._rhythm.asked(ticket.flow, now_s)
         older = self._waiting_of(ticket) if ticket.is_session else None
-        due_s = self._due_of(ticket, older, now_s)
-        if self._is_hopeless(ticket, due_s, now_s):
+        turn = self._turn_of(ticket, older, now_s)
+        if self._is_hopeless(ticket, turn, now_s):
             return Offer(Verdict.TOO_LATE)
         crowded_out = None
         if older is None and len(self._waiting) >= self._room_for(ticket):
@@ -116,13 +125,14 @@ class WaitingLine:
             if leaving is not None:
                 self.withdraw(leaving.number)
         self._waiting[ticket.number] = ticket
-        self._due_s[ticket.number] = due_s
+        self._turns[ticket.number] = turn
+        self._spend_share(ticket.flow, now_s)
         return Offer(Verdict.WAITS, older, crowded_out)
 
     def withdraw(self, number: int) -> None:
         """Take a frame out of the line, if it is still in it."""
         self._waiting.pop(number, None)
-        self._due_s.pop(number, None)
+        self._turns.pop(number, None)
 
     def forget(self, flow: str) -> Ticket | None:
         """Take out what a session has waiting, because it was reset; return that."""
@@ -166,30 +176,35 @@ class WaitingLine:
     def _waiting_of(self, ticket: Ticket) -> Ticket | None:
         return next((one for one in self._waiting.values() if one.flow == ticket.flow), None)
 
-    def _due_of(self, ticket: Ticket, older: Ticket | None, now_s: float) -> float:
-        """Return when a frame is due; one that replaces another is due no later than that was."""
-        if ticket.deadline_s < math.inf:
-            due_s = ticket.deadline_s
-        else:
-            share_s = self.service_time.expect(self.max_batch) / self.max_batch
-            used_s = max(now_s, self._share_used_s.get(ticket.flow, now_s)) + share_s
-            self._spend_share(ticket.flow, used_s, now_s)
-            due_s = used_s - share_s + self.rules.patience_s
-        return due_s if older is None else min(due_s, self._due_s[older.number])
+    def _turn_of(self, ticket: Ticket, older: Ticket | None, now_s: float) -> _Turn:
+        """Return a frame's turn; one that replaces another is due no later than that was."""
+        due_s = ticket.deadline_s
+        if due_s == math.inf:
+            due_s = self._fair_start_s(ticket.flow, now_s) + self.rules.patience_s
+        if older is None:
+            return _Turn(due_s, ticket.number, ticket.arrived_s)
+        turn = self._turns[older.number]
+        return _Turn(min(due_s, turn.due_s), turn.number, turn.since_s)
 
-    def _spend_share(self, flow: str, used_s: float, now_s: float) -> None:
-        self._share_used_s[flow] = used_s
+    def _fair_start_s(self, flow: str, now_s: float) -> float:
+        """Return now, or later if the flow has used up its share until then."""
+        return max(now_s, self._share_used_s.get(flow, now_s))
+
+    def _spend_share(self, flow: str, now_s: float) -> None:
+        """Take one frame's part of the policy's time off what a flow may still ask for."""
+        share_s = self.service_time.expect(self.max_batch) / self.max_batch
+        self._share_used_s[flow] = self._fair_start_s(flow, now_s) + share_s
         if len(self._share_used_s) > 2 * self.rules.max_waiting:
             kept = {name: used for name, used in self._share_used_s.items() if used > now_s}
             self._share_used_s = kept
 
-    def _is_hopeless(self, ticket: Ticket, due_s: float, now_s: float) -> bool:
+    def _is_hopeless(self, ticket: Ticket, turn: _Turn, now_s: float) -> bool:
         """Would a frame be answered after its deadline, as far as fresh measurements tell?"""
         if ticket.deadline_s <= now_s:
             return True
         if now_s - self._measured_s > STALE_AFTER_S and not self._in_flight:
             return False
-        ahead = sum(due <= due_s for due in self._due_s.values())
+        ahead = sum(other < turn for other in self._turns.values())
         full_batches = ahead // self.max_batch
         ready_s = now_s + self._busy_s(now_s)
         ready_s += full_batches * self.service_time.expect(self.max_batch)
@@ -223,9 +238,7 @@ class WaitingLine:
 
     def _choose(self, now_s: float) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Return the batch to start now, and the frames whose deadline cannot be met any more."""
-        ordered = sorted(
-            self._waiting.values(), key=lambda one: (self._due_s[one.number], one.number)
-        )
+        ordered = sorted(self._waiting.values(), key=lambda one: self._turns[one.number])
         chosen: list[Ticket] = []
         expired: list[Ticket] = []
         tightest_s = math.inf
@@ -242,9 +255,6 @@ class WaitingLine:
                 tightest_s = limit_s
         return tuple(chosen), tuple(expired)
 
-    def _rank(self, ticket: Ticket) -> tuple[float, int]:
-        return self._due_s[ticket.number], ticket.number
-
     def _believed_s(self, size: int, now_s: float) -> float:
         if now_s - self._measured_s > STALE_AFTER_S:
             return 0.0
@@ -254,7 +264,7 @@ class WaitingLine:
         """Return how much longer a batch should wait for company."""
         if not chosen or len(chosen) >= self.max_batch:
             return 0.0
-        until_s = min(one.arrived_s for one in chosen) + self.rules.max_wait_s
+        until_s = self.rules.max_wait_s + min(self._turns[one.number].since_s for one in chosen)
         slack_s = min(one.deadline_s for one in chosen) - self._believed_s(self.max_batch, now_s)
         until_s = min(until_s, slack_s)
         since_s = now_s - self.rules.max_wait_s  # robots are late by a little, too

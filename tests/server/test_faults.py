@@ -1,0 +1,223 @@
+"""What networks, clients, policies and operators do to a server in its own process."""
+
+import base64
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from websockets.sync.client import connect as open_stream
+
+from deft_client import wire
+from deft_client.types import ActOptions
+from tests.server.fakes import MSGPACK, packed
+from tests.server.process import ServerProcess, serving
+
+IDLE_SOCKETS = 1000
+_WEBSOCKET_KEY = base64.b64encode(bytes(16)).decode()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """Return a server whose patience is short."""
+    with serving(settings="header_timeout_s=0.3, body_timeout_s=0.3") as server:
+        server.wait_until_ready()
+        yield server
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def head(length: int, path: str = "/v1/act") -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/msgpack\r\n"
+        f"content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def still_answers(server: ServerProcess) -> bool:
+    response = server.http.post("/v1/act", content=packed(), headers=MSGPACK)
+    return response.status_code == 200
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    for line in server.http.get("/metrics").text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+def until(server: ServerProcess, name: str, value: float) -> None:
+    for _ in range(2000):
+        if metric(server, name) == value:
+            return
+    raise AssertionError(f"{name} never was {value}")
+
+
+def test_a_caller_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
+    server: ServerProcess,
+):
+    for _ in range(5):
+        with connect(server) as caller:
+            caller.sendall(head(1000) + bytes(300))
+    until(server, "deft_requests_in_hand", 1)  # the request for the metrics itself
+    assert still_answers(server)
+
+
+def test_a_body_that_drips_is_cut_off(server: ServerProcess):
+    with connect(server) as caller:
+        caller.sendall(head(1000) + bytes(10))
+        assert caller.recv(4096).startswith(b"HTTP/1.1 408 ")
+    assert still_answers(server)
+
+
+def test_headers_that_drip_are_cut_off(server: ServerProcess):
+    with connect(server) as slow, connect(server) as silent:
+        slow.sendall(b"POST /v1/act HTTP/1.1\r\nhost")
+        assert slow.recv(4096) == b""
+        assert silent.recv(4096) == b""
+    assert still_answers(server)
+
+
+def test_headers_that_drip_on_a_used_connection_are_cut_off(server: ServerProcess):
+    with connect(server) as caller:
+        body = packed()
+        caller.sendall(head(len(body)) + body)
+        assert caller.recv(4096).startswith(b"HTTP/1.1 200 ")
+        caller.sendall(b"POST /v1/act HT")
+        while received := caller.recv(4096):
+            assert b"HTTP/1.1" not in received
+    assert still_answers(server)
+
+
+def test_a_connection_may_idle_between_two_frames_for_longer_than_headers_may_take(
+    server: ServerProcess,
+):
+    with httpx.Client(base_url=server.url) as client:
+        pause = threading.Event()
+        for _ in range(2):
+            assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+            pause.wait(0.5)
+
+
+def test_a_thousand_idle_streams_do_not_disturb_anybody(server: ServerProcess):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * IDLE_SOCKETS:
+        pytest.skip(f"this system allows {hard} open files only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * IDLE_SOCKETS), hard))
+    handshake = (
+        "GET /v1/stream HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        f"sec-websocket-version: 13\r\nsec-websocket-key: {_WEBSOCKET_KEY}\r\n\r\n"
+    ).encode()
+    idle = [connect(server) for _ in range(IDLE_SOCKETS)]
+    try:
+        for caller in idle:
+            caller.sendall(handshake)
+        for caller in idle:
+            assert caller.recv(4096).startswith(b"HTTP/1.1 101 ")
+        assert still_answers(server)
+        assert server.http.get("/healthz").text == "OK\n"
+    finally:
+        for caller in idle:
+            caller.close()
+    assert still_answers(server)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """Return the file whose appearance lets a `FileGatedPolicy` answer."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def gated(gate: Path) -> Iterator[ServerProcess]:
+    with serving(f"FileGatedPolicy(gate={str(gate)!r})") as server:
+        server.wait_until_ready()
+        yield server
+
+
+def test_a_caller_that_hangs_up_while_it_waits_is_not_computed_for(
+    gated: ServerProcess, gate: Path
+):
+    body = packed(ActOptions(session_id="first"))
+    with connect(gated) as first:
+        first.sendall(head(len(body)) + body)
+        until(gated, "deft_frames_with_policy", 1)
+        body = packed(ActOptions(session_id="second"))
+        with connect(gated) as second:
+            second.sendall(head(len(body)) + body)
+            until(gated, "deft_waiting_frames", 1)
+        until(gated, "deft_waiting_frames", 0)
+        gate.touch()
+        assert first.recv(4096).startswith(b"HTTP/1.1 200 ")
+    assert metric(gated, "deft_batch_size_sum") == 1
+
+
+def test_sigterm_under_load_answers_what_is_in_hand_and_exits_with_0(
+    gated: ServerProcess, gate: Path
+):
+    def act(number: int) -> httpx.Response:
+        body = packed(ActOptions(session_id=f"s{number}"))
+        return httpx.post(f"{gated.url}/v1/act", content=body, headers=MSGPACK, timeout=30)
+
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(act, 0)
+        until(gated, "deft_frames_with_policy", 1)
+        others = [pool.submit(act, number) for number in range(1, 6)]
+        until(gated, "deft_waiting_frames", 5)
+        gated.process.send_signal(signal.SIGTERM)
+        gate.touch()
+        assert [one.result().status_code for one in (first, *others)] == [200] * 6
+    assert gated.ended_with() == 0
+    with pytest.raises(ConnectionRefusedError):
+        connect(gated)
+
+
+def test_sigterm_answers_the_frame_of_a_stream_before_it_closes_it(
+    gated: ServerProcess, gate: Path
+):
+    with open_stream(f"ws://127.0.0.1:{gated.port}/v1/stream") as stream:
+        stream.send(packed())
+        until(gated, "deft_frames_with_policy", 1)
+        gated.process.send_signal(signal.SIGTERM)
+        gate.touch()
+        reply = stream.recv(timeout=20)
+        assert isinstance(reply, bytes)
+        assert wire.decode_answer(reply).actions.shape == (1, 7)
+    assert gated.ended_with() == 0
+
+
+def test_a_policy_that_hangs_ends_the_process_with_a_code_of_its_own():
+    with serving("FileGatedPolicy(gate='/nowhere')", "hang_after_s=0.2") as server:
+        server.wait_until_ready()
+        response = httpx.post(f"{server.url}/v1/act", content=packed(), headers=MSGPACK, timeout=20)
+        assert response.status_code == 503
+        assert "hangs" in response.json()["detail"]
+        assert server.ended_with() == 4
+        assert any("the policy hangs" in line for line in server.log)
+
+
+def test_a_policy_that_cannot_be_loaded_ends_the_process_and_says_why():
+    broken = "(lambda: (_ for _ in ()).throw(DeviceError('this machine has no GPU')))"
+    with serving(broken) as server:
+        assert server.ended_with() == 3
+        assert any("this machine has no GPU" in line for line in server.log)
+
+
+def test_a_port_that_is_taken_is_named(server: ServerProcess):
+    code = (
+        f"from deft_server.serve import main; raise SystemExit(main(['--port', '{server.port}']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
