@@ -14,7 +14,7 @@ from deft_server.gate import ADMIN_PREFIX
 from deft_server.recording import Recording, RecordingMetrics
 from deft_server.recording_files import RecordingRules
 from deft_server.service import Service
-from deft_server.settings_sources import SettingsError
+from deft_server.settings import SettingsError
 
 
 def build_routes(service: Service) -> Sequence[BaseRoute]:

@@ -210,10 +210,10 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(policy: ThreeDatase
     app = build_app(policy, settings=Settings(max_batch=1))
     with running(app) as address, connect(f"ws://{address}/") as busy:
         with connect(f"ws://{address}/") as leaving:
-            for socket in (busy, leaving):
+            for number, socket in enumerate((busy, leaving), 1):
                 socket.recv()
                 socket.send(OBSERVATION)
-            until(lambda: len(app.service.sessions) == 2)
+                until(lambda wanted=number: len(app.service.sessions) == wanted)
         until(lambda: len(app.service.sessions) == 1)
         gate.set()
         assert isinstance(busy.recv(), bytes)
