@@ -110,6 +110,8 @@ class TinyTarget:
     action_tokens: TokenRange = ACTIONS
     vocabulary: TokenRange = TokenRange(0, VOCABULARY - 1)
 
+    widest_tree: int = 64
+
     def __post_init__(self) -> None:
         self._sequences: list[Tensor] = []  # [position, width], committed inputs of each row
         self._tree: DraftTree | None = None
@@ -149,16 +151,18 @@ class TinyTarget:
         return torch.tensor([len(sequence) for sequence in self._sequences])
 
     def _score(self, tree: DraftTree, num_skipped: int) -> Scores:
-        hidden = torch.stack([self._score_row(tree, row, num_skipped) for row in _rows_of(tree)])
+        """Every node of every row as a sequence of its own; padding behind it sees nothing."""
+        sequences = []
+        for row in _rows_of(tree):
+            for node in range(tree.num_nodes):
+                path = path_to(tree, row, node)[num_skipped:]
+                guessed = self.decoder.embedding(tree.tokens[row, path])
+                sequences.append(torch.cat((self._sequences[row], guessed)))
+        padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        ends = torch.tensor([len(one) - 1 for one in sequences])
+        hidden = self.decoder(padded)[torch.arange(len(ends)), ends]
+        hidden = hidden.view(*tree.tokens.shape, -1)
         return Scores(self.logits(hidden), hidden)
-
-    def _score_row(self, tree: DraftTree, row: int, num_skipped: int) -> Tensor:
-        nodes = []
-        for node in range(tree.num_nodes):
-            path = path_to(tree, row, node)[num_skipped:]
-            guessed = self.decoder.embedding(tree.tokens[row, path])
-            nodes.append(self.decoder(torch.cat((self._sequences[row], guessed))[None])[0, -1])
-        return torch.stack(nodes)
 
 
 def _rows_of(tree: DraftTree) -> range:

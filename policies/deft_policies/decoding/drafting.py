@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deft_policies.decoding.drafts.merge import join, tree_of_guesses, trimmed
+from deft_policies.decoding.drafts.merge import cut, join, tree_of_guesses, trimmed
 from deft_policies.decoding.drafts.source import DraftKind, Grower, Guesser, Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.plan import PLAIN, Plan
@@ -48,21 +48,22 @@ class Sources:
         return any(one.needs_hidden for one in self.growers_of(plan.rounds))
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a batch starts from, and how wide a tree its target can take."""
+
+    prompts: Prompts
+    sessions: Sequence[ActionHistory]
+    history: HistoryTensors
+    widest_tree: int
+
+
 class PlannedDrafting:
     """The guesses of one batch, by one plan."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        plan: Plan,
-        prompts: Prompts,
-        histories: Sequence[ActionHistory],
-        history: HistoryTensors,
-    ) -> None:
+    def __init__(self, sources: Sources, plan: Plan, seen: Seen) -> None:
         self._plan = plan
-        self._prompts = prompts
-        self._histories = histories
-        self._history = history
+        self._seen = seen
         self._riders = sources.guessers_of(plan.prefill)
         self._guessers = sources.guessers_of(plan.rounds)
         self._growers = sources.growers_of(plan.rounds)
@@ -75,7 +76,7 @@ class PlannedDrafting:
     def begin(self, features: PromptFeatures) -> None:
         """Hand the prompt to the growers."""
         for grower in self._growers:
-            grower.begin(self._prompts, features)
+            grower.begin(self._seen.prompts, features)
 
     def between_passes(self, progress: Progress) -> DraftTree:
         """One tree of everything the plan drafts between passes."""
@@ -86,24 +87,25 @@ class PlannedDrafting:
             if progress.depth > 0 or shape.is_fixed
         ]
         guessed = self._guess(self._guessers, progress)
-        if guessed.num_nodes > 1 or not grown:
-            return join([*grown, guessed])
-        return join(grown)
+        trees = [*grown, guessed] if guessed.num_nodes > 1 or not grown else grown
+        return cut(join(trees), self._seen.widest_tree)
 
     def _guess(self, guessers: Sequence[Guesser], progress: Progress) -> DraftTree:
         able = [
             one
             for one in guessers
-            if progress.last is not None or one.can_guess(self._prompts, self._histories)
+            if progress.last is not None or one.can_guess(self._seen.prompts, self._seen.sessions)
         ]
         if not able or progress.depth == 0:
             return DraftTree.root_only(progress.roots)
         guesses = [self._ask(one, progress) for one in able]
-        return trimmed(tree_of_guesses(guesses, [one.kind for one in able], progress))
+        tree = tree_of_guesses(guesses, [one.kind for one in able], progress)
+        return cut(trimmed(tree), self._seen.widest_tree)
 
     def _ask(self, guesser: Guesser, progress: Progress) -> Guesses:
+        seen = self._seen
         if not guesser.is_fixed:
-            return guesser.guess(self._prompts, self._history, progress)
+            return guesser.guess(seen.prompts, seen.history, progress)
         if guesser.kind not in self._fixed:
-            self._fixed[guesser.kind] = guesser.guess(self._prompts, self._history, progress)
+            self._fixed[guesser.kind] = guesser.guess(seen.prompts, seen.history, progress)
         return self._fixed[guesser.kind]

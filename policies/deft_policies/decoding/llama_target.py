@@ -86,6 +86,11 @@ class LlamaTarget:
         return self._action_tokens
 
     @property
+    def widest_tree(self) -> int:
+        """Nodes of the largest tree the cache has room for."""
+        return self._room.nodes
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.decoder.embedding.weight.device

@@ -6,16 +6,23 @@ from dataclasses import dataclass, replace
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.scored import ActionContext
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
-from deft_policies.decoding.drafting import PlannedDrafting, Sources
+from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
+from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions, RopeOffset
+from deft_policies.decoding.drafts.medusa import MedusaDrafts
 from deft_policies.decoding.drafts.memory import (
     Extrapolation,
     NgramLookup,
     PreviousAction,
     Recycled,
 )
+from deft_policies.decoding.drafts.retrieval import Retrieval
+from deft_policies.decoding.drafts.small_model import SmallModelDrafts
 from deft_policies.decoding.drafts.source import Grower, Guesser
+from deft_policies.decoding.eagle import EagleHead, KeyMask
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.presets import Preset
+from deft_policies.decoding.retrieval import RetrievalIndex
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.trace import StageClock
@@ -34,6 +41,14 @@ class DecodeRow:
 @dataclass(frozen=True)
 class DraftModels:
     """What drafts with weights or data of its own; None for what is not there."""
+
+    head: EagleHead | None = None
+    rope_offset: RopeOffset = RopeOffset.CORRECT
+    key_mask: KeyMask = KeyMask.CAUSAL
+    medusa: MedusaHeads | None = None
+    index: RetrievalIndex | None = None
+    small_model: TargetModel | None = None
+    patch_share: float = 1.0  # of the image patches that the small model looks at
 
 
 class Decoder:
@@ -67,7 +82,9 @@ class Decoder:
         keep_hidden = self._verifier.needs_patches or self._sources.needs_hidden(plan)
         prompts = replace(prompts, keep_hidden=keep_hidden)
         state = RunState(self.target, self._verifier, context, wants_margins)
-        drafting = PlannedDrafting(self._sources, plan, prompts, histories, history)
+        drafting = PlannedDrafting(
+            self._sources, plan, Seen(prompts, histories, history, self.target.widest_tree)
+        )
         run = run_actions(state, prompts, drafting, clock)
         traces = run.read(self.preset.name, clock)
         for trace, one in zip(traces, histories, strict=True):
@@ -98,11 +115,20 @@ def build_decoder(
 
 def build_sources(target: TargetModel, preset: Preset, models: DraftModels) -> Sources:
     """Collect every draft source that can be built."""
-    guessers: tuple[Guesser, ...] = (
+    guessers: list[Guesser] = [
         PreviousAction(),
         Extrapolation(target.action_tokens),
         NgramLookup(),
         Recycled(),
-    )
-    growers: tuple[Grower, ...] = ()
-    return Sources(guessers, growers)
+    ]
+    if models.index is not None:
+        guessers.append(Retrieval(models.index))
+    growers: list[Grower] = []
+    if models.head is not None:
+        options = HeadOptions(models.rope_offset, models.key_mask, preset.whole_vocabulary)
+        growers.append(HeadDrafts(models.head, target, options))
+    if models.medusa is not None:
+        growers.append(MedusaDrafts(models.medusa, target))
+    if models.small_model is not None:
+        growers.append(SmallModelDrafts(models.small_model, models.patch_share))
+    return Sources(tuple(guessers), tuple(growers))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
 from deft_policies.decoding.drafts.source import PassResult, Progress
+from deft_policies.decoding.maximum import first_maximum, top_gap
 from deft_policies.decoding.records import ActionRun, PassRecord
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.trace import Stage, StageClock
@@ -155,10 +156,10 @@ class RunState:
     def _margins(self) -> Tensor:
         """Top-2 gaps of the logits along every path, in one call over all passes."""
         logits = torch.cat([logits for logits, _ in self._written], dim=1)
-        top = logits.topk(2, dim=2).values
+        gaps = top_gap(logits, first_maximum(logits))
         places = torch.cat([places for _, places in self._written], dim=1)
-        margins = torch.zeros(self.tokens.shape, device=top.device)
-        margins.scatter_(1, places, top[:, :, 0] - top[:, :, 1])
+        margins = torch.zeros(self.tokens.shape, device=gaps.device)
+        margins.scatter_(1, places, gaps)
         return margins[:, : self.length]
 
 

@@ -58,6 +58,10 @@ class TargetModel(Protocol):
     def action_tokens(self) -> TokenRange:
         """Token ids that stand for bins. `action_tokens.last` is the lowest value for OpenVLA."""
 
+    @property
+    def widest_tree(self) -> int:
+        """Nodes of the largest tree it has room for, the root included."""
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, [..., width]."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deft_policies.decoding.acceptance.rule import AcceptanceRule
 from deft_policies.decoding.acceptance.scored import ScoredTree
+from deft_policies.decoding.maximum import first_maximum
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 
@@ -16,7 +17,6 @@ class TieBreak(Enum):
     """Which of several longest accepted paths wins."""
 
     CLOSEST = "closest"  # smallest total distance in bins, then the likelier draft, then the first
-    CLOSEST_ROW = "closest-row"  # smallest total distance, then as FIRST_ROW
     FIRST_ROW = "first-row"  # the path of the first leaf, in node order, below it (EAGLE, Spec-VLA)
 
 
@@ -50,7 +50,7 @@ class Verifier:
 
     def predict(self, tree: DraftTree, scores: Scores, num_committed: Tensor) -> Tensor:
         """The target's token after each node, [row, node]."""
-        best = scores.logits.argmax(dim=2)
+        best = first_maximum(scores.logits)
         return best + self.first_token if self.first_token else best
 
     def judge(self, scored: ScoredTree) -> Verdict:
@@ -98,11 +98,8 @@ def _preference(scored: ScoredTree, accepted: Tensor, tie_break: TieBreak) -> Te
         return 1.0 - _first_leaf(scored).double() / (num_nodes + 1)
     far = scored.deviations.abs().masked_fill(~accepted, 0)
     distance = scored.sum_along_paths(far).double()
-    if tie_break is TieBreak.CLOSEST_ROW:
-        second = _first_leaf(scored).double() / (num_nodes + 1)
-    else:
-        second = torch.sigmoid(-scored.tree.log_probs.double())
-    return 1.0 / (1.0 + distance + 0.5 * second)
+    unlikely = torch.sigmoid(-scored.tree.log_probs.double())
+    return 1.0 / (1.0 + distance + 0.5 * unlikely)
 
 
 def _first_leaf(scored: ScoredTree) -> Tensor:

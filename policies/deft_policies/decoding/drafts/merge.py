@@ -124,3 +124,16 @@ def trimmed(tree: DraftTree) -> DraftTree:
         log_probs=tree.log_probs[:, index],
         sources=tree.sources[:, index],
     )
+
+
+def cut(tree: DraftTree, widest: int) -> DraftTree:
+    """Drop what a target has no room for: the last nodes, on which no earlier one hangs."""
+    if tree.num_nodes <= widest:
+        return tree
+    return DraftTree(
+        tokens=tree.tokens[:, :widest],
+        parents=tree.parents[:, :widest],
+        is_real=tree.is_real[:, :widest],
+        log_probs=tree.log_probs[:, :widest],
+        sources=tree.sources[:, :widest],
+    )

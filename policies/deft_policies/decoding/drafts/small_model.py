@@ -1,0 +1,152 @@
+"""Drafting with a cheaper model of the same tokens, one token after the other.
+
+Self-speculation counts: the target's own first layers, or the whole target looking at few of the
+image patches (as SpecVLM drafts), are such models and need no training.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.drafts.source import DraftKind, PassResult, Progress, TreeShape
+from deft_policies.decoding.llama import LlamaDecoder
+from deft_policies.decoding.llama_target import LlamaTarget
+from deft_policies.decoding.maximum import first_maximum
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
+from deft_policies.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class SelfDraft:
+    """How to make a draft model of the target itself."""
+
+    num_layers: int
+    patch_share: float = 1.0  # of the image patches, evenly spread
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or not 0.0 < self.patch_share <= 1.0:
+            raise ValueError(
+                "a draft model needs at least one layer and a share of the patches above 0 and up "
+                f"to 1, got {self.num_layers} layers and {self.patch_share}"
+            )
+
+
+def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:
+    """A decoder of the first layers, sharing every weight with the whole one."""
+    if not 1 <= num_layers <= len(decoder.layers):
+        raise ValueError(
+            f"the decoder has {len(decoder.layers)} layers, cannot draft with {num_layers}"
+        )
+    with torch.device("meta"):
+        shallow = LlamaDecoder(replace(decoder.sizes, num_layers=num_layers))
+    shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
+    shallow.layers, shallow.rotary = decoder.layers[:num_layers], decoder.rotary
+    return shallow
+
+
+def self_draft_target(target: LlamaTarget, num_layers: int) -> LlamaTarget:
+    """The target's first layers as a model of their own, with a cache of their own."""
+    return LlamaTarget(
+        first_layers(target.decoder, num_layers),
+        target.action_tokens,
+        action_rows_only=len(target.vocabulary) == len(target.action_tokens),
+    )
+
+
+class SmallModelDrafts:
+    """A grower that decodes a chain with another `TargetModel`.
+
+    The model is asked for longer and longer chains and keeps none of them: what it keeps is what
+    the target has committed, one round later.
+    """
+
+    kind = DraftKind.SMALL_MODEL
+    needs_hidden = False
+
+    def __init__(self, model: TargetModel, patch_share: float = 1.0) -> None:
+        self.model = model
+        self._patch_share = patch_share
+        self._prompts: Prompts | None = None
+
+    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+        """Remember the prompt; it is read together with the first committed tokens."""
+        self._prompts = replace(with_fewer_patches(prompts, self._patch_share), keep_hidden=False)
+
+    @torch.no_grad()
+    def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
+        """Decode up to `shape.levels` tokens behind the roots."""
+        if progress.last is None:
+            raise ValueError("a draft model starts after the prefill")
+        scores = self._take_in(progress.last)
+        rows = torch.arange(len(progress.roots), device=progress.roots.device)
+        end = progress.last.verdict.num_accepted + progress.last.is_prefill
+        guesses: list[Tensor] = []
+        log_probs: list[Tensor] = []
+        logits = scores.logits[rows, end]
+        for level in range(min(shape.levels, max(progress.depth, 1))):
+            if level > 0:
+                chain = torch.stack(guesses, dim=1)
+                logits = self.model.score(_chain(chain)).logits[:, -1]
+            best = first_maximum(logits)
+            guesses.append(best + self.model.vocabulary.first)
+            log_probs.append(logits.log_softmax(dim=1).gather(1, best[:, None]).squeeze(1))
+        return self._tree(progress, torch.stack(guesses, dim=1), torch.stack(log_probs, dim=1))
+
+    def _take_in(self, last: PassResult) -> Scores:
+        """Let the model read what the target has committed, the new root included."""
+        read = last.verdict.num_accepted + 1
+        if not last.is_prefill:
+            scores = self.model.score(_chain(last.next_tokens))
+            is_open = torch.tensor(last.is_open, device=read.device)
+            self.model.commit(_steps(last.next_tokens), read * is_open)
+            return scores
+        assert self._prompts is not None
+        behind = torch.cat((self._prompts.last_tokens[:, None], last.next_tokens), dim=1)
+        scores, _ = self.model.prefill(self._prompts, _chain(behind))
+        self.model.commit(_steps(behind), read + 1)
+        return scores
+
+    def _tree(self, progress: Progress, guesses: Tensor, log_probs: Tensor) -> DraftTree:
+        tree = _chain(torch.cat((progress.roots[:, None], guesses), dim=1))
+        deepest = progress.length - 1 - progress.num_committed
+        levels = torch.arange(tree.num_nodes, device=deepest.device)
+        sources = torch.full_like(tree.sources, self.kind.number)
+        sources[:, 0] = -1
+        return replace(
+            tree,
+            is_real=(levels <= deepest[:, None]) | (levels == 0),
+            log_probs=torch.cat((torch.zeros_like(log_probs[:, :1]), log_probs.cumsum(1)), dim=1),
+            sources=sources,
+        )
+
+
+def with_fewer_patches(prompts: Prompts, share: float) -> Prompts:
+    """Keep an evenly spread share of the image patches, at least one; positions close up."""
+    first, stop = prompts.patches.start, prompts.patches.stop
+    num_kept = max(1, round((stop - first) * share))
+    if num_kept == stop - first:
+        return prompts
+    every = torch.arange(prompts.embeds.shape[1], device=prompts.embeds.device)
+    spread = torch.linspace(first, stop - 1, num_kept, device=every.device).round().long()
+    kept = torch.cat((every[:first], spread, every[stop:]))
+    return replace(
+        prompts,
+        embeds=prompts.embeds[:, kept],
+        lengths=prompts.lengths - (stop - first) + num_kept,
+        patches=slice(first, first + num_kept),
+    )
+
+
+def _steps(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+
+def _chain(tokens: Tensor) -> DraftTree:
+    return DraftTree(
+        tokens=tokens,
+        parents=_steps(tokens) - 1,
+        is_real=torch.ones_like(tokens, dtype=torch.bool),
+        log_probs=torch.zeros_like(tokens, dtype=torch.float32),
+        sources=torch.full_like(tokens, -1),
+    )
