@@ -117,10 +117,11 @@ def test_a_thousand_idle_streams_do_not_disturb_anybody(server: ServerProcess):
         "GET /v1/stream HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
         f"sec-websocket-version: 13\r\nsec-websocket-key: {_WEBSOCKET_KEY}\r\n\r\n"
     ).encode()
-    idle = [connect(server) for _ in range(IDLE_SOCKETS)]
+    idle: list[socket.socket] = []
     try:
-        for caller in idle:
-            caller.sendall(handshake)
+        for _ in range(IDLE_SOCKETS):
+            idle.append(connect(server))
+            idle[-1].sendall(handshake)
         for caller in idle:
             assert caller.recv(4096).startswith(b"HTTP/1.1 101 ")
         assert still_answers(server)
@@ -213,11 +214,7 @@ def test_a_policy_that_cannot_be_loaded_ends_the_process_and_says_why():
 
 
 def test_a_port_that_is_taken_is_named(server: ServerProcess):
-    code = (
-        f"from deft_server.serve import main; raise SystemExit(main(['--port', '{server.port}']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
-    )
+    command = [sys.executable, "-m", "deft_server", "serve", "--port", str(server.port)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
