@@ -212,7 +212,8 @@ class LiberoEnvironment:
         regions = {name: self._site(name) for name in inner.object_sites_dict}
         gripper = self._site(inner.sim.model.site_id2name(inner.robots[0].eef_site_id))
         held = tuple(bool(inner._eval_predicate(goal)) for goal in self._goal_parts)
-        return Scene(gripper, float(fingers[0] - fingers[1]), bodies, joints, regions, held)
+        opening, base = float(fingers[0] - fingers[1]), np.array(inner.robots[0].base_pos)
+        return Scene(gripper, opening, bodies, joints, regions, base, held)
 
     def boxes(self) -> dict[str, tuple[Box, ...]]:
         """The collision shapes of every object and fixture where they are now, as boxes.

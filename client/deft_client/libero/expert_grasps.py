@@ -26,7 +26,9 @@ _ABOVE_ORIGIN = 0.002
 _FLOOR_GAP = TIP - 0.001
 _NUM_YAWS = 18
 _NUM_RIM = 16
-_OBSTRUCTION_WEIGHT = 0.02
+_OBSTRUCTION_WEIGHT = 0.05
+_EASY_REACH = 0.73
+_STRETCH_WEIGHT = 30.0
 _TURN_WEIGHT = 0.5
 _OFF_CENTRE_WEIGHT = 8.0
 
@@ -70,10 +72,15 @@ class GraspFinder:
             own = self.clouds[name].at(pose) - pose.position
             others = self.others(name, scene) - pose.position
             self._memo[key] = _ranked(name, pose.rotation, own, others)
-        return [
-            Grasp(grasp.position + pose.position, grasp.closing, grasp.cost)
+        found = [
+            Grasp(
+                grasp.position + pose.position,
+                grasp.closing,
+                grasp.cost + _stretch(grasp.position + pose.position - scene.base),
+            )
             for grasp in self._memo[key]
         ]
+        return sorted(found, key=lambda grasp: grasp.cost)
 
     def others(self, name: str, scene: Scene) -> Points:
         """Sample points of everything but one object."""
@@ -81,6 +88,11 @@ class GraspFinder:
             cloud.at(scene.bodies[other]) for other, cloud in self.clouds.items() if other != name
         ]
         return np.concatenate(clouds) if clouds else np.zeros((0, 3))
+
+
+def _stretch(from_base: Vector) -> float:
+    """The arm is weak where its elbow is straight, so far grasps cost more."""
+    return _STRETCH_WEIGHT * max(float(np.linalg.norm(from_base[:2])) - _EASY_REACH, 0.0)
 
 
 def _signature(name: str, scene: Scene) -> bytes:

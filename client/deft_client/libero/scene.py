@@ -5,7 +5,7 @@ in the world. Names are LIBERO's own instance names.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class Scene:
     bodies: Mapping[str, Pose]  # movable objects and fixtures
     joints: Mapping[str, float]  # drawers, doors and knobs by joint name
     regions: Mapping[str, Pose]  # the sites goals speak of
+    base: Vector = field(default_factory=lambda: np.zeros(3))  # where the robot stands
     goals_held: tuple[bool, ...] = ()  # which of the task's goals hold now, in their order
 
 
