@@ -122,9 +122,9 @@ class Gate:
         route = getattr(scope.get("route"), "path", "unknown")
         self._service.metrics.count_request(route, status)
         if logger.isEnabledFor(logging.DEBUG):
-            elapsed_ms = (time.perf_counter() - started_s) * 1000
+            spent_ms = (time.perf_counter() - started_s) * 1000
             logger.debug(
-                "%s %s %d in %.1f ms", scope.get("method"), scope["path"], status, elapsed_ms
+                "%s %s %d in %.1f ms", scope.get("method"), scope["path"], status, spent_ms
             )
 
 
