@@ -4,6 +4,7 @@ They are installed into an environment of their own, because their pins (numpy b
 ours. It is made once and kept in pytest's cache.
 """
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -40,11 +41,13 @@ def python(request: pytest.FixtureRequest) -> str:
     interpreter = home / "bin" / "python"
     marker = home / "installed.txt"
     wanted = "\n".join(PEERS + THEIR_NEEDS)
-    if not marker.exists() or marker.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
-        pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--disable-pip-version-check", *PEERS, *THEIR_NEEDS], check=True)
-        marker.write_text(wanted)
+    with home.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this test run may be at it
+        if not marker.exists() or marker.read_text() != wanted:
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
+            pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--no-deps"]
+            subprocess.run([*pip, "--disable-pip-version-check", *PEERS, *THEIR_NEEDS], check=True)
+            marker.write_text(wanted)
     return str(interpreter)
 
 
