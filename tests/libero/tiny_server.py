@@ -6,6 +6,7 @@ session has sent, so a session that is not reset, or shared, changes the actions
 """
 
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -85,7 +86,8 @@ def _push(image: Image) -> NDArray[np.float64]:
     if not len(circle) or not len(point):
         return np.zeros(2)
     down, right = (circle.mean(axis=0) - point.mean(axis=0)) / len(image) / 0.02
-    return np.array([right, -down]) / max(1.0, abs(right), abs(down))
+    push: NDArray[np.float64] = np.array([right, -down]) / max(1.0, abs(right), abs(down))
+    return push
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -121,3 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Stay silent."""
+
+
+if __name__ == "__main__":
+    TinyServer(int(sys.argv[1])).serve_forever()

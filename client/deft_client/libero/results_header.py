@@ -7,6 +7,7 @@ trials, how many workers, at which address the server was) may differ between tw
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def write_whole(path: Path, content: bytes) -> None:
         beside.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise ResultsWriteError(f"cannot write {path}: {error.strerror or error}") from error
 
 

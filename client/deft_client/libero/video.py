@@ -4,6 +4,7 @@ Drawn after the episode, so that no frame waits for a pencil while latency is me
 """
 
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +62,14 @@ def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
             output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
             ffmpeg_log_level="error",
         )
-        writer.send(None)
-        for frame in draw_frames(log, caption):
-            writer.send(np.ascontiguousarray(frame))
-        writer.close()
+        with closing(writer):
+            writer.send(None)
+            for frame in draw_frames(log, caption):
+                writer.send(np.ascontiguousarray(frame))
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise VideoError(f"cannot write {path}: {error}") from error
 
 
