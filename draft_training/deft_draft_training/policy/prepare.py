@@ -1,23 +1,38 @@
-"""From labelled episodes to training samples: statistics, tokenizer, tokens and weights."""
+"""From demonstrations to training samples: statistics, tokenizer, tokens, weights.
 
-from collections.abc import Sequence
+Loading decodes and resizes every frame once, by the very processor the policy will use.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
+from deft_client.image_chain import ImageChain
+from deft_client.libero.demonstrations import (
+    PRIVILEGED,
+    Demonstration,
+    find_demonstrations,
+    load_demonstration,
+)
 from deft_draft_training.errors import DataError
-from deft_draft_training.policy.collect import weight
 from deft_draft_training.policy.data import PolicySamples, PromptTable
-from deft_draft_training.policy.episodes import LabelledEpisode
 from deft_draft_training.policy.model import PolicyModelConfig, build_config
 from deft_policies.openvla.action_codec import ActionCodec
 from deft_policies.openvla.checkpoint_tokenizer import build_tokenizer
 from deft_policies.openvla.config import OpenVLAConfig
+from deft_policies.openvla.image import ImageProcessor
 from deft_policies.openvla.prompt import PromptEncoder
 from deft_policies.openvla.statistics import ActionStatistics
+
+_DECIMETRES = 10.0  # positions of a few decimetres become numbers of order one
+
+# How much a step counts: the grasp and what surrounds it decide an episode.
+_PHASE_WEIGHTS = {"descend": 2.0, "close": 3.0, "lift": 2.0, "lower": 1.5, "release": 3.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +46,18 @@ class Prepared:
     instructions: tuple[str, ...]
 
 
+def load_demonstrations(folders: Sequence[Path], only_succeeded: bool) -> list[Demonstration]:
+    """Read all episodes of some folders, or only those that succeeded."""
+    paths = [path for folder in folders for path in find_demonstrations(folder)]
+    if not paths:
+        places = ", ".join(str(folder) for folder in folders)
+        raise DataError(f"no demonstrations in {places}; run `deft-client demos SUITE --out DIR`")
+    loaded = (load_demonstration(path) for path in tqdm(paths, desc="read", unit="episode"))
+    return [one for one in loaded if one.header.succeeded or not only_succeeded]
+
+
 def prepare(
-    episodes: Sequence[LabelledEpisode],
+    episodes: Sequence[Demonstration],
     sizes: PolicyModelConfig,
     statistics_key: str,
     statistics: ActionStatistics | None = None,
@@ -42,25 +67,26 @@ def prepare(
     Later rounds of DAgger must pass the first round's statistics: tokens mean what they mean.
     """
     if not episodes:
-        raise DataError("there are no episodes to train on; run `deft train policy collect` first")
-    instructions = tuple(sorted({one.instruction for one in episodes}))
-    labels = np.concatenate([one.labels for one in episodes])
-    statistics = statistics or measure_statistics(labels, len(episodes))
+        raise DataError("none of the demonstrations succeeded; nothing to train on")
+    instructions = tuple(sorted({one.header.instruction for one in episodes}))
+    statistics = statistics or measure_statistics(episodes)
     tokenizer = build_tokenizer(instructions)
     config = build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics})
     encoder = PromptEncoder(tokenizer, config.prompt_template, Path("the tokenizer made here"))
     prompts = PromptTable([encoder.encode(one) for one in instructions])
-    return Prepared(
-        config,
-        tokenizer,
-        _samples(episodes, instructions, config, statistics),
-        prompts,
-        instructions,
+    samples = PolicySamples.join(
+        [
+            _samples(one, instructions, config, statistics)
+            for one in tqdm(episodes, desc="prepare", unit="episode")
+        ]
     )
+    return Prepared(config, tokenizer, samples, prompts, instructions)
 
 
-def measure_statistics(labels: NDArray[np.float64], num_episodes: int) -> ActionStatistics:
+def measure_statistics(episodes: Iterable[Demonstration]) -> ActionStatistics:
     """1st and 99th percentile of each dimension; the gripper, the last, keeps its own values."""
+    rows = [one.labels.astype(np.float64) for one in episodes]
+    labels = np.concatenate(rows)
     mask = np.ones(labels.shape[1], dtype=np.bool_)
     mask[-1] = False
     return ActionStatistics(
@@ -72,25 +98,42 @@ def measure_statistics(labels: NDArray[np.float64], num_episodes: int) -> Action
         minimum=labels.min(axis=0),
         maximum=labels.max(axis=0),
         num_transitions=len(labels),
-        num_trajectories=num_episodes,
+        num_trajectories=len(rows),
     )
 
 
+def auxiliary_positions(episode: Demonstration) -> NDArray[np.float32]:
+    """What the auxiliary head is asked for: where everything that matters is, in decimetres."""
+    columns = dict(zip(PRIVILEGED, episode.privileged.T, strict=True))
+
+    def place(name: str) -> NDArray[np.float32]:
+        return np.stack([columns[f"{name}_{axis}"] for axis in "xyz"], axis=1)
+
+    hand = place("gripper")
+    values = (
+        hand,
+        place("object"),
+        place("goal"),
+        place("object") - hand,
+        place("target") - hand,
+        columns["opening"][:, None],
+    )
+    return (np.concatenate(values, axis=1) * _DECIMETRES).astype(np.float32)
+
+
 def _samples(
-    episodes: Sequence[LabelledEpisode],
+    episode: Demonstration,
     instructions: Sequence[str],
     config: OpenVLAConfig,
     statistics: ActionStatistics,
 ) -> PolicySamples:
+    images = ImageProcessor(config.image, ImageChain.NONE)
     codec = ActionCodec(config.vocabulary)
-    parts = [
-        PolicySamples(
-            frames=np.stack(episode.frames),
-            labels=codec.encode(episode.labels, statistics),
-            positions=episode.positions,
-            weights=np.array([weight(str(one)) for one in episode.phases], np.float32),
-            prompt=np.full(len(episode.labels), instructions.index(episode.instruction)),
-        )
-        for episode in episodes
-    ]
-    return PolicySamples.join(parts)
+    phases = [episode.header.phases[number] for number in episode.phase]
+    return PolicySamples(
+        frames=np.stack([images.fit(episode.frame(step)) for step in range(len(episode))]),
+        labels=codec.encode(episode.labels.astype(np.float64), statistics),
+        positions=auxiliary_positions(episode),
+        weights=np.array([_PHASE_WEIGHTS.get(phase, 1.0) for phase in phases], np.float32),
+        prompt=np.full(len(episode), instructions.index(episode.header.instruction)),
+    )
