@@ -19,12 +19,10 @@ class Contender:
     radius: int | None = None
     batch_size: int = 1
 
-    def options(self, frame: Frame, statistics_key: str | None) -> ActOptions:
+    def options(self, frame: Frame) -> ActOptions:
         """How this contender asks for a frame."""
         return ActOptions(
-            statistics_key=frame.statistics_key or statistics_key,
-            decoding=self.decoding,
-            radius=self.radius,
+            statistics_key=frame.statistics_key, decoding=self.decoding, radius=self.radius
         )
 
 
@@ -50,7 +48,6 @@ def replay(
     frames: Sequence[Frame],
     num_warm_ups: int,
     progress: Callable[[int], None],
-    statistics_key: str | None = None,
 ) -> list[Run]:
     """Answer every frame with every contender, taking turns frame by frame.
 
@@ -60,23 +57,23 @@ def replay(
     for contender in contenders:
         warm = Run(contender)
         for frame in (list(frames) * num_warm_ups)[:num_warm_ups]:
-            _answer(warm, frame, statistics_key)
+            _answer(warm, frame)
     runs = [Run(contender) for contender in contenders]
     for index, frame in enumerate(frames):
         for run in runs:
-            run.answers.append(_answer(run, frame, statistics_key))
+            run.answers.append(_answer(run, frame))
         progress(index + 1)
     return runs
 
 
-def _answer(run: Run, frame: Frame, statistics_key: str | None) -> Answer:
+def _answer(run: Run, frame: Frame) -> Answer:
     """A batch is the same frame several times, each for a robot of its own."""
     contender = run.contender
     if frame.episode not in run.sessions:
         run.sessions.clear()
         opened = [contender.policy.open_session() for _ in range(contender.batch_size)]
         run.sessions[frame.episode] = opened
-    options = contender.options(frame, statistics_key)
+    options = contender.options(frame)
     batch = [
         ActRequest(frame.observation, session, options) for session in run.sessions[frame.episode]
     ]

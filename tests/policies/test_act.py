@@ -68,7 +68,8 @@ def test_frames_of_one_session_are_drafted_from_each_other(tmp_path: Path) -> No
     frame = {"image": "frame.png", "instruction": case.instruction, "session_id": "arm"}
     source = write_cases(tmp_path / "cases.jsonl", [frame, frame])
     target = tmp_path / "out.jsonl"
-    arguments = [*CHECKPOINT, "--statistics-key", case.statistics_key, "--batch", "2"]
+    exact = ["--decoding", "within-bins", "--radius", "0"]
+    arguments = [*CHECKPOINT, "--statistics-key", case.statistics_key, "--batch", "2", *exact]
     files = ["--input", str(source), "--output", str(target)]
     assert act.main([*arguments, *files]) == 0
     first, second = read_lines(target)

@@ -1,5 +1,6 @@
 """From options to a policy: weights on their device, tokenizer, statistics, draft head."""
 
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.openvla.checkpoint import load_model, open_checkpoint
 from deft_policies.openvla.checkpoint_config import load_config
+from deft_policies.openvla.cost import WeightBytes
 from deft_policies.openvla.decoders import DecodingChoice
 from deft_policies.openvla.image import ImageProcessor
 from deft_policies.openvla.model import OpenVLAModel
@@ -51,6 +53,20 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
         drafts=_load_drafts(options, model),
     )
     return OpenVLAPolicy(parts, _settings(options, device, dtype))
+
+
+def load_float32_twin(options: OpenVLAOptions) -> OpenVLAPolicy:
+    """The same weights in float32 and not quantised: what other formats are audited against."""
+    plain = replace(options, quantization=Quantization.NONE, draft_head=None)
+    if options.random_weights is None:
+        return load_policy(replace(plain, precision=Precision.FLOAT32))
+    # Random numbers depend on the format they are drawn in, so these are drawn in the other one.
+    drawn = load_policy(replace(plain, precision=Precision.BFLOAT16))
+    target = OpenVLATarget(drawn.parts.target.model.float())
+    device = target.device
+    return OpenVLAPolicy(
+        replace(drawn.parts, target=target), _settings(plain, device, torch.float32)
+    )
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -127,6 +143,7 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
         statistics_key=options.statistics_key,
         decoding=DecodingChoice(options.decoding, options.radius),
         sampling=Sampling(options.temperature, options.seed),
+        weight_bytes=_weight_bytes(options.quantization, device, dtype),
         versions=(("deft", _version("deft-vla")), ("torch", torch.__version__)),
         details=(
             ("weights", options.checkpoint or f"random:{options.random_weights}"),
@@ -136,6 +153,17 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
             ("cameras", "image alone; further cameras are ignored"),
         ),
     )
+
+
+def _weight_bytes(
+    quantization: Quantization, device: torch.device, dtype: torch.dtype
+) -> WeightBytes:
+    size = float(dtype.itemsize)
+    if quantization is Quantization.NONE:
+        return WeightBytes(size, size)
+    # On a CPU int4 values are kept in a byte each.
+    is_packed = quantization is Quantization.INT4 and device.type == "cuda"
+    return WeightBytes(0.5 if is_packed else 1.0, size)
 
 
 def _describe(device: torch.device) -> str:

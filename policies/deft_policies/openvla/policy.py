@@ -17,6 +17,7 @@ from deft_client.types import (
     ServerInfo,
 )
 from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.methods import DecodeRow, DraftModels
 from deft_policies.decoding.presets import METHOD_NAMES
@@ -25,6 +26,7 @@ from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.errors import DeviceError, UnusableObservationError
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
+from deft_policies.openvla.cost import WeightBytes
 from deft_policies.openvla.decoders import Decoders, DecodingChoice
 from deft_policies.openvla.image import ImageProcessor
 from deft_policies.openvla.statistics import ActionStatistics, find_statistics_key
@@ -56,6 +58,7 @@ class PolicySettings:
     statistics_key: str | None = None
     decoding: DecodingChoice = DecodingChoice()
     sampling: Sampling = Sampling()
+    weight_bytes: WeightBytes = WeightBytes(4.0, 4.0)
     versions: tuple[tuple[str, str], ...] = ()
     details: tuple[tuple[str, str], ...] = ()
 
@@ -101,6 +104,11 @@ class OpenVLAPolicy:
         return self._parts
 
     @property
+    def weight_bytes(self) -> WeightBytes:
+        """How large its weights are in memory."""
+        return self._settings.weight_bytes
+
+    @property
     def info(self) -> ServerInfo:
         """What the server advertises."""
         size = self._parts.target.model.config.image.size
@@ -117,9 +125,7 @@ class OpenVLAPolicy:
             image_chain=self._parts.images.chain.value,
             image_chains=tuple(chain.value for chain in chains),
             decoding=self._settings.decoding.method,
-            decoding_methods=tuple(
-                name for name in METHOD_NAMES if self._decoders.has(DecodingChoice(name))
-            ),
+            decoding_methods=tuple(name for name in METHOD_NAMES if self.has_method(name)),
             versions=dict(self._settings.versions),
             details=dict(self._settings.details),
         )
@@ -133,6 +139,14 @@ class OpenVLAPolicy:
         statistics = self._parts.statistics[self.find_key(statistics_key)]
         is_motion = np.arange(statistics.action_dim) < statistics.action_dim - 1
         return ActionLimits(statistics.lowest, statistics.highest, is_motion)
+
+    def has_method(self, method: str, radius: int | None = None) -> bool:
+        """Whether a request may ask for this method, with this radius."""
+        return self._decoders.has(DecodingChoice(method, radius))
+
+    def action_space(self, statistics_key: str | None) -> ActionSpace:
+        """What one bin means to the robot under a statistics key; None is the default."""
+        return self._spaces[self.find_key(statistics_key)]
 
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Refuse unknown statistics keys and methods, bad radii and endless instructions."""

@@ -4,7 +4,9 @@ Same weights, pixels and prompt; only the language model and its loop are theirs
 `Policy` interface, so that it is measured like any other policy.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -133,36 +135,50 @@ def build_llama(model: OpenVLAModel) -> "LlamaForCausalLM":
     On a GPU the two share their memory; on a CPU, where ours lie column by column, theirs are
     copied to lie as transformers lays them.
     """
-    # Imported here: only this baseline needs it, and it takes seconds.
-    from transformers import LlamaConfig, LlamaForCausalLM
+    with _quiet():
+        # Imported here: only this baseline needs it, and it takes seconds.
+        from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = model.config.llm
-    config = LlamaConfig(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.mlp,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_width,
-        rms_norm_eps=sizes.rms_norm_eps,
-        max_position_embeddings=sizes.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+    config = LlamaConfig.from_dict(
+        {
+            "vocab_size": sizes.vocab_size,
+            "hidden_size": sizes.width,
+            "intermediate_size": sizes.mlp,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
+            "head_dim": sizes.head_width,
+            "rms_norm_eps": sizes.rms_norm_eps,
+            "max_position_embeddings": sizes.max_positions,
+            "rope_theta": sizes.rope_theta,
+        }
     )
     config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        llama = LlamaForCausalLM(config)
+    weight = model.decoder.embedding.weight
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(weight.dtype)
+    try:
+        with weight.device:
+            llama = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
     weights = {
         name.removeprefix(_PREFIX): tensor.contiguous()
         for name, tensor in model.named_tensors().items()
         if name.startswith(_PREFIX)
     }
     llama.load_state_dict(weights, assign=True)
-    llama.model.rotary_emb = type(llama.model.rotary_emb)(config, device=model_device(model))
     llama.train(False)
     return llama
 
 
-def model_device(model: OpenVLAModel) -> torch.device:
-    """Where the weights are."""
-    return model.decoder.embedding.weight.device
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep in what the library says of kernels for other devices that it could not load."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -112,7 +112,7 @@ def test_rows_of_one_batch_may_use_different_methods() -> None:
 
 
 def test_the_second_frame_of_a_session_is_drafted_from_the_first() -> None:
-    policy = tiny_policy(PolicySettings(decoding=DecodingChoice("lossless")))
+    policy = tiny_policy(PolicySettings(decoding=DecodingChoice("within-bins", radius=0)))
     request = request_for(policy)
     first = policy.act([request])[0]
     second = policy.act([request])[0]
