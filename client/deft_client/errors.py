@@ -10,7 +10,7 @@ DeftError
 │   ├── ServerUnreachableError      the connection could not be made, or broke
 │   └── AnswerTimeoutError          connected, but the answer took too long
 └── ProblemError                    the server answered, and said why it could not help
-    ├── RefusedRequestError         400, 413, 415, 422: send something else
+    ├── RefusedRequestError         400, 408, 413, 415, 422: send something else
     ├── AccessDeniedError           401, 403
     ├── UnknownEndpointError        404, 405
     ├── ConflictError               409
@@ -151,6 +151,7 @@ class ServerFaultError(ProblemError):
 
 _ERRORS: dict[int, type[ProblemError]] = {
     400: RefusedRequestError,
+    408: RefusedRequestError,
     401: AccessDeniedError,
     403: AccessDeniedError,
     404: UnknownEndpointError,

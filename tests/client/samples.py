@@ -12,6 +12,7 @@ from deft_client.types import (
     ActOptions,
     DecodeTrace,
     Image,
+    Intervention,
     Observation,
     PassTrace,
     StageTimings,
@@ -55,7 +56,8 @@ def full_answer() -> ActionChunk:
         guard="speculation pays",
     )
     actions = np.array([[0.1, -0.2, np.pi], [1e-300, 0.0, 1.0]])
-    return ActionChunk(actions, StageTimings(wire_ms=0.5, total_ms=12.25), trace)
+    timings = StageTimings(wire_ms=0.5, total_ms=12.25)
+    return ActionChunk(actions, timings, trace, Intervention.CLAMP)
 
 
 def assert_same_message(sent: ActMessage, received: ActMessage) -> None:
@@ -73,6 +75,7 @@ def assert_same_answer(sent: ActionChunk, received: ActionChunk) -> None:
     assert received.actions.shape == sent.actions.shape
     assert received.timings == sent.timings
     assert received.trace == sent.trace
+    assert received.intervention is sent.intervention
 
 
 def png_bomb(height: int, width: int) -> bytes:

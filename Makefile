@@ -1,0 +1,86 @@
+# The project's commands. Everything is installed into $(VENV); nothing else on the machine changes.
+#
+#   PYTHON=python3.12         which Python makes the environment (3.10 or later)
+#   PIP_FLAGS="..."           further flags for pip, for those who need another package index
+#   PYTEST_FLAGS="..."        further flags for pytest
+#   SERVE_FLAGS, EVAL_FLAGS   flags of `deft serve` and `deft-client eval`
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+SERVE_FLAGS ?=
+SUITE ?= libero_object
+EVAL_FLAGS ?=
+WORKERS ?= 2
+EXTRAS := server,models,quantization,training,dev
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_FLAGS)
+PINS := --constraint requirements/ci.txt
+# Empty files that say an installation is complete, and newer than what it was made from.
+MADE := $(VENV)/.made
+INSTALLED := $(VENV)/.installed
+LIBERO := $(VENV)/.libero-installed
+
+.NOTPARALLEL:
+.PHONY: help install install-libero check test test-gpu demo serve eval-libero clean
+
+help:
+	@echo "make demo          serve a policy, send it frames, print what came back and how fast"
+	@echo "make test          run the tests (no GPU, no weights)"
+	@echo "make check         lint, formatting, types, import contracts"
+	@echo "make install       the environment alone; install-libero: client and simulator alone"
+	@echo "make serve         deft serve SERVE_FLAGS"
+	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS, against a running server"
+	@echo "make test-gpu      the tests that need a GPU"
+	@echo "make clean         remove caches and build outputs, keep the environment"
+
+install: $(INSTALLED)
+
+# The client and the simulator, without torch: all that a machine with LIBERO alone needs.
+install-libero: $(LIBERO)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(INSTALLED) $(LIBERO)
+	@$(BIN)/python -m scripts.run_tests --numprocesses $(WORKERS) $(PYTEST_FLAGS)
+
+test-gpu: $(INSTALLED)
+	$(BIN)/pytest -m gpu $(PYTEST_FLAGS)
+
+demo: $(INSTALLED) $(LIBERO)
+	@$(BIN)/python -m scripts.demo
+
+serve: $(INSTALLED)
+	$(BIN)/deft serve $(SERVE_FLAGS)
+
+eval-libero: $(LIBERO)
+	$(BIN)/deft-client eval $(SUITE) $(EVAL_FLAGS)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make environments; install venv: sudo apt-get install -y python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
+	@echo "installing into $(VENV); this takes a few minutes, once"
+	$(PIP) $(PINS) --editable ./client --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# LIBERO's packages ask for a training stack that nothing here uses, so they go in without their
+# dependencies; the extra [libero] of the client names those that are really needed.
+$(LIBERO): $(MADE) client/pyproject.toml requirements/ci.txt requirements/libero.txt
+	@echo "installing the simulator into $(VENV); this takes about a minute, once"
+	$(PIP) --no-compile $(PINS) --editable "./client[libero]"
+	$(PIP) --no-compile --no-deps --requirement requirements/libero.txt
+	@touch $@

@@ -1,0 +1,72 @@
+"""Runs `deft serve` on a free port of this machine for as long as a block lasts."""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deft_client import PolicyClient
+from deft_client.errors import NotReadyError, TransportError
+
+LISTENING = re.compile(r"listening on (https?://[^\s\"]+)")
+READY_WITHIN_S = 300.0
+STOPPED_WITHIN_S = 30.0
+
+
+class ServerDidNotStartError(Exception):
+    """The server ended, or took too long; the message holds its last words."""
+
+
+@contextmanager
+def local_server(*flags: str) -> Iterator[str]:
+    """Yield the URL of a server that is ready; stop it afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log: deque[str] = deque(maxlen=20)
+    found: deque[str] = deque()
+    reader = threading.Thread(target=_follow, args=(process, log, found), daemon=True)
+    reader.start()
+    try:
+        yield _when_ready(process, log, found)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOPPED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join()
+
+
+def _follow(process: subprocess.Popen[str], log: deque[str], found: deque[str]) -> None:
+    assert process.stderr is not None
+    with process.stderr as lines:
+        for line in lines:
+            log.append(line)
+            if match := LISTENING.search(line):
+                found.append(match[1])
+
+
+def _when_ready(process: subprocess.Popen[str], log: deque[str], found: deque[str]) -> str:
+    gives_up_at = time.monotonic() + READY_WITHIN_S
+    while time.monotonic() < gives_up_at and process.poll() is None:
+        if found and _is_ready(found[0]):
+            return found[0]
+        time.sleep(0.05)
+    raise ServerDidNotStartError("the server did not start; its last words:\n" + "".join(log))
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with PolicyClient(url) as policy:
+            policy.ping()
+    except (TransportError, NotReadyError):
+        return False
+    return True

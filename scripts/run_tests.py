@@ -1,0 +1,31 @@
+"""`make test`: the default tests; where the machine cannot render, says how to change that."""
+
+import os
+import subprocess
+import sys
+
+from deft_client.libero.errors import GraphicsError
+from deft_client.libero.graphics import Renderer, find_renderer
+
+DEFAULT_MARKS = "not gpu and not checkpoint"
+
+
+def main(flags: list[str]) -> int:
+    """Run pytest with the flags; return its exit code."""
+    marks, notice = DEFAULT_MARKS, ""
+    try:
+        find_renderer(Renderer.AUTO)
+    except GraphicsError as error:
+        marks += " and not libero"
+        notice = f"\nThe tests that run the simulator are left out: {error}\n"
+    print(notice, end="", flush=True)
+    # One thread per worker: torch would otherwise start one per core in each of them.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    pytest = [sys.executable, "-m", "pytest", "-m", marks, "--dist", "worksteal", *flags]
+    code = subprocess.run(pytest, env=environment, check=False).returncode
+    print(notice, end="")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,175 @@
+"""What the documents say can be done, can be done: every command is checked, and most are run."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+
+import httpx
+import PIL.Image
+import pytest
+
+from deft_client.errors import OverloadedError, Problem
+from scripts.local_server import local_server
+from tests.client.samples import frame
+from tests.repository import ROOT, documented_commands, documents, name_of
+
+COMMANDS = documented_commands()
+MODULES = {"deft": "deft_server.__main__", "deft-client": "deft_client.__main__"}
+FOLDERS = "client|policies|server|draft_training|tests|scripts|docs"
+DOCUMENTED_URL = "http://127.0.0.1:8000"
+
+
+def of_program(*programs: str) -> list[object]:
+    found = [one for one in COMMANDS if shlex.split(one.line, comments=True)[0] in programs]
+    return [pytest.param(one, id=str(one)) for one in found]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with local_server("--policy", "constant") as url:
+        yield url
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A directory with the pictures that the documents speak of."""
+    for name in ("image.png", "frame.png", "wrist.jpg"):
+        PIL.Image.fromarray(frame(64, 64)).save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_program_in_the_documents_is_known_here():
+    known = {"make", "deft", "deft-client", "curl", "pip", "git", "cd", "docker", "python"}
+    used = {shlex.split(one.line, comments=True)[0] for one in COMMANDS}
+    assert used <= known | {"export", "torchrun"}, "say in this file how to check the new ones"
+    assert {"make", "deft", "deft-client", "curl"} <= used
+
+
+@pytest.mark.parametrize("command", of_program("make"))
+def test_make_knows_the_target(command):
+    arguments = shlex.split(command.line, comments=True)[1:]
+    # Without a shell, so that nothing but make itself runs; -n prints what it would do.
+    dry = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr
+    defined = set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.M))
+    assert {word.partition("=")[0] for word in arguments if "=" in word} <= defined
+
+
+@pytest.mark.parametrize("command", of_program("deft", "deft-client"))
+def test_the_command_line_knows_every_flag(command, capsys):
+    program, *arguments = shlex.split(command.line, comments=True)
+    main = import_module(MODULES[program]).main
+    with pytest.raises(SystemExit) as exit:
+        main([*arguments, "--help"])
+    assert exit.value.code == 0
+    shown = capsys.readouterr().out
+    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", shown), f"{flag} is not in the help"
+
+
+ASKING = [one for one in of_program("deft-client") if one.id.split()[2] in ("ping", "act")]
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_what_a_client_does_in_the_documents_it_does(command, url, folder):
+    _, *arguments = shlex.split(command.line, comments=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "deft_client", *arguments, "--url", url],
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("command", of_program("curl"))
+def test_what_curl_asks_in_the_documents_is_answered(command, url, folder):
+    assert DOCUMENTED_URL in command.line
+    line = command.line.replace(DOCUMENTED_URL, url)
+    run = subprocess.run(
+        ["curl", "--fail-with-body", "-sS", *shlex.split(line)[1:]], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("command", of_program("pip"))
+def test_what_pip_installs_is_here(command):
+    arguments = [word for word in shlex.split(command.line)[2:] if not word.startswith("-")]
+    for path in (word.partition("[")[0] for word in arguments if word.startswith(("./", "req"))):
+        assert (ROOT / path).exists(), path
+
+
+def test_scripts_in_the_documents_exist():
+    for command in (shlex.split(one.line, comments=True) for one in COMMANDS):
+        if command[0] == "python":
+            script = command[2].replace(".", "/") + ".py" if command[1] == "-m" else command[1]
+            assert (ROOT / script).is_file(), command
+
+
+def python_blocks(document: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+
+
+def test_the_robot_loop_runs_as_it_stands(url, tmp_path):
+    (program,) = python_blocks("docs/robot_loop.md")
+    assert len(program.splitlines()) <= 60
+    script = tmp_path / "robot_loop.py"
+    script.write_text(program.replace("PERIOD_S = 0.1", "PERIOD_S = 0.01"))
+    run = subprocess.run(
+        [sys.executable, "-W", "error", script, url, "lift the cup", "5"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.stderr == ""
+    assert run.stdout == "move [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]\n" * 5
+
+
+def test_the_robot_loop_holds_while_there_is_no_server(tmp_path):
+    (program,) = python_blocks("docs/robot_loop.md")
+    module: dict[str, object] = {"__name__": "robot_loop"}
+    exec(compile(program, "robot_loop.py", "exec"), module)
+    held = []
+
+    class Arm(module["Arm"]):
+        def hold(self):
+            held.append(True)
+
+    class Nobody:
+        def reset(self):
+            pass
+
+        def act(self, observation, options):
+            raise OverloadedError(Problem(429, "Too many requests"))
+
+    module["PERIOD_S"] = 0.001
+    module["drive"](Arm(), Nobody(), "lift the cup", 3)
+    assert held == [True] * 3
+
+
+def test_the_python_of_the_readme_runs(url):
+    for program in python_blocks("README.md"):
+        exec(compile(program.replace(DOCUMENTED_URL, url), "README.md", "exec"), {})
+
+
+def test_the_msgpack_of_the_api_page_is_answered(url):
+    (program,) = python_blocks("docs/http_api.md")
+    names: dict[str, object] = {}
+    exec(compile(program, "http_api.md", "exec"), names)
+    reply = httpx.post(
+        f"{url}/v1/act", content=names["body"], headers={"content-type": "application/msgpack"}
+    )
+    assert reply.status_code == 200
+
+
+def test_every_file_a_document_names_exists():
+    missing = []
+    for path in documents():
+        text = path.read_text()
+        named = [ROOT / name for name in re.findall(rf"`((?:{FOLDERS})/[\w/.-]+)`", text)]
+        linked = [path.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+        missing += [f"{name_of(path)}: {one}" for one in named + linked if not one.exists()]
+    assert not missing
