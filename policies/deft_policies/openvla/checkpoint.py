@@ -26,7 +26,7 @@ from deft_policies.openvla.lora import LoraAdapter
 from deft_policies.openvla.model import OpenVLAModel, allocate
 from deft_policies.openvla.options import Quantization
 from deft_policies.openvla.prompt import TOKENIZER_FILE, PromptEncoder
-from deft_policies.openvla.quantization import quantize_linears
+from deft_policies.openvla.quantization import check_quantization, quantize_linears
 from deft_policies.openvla.statistics import STATISTICS_FILE, parse_statistics
 from deft_policies.openvla.tensor_names import TensorPlace, tensor_places
 
@@ -59,9 +59,7 @@ def open_checkpoint(name: str, adapter: str | None = None) -> Checkpoint:
     `adapter` is the directory of an unmerged LoRA adapter for it. A directory that is an adapter
     itself finds its base by its own configuration.
     """
-    source = locate_checkpoint(name)
-    if adapter is not None:
-        source = replace(source, overlay=locate_checkpoint(adapter).overlay or Path(adapter))
+    source = locate_checkpoint(name, adapter)
     config = _load_config(source)
     tokenizer = source.find(TOKENIZER_FILE)
     encoder = PromptEncoder.load(
@@ -113,8 +111,9 @@ def load_model(
 ) -> OpenVLAModel:
     """Build the model on a device, part by part, so that little more than the model is in memory.
 
-    Raises `DeviceError` beforehand if it cannot fit.
+    Raises `DeviceError` beforehand if the device cannot hold or compute it.
     """
+    check_quantization(quantization, device, dtype)
     check_memory(estimate_memory(checkpoint.config, device, dtype, quantization), device)
     with torch.device("meta"):
         model = OpenVLAModel(checkpoint.config).to(dtype)

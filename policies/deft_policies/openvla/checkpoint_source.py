@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deft_policies.errors import CheckpointError
-from deft_policies.openvla.lora import LoraAdapter, is_adapter
+from deft_policies.openvla.lora import ADAPTER_CONFIG_FILE, LoraAdapter, is_adapter
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model")
@@ -30,20 +30,29 @@ class CheckpointSource:
         return self.directory
 
 
-def locate_checkpoint(name: str, download: Callable[[str], Path] | None = None) -> CheckpointSource:
-    """Find the files of what the user named: an existing directory, else a hub id."""
-    directory = _locate(name, download or download_snapshot)
+def locate_checkpoint(
+    name: str, adapter: str | None = None, download: Callable[[str], Path] | None = None
+) -> CheckpointSource:
+    """Find the files of what the user named: existing directories, else hub ids.
+
+    A directory that is an adapter itself leads to its base, unless it is named as the adapter.
+    """
+    fetch = download or download_snapshot
+    directory = _locate(name, fetch)
+    if adapter is not None:
+        return CheckpointSource(name, directory, _locate(adapter, fetch))
     if not is_adapter(directory):
         return CheckpointSource(name, directory)
     base = LoraAdapter.load(directory).base
     if not base:
         raise CheckpointError(
-            f"{directory / 'adapter_config.json'} names no base_model_name_or_path; write the "
+            f"{directory / ADAPTER_CONFIG_FILE} names no base_model_name_or_path; write the "
             "directory or hub id of the model that the adapter was trained on there"
         )
     beside = directory / base
-    base_name = str(beside) if beside.is_dir() else base
-    return CheckpointSource(base, _locate(base_name, download or download_snapshot), directory)
+    return CheckpointSource(
+        base, _locate(str(beside) if beside.is_dir() else base, fetch), directory
+    )
 
 
 def download_snapshot(hub_id: str) -> Path:
