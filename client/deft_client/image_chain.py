@@ -57,9 +57,11 @@ class ImageChain(Enum):
 
 def round_trip_jpeg(image: Image) -> Image:
     """Compress and decompress as TensorFlow does: quality 95, 4:2:0, fast integer IDCT."""
-    # Imported here: a robot whose server runs the chain does not need it.
-    import simplejpeg
-
+    try:
+        # Imported here: a robot whose server runs the chain does not need it.
+        import simplejpeg
+    except ImportError:
+        raise ImportError("the libero image chain needs simplejpeg; pip install it") from None
     buffer = io.BytesIO()
     PillowImage.fromarray(image).save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
     decoded: Image = simplejpeg.decode_jpeg(
