@@ -123,28 +123,28 @@ def _ranked(name: str, rotation: Points, own: Points, others: Points) -> list[Gr
 
 
 def _top(own: Points) -> Iterator[tuple[Vector, Vector, float]]:
-    """From above, across any direction narrow enough, at the middle or beside it."""
+    """From above, across any direction narrow enough, at the middle or beside it.
+
+    A thing that has fallen over may be too wide everywhere; its narrowest direction is then the
+    best there is to try, so that every scene has a grasp.
+    """
     low, top = float(own[:, 2].min()), float(own[:, 2].max())
     height = max(top - _BELOW_TOP, _ABOVE_ORIGIN, low + _FLOOR_GAP)
     slab = own[np.abs(own[:, 2] - height) < 0.014]
-    if len(slab) == 0:
-        return
+    slab = slab if len(slab) else own
     middle = (slab[:, :2].min(axis=0) + slab[:, :2].max(axis=0)) / 2
-    for number in range(_NUM_YAWS):
-        yaw = np.pi * number / _NUM_YAWS
-        closing = np.array([-np.sin(yaw), np.cos(yaw), 0.0])
-        across = np.array([np.cos(yaw), np.sin(yaw), 0.0])
-        reach = slab[:, :2] - middle
-        width = float(np.ptp(reach @ closing[:2]))
-        if width > MAX_WIDTH:
-            continue
-        length = float(np.ptp(reach @ across[:2])) / 2
-        turn = abs((yaw + np.pi / 2) % np.pi - np.pi / 2)
+    yaws = np.pi * np.arange(_NUM_YAWS) / _NUM_YAWS
+    along = np.stack([np.cos(yaws), np.sin(yaws)], axis=1)  # [yaw, xy]
+    closing = np.stack([-np.sin(yaws), np.cos(yaws)], axis=1)
+    reach = slab[:, :2] - middle
+    widths, lengths = np.ptp(reach @ closing.T, axis=0), np.ptp(reach @ along.T, axis=0)
+    for number in np.flatnonzero(widths <= max(MAX_WIDTH, float(widths.min()))):
+        turn = abs((yaws[number] + np.pi / 2) % np.pi - np.pi / 2)
         for share in (0.0, 0.3, -0.3, 0.55, -0.55):
-            shift = share * length
-            at = np.array([*(middle + shift * across[:2]), height])
-            cost = 30.0 * width + _TURN_WEIGHT * turn + _OFF_CENTRE_WEIGHT * abs(shift)
-            yield at, closing, cost
+            shift = share * lengths[number] / 2
+            at = np.array([*(middle + shift * along[number]), height])
+            cost = _TURN_WEIGHT * turn + _OFF_CENTRE_WEIGHT * abs(shift)
+            yield at, np.append(closing[number], 0.0), 30.0 * float(widths[number]) + cost
 
 
 def _rim(rim: float, radius: float, depth: float) -> Iterator[tuple[Vector, Vector, float]]:
