@@ -15,15 +15,22 @@ from deft_server.service import Service
 
 def peer_routes(service: Service) -> Sequence[BaseRoute]:
     """Return the routes of the peers' protocols, and have /v1/info tell their conventions."""
-    profile = service.settings.profile
+    settings = service.settings
+    chains = {
+        ACT_PROFILES[settings.profile]: settings.act_image_chain,
+        OPENPI: settings.socket_image_chain,
+        VLA_EVAL: settings.socket_image_chain,
+    }
 
     def describe(info: ServerInfo) -> Mapping[str, str]:
-        shown = (ACT_PROFILES[profile], OPENPI, VLA_EVAL)
-        return {one.name: one.sentence(info.image_chain) for one in shown}
+        return {
+            profile.name: profile.sentence(chain, info.image_chain)
+            for profile, chain in chains.items()
+        }
 
     service.describers.append(describe)
     return [
-        *act_route.build_routes(service, profile),
+        *act_route.build_routes(service),
         *socket_route.build_routes(service),
         *config_route.build_routes(service),
     ]

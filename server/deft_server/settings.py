@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from deft_client.image_chain import ImageChain
 from deft_client.images import ImageEncoding
 from deft_client.wire_limits import MAX_DECODABLE_PIXELS, WireLimits
 from deft_server.compat.profiles import ActProfile
@@ -141,6 +142,12 @@ class Settings(BaseModel):
 
     profile: ActProfile = Field(
         default=ActProfile.OPENVLA, description="whose POST /act to answer: OpenVLA's or OFT's"
+    )
+    act_image_chain: ImageChain = Field(
+        default=ImageChain.NONE, description="what to do to frames of POST /act before the policy"
+    )
+    socket_image_chain: ImageChain = Field(
+        default=ImageChain.NONE, description="the same for openpi's and vla-eval's clients"
     )
     dashboard: bool = Field(default=True, description="serve /dashboard")
 

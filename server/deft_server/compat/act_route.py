@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.routing import BaseRoute
 
 from deft_client.errors import WireError
+from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk
 from deft_client.wire_limits import WireLimits
 from deft_client.wire_messages import ActMessage
@@ -29,7 +30,7 @@ from deft_server.compat.json_numpy import (
     encode_reply,
 )
 from deft_server.compat.observations import oft_request, openvla_request
-from deft_server.compat.profiles import ACT_PROFILES, ActProfile, in_convention
+from deft_server.compat.profiles import ACT_PROFILES, ActProfile, in_convention, prepare
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.gate import caller_of
 from deft_server.problems import describe
@@ -43,10 +44,11 @@ _ECHOED_CHARS = 200
 _READERS = {ActProfile.OPENVLA: openvla_request, ActProfile.OFT: oft_request}
 
 
-def build_routes(service: Service, profile: ActProfile) -> Sequence[BaseRoute]:
+def build_routes(service: Service) -> Sequence[BaseRoute]:
     """Return the route around a service."""
     router = APIRouter()
     limits = service.settings.wire_limits
+    profile, chain = service.settings.profile, service.settings.act_image_chain
 
     async def answer(request: Request, body: bytes, arrived_s: float) -> bytes:
         if len(body) < _QUICK_BYTES:
@@ -54,6 +56,9 @@ def build_routes(service: Service, profile: ActProfile) -> Sequence[BaseRoute]:
         else:
             parsed, message = await asyncio.to_thread(_decode, body, profile, limits)
         session = read_name(request.headers.get(SESSION_HEADER), SESSION_HEADER, limits)
+        if chain is not ImageChain.NONE:
+            size = service.info.image_height
+            message = await asyncio.to_thread(prepare, message, chain, size)
         options = replace(message.options, session_id=session)
         caller = caller_of(request.scope)
         chunk = await CallerWatch(request.receive).run(

@@ -1,15 +1,21 @@
 """What each peer's clients do to frames and actions themselves, so that nothing is done twice.
 
+A frame may be prepared by its client, here (the chain of a protocol), or by the policy (its own
+chain); which of them does is set explicitly.
+
 OpenVLA's servers leave the camera's rotation, the LIBERO image chain and the gripper to the client;
 openpi's and vla-eval's clients send the upright frame and execute what comes back. `/v1/info` shows
 this table under `details`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deft_client.image_chain import ImageChain
+from deft_client.wire_messages import ActMessage
 
 
 class ActProfile(Enum):
@@ -35,11 +41,11 @@ class Profile:
     gripper: Gripper
     reply: str
 
-    def sentence(self, image_chain: str) -> str:
+    def sentence(self, chain: ImageChain, policy_chain: str) -> str:
         """Say it in one line, for /v1/info."""
         return (
-            f"frames: {self.frame}; the server then applies {image_chain!r}; "
-            f"gripper: {self.gripper.value}; reply: {self.reply}"
+            f"frames: {self.frame}, then {chain.value!r} by this protocol and {policy_chain!r} by "
+            f"the policy; gripper: {self.gripper.value}; reply: {self.reply}"
         )
 
 
@@ -68,6 +74,14 @@ VLA_EVAL = Profile(
     reply="one array [action_dim] per observation, float64, executed as it is",
 )
 ACT_PROFILES = {ActProfile.OPENVLA: OPENVLA, ActProfile.OFT: OFT}
+
+
+def prepare(message: ActMessage, chain: ImageChain, size: int) -> ActMessage:
+    """Return the message with its main frame as the chain leaves it, `size` pixels a side."""
+    if chain is ImageChain.NONE:
+        return message
+    image = chain.apply(message.observation.image, size)
+    return replace(message, observation=replace(message.observation, image=image))
 
 
 def in_convention(actions: NDArray[np.float64], profile: Profile) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from deft_client.errors import MalformedMessageError, WireError
+from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk, ActOptions
 from deft_client.wire_messages import ActMessage
 from deft_policies.errors import PolicyError
@@ -29,6 +30,7 @@ from deft_server.compat.dialects import (
 )
 from deft_server.compat.frames import read_name
 from deft_server.compat.msgpack_numpy import pack, unpack
+from deft_server.compat.profiles import prepare
 from deft_server.compat.vla_eval import Message, MessageType, looks_like_message, read_message
 from deft_server.errors import CallerGoneError, OverloadedError, ServerError
 from deft_server.gate import caller_of
@@ -153,6 +155,10 @@ class _Connection:
         return action_message(action, message.seq)
 
     async def _act(self, message: ActMessage, arrived_s: float) -> ActionChunk:
+        chain = self._service.settings.socket_image_chain
+        if chain is not ImageChain.NONE:
+            size = self._service.info.image_height
+            message = await asyncio.to_thread(prepare, message, chain, size)
         return await self._watch.run(self._act_patiently(message, arrived_s))
 
     async def _act_patiently(self, message: ActMessage, arrived_s: float) -> ActionChunk:

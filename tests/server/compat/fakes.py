@@ -12,8 +12,7 @@ from deft_policies.base import ActRequest, Session
 from deft_policies.constant import ConstantPolicy, ConstantSession
 from deft_policies.errors import UnknownStatisticsKeyError
 from deft_server.app import DeftApp, create_app
-from deft_server.compat import act_route, config_route, socket_route
-from deft_server.compat.profiles import ActProfile
+from deft_server.protocols import peer_routes
 from deft_server.settings import Settings
 
 KEYS = ("libero_spatial", "lab_arm_no_noops", "bridge")
@@ -73,17 +72,5 @@ class ThreeDatasets:
         return key
 
 
-def build_app(
-    policy: ThreeDatasets,
-    profile: ActProfile = ActProfile.OPENVLA,
-    settings: Settings | None = None,
-) -> DeftApp:
-    return create_app(
-        policy,
-        settings or Settings(),
-        protocols=(
-            lambda service: list(act_route.build_routes(service, profile)),
-            lambda service: list(socket_route.build_routes(service)),
-            lambda service: list(config_route.build_routes(service)),
-        ),
-    )
+def build_app(policy: ThreeDatasets, settings: Settings | None = None) -> DeftApp:
+    return create_app(policy, settings or Settings(), (peer_routes,))

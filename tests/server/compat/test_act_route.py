@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from deft_client.image_chain import ImageChain
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
+from deft_server.compat.json_numpy import decode_act_body
 from deft_server.compat.profiles import ActProfile
 from deft_server.settings import Settings
 from tests.server.compat.captures import ActCapture, act_capture, act_captures
@@ -113,7 +115,7 @@ def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:
     policy = ThreeDatasets(default_key="bridge", steps=8)
     image = json.loads(act_capture("plain").request)["image"]
     fields = {"full_image": image, "left_wrist_image": image, "instruction": "x"}
-    with TestClient(build_app(policy, ActProfile.OFT)) as client:
+    with TestClient(build_app(policy, Settings(profile=ActProfile.OFT))) as client:
         plain = client.post("/act", json=fields)
         encoded = client.post("/act", json={"encoded": json.dumps(fields)})
     actions = [np.frombuffer(base64.b64decode(one["__numpy__"])) for one in plain.json()]
@@ -124,7 +126,7 @@ def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:
 
 
 def test_a_body_beyond_the_limit_is_refused() -> None:
-    app = build_app(ThreeDatasets(), settings=Settings(max_body_bytes=10_000))
+    app = build_app(ThreeDatasets(), Settings(max_body_bytes=10_000))
     with TestClient(app) as client:
         response = client.post("/act", content=act_capture("plain").request, headers=JSON)
     assert response.status_code == 413
@@ -144,3 +146,17 @@ def test_config_shows_batching_and_says_why_it_cannot_be_changed(client: TestCli
         "max_batch_size is set when the server starts (--max-batch, --max-wait-ms)",
         "unknown key: nonsense",
     ]
+
+
+def test_frames_are_prepared_where_the_settings_say_so() -> None:
+    policy = ThreeDatasets(default_key="bridge")
+    body = act_capture("plain_extra_key").request
+    with TestClient(build_app(policy, Settings(act_image_chain=ImageChain.LIBERO))) as client:
+        assert client.post("/act", content=body, headers=JSON).content != b'"error"'
+        info = client.get("/v1/info").json()["details"]
+    sent = decode_act_body(body).fields["image"]
+    assert isinstance(sent, np.ndarray)
+    np.testing.assert_array_equal(policy.seen[0].image, ImageChain.LIBERO.apply(sent, 224))
+    assert "'libero' by this protocol and 'none' by the policy" in info["POST /act (openvla)"]
+    assert "'none' by this protocol" in info["WebSocket / (openpi)"]
+    assert "+1 closes" in info["WebSocket / (vla-eval)"]

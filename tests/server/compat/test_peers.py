@@ -73,7 +73,7 @@ def test_json_numpy_and_requests_drive_act(python: str) -> None:
 
 def test_they_drive_act_of_oft_too(python: str) -> None:
     policy = ThreeDatasets(default_key="bridge", steps=8)
-    with running(build_app(policy, ActProfile.OFT)) as address:
+    with running(build_app(policy, Settings(profile=ActProfile.OFT))) as address:
         told = drive(python, "oft", address)
     assert np.array(told["actions"]).shape == (8, 7)
     assert list(policy.seen[0].cameras) == ["wrist_image"]
@@ -103,7 +103,7 @@ def test_openpi_client_waits_for_a_slow_policy_through_many_pings(python: str) -
 def test_openpi_client_brings_its_key(python: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[arm]\nkey = "a-key-of-some-robot-arm"\n')
-    app = build_app(ThreeDatasets(default_key="bridge"), settings=Settings(keys_file=keys))
+    app = build_app(ThreeDatasets(default_key="bridge"), Settings(keys_file=keys))
     with running(app) as address:
         told = drive(python, "openpi", address, "a-key-of-some-robot-arm")
     assert told["metadata"] == "three-datasets"

@@ -207,7 +207,7 @@ def test_both_clients_may_come_before_the_policy_is_loaded() -> None:
 
 def test_a_client_that_leaves_while_it_waits_frees_its_place(policy: ThreeDatasets) -> None:
     gate = policy.gate = threading.Event()
-    app = build_app(policy, settings=Settings(max_batch=1))
+    app = build_app(policy, Settings(max_batch=1))
     with running(app) as address, connect(f"ws://{address}/") as busy:
         with connect(f"ws://{address}/") as leaving:
             for number, socket in enumerate((busy, leaving), 1):
