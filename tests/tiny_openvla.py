@@ -7,6 +7,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from deft_policies.decoding.graphs import Recording
+from deft_policies.decoding.steps import Step, Tensors
 from deft_policies.decoding.target import Prompts
 from deft_policies.openvla.checkpoint_config import load_config
 from deft_policies.openvla.config import (
@@ -25,6 +27,19 @@ from deft_policies.openvla.statistics import ActionStatistics
 from tests import golden
 
 CPU = torch.device("cpu")
+
+
+class ReplayingRecorder:
+    """What a CUDA graph does, on a CPU: reruns the step on the same memory."""
+
+    def record(self, step: Step, inputs: Tensors) -> Recording:
+        outputs = tuple(tensor.clone() for tensor in step(*inputs))
+
+        def replay() -> None:
+            for kept, new in zip(outputs, step(*inputs), strict=True):
+                kept.copy_(new)
+
+        return Recording(inputs, outputs, replay)
 
 
 @lru_cache(maxsize=1)

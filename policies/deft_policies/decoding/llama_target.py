@@ -96,6 +96,11 @@ class LlamaTarget:
         return self.decoder.embedding.weight.device
 
     @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether passes are recorded, one recording for each shape."""
+        return self._runner.has_fixed_shapes
+
+    @property
     def longest_prompt(self) -> int:
         """Positions a prompt may have, patches included."""
         return self.decoder.sizes.max_positions - self._room.new_tokens

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from deft_client.types import ActOptions, DecodeTrace
 from deft_policies.decoding import autoregressive
+from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
+from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.presets import DEFAULT_METHOD, Overrides, preset_by_name
 from deft_policies.decoding.sampling import Sampling
@@ -55,6 +57,15 @@ class Decoders:
             return False
         return True
 
+    def warm_up(
+        self, choice: DecodingChoice, prompts: Prompts, spaces: Sequence[ActionSpace]
+    ) -> None:
+        """Run every pass a method may need, on a batch that nobody waits for."""
+        rows = [DecodeRow(ActionHistory(), space) for space in spaces]
+        self._decode_plainly(prompts, rows, StageClock(self._target.device), wants_margins=False)
+        if choice.method != autoregressive.METHOD:
+            self._find(choice).warm_up(prompts, spaces)
+
     def decode(
         self,
         choice: DecodingChoice,
@@ -66,22 +77,25 @@ class Decoders:
         """Decode one action per row and append it to the row's history."""
         if choice.method == autoregressive.METHOD:
             return self._decode_plainly(prompts, rows, clock, wants_margins)
-        if choice not in self._built:
-            if len(self._built) >= _MAX_BUILT:
-                self._built.clear()  # callers may ask for any radius
-            self._built[choice] = self._build(choice)
-        return self._built[choice].decode(prompts, rows, clock, wants_margins)
+        return self._find(choice).decode(prompts, rows, clock, wants_margins)
 
     def _decode_plainly(
         self, prompts: Prompts, rows: Sequence[DecodeRow], clock: StageClock, wants_margins: bool
     ) -> list[DecodeTrace]:
-        draws = [row.history.num_steps for row in rows]
+        draws = [row.history.num_draws for row in rows]
         chooser = self._sampling.chooser(draws, self._target.device)
         decoder = AutoregressiveDecoder(self._target, chooser, wants_margins)
         traces = decoder.decode(prompts, rows[0].space.length, clock)
         for row, trace in zip(rows, traces, strict=True):
             row.history.append(trace.tokens, trace.predicted, leak=0.0)
         return traces
+
+    def _find(self, choice: DecodingChoice) -> Decoder:
+        if choice not in self._built:
+            if len(self._built) >= _MAX_BUILT:
+                self._built.clear()  # callers may ask for any radius
+            self._built[choice] = self._build(choice)
+        return self._built[choice]
 
     def _build(self, choice: DecodingChoice) -> Decoder:
         overrides = Overrides(

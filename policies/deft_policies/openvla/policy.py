@@ -32,6 +32,10 @@ from deft_policies.openvla.image import ImageProcessor
 from deft_policies.openvla.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.target import OpenVLATarget
 
+# Ids of the prompts whose passes are recorded beforehand, one for each bucket of usual lengths. The
+# longest comes first: a cache that grows later would cost the recordings made before.
+_RECORDED_LENGTHS = (63, 47, 31, 15)
+
 
 class PromptSource(Protocol):
     """Turns an instruction into the ids the decoder reads around the patches."""
@@ -162,14 +166,22 @@ class OpenVLAPolicy:
             )
 
     def warm_up(self) -> None:
-        """Answer one black frame by every way the default method may take."""
-        size = self._parts.target.model.config.image.size
-        frame = np.zeros((size, size, 3), dtype=np.uint8)
-        observation = Observation(frame, "warm up")
-        key = self._default_key or self._keys[0]
-        session = self.open_session()
-        for _ in range(2):  # the second frame has a history to draft from
-            self.act([ActRequest(observation, session, ActOptions(statistics_key=key))])
+        """Answer a black frame by every way the default method may take, in prompts of any length.
+
+        Where passes are recorded, this records them; elsewhere the method learns what they cost.
+        """
+        parts = self._parts
+        size, weight = parts.target.model.config.image.size, parts.target.decoder.embedding.weight
+        fitted = parts.images.fit(np.zeros((size, size, 3), dtype=np.uint8))
+        space = self.action_space(self._default_key or self._keys[0])
+        ids = list(self._encode("pick up the cup"))
+        lengths = _RECORDED_LENGTHS if parts.target.has_fixed_shapes else (len(ids),)
+        with torch.inference_mode():
+            pixels = parts.images.pixel_values([fitted], parts.target.device, weight.dtype)
+            for length in lengths:
+                prompt = (ids + [ids[-1]] * length)[:length]
+                prompts = parts.target.read(pixels, [prompt])
+                self._decoders.warm_up(self._settings.decoding, prompts, [space])
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
         """Answer a batch, in order. Where it raises, no session has changed."""

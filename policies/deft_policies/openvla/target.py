@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.steps import StepRunner
+from deft_policies.decoding.steps import StepRunner, Tensors
 from deft_policies.decoding.target import Prompts
 from deft_policies.openvla.model import OpenVLAModel
 
@@ -43,12 +43,16 @@ class OpenVLATarget(LlamaTarget):
         padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
         ids = torch.tensor(padded).to(self.device, non_blocking=True)
         texts = torch.tensor([len(row) for row in prompt_ids]).to(self.device, non_blocking=True)
-        sight = self.model.see(pixels)
-        num_patches = sight.patches.shape[1]
+        patches, features = self._runner.run(("see", *pixels.shape), self._see_step, (pixels,))
+        num_patches = patches.shape[1]
         return Prompts(
-            embeds=self.model.compose(sight.patches, ids),
+            embeds=self.model.compose(patches, ids),
             lengths=texts + num_patches,
             last_tokens=ids[:, -1],
             patches=slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches),
-            features=sight.features.mean(dim=1),
+            features=features.clone(),  # a recorded step overwrites its outputs next time
         )
+
+    def _see_step(self, pixels: Tensor) -> Tensors:
+        sight = self.model.see(pixels)
+        return sight.patches, sight.features.mean(dim=1)

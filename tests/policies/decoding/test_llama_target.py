@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.graphs import RecordedRunner, Recording
+from deft_policies.decoding.graphs import RecordedRunner
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.steps import EagerRunner, Step, StepRunner, Tensors
+from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.openvla.model import OpenVLAModel
 from tests.tiny_openvla import (
     CPU,
+    ReplayingRecorder,
     one_row,
     plain_decode,
     plain_next_tokens,
@@ -24,19 +25,6 @@ from tests.tiny_openvla import (
 )
 
 TEXT_LENGTHS = [5, 9, 3]
-
-
-class ReplayingRecorder:
-    """What a CUDA graph does, on a CPU: reruns the step on the same memory."""
-
-    def record(self, step: Step, inputs: Tensors) -> Recording:
-        outputs = tuple(tensor.clone() for tensor in step(*inputs))
-
-        def replay() -> None:
-            for kept, new in zip(outputs, step(*inputs), strict=True):
-                kept.copy_(new)
-
-        return Recording(inputs, outputs, replay)
 
 
 def runners() -> list[StepRunner]:

@@ -9,7 +9,9 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, LimitedPolicy
+from deft_policies.decoding.graphs import RecordedRunner
 from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.steps import StepRunner
 from deft_policies.errors import (
     DeviceError,
     RequestError,
@@ -29,19 +31,22 @@ from deft_policies.openvla.prompt import PromptEncoder
 from deft_policies.openvla.random_weights import WordIds
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
-from tests.tiny_openvla import golden_model, tiny_model
+from tests.tiny_openvla import ReplayingRecorder, golden_model, tiny_model
 
 PLAIN = DecodingChoice("autoregressive")
 
 
-def golden_policy(settings: PolicySettings | None = None) -> OpenVLAPolicy:
+def golden_policy(
+    settings: PolicySettings | None = None, runner: StepRunner | None = None
+) -> OpenVLAPolicy:
     model = golden_model()
     config = model.config
     encoder = PromptEncoder.load(
         golden.TINY_OPENVLA, config.prompt_template, config.vocabulary.text_vocab_size
     )
     images = ImageProcessor(config.image, ImageChain.NONE)
-    parts = PolicyParts(OpenVLATarget(model), encoder, images, config.statistics)
+    target = OpenVLATarget(model, runner=runner)
+    parts = PolicyParts(target, encoder, images, config.statistics)
     return OpenVLAPolicy(parts, settings or PolicySettings(decoding=PLAIN))
 
 
@@ -87,6 +92,17 @@ def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
         assert chunk.actions.tobytes() == case.action.tobytes()
         assert chunk.trace is not None
         np.testing.assert_allclose(chunk.trace.margins, case.margins, atol=1e-3)
+
+
+def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> None:
+    runner = RecordedRunner(ReplayingRecorder())
+    policy = golden_policy(PolicySettings("libero_spatial", PLAIN), runner)
+    policy.warm_up()
+    num_recordings = runner.num_recordings
+    requests = golden_requests(policy)
+    for case, request in zip(golden.cases_with_image(), requests, strict=True):
+        assert tokens_of(policy.act([request])) == [case.tokens]
+    assert runner.num_recordings == num_recordings
 
 
 def test_golden_cases_answered_in_batches_are_the_same() -> None:
