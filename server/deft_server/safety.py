@@ -32,16 +32,17 @@ class SafetyGuard:
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
         self._policy = policy if isinstance(policy, LimitedPolicy) else None
+        self._action_dim = policy.info.action_dim
         self._on_sudden_step = settings.on_sudden_step
         self._step_limits = {
             pattern: np.array(row) for pattern, row in settings.step_limits.items()
         }
         self._limits: dict[str | None, ActionLimits] = {}
         for pattern, limit in self._step_limits.items():
-            if limit.size != policy.info.action_dim:
+            if limit.size != self._action_dim:
                 raise SettingsError(
                     f"step_limits of {pattern!r} has {limit.size} numbers, but an action of "
-                    f"{policy.info.policy} has {policy.info.action_dim} dimensions"
+                    f"{policy.info.policy} has {self._action_dim} dimensions"
                 )
 
     def check(
@@ -51,6 +52,11 @@ class SafetyGuard:
         statistics_key: str | None,
     ) -> CheckedActions:
         """Return what may be executed, or raise `UnsafeAnswerError`."""
+        if actions.shape[0] < 1 or actions.shape[1] != self._action_dim:
+            raise UnsafeAnswerError(
+                f"the policy's answer has shape {list(actions.shape)}, not "
+                f"[steps, {self._action_dim}]; it was withheld"
+            )
         if not np.isfinite(actions).all():
             raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
         limits = self._limits_of(statistics_key)

@@ -107,11 +107,12 @@ class Service:
             self.metrics.unanswered.labels(type(error).__name__).inc()
             self._publish(session, request, error)
             raise
-        timed = self._timed(answered, started_s, now_s)
-        self._publish(session, request, timed)
+        chunk = self._timed(answered, started_s, now_s)
+        self._publish(session, request, chunk, answered.batch_size)
         session.num_answers += 1
-        session.last_action = timed.chunk.actions[-1]
-        return timed.chunk if options.want_trace else replace(timed.chunk, trace=None)
+        session.last_action = chunk.actions[-1]
+        is_as_asked = options.want_trace or chunk.trace is None
+        return chunk if is_as_asked else replace(chunk, trace=None)
 
     def reset(self, session_id: str, caller: Caller) -> bool:
         """End a session; its next frame starts an episode. Returns whether there was one."""
@@ -213,23 +214,28 @@ class Service:
         self.metrics.interventions.labels(Intervention.HOLD.value).inc()
         return Answered(ActionChunk(actions, intervention=Intervention.HOLD), 0.0, 0)
 
-    def _timed(self, answered: Answered, started_s: float, decoded_s: float) -> Answered:
+    def _timed(self, answered: Answered, started_s: float, decoded_s: float) -> ActionChunk:
+        """Return the answer with the server's own stages filled in, and count it."""
         total_s = time.monotonic() - started_s
-        self.metrics.observe_answer(answered.chunk, answered.queue_s, total_s)
+        chunk = answered.chunk
+        self.metrics.observe_answer(chunk, answered.queue_s, total_s)
         timings = replace(
-            answered.chunk.timings,
+            chunk.timings,
             wire_ms=(decoded_s - started_s) * 1000,
             queue_ms=answered.queue_s * 1000,
             total_ms=total_s * 1000,
         )
-        return replace(answered, chunk=replace(answered.chunk, timings=timings))
+        return ActionChunk(chunk.actions, timings, chunk.trace, chunk.intervention)
 
     def _publish(
-        self, session: RobotSession, request: ActRequest, outcome: Answered | Exception
+        self,
+        session: RobotSession,
+        request: ActRequest,
+        outcome: ActionChunk | Exception,
+        batch_size: int = 0,
     ) -> None:
         if not self.events.has_listeners:
             return
-        answered = outcome if isinstance(outcome, Answered) else None
         self.events.publish(
             FinishedAction(
                 caller=session.caller,
@@ -238,8 +244,8 @@ class Service:
                 request_id=request_ids.current.get(),
                 observation=request.observation,
                 options=request.options,
-                chunk=None if answered is None else answered.chunk,
+                chunk=outcome if isinstance(outcome, ActionChunk) else None,
                 error=outcome if isinstance(outcome, Exception) else None,
-                batch_size=0 if answered is None else answered.batch_size,
+                batch_size=batch_size,
             )
         )

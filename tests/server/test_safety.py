@@ -29,6 +29,12 @@ def test_an_answer_that_is_not_finite_is_withheld(bad: float):
         SafetyGuard(ConstantPolicy(), Settings()).check(actions, session(), None)
 
 
+@pytest.mark.parametrize("shape", [(0, 7), (1, 6), (2, 8)])
+def test_an_answer_of_another_shape_is_withheld(shape: tuple[int, int]):
+    with pytest.raises(UnsafeAnswerError, match="shape"):
+        guard().check(np.zeros(shape), session(), None)
+
+
 def test_an_answer_beyond_the_statistics_is_withheld_and_the_culprit_named():
     actions = np.zeros((3, 7))
     actions[2, 5] = 1.01
