@@ -45,17 +45,12 @@ class ImageProcessor:
         The towers' channels stand side by side, in the towers' order.
         """
         frames = torch.from_numpy(np.stack(fitted)).to(device)
-        planes = frames.permute(0, 3, 1, 2)
-        table = self._place_table(frames.device, dtype)
-        num_channels = len(table)
-        values = torch.empty(
-            (len(planes), num_channels, *planes.shape[2:]), device=frames.device, dtype=dtype
-        )
-        codes = planes.int()
-        for channel in range(num_channels):
-            flat = codes[:, channel % 3].reshape(-1)
-            values[:, channel] = table[channel].index_select(0, flat).view(values[:, 0].shape)
-        return values
+        table = self._place_table(frames.device, dtype).view(1, -1, 3, 256)
+        rows, height, width, _ = frames.shape
+        codes = frames.permute(0, 3, 1, 2).reshape(rows, 1, 3, -1).long()
+        towers = table.shape[1]
+        values = table.expand(rows, -1, -1, -1).gather(3, codes.expand(-1, towers, -1, -1))
+        return values.view(rows, 3 * towers, height, width)
 
     def _place_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The table where and as it is needed; kept, so that only the first frame pays."""
