@@ -18,7 +18,7 @@ from deft_server.settings import SettingsError
 
 
 def build_routes(service: Service) -> Sequence[BaseRoute]:
-    """Return the routes around a service; with `record_to` set, it records from the start."""
+    """Return the routes around a service; with `record` set, it records from the start."""
     recording = _build_recording(service)
     if recording is not None:
         service.on_start.append(recording.start)
@@ -27,7 +27,7 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
 
     def told() -> JSONResponse:
         if recording is None:
-            return JSONResponse({"is_on": False, "reason": "started without --record-to"})
+            return JSONResponse({"is_on": False, "reason": "started without --record"})
         return JSONResponse(asdict(recording.status))
 
     async def status() -> JSONResponse:
@@ -38,7 +38,7 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
         """Switch the recording on or off: `{"on": true}`."""
         wanted = _wanted(await request.body())
         if recording is None:
-            raise UnusableValueError("on", "start the server with --record-to DIR to record")
+            raise UnusableValueError("on", "start the server with --record DIR to record")
         if wanted:
             recording.start()
         else:
@@ -53,18 +53,18 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
 
 def _build_recording(service: Service) -> Recording | None:
     settings = service.settings
-    if settings.record_to is None:
+    if settings.record is None:
         return None
     rules = RecordingRules(
-        directory=settings.record_to,
+        directory=settings.record,
         encoding=settings.record_frames,
         max_total_bytes=settings.record_max_bytes,
         min_free_bytes=settings.record_min_free_bytes,
     )
     try:
-        settings.record_to.mkdir(parents=True, exist_ok=True)
+        settings.record.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(f"cannot record to {settings.record_to}: {error}") from error
+        raise SettingsError(f"cannot record to {settings.record}: {error}") from error
     metrics = RecordingMetrics(service.metrics.registry)
     return Recording(rules, service.events, metrics, lambda: service.info)
 

@@ -151,7 +151,7 @@ class Settings(BaseModel):
     )
     dashboard: bool = Field(default=True, description="serve /dashboard")
 
-    record_to: Path | None = Field(default=None, description="record episodes in this directory")
+    record: Path | None = Field(default=None, description="record episodes in this directory")
     record_frames: ImageEncoding = Field(
         default=ImageEncoding.PNG, description="how recorded frames are kept; jpeg changes pixels"
     )

@@ -211,7 +211,7 @@ def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:
 
 def test_a_server_told_to_record_records_from_the_start(tmp_path: Path) -> None:
     keys = keyed_app(tmp_path).service.settings.keys_file
-    settings = Settings(keys_file=keys, record_to=tmp_path / "out", record_min_free_bytes=0)
+    settings = Settings(keys_file=keys, record=tmp_path / "out", record_min_free_bytes=0)
     boss = {"authorization": f"Bearer {ADMIN_KEY}"}
     with TestClient(build_app(settings)) as client:
         assert client.get("/v1/admin/recording", headers=boss).json()["is_on"] is True
