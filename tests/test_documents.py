@@ -59,9 +59,23 @@ def test_make_knows_the_target(command):
     assert {word.partition("=")[0] for word in arguments if "=" in word} <= defined
 
 
-@pytest.mark.parametrize("command", of_program("deft", "deft-client"))
-def test_the_command_line_knows_every_flag(command, capsys):
-    program, *arguments = shlex.split(command.line, comments=True)
+PASSED_ON = {"EVAL_FLAGS": ["deft-client", "eval"], "SERVE_FLAGS": ["deft", "serve"]}
+
+
+def command_lines() -> list[object]:
+    """What is typed for our programs, directly or through a variable of make."""
+    typed = [(str(one), shlex.split(one.line, comments=True)) for one in COMMANDS]
+    lines = [(name, words) for name, words in typed if words[0] in MODULES]
+    for name, words in typed:
+        for variable, program in PASSED_ON.items():
+            flags = [word.partition("=")[2] for word in words if word.startswith(f"{variable}=")]
+            lines += [(name, [*program, *shlex.split(one)]) for one in flags]
+    return [pytest.param(words, id=name) for name, words in lines]
+
+
+@pytest.mark.parametrize("words", command_lines())
+def test_the_command_line_knows_every_flag(words, capsys):
+    program, *arguments = words
     main = import_module(MODULES[program]).main
     with pytest.raises(SystemExit) as exit:
         main([*arguments, "--help"])
