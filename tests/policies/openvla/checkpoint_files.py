@@ -6,14 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from deft_policies.openvla.checkpoint import load_model, open_checkpoint
 from deft_policies.openvla.checkpoint_tokenizer import build_tokenizer
 from deft_policies.openvla.checkpoint_writer import write_checkpoint
 from deft_policies.openvla.config import OpenVLAConfig
+from deft_policies.openvla.prompt import PromptTemplate
 from deft_policies.openvla.tensor_names import expected_tensors
 from tests import golden
-from tests.tiny_openvla import tiny_config
+from tests.tiny_openvla import CPU, tiny_config
 
 INSTRUCTIONS = ("pick up the red mug", "open the drawer")
 
@@ -76,3 +79,22 @@ def edit_json(path: Path, change: Callable[[dict[str, object]], object]) -> None
     content = json.loads(path.read_text())
     change(content)
     replace_file(path, json.dumps(content).encode())
+
+
+def loaded_tensors(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    model = load_model(open_checkpoint(str(directory)), CPU, dtype)
+    return {name: tensor.clone() for name, tensor in model.named_tensors().items()}
+
+
+def slow_tensors(path: Path) -> dict[str, Tensor]:
+    """The file's tensors, all at once and without the product's reader."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def v01_config() -> OpenVLAConfig:
+    """One SigLIP tower, a plain projector and Vicuna's prompt, as in the first release."""
+    config = tiny_config()
+    siglip = replace(config.towers[1], prefix="vision_backbone.featurizer")
+    image = replace(config.image, normalizations=config.image.normalizations[:1])
+    return replace(config, towers=(siglip,), image=image, prompt_template=PromptTemplate.V01)

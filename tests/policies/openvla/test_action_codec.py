@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -51,6 +51,7 @@ def test_training_ids_of_known_values(value: float, token: int) -> None:
     assert CODEC.encode(np.array([value]), unmasked) == token
 
 
+@settings(max_examples=30, deadline=None)
 @given(hnp.arrays(np.float64, (5, 7), elements=st.floats(-2, 2)))
 def test_encoding_equals_counting_edges(actions: np.ndarray) -> None:
     clipped = np.clip(normalise(actions, LIBERO), -1, 1)
@@ -62,6 +63,7 @@ def test_encoding_equals_counting_edges(actions: np.ndarray) -> None:
     assert np.array_equal(CODEC.encode(actions, LIBERO)[away], slow[away])
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(31745, 31999), min_size=7, max_size=7))
 def test_decoding_then_encoding_returns_the_tokens(tokens: list[int]) -> None:
     actions = CODEC.decode(np.array(tokens), LIBERO)

@@ -2,14 +2,11 @@ import pickle
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.openvla.checkpoint import load_model, open_checkpoint
@@ -19,16 +16,18 @@ from deft_policies.openvla.checkpoint_reader import CheckpointReader
 from deft_policies.openvla.checkpoint_source import locate_checkpoint
 from deft_policies.openvla.checkpoint_tokenizer import build_tokenizer
 from deft_policies.openvla.checkpoint_writer import write_checkpoint
-from deft_policies.openvla.config import OpenVLAConfig, ProjectorKind, ResizeStrategy
+from deft_policies.openvla.config import ProjectorKind
 from deft_policies.openvla.options import Quantization
-from deft_policies.openvla.prompt import PromptTemplate, load_tokenizer
 from deft_policies.openvla.tensor_names import tensor_places
 from tests import golden
 from tests.policies.openvla.checkpoint_files import (
     edit_json,
     link_golden,
+    loaded_tensors,
     random_tensors,
     replace_file,
+    slow_tensors,
+    v01_config,
     write_large,
     write_tiny,
 )
@@ -36,25 +35,6 @@ from tests.tiny_openvla import CPU, tiny_config
 
 GOLDEN_NAME = "language_model.model.layers.1.mlp.up_proj.weight"
 SHARD_BYTES = 40_000
-
-
-def loaded_tensors(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    model = load_model(open_checkpoint(str(directory)), CPU, dtype)
-    return {name: tensor.clone() for name, tensor in model.named_tensors().items()}
-
-
-def slow_tensors(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, all at once and without the product's reader."""
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def v01_config() -> OpenVLAConfig:
-    """One SigLIP tower, a plain projector and Vicuna's prompt, as in the first release."""
-    config = tiny_config()
-    siglip = replace(config.towers[1], prefix="vision_backbone.featurizer")
-    image = replace(config.image, normalizations=config.image.normalizations[:1])
-    return replace(config, towers=(siglip,), image=image, prompt_template=PromptTemplate.V01)
 
 
 def error_of(directory: Path) -> str:
@@ -80,57 +60,6 @@ def test_opening_reads_config_and_tokenizer_too() -> None:
     case = golden.cases()[1]
     assert checkpoint.encoder.encode(case.instruction) == case.prompt_ids
     assert case.statistics_key in checkpoint.config.statistics
-
-
-def test_written_checkpoints_are_read_back(tmp_path: Path) -> None:
-    tensors = write_tiny(tmp_path / "model")
-    loaded = loaded_tensors(tmp_path / "model")
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.items())
-
-
-@pytest.mark.parametrize("config", [tiny_config(num_kv_heads=2), v01_config()])
-def test_a_written_configuration_is_read_back(tmp_path: Path, config: OpenVLAConfig) -> None:
-    write_tiny(tmp_path / "model", config)
-    again = load_config(tmp_path / "model")
-    assert (again.llm, again.towers, again.vocabulary) == (
-        config.llm,
-        config.towers,
-        config.vocabulary,
-    )
-    assert again.prompt_template is config.prompt_template
-    assert again.image.normalizations == config.image.normalizations
-    assert (again.image.size, again.image.is_stretched) == (28, True)
-    for key, statistics in config.statistics.items():
-        assert again.statistics[key].q01.tobytes() == statistics.q01.tobytes()
-        assert again.statistics[key].q99.tobytes() == statistics.q99.tobytes()
-        assert again.statistics[key].mask.tolist() == statistics.mask.tolist()
-
-
-def test_letterboxing_survives_writing(tmp_path: Path) -> None:
-    config = tiny_config()
-    image = replace(
-        config.image,
-        resize=ResizeStrategy.LETTERBOX,
-        is_stretched=False,
-        letterbox_fill=(1, 2, 3),
-    )
-    write_tiny(tmp_path / "model", replace(config, image=image))
-    assert load_config(tmp_path / "model").image == image
-
-
-def test_the_golden_checkpoint_survives_writing(tmp_path: Path) -> None:
-    config = load_config(golden.TINY_OPENVLA)
-    tensors = slow_tensors(golden.TINY_OPENVLA / "model.safetensors")
-    write_checkpoint(tmp_path / "copy", config, tensors, load_tokenizer(golden.TINY_OPENVLA))
-    checkpoint = open_checkpoint(str(tmp_path / "copy"))
-    assert checkpoint.config.llm == config.llm
-    assert checkpoint.config.towers == config.towers
-    for case in golden.prompts():
-        assert case.template == "v01" or checkpoint.encoder.encode_text(case.prompt) == (
-            case.model_ids
-        )
-    copied = slow_tensors(tmp_path / "copy" / "model.safetensors")
-    assert all(torch.equal(copied[name], tensor) for name, tensor in tensors.items())
 
 
 def test_unused_tensors_may_be_left_out(tmp_path: Path) -> None:
@@ -343,40 +272,6 @@ def test_a_reader_reopens_files_it_has_read_much_of(tmp_path: Path) -> None:
     assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
     half = reader.tensor("t3", CPU, torch.bfloat16)
     assert (half.dtype, float(half[0, 0])) == (torch.bfloat16, 3.0)
-
-
-def test_writing_never_touches_what_is_there(tmp_path: Path) -> None:
-    write_tiny(tmp_path / "model")
-    before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match="exists already"):
-        write_tiny(tmp_path / "model")
-    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
-
-
-def test_writing_refuses_tensors_that_do_not_fit(tmp_path: Path) -> None:
-    tensors = random_tensors(tiny_config())
-    tensors.pop("projector.fc1.weight")
-    with pytest.raises(CheckpointError, match=r"1 missing: projector\.fc1\.weight"):
-        write_checkpoint(tmp_path / "model", tiny_config(), tensors, build_tokenizer(["go"], 300))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A tokenizer that cannot be saved stands for a disk that is full."""
-    with pytest.raises(AttributeError):
-        write_checkpoint(
-            tmp_path / "model",
-            tiny_config(),
-            random_tensors(tiny_config()),
-            None,  # type: ignore[arg-type]
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unwritable_place_is_an_error_of_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="could not be written"):
-        write_tiny(tmp_path / "file" / "model")
 
 
 def test_loading_holds_the_checkpoint_in_memory_once(tmp_path: Path) -> None:
