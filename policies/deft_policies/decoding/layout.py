@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ def prefill_layout(lengths: Tensor, depths: Tensor, padded: int) -> PrefillLayou
     """Lay out prompts [row] of `padded` positions and trees of depths [row, node]."""
     num_guesses = depths.shape[1] - 1
     slots = torch.arange(padded + num_guesses, device=lengths.device)[None, :]
+    if num_guesses == 0:
+        every = slots.expand(len(lengths), -1)
+        return PrefillLayout(every, every, lengths[:, None] - 1)
     behind = slots - lengths[:, None]  # 0 is the first guess
     is_guess = (behind >= 0) & (behind < num_guesses)
     is_padding = behind >= num_guesses
@@ -64,6 +68,15 @@ def tree_mask(roots: Tensor, ancestors: Tensor, read: int) -> Tensor:
     column = behind.clamp(0, num_nodes - 1)[:, None, :].expand(-1, num_nodes, -1)
     seen = ancestors.gather(2, column) & is_node[:, None, :]
     return (seen | (behind < 0)[:, None, :]).unsqueeze(1)
+
+
+def pad_ancestors(ancestors: Tensor, num_nodes: int) -> Tensor:
+    """[row, node, node] of a tree with more nodes behind, which see the root and themselves."""
+    missing = num_nodes - ancestors.shape[1]
+    padded = functional.pad(ancestors, (0, missing, 0, missing))
+    padded[:, -missing:, 0] = True
+    padded[:, -missing:, -missing:] |= torch.eye(missing, dtype=torch.bool, device=ancestors.device)
+    return padded
 
 
 def is_chain(parents: Tensor) -> bool:

@@ -22,6 +22,9 @@ from deft_policies.decoding.vocabulary import TokenRange
 
 _PROMPT_BUCKET = 16
 _READ_BUCKET = 64
+# Widths of recorded trees: a pass costs the same for few nodes and for some more, a recording
+# takes a second.
+_TREE_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 50)
 
 
 @dataclass(frozen=True)
@@ -134,19 +137,21 @@ class LlamaTarget:
         self._begin(prompts.lengths, embeds.shape[1])
         is_causal = tree.num_nodes == 1 or (self._reads_lengths and layout.is_chain(tree.parents))
         kind = PrefillKind(is_causal, prompts.keep_hidden)
+        tokens, ancestors = self._widen(tree)
 
         def step(*inputs: Tensor) -> Tensors:
             return self._prefill_step(kind, *inputs)
 
         scored, logits, kept = self._runner.run(
-            (kind, tree.num_nodes, *embeds.shape),
+            (kind, tokens.shape[1], *embeds.shape),
             step,
-            (embeds, prompts.lengths, tree.tokens, tree.ancestor_mask()),
+            (embeds, prompts.lengths, tokens, ancestors),
         )
+        num_nodes = tree.num_nodes
         features = PromptFeatures(
             prompts.embeds, kept[:, :num_positions], prompts.lengths, prompts.patches
         )
-        return Scores(logits, scored), features
+        return Scores(logits[:, :num_nodes], scored[:, :num_nodes]), features
 
     @torch.no_grad()
     def score(self, tree: DraftTree) -> Scores:
@@ -154,7 +159,8 @@ class LlamaTarget:
         self._roots = self._lengths
         if self._extent.is_exact:
             return self._score_aligned(tree)
-        num_rows, num_nodes = tree.tokens.shape
+        tokens, ancestors = self._widen(tree)
+        num_rows, num_nodes = tokens.shape
         read = self._extent.longest + num_nodes
         if not self._reads_lengths:
             read = min(read + -read % _READ_BUCKET, self._cache.length)
@@ -165,9 +171,9 @@ class LlamaTarget:
         logits, hidden = self._runner.run(
             ("score", num_rows, num_nodes, read),
             step,
-            (tree.tokens, tree.ancestor_mask(), self._roots),
+            (tokens, ancestors, self._roots),
         )
-        return Scores(logits, hidden)
+        return Scores(logits[:, : tree.num_nodes], hidden[:, : tree.num_nodes])
 
     @torch.no_grad()
     def commit(self, path: Tensor, lengths: Tensor) -> None:
@@ -183,6 +189,16 @@ class LlamaTarget:
         else:
             longest = self._extent.longest + path.shape[1]
             self._extent = Extent(min(longest, self._limit))
+
+    def _widen(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """Tokens and ancestors of a tree, padded to the next recorded width where there is one."""
+        width = tree.num_nodes
+        if self._runner.has_fixed_shapes:
+            width = next((one for one in _TREE_WIDTHS if one >= width), width)
+        if width == tree.num_nodes:
+            return tree.tokens, tree.ancestor_mask()
+        tokens = functional.pad(tree.tokens, (0, width - tree.num_nodes))
+        return tokens, layout.pad_ancestors(tree.ancestor_mask(), width)
 
     def _begin(self, lengths: Tensor, num_positions: int) -> None:
         num_rows = lengths.shape[0]
