@@ -24,6 +24,7 @@ class ActionHistory:
     executed: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     drift: tuple[float, ...] = ()  # [position], in bins: executed minus own, leaky sum
     num_steps: int = 0
+    num_draws: int = 0  # actions decoded in the whole session: numbers the streams of noise
     acceptance: SessionAcceptance = field(default_factory=SessionAcceptance)
 
     def reset(self) -> None:
@@ -45,6 +46,7 @@ class ActionHistory:
         self.own.append(tuple(own))
         self.executed.append(tuple(executed))
         self.num_steps += 1
+        self.num_draws += 1
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.scored import ActionContext
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions, RopeOffset
+from deft_policies.decoding.drafts.head_draws import DrawnHeadDrafts
 from deft_policies.decoding.drafts.medusa import MedusaDrafts
 from deft_policies.decoding.drafts.memory import (
     Extrapolation,
@@ -17,17 +20,23 @@ from deft_policies.decoding.drafts.memory import (
 )
 from deft_policies.decoding.drafts.retrieval import Retrieval
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
-from deft_policies.decoding.drafts.source import Grower, Guesser
+from deft_policies.decoding.drafts.source import DraftKind, Grower, Guesser
 from deft_policies.decoding.eagle import EagleHead, KeyMask
-from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.guard import Choice, Guard
+from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
 from deft_policies.decoding.medusa import MedusaHeads
+from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.presets import Preset
+from deft_policies.decoding.records import ActionRun
 from deft_policies.decoding.retrieval import RetrievalIndex
+from deft_policies.decoding.sampled import RatioVerifier, position_noise
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError
+
+_WARM_UP_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Decoder:
         self.preset = preset
         self._sources = sources
         self._plans = sources.usable(preset)
-        self._verifier = Verifier(preset.rule, preset.tie_break, target.vocabulary.first)
+        self._guards: dict[int, Guard] = {}
 
     def decode(
         self,
@@ -72,24 +81,97 @@ class Decoder:
 
         All rows must have actions of one length. No two rows may share a history.
         """
-        plan = self._plans[0]
+        sessions = [row.history.acceptance for row in rows]
+        guard = self._guard(rows[0].space.length)
+        choice = guard.choose(sessions) if guard else Choice(self._plans[0].name, "")
+        run = self._run(self._plan(choice.plan), prompts, rows, clock, wants_margins)
+        traces = run.read(self.preset.name, clock, choice.reason)
+        for trace, row in zip(traces, rows, strict=True):
+            row.history.append(trace.tokens, trace.predicted, self.preset.rule.drift_leak)
+        if guard is not None:
+            guard.learn(choice, run.cost(clock), sessions)
+            self._learn_hypothetically(guard, choice, rows)
+        return traces
+
+    def warm_up(self, prompts: Prompts, spaces: Sequence[ActionSpace]) -> None:
+        """Run every plan on a batch that nobody waits for, so that the guard knows their costs."""
+        guard = self._guard(spaces[0].length)
+        for plan in (*self._plans, PLAIN):
+            for _ in range(_WARM_UP_RUNS):
+                rows = [DecodeRow(_warm_history(space), space) for space in spaces]
+                clock = StageClock(prompts.embeds.device)
+                run = self._run(plan, prompts, rows, clock, wants_margins=False)
+                if guard is not None:
+                    guard.learn_cost(plan.name, run.cost(clock))
+
+    def _run(
+        self,
+        plan: Plan,
+        prompts: Prompts,
+        rows: Sequence[DecodeRow],
+        clock: StageClock,
+        wants_margins: bool,
+    ) -> ActionRun:
         histories = [row.history for row in rows]
         device = prompts.embeds.device
         space = SpaceTensors.of([row.space for row in rows], device)
         steps = self._sources.steps_needed(plan)
         history = HistoryTensors.of(histories, space.length, steps, device)
         context = ActionContext(space, history.drift, history.num_steps)
-        keep_hidden = self._verifier.needs_patches or self._sources.needs_hidden(plan)
+        keep_hidden = self.preset.rule.needs_patches or self._sources.needs_hidden(plan)
         prompts = replace(prompts, keep_hidden=keep_hidden)
-        state = RunState(self.target, self._verifier, context, wants_margins)
-        drafting = PlannedDrafting(
-            self._sources, plan, Seen(prompts, histories, history, self.target.widest_tree)
+        seen = Seen(prompts, histories, history, self.target.widest_tree)
+        verifier = self.verifier_for(histories, space.length, device)
+        state = RunState(self.target, verifier, context, wants_margins)
+        return run_actions(state, prompts, PlannedDrafting(self._sources, plan, seen), clock)
+
+    def _guard(self, length: int) -> Guard | None:
+        """The guard for actions of this length; None where there is nothing to choose."""
+        if not self.preset.is_guarded or self._plans == (PLAIN,):
+            return None
+        if length not in self._guards:
+            names = [plan.name for plan in self._plans]
+            self._guards[length] = Guard(names, PLAIN.name, length - 1)
+        return self._guards[length]
+
+    def _plan(self, name: str) -> Plan:
+        return next((plan for plan in self._plans if plan.name == name), PLAIN)
+
+    def _learn_hypothetically(
+        self, guard: Guard, choice: Choice, rows: Sequence[DecodeRow]
+    ) -> None:
+        """Tell the guard what plans that only repeat the last action would have needed.
+
+        With exact match that can be counted afterwards: one pass for every token that changed.
+        """
+        if not self.preset.rule.is_exact:
+            return
+        for plan in self._plans:
+            if plan.name != choice.plan and plan.kinds == {DraftKind.PREVIOUS}:
+                for row in rows:
+                    if len(row.history.own) > 1:
+                        passes = num_changed(row.history.own[-2], row.history.own[-1])
+                        guard.learn_passes(plan.name, passes, row.history.acceptance)
+
+    def verifier_for(
+        self, histories: Sequence[ActionHistory], length: int, device: torch.device
+    ) -> Verifier:
+        """What judges a batch: greedy, or with noise of its own for every row."""
+        preset, vocabulary = self.preset, self.target.vocabulary
+        greedy = Verifier(preset.rule, preset.tie_break, vocabulary.first)
+        if preset.sampling.temperature == 0.0:
+            return greedy
+        draws = [history.num_draws for history in histories]
+        like = torch.empty(len(vocabulary), device=device)
+        noise, coins = position_noise(preset.sampling, draws, like, length)
+        return RatioVerifier(
+            rule=greedy.rule,
+            tie_break=greedy.tie_break,
+            first_token=greedy.first_token,
+            temperature=preset.sampling.temperature,
+            noise=noise,
+            uniform=coins,
         )
-        run = run_actions(state, prompts, drafting, clock)
-        traces = run.read(self.preset.name, clock)
-        for trace, one in zip(traces, histories, strict=True):
-            one.append(trace.tokens, trace.predicted, self.preset.rule.drift_leak)
-        return traces
 
 
 def build_decoder(
@@ -126,9 +208,25 @@ def build_sources(target: TargetModel, preset: Preset, models: DraftModels) -> S
     growers: list[Grower] = []
     if models.head is not None:
         options = HeadOptions(models.rope_offset, models.key_mask, preset.whole_vocabulary)
-        growers.append(HeadDrafts(models.head, target, options))
+        if preset.draws_drafts:
+            growers.append(DrawnHeadDrafts(models.head, target, options, preset.sampling))
+        else:
+            growers.append(HeadDrafts(models.head, target, options))
     if models.medusa is not None:
         growers.append(MedusaDrafts(models.medusa, target))
     if models.small_model is not None:
         growers.append(SmallModelDrafts(models.small_model, models.patch_share))
     return Sources(tuple(guessers), tuple(growers))
+
+
+def num_changed(before: Sequence[int], after: Sequence[int]) -> int:
+    """Tokens that differ, the last one left out: it needs no pass of its own."""
+    return sum(old != new for old, new in zip(before[:-1], after[:-1], strict=True))
+
+
+def _warm_history(space: ActionSpace) -> ActionHistory:
+    """A session that has acted before, so that guesses from memory have their usual width."""
+    history = ActionHistory()
+    for _ in range(STEPS_KEPT):
+        history.append((0,) * space.length, (0,) * space.length, leak=1.0)
+    return history

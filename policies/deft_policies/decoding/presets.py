@@ -21,6 +21,7 @@ from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.acceptance.visual import VisualRelevance
 from deft_policies.decoding.drafts.source import DraftKind, TreeShape
 from deft_policies.decoding.plan import PLAIN, Plan
+from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.verify import TieBreak
 from deft_policies.errors import RequestError, UnknownDecodingError
 
@@ -41,8 +42,8 @@ class Preset:
     required: frozenset[DraftKind] = frozenset()
     whole_vocabulary: bool = False
     is_guarded: bool = False
-    temperature: float = 0.0  # 0 is greedy
-    seed: int = 0
+    sampling: Sampling = Sampling()
+    draws_drafts: bool = False  # draw the head's chain by its odds, for the ratio test
 
 
 _MEMORY = (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION, DraftKind.RETRIEVAL)
@@ -128,6 +129,15 @@ PRESETS: tuple[Preset, ...] = (
             Plan("hold", (), (DraftKind.PREVIOUS,)),
         ),
     ),
+    Preset(
+        "ratio-test",
+        "sampling with the head's drawn chains, exact by Leviathan's ratio test",
+        ExactMatch(),
+        (Plan("drawn-chain", (), (DraftKind.HEAD,), TreeShape.chain(5)),),
+        required=_HEAD,
+        sampling=Sampling(temperature=1.0),
+        draws_drafts=True,
+    ),
     Preset("within-bins", "drafts at most a radius of bins away", WithinBins(9), _OUR_PLANS),
     Preset("top-k", "SpecDec: drafts among the target's k likeliest", TopK(5), _OUR_PLANS),
     Preset(
@@ -177,8 +187,9 @@ def _overridden(preset: Preset, changes: Overrides) -> Preset:
         if changes.radius < 0:
             raise RequestError("radius", f"radius must be 0 or more bins, got {changes.radius}")
         preset = replace(preset, rule=preset.rule.with_radius(changes.radius))
-    if changes.drafts is not None:
-        preset = replace(preset, plans=(plan_of(changes.drafts),), required=frozenset())
+    if changes.drafts is not None:  # who names the sources gets them, however slow they are
+        plans: tuple[Plan, ...] = (plan_of(changes.drafts),)
+        preset = replace(preset, plans=plans, required=frozenset(), is_guarded=False)
     if changes.shape is not None:
         plans = tuple(replace(plan, shape=changes.shape) for plan in preset.plans)
         preset = replace(preset, plans=plans)
@@ -191,8 +202,11 @@ def _overridden(preset: Preset, changes: Overrides) -> Preset:
                 f"{preset.name!r} relaxes greedy decoding and cannot sample; use 'lossless' or "
                 "'autoregressive', which keep the target's distribution",
             )
-        preset = replace(preset, temperature=changes.temperature)
-    return preset if changes.seed is None else replace(preset, seed=changes.seed)
+        sampling = replace(preset.sampling, temperature=changes.temperature)
+        preset = replace(preset, sampling=sampling)
+    if changes.seed is None:
+        return preset
+    return replace(preset, sampling=replace(preset.sampling, seed=changes.seed))
 
 
 RIDES_IN_PREFILL = (

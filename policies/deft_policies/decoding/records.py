@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.decoding.drafts.source import SOURCE_KINDS, PassResult
+from deft_policies.decoding.guard import ActionCost
 from deft_policies.decoding.trace import StageClock
 
 
@@ -18,6 +19,12 @@ class PassRecord:
     result: PassResult
     pass_lap: int
     draft_lap: int
+    commit_lap: int | None = None  # of what the pass before it had to keep
+
+    def ms(self, clock: StageClock) -> float:
+        """All of the round."""
+        laps = (self.pass_lap, self.draft_lap, self.commit_lap)
+        return sum(clock.milliseconds(lap) for lap in laps if lap is not None)
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,13 @@ class ActionRun:
     own: Tensor  # [row, position], the target's own token given those executed before
     margins: Tensor | None  # [row, position], gap between the two largest logits there
     records: tuple[PassRecord, ...]
+
+    def cost(self, clock: StageClock) -> ActionCost:
+        """What the batch has cost."""
+        first, *later = self.records
+        is_open = zip(*(record.result.is_open for record in later), strict=True)
+        num_passes = tuple(sum(row) for row in is_open) if later else (0,) * len(self.tokens)
+        return ActionCost(first.ms(clock), sum(one.ms(clock) for one in later), num_passes)
 
     def read(self, method: str, clock: StageClock, guard: str = "") -> list[DecodeTrace]:
         """Tell what happened in every row. Passes after a row was finished are left out of it."""

@@ -48,11 +48,11 @@ def run_actions(
         drafting.begin(features)
     while not state.is_done:
         state.commit(result)
-        clock.lap(Stage.COMMIT)
+        commit_lap = clock.lap(Stage.COMMIT)
         tree = drafting.between_passes(state.progress(result.verdict.bonus))
         draft_lap = clock.lap(Stage.DRAFT)
         result = state.take(tree, state.target.score(tree))
-        records.append(PassRecord(result, clock.lap(Stage.VERIFY), draft_lap))
+        records.append(PassRecord(result, clock.lap(Stage.VERIFY), draft_lap, commit_lap))
     return state.finish(records)
 
 
@@ -79,6 +79,7 @@ class RunState:
         self.num_committed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.counts = [0] * num_rows  # what the host knows of num_committed
         self.last: PassResult | None = None
+        self._longest_path = 1
         self._written: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -136,6 +137,7 @@ class RunState:
         self.num_committed = (self.num_committed + accepted + 1).clamp_(max=self.length)
         # Where nothing was guessed the host knows what was committed without reading.
         kept = [0] * len(self.counts) if path.shape[1] == 1 else accepted.tolist()
+        self._longest_path = max(kept) + 1
         self.counts = [
             min(count + num + 1, self.length) for count, num in zip(self.counts, kept, strict=True)
         ]
@@ -145,7 +147,7 @@ class RunState:
         kept = result.verdict.num_accepted + 1
         if not all(result.is_open):
             kept = kept * (result.num_committed < self.length)
-        self.target.commit(result.verdict.path, kept)
+        self.target.commit(result.verdict.path[:, : self._longest_path], kept)
 
     def finish(self, records: Sequence[PassRecord]) -> ActionRun:
         """Everything that was settled."""

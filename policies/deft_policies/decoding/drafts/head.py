@@ -71,26 +71,32 @@ class HeadDrafts:
     @torch.no_grad()
     def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
         """Draft behind the roots."""
-        if progress.last is None or self._features is None:
-            raise ValueError("the draft head starts after the prefill")
         levels = shape.levels if shape.is_fixed else min(shape.levels, progress.depth)
-        out = self._take_in(progress.last, progress.length, shape)
-        deepest = progress.length - 1 - progress.num_committed
-        if shape.is_fixed:
-            deepest = torch.full_like(deepest, levels)
         growth = Growth(self.kind, levels, shape.top_k, shape.num_guesses)
+        soil = self.take_in(progress, shape)
 
         def step(*inputs: Tensor) -> Tensors:
-            tree = self._grow_step(growth, _Soil(*inputs))
+            tree = self._grow_step(growth, Soil(*inputs))
             return tree.tokens, tree.parents, tree.is_real, tree.log_probs, tree.sources
 
         grown = self._runner.run(
-            ("grow", growth, len(out), self._room),
+            ("grow", growth, len(soil.out), self._room),
             step,
-            (progress.roots, out, self._length, self._tree_start(), deepest),
+            (soil.roots, soil.out, soil.length, soil.start, soil.deepest),
         )
-        self._is_first = False
         return DraftTree(*grown)
+
+    def take_in(self, progress: Progress, shape: TreeShape) -> "Soil":
+        """Append the pairs of the last pass, and say what the next tree grows from."""
+        if progress.last is None or self._features is None:
+            raise ValueError("the draft head starts after the prefill")
+        out = self._append(progress.last, progress.length, shape)
+        deepest = progress.length - 1 - progress.num_committed
+        if shape.is_fixed:
+            deepest = torch.full_like(deepest, shape.levels)
+        soil = Soil(progress.roots, out, self._length, self._tree_start(), deepest)
+        self._is_first = False
+        return soil
 
     def _tree_start(self) -> Tensor:
         """Rotary position of the children of the roots, [row]."""
@@ -103,8 +109,8 @@ class HeadDrafts:
         num_patches: int = patches.stop - patches.start
         return self._length - num_patches
 
-    def _take_in(self, last: PassResult, length: int, shape: TreeShape) -> Tensor:
-        """Append the pairs of the last pass; the head's output at the last of them, [row, width].
+    def _append(self, last: PassResult, length: int, shape: TreeShape) -> Tensor:
+        """The head's output at the last of the pass's pairs, [row, width].
 
         Position t pairs the hidden state of the t-th token with the embedding of the one after it,
         so a pass adds a pair for every node of its path, the bonus being the last "one after".
@@ -142,7 +148,8 @@ class HeadDrafts:
         assert self._features is not None
         num_rows, num_positions = self._features.embeds.shape[:2]
         self._room = num_positions + length
-        needed = self._room + shape.levels * shape.top_k
+        # A pass's pairs are written with their padding, which reaches past the committed ones.
+        needed = self._room + max(shape.levels * shape.top_k, length)
         if not self._cache.fits(num_rows, needed):
             self._runner.forget()
             self._cache = KVCache(
@@ -159,38 +166,43 @@ class HeadDrafts:
             last = (self._features.lengths - 2)[:, None].expand_as(last)
         return torch.arange(self._room, device=last.device) <= last[:, :, None]
 
-    def _grow_step(self, growth: Growth, soil: "_Soil") -> DraftTree:
+    def _grow_step(self, growth: Growth, soil: "Soil") -> DraftTree:
         """All levels of a tree, as a function of tensors alone."""
-        out, start = soil.out, soil.start
-        num_rows = len(out)
-        committed = self._visible((soil.length - 1)[:, None])
-        frontier = first_level(self._log_probs(out), growth, self._drafted.first)
-        hidden = out[:, None].expand(-1, growth.top_k, -1)
+        frontier = first_level(self._log_probs(soil.out), growth, self._drafted.first)
+        hidden = soil.out[:, None].expand(-1, growth.top_k, -1)
         levels = [frontier.candidates]
-        for level in range(1, growth.levels):
-            slot = self._room + (level - 1) * growth.top_k
-            keys = frontier.ancestors
-            if self._options.key_mask is KeyMask.PREFIX_ONLY:
-                keys = torch.zeros_like(keys)
-            mask = torch.cat((committed.expand(-1, growth.top_k, -1), keys), dim=2)
-            context = PassContext(
-                self.head.rotary((start + level - 1)[:, None].expand(-1, growth.top_k), hidden),
-                mask=mask[:, None],
-            )
-            append = Append(slot + growth.top_k, start=slot)
-            embeds = self._target.embed(frontier.tokens)
-            out = self.head.run(embeds, hidden, context, self._cache.layer(0, num_rows, append))
+        for _ in range(1, growth.levels):
+            out = self.extend(frontier.tokens, frontier.ancestors, hidden, soil)
             frontier, parents = frontier.next_level(self._log_probs(out), growth)
             levels.append(frontier.candidates)
             hidden = out.gather(1, parents[:, :, None].expand(-1, -1, out.shape[2]))
         return finish_tree(soil.roots, levels, growth, soil.deepest)
+
+    def extend(self, tokens: Tensor, ancestors: Tensor, hidden: Tensor, soil: "Soil") -> Tensor:
+        """The head's output at the nodes of a level, [row, node, width].
+
+        `ancestors` is [row, node, level * node], over this level and those above it; `hidden` is
+        the head's output at the nodes' parents.
+        """
+        num_rows, width = tokens.shape
+        above = ancestors.shape[2] // width - 1  # levels above this one
+        slot = self._room + above * width
+        committed = self._visible((soil.length - 1)[:, None]).expand(-1, width, -1)
+        if self._options.key_mask is KeyMask.PREFIX_ONLY:
+            ancestors = torch.zeros_like(ancestors)
+        context = PassContext(
+            self.head.rotary((soil.start + above)[:, None].expand(-1, width), hidden),
+            mask=torch.cat((committed, ancestors), dim=2)[:, None],
+        )
+        cache = self._cache.layer(0, num_rows, Append(slot + width, start=slot))
+        return self.head.run(self._target.embed(tokens), hidden, context, cache)
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         return self._target.logits(hidden, self._drafted).log_softmax(dim=-1)
 
 
 @dataclass(frozen=True)
-class _Soil:
+class Soil:
     """What a tree grows from, [row] each."""
 
     roots: Tensor
