@@ -1,0 +1,115 @@
+"""Judges a draft head on held-out episodes, with the production decoder.
+
+Every held-out action is decoded in session order, once per source and radius, so that sources that
+draft from the session's history see what they would see on a robot.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deft_client.types import DecodeTrace, Observation
+from deft_draft_training.errors import DataError
+from deft_draft_training.heads.observe import observations
+from deft_policies.decoding.drafts.source import DraftKind
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
+from deft_policies.decoding.presets import Overrides, preset_by_name
+from deft_policies.decoding.trace import StageClock
+from deft_policies.openvla.policy import OpenVLAPolicy
+
+
+@dataclass(frozen=True)
+class DraftSetup:
+    """A draft source to judge, by a name of the caller's."""
+
+    name: str
+    drafts: tuple[DraftKind, ...]
+    models: DraftModels = DraftModels()
+
+
+@dataclass(frozen=True)
+class DraftScore:
+    """How one source fared at one radius."""
+
+    source: str
+    radius: int
+    num_actions: int
+    committed_length: float  # accepted + 1, mean over the passes that checked a draft
+    passes: float  # per action, the prefill included
+    relaxed_share: float
+    accepted_by_position: tuple[float, ...]  # share of actions whose token there was drafted
+
+
+def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> DraftScore:
+    """Sum up what the traces of one source and radius say."""
+    checked = [one for trace in traces for one in trace.passes if len(one.tokens) > 1]
+    lengths = [one.committed_length for one in checked] or [1]
+    length = len(traces[0].tokens)
+    hits = np.zeros(length)
+    for trace in traces:
+        done = 0
+        for one in trace.passes:
+            hits[done : done + one.accepted_length] += 1
+            done += one.committed_length
+    return DraftScore(
+        source=source,
+        radius=radius,
+        num_actions=len(traces),
+        committed_length=float(np.mean(lengths)),
+        passes=float(np.mean([trace.num_passes for trace in traces])),
+        relaxed_share=float(np.mean([trace.relaxed_share for trace in traces])),
+        accepted_by_position=tuple(float(hit) / len(traces) for hit in hits),
+    )
+
+
+def evaluate(
+    policy: OpenVLAPolicy,
+    folders: tuple[Path, ...],
+    sources: Sequence[DraftSetup],
+    radii: Sequence[int],
+    episodes: frozenset[int] | None = None,
+) -> Iterator[DraftScore]:
+    """Score every source at every radius on the same actions, one at a time.
+
+    `episodes` limits the judgement to some episodes by number; None takes them all.
+    """
+    held_out = _by_episode(folders, episodes)
+    if not held_out:
+        raise DataError("no episode is held out; lower the share that trains")
+    for setup in sources:
+        for radius in radii:
+            preset = preset_by_name("within-bins", Overrides(radius=radius, drafts=setup.drafts))
+            decoder = build_decoder(policy.parts.target, preset, setup.models)
+            traces = [trace for frames in held_out for trace in _decode(policy, decoder, frames)]
+            yield score_traces(setup.name, radius, traces)
+
+
+def _by_episode(
+    folders: tuple[Path, ...], episodes: frozenset[int] | None
+) -> list[list[Observation]]:
+    found: dict[int, list[Observation]] = {}
+    for one in observations(folders):
+        if episodes is None or one.episode in episodes:
+            found.setdefault(one.episode, []).append(one.observation)
+    return list(found.values())
+
+
+@torch.inference_mode()
+def _decode(
+    policy: OpenVLAPolicy, decoder: Decoder, frames: Sequence[Observation]
+) -> list[DecodeTrace]:
+    """One episode in order, with the history that a session would keep."""
+    parts, traces = policy.parts, []
+    row = DecodeRow(ActionHistory(), policy.action_space(None))
+    weight = parts.target.decoder.embedding.weight
+    for frame in frames:
+        pixels = parts.images.pixel_values(
+            [parts.images.fit(frame.image)], parts.target.device, weight.dtype
+        )
+        prompts = parts.target.read(pixels, [parts.encoder.encode(frame.instruction)])
+        traces += decoder.decode(prompts, [row], StageClock(parts.target.device))
+    return traces

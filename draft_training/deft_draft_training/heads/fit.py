@@ -1,0 +1,157 @@
+"""Fits a draft head to a target: the loop, for one process or several under torchrun.
+
+On one process a killed run resumes to the bit: what a step sees and how it is disturbed are
+functions of the seed and the step's number. Several processes share each batch, so that two
+processes with half the batch each take the steps that one takes with all of it.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from deft_draft_training.averaging import WeightAverage
+from deft_draft_training.config import plain
+from deft_draft_training.heads.data import SampleStore, Split, split_by_episode
+from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
+from deft_draft_training.heads.samples import HeadBatch, collate
+from deft_draft_training.heads.target import FeatureTarget
+from deft_draft_training.heads.workers import Workers
+from deft_draft_training.optimizer import (
+    OptimizerConfig,
+    build_optimizers,
+    clip_gradients,
+    set_rate,
+)
+from deft_draft_training.policy.data import chosen_at
+from deft_draft_training.run_directory import Progress, RunDirectory
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+
+
+class HeadKind(Enum):
+    """What is fitted."""
+
+    EAGLE = "eagle"
+    MEDUSA = "medusa"
+
+
+@dataclass(frozen=True)
+class HeadFitConfig:
+    """A head's training run. Defaults are the published ones where there are any."""
+
+    kind: HeadKind = HeadKind.EAGLE
+    heads: int = 0  # attention heads (EAGLE; 0: as the target) or parallel heads (Medusa; 0: 6)
+    mlp_width: int = 0  # 0: as the target
+    loss: HeadLossConfig = field(default_factory=HeadLossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 20000
+    batch_size: int = 16  # over all processes
+    average_decay: float = 0.0
+    held_out_share: float = 0.05
+    save_every: int = 500
+    log_every: int = 50
+    seed: int = 0
+
+
+class HeadTrainer:
+    """Everything one run needs, built once; `run` goes on from wherever the directory stands."""
+
+    def __init__(
+        self,
+        config: HeadFitConfig,
+        target: FeatureTarget,
+        store: SampleStore,
+        workers: Workers | None = None,
+    ) -> None:
+        self.config, self.target, self.store = config, target, store
+        self.workers = workers or Workers.alone()
+        self.split: Split = split_by_episode(store.episodes, config.held_out_share, config.seed)
+        self.head = build_head(config, target)
+        self.optimizers = build_optimizers(self.head, config.optimizer)
+        self.average = WeightAverage(self.head, config.average_decay)
+
+    def run(self, directory: Path) -> nn.Module:
+        """Train to the configured step and return the (averaged) head."""
+        fingerprint = self.target.fingerprint()
+        run = RunDirectory(directory, {**plain(self.config), "target": fingerprint})
+        progress, extra = run.load(self.head, self.optimizers)
+        self.average.restore(extra)
+        is_first = self.workers.rank == 0
+        steps = tqdm(
+            range(progress.step, self.config.steps),
+            initial=progress.step,
+            total=self.config.steps,
+            file=sys.stderr,
+            disable=not is_first,
+        )
+        for step in steps:
+            losses = self._step(step)
+            done = step + 1
+            if is_first and done % self.config.log_every == 0:
+                run.log(done, losses)
+            if is_first and (done % self.config.save_every == 0 or done == self.config.steps):
+                seen = done * self.config.batch_size
+                run.save(Progress(done, seen), self.head, self.optimizers, self.average.state())
+        self.average.copy_to(self.head)
+        return self.head
+
+    def _step(self, step: int) -> dict[str, float]:
+        config = self.config
+        chosen = chosen_at(len(self.split.train), config.batch_size, config.seed, step)
+        own = self.split.train[self.workers.share(chosen)]
+        samples = self.store.get([int(number) for number in own])
+        set_rate(self.optimizers, config.optimizer, step, config.steps)
+        parts = self._losses(collate(samples, self.target.table), step)
+        parts["loss"].backward()  # type: ignore[no-untyped-call]
+        self.workers.average_gradients(self.head)
+        norm = clip_gradients(self.head, config.optimizer.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.average.follow(self.head)
+        values = {name: float(value.detach()) for name, value in parts.items()}
+        return {**self.workers.average(values), "gradient_norm": norm}
+
+    def _losses(self, batch: HeadBatch, step: int) -> dict[str, Tensor]:
+        if isinstance(self.head, MedusaHeads):
+            states = self.head(batch.at_guesses(batch.hidden))
+            actions = self.target.actions
+            return {"loss": medusa_losses(states, self.target.logits, batch.tokens, actions)}
+        own = self.workers.share(np.arange(self.config.batch_size))
+        seeds = [self._seed(step, int(place)) for place in own]
+        losses = head_losses(self.head, self.target.logits, batch, self.config.loss, seeds)
+        return {
+            "loss": losses.total,
+            "regression": losses.regression,
+            "distillation": losses.distillation,
+            "distance": losses.distance,
+            "agreement": losses.agreement,
+        }
+
+    def _seed(self, step: int, place: int) -> int:
+        """Of the noise on one sample of one step, whichever process has it."""
+        mixed = np.random.SeedSequence((self.config.seed, step, place))
+        return int(mixed.generate_state(1)[0])
+
+
+def build_head(config: HeadFitConfig, target: FeatureTarget) -> nn.Module:
+    """A fresh head of the target's width, the same for the same seed."""
+    torch.manual_seed(config.seed)
+    llm = target.policy.parts.target.model.config.llm
+    if config.kind is HeadKind.MEDUSA:
+        return MedusaHeads(MedusaSizes(llm.width, config.heads or 6))
+    sizes = HeadSizes(
+        width=llm.width,
+        mlp_width=config.mlp_width or llm.mlp,
+        num_heads=config.heads or llm.heads,
+        num_kv_heads=config.heads or llm.kv_heads,
+        norm_eps=llm.rms_norm_eps,
+        rope_theta=llm.rope_theta,
+    )
+    return EagleHead(sizes)

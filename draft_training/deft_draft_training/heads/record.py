@@ -1,0 +1,81 @@
+"""Records the target's features over observations into shards; a killed run goes on."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from deft_draft_training.heads.observe import SourcedObservation, observations
+from deft_draft_training.heads.shards import ShardIndex, ShardWriter
+from deft_draft_training.heads.target import FeatureTarget
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    """What is recorded and how."""
+
+    sources: tuple[Path, ...]
+    stride: int = 1  # every how many steps
+    batch_size: int = 8
+    samples_per_shard: int = 512
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """What a recording will take on disk."""
+
+    num_observations: int
+    bytes_per_sample: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.num_observations * self.bytes_per_sample
+
+
+def estimate(target: FeatureTarget, config: RecordConfig) -> SizeEstimate:
+    """Count the observations and measure one sample."""
+    total = sum(1 for _ in observations(config.sources, config.stride))
+    first = next(observations(config.sources, config.stride))
+    sample = target.sample([first.observation], [first.episode], _dtype(config))[0]
+    tensors = (sample.prompt_ids, sample.patches, sample.hidden, sample.tokens)
+    return SizeEstimate(total, sum(one.numel() * one.element_size() for one in tensors))
+
+
+def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIndex:
+    """Write every observation's features that the folder does not hold yet."""
+    index = ShardIndex(
+        fingerprint=target.fingerprint(),
+        width=target.width,
+        dtype=config.dtype,
+        sources=tuple(f"{source}:{config.stride}" for source in config.sources),
+    )
+    writer = ShardWriter(folder, index)
+    start = writer.index.next_observation
+    rest = islice(observations(config.sources, config.stride), start, None)
+    with tqdm(desc="record", unit="action", initial=start, file=sys.stderr) as bar:
+        for group in _groups(rest, config.samples_per_shard):
+            samples = []
+            for batch in _groups(iter(group), config.batch_size):
+                samples += target.sample(
+                    [one.observation for one in batch],
+                    [one.episode for one in batch],
+                    _dtype(config),
+                )
+                bar.update(len(batch))
+            writer.append(samples, group[-1].number)
+    return writer.index
+
+
+def _dtype(config: RecordConfig) -> torch.dtype:
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
+
+
+def _groups(items: Iterator[SourcedObservation], size: int) -> Iterator[list[SourcedObservation]]:
+    while group := list(islice(items, size)):
+        yield group

@@ -1,0 +1,96 @@
+"""What a draft head learns from: one action of the target, as the target itself computed it.
+
+With P prompt positions (patches counted) and L action tokens a_1..a_L:
+
+    position t          0 .. P-1          P .. P+L-2
+    input embedding e   prompt            a_1 .. a_{L-1}
+    hidden state f      f_0 .. f_{P-1}    f_P .. f_{P+L-2}
+    next token                  a_1       a_2 .. a_L
+
+The head reads (f_t, e_{t+1}) and guesses f_{t+1}, so only guesses at t = P-1 .. P+L-3 lead to
+action tokens, a_2 .. a_L: those positions carry the loss. The prompt is the one that inference
+sees, ending where the answer begins; the answer is the target's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadSample:
+    """One action. Word embeddings are not kept: the target's table gives them back."""
+
+    episode: int
+    prompt_ids: Tensor  # [text] int64
+    patches: Tensor  # [patch, width], projected
+    hidden: Tensor  # [P + L - 1, width], after the final norm
+    tokens: Tensor  # [L] int64, the target's greedy answer
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt positions, patches counted."""
+        return len(self.prompt_ids) + len(self.patches)
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """Samples side by side, padded behind the last real position."""
+
+    embeds: Tensor  # [row, position, width], e_1 .. : one position ahead of `hidden`
+    hidden: Tensor  # [row, position, width], f_0 ..
+    targets: Tensor  # [row, position, width], f_1 ..
+    first: Tensor  # [row], position of the first guess that counts, P - 1
+    tokens: Tensor  # [row, L], the actions
+
+    @property
+    def num_guesses(self) -> int:
+        """Positions per row that carry the loss: they lead to a_2 .. a_L."""
+        return self.tokens.shape[1] - 1
+
+    def at_guesses(self, values: Tensor) -> Tensor:
+        """Pick the positions that carry the loss, [row, guess, width]."""
+        steps = torch.arange(self.num_guesses, device=values.device)
+        index = (self.first[:, None] + steps)[:, :, None]
+        return values.gather(1, index.expand(-1, -1, values.shape[2]))
+
+    def with_guesses(self, guesses: Tensor) -> Tensor:
+        """The hidden inputs with guesses [row, position, width] in place of the true ones.
+
+        What the head would read if it went on from its own output, as it does inside a tree: the
+        guess made at t stands in for f_{t+1}, at every action position but the first.
+        """
+        steps = torch.arange(self.num_guesses - 1, device=guesses.device)
+        index = (self.first[:, None] + steps)[:, :, None].expand(-1, -1, guesses.shape[2])
+        return self.hidden.scatter(1, index + 1, guesses.gather(1, index))
+
+
+def collate(samples: Sequence[HeadSample], table: Tensor) -> HeadBatch:
+    """Lay samples side by side. `table` is the target's embedding, [token, width]."""
+    rows = [_lay_out(sample, table) for sample in samples]
+    longest = max(len(hidden) for _, hidden in rows)
+
+    def pad(values: Tensor) -> Tensor:
+        missing = longest - len(values)
+        return torch.cat([values, values.new_zeros(missing, values.shape[1])])
+
+    embeds = torch.stack([pad(row) for row, _ in rows])
+    hidden = torch.stack([pad(row) for _, row in rows])
+    return HeadBatch(
+        embeds=embeds[:, 1:],
+        hidden=hidden[:, :-1],
+        targets=hidden[:, 1:],
+        first=torch.tensor([sample.num_prompt - 1 for sample in samples], device=table.device),
+        tokens=torch.stack([sample.tokens for sample in samples]).to(table.device),
+    )
+
+
+def _lay_out(sample: HeadSample, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Input embeddings and hidden states of one whole sequence."""
+    ids = torch.cat([sample.prompt_ids, sample.tokens[:-1]]).to(table.device)
+    words = table[ids]
+    patches = sample.patches.to(words)
+    embeds = torch.cat([words[:1], patches, words[1:]])
+    return embeds, sample.hidden.to(words)

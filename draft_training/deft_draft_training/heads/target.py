@@ -1,0 +1,96 @@
+"""The target as training sees it: answers, features, its own head, and a fingerprint."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deft_client.types import ActOptions, Observation
+from deft_draft_training.heads.samples import HeadSample
+from deft_policies.base import ActRequest
+from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.openvla.policy import OpenVLAPolicy
+
+_AUTOREGRESSIVE = ActOptions(decoding="autoregressive", want_trace=True)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureTarget:
+    """A loaded policy whose answers and hidden states a draft head learns from."""
+
+    policy: OpenVLAPolicy
+
+    @property
+    def width(self) -> int:
+        """Features of a hidden state."""
+        return self.policy.parts.target.model.config.llm.width
+
+    @property
+    def actions(self) -> TokenRange:
+        """Token ids that stand for bins."""
+        return self.policy.parts.target.action_tokens
+
+    @property
+    def table(self) -> Tensor:
+        """The embedding of every token, [token, width]."""
+        return self.policy.parts.target.decoder.embedding.weight.detach()
+
+    @property
+    def weight(self) -> Tensor:
+        """Rows of the target's head for the action tokens, [token, width]."""
+        rows = slice(self.actions.first, self.actions.last + 1)
+        return self.policy.parts.target.decoder.head.weight.detach()[rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the action tokens; gradients reach `hidden`, never the head."""
+        return hidden.to(self.weight.dtype) @ self.weight.T
+
+    def fingerprint(self) -> str:
+        """A digest of the weights that features depend on: equal for equal checkpoints."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.policy.parts.target.model.named_parameters()):
+            flat = weight.detach().flatten()
+            picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
+            digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+            digest.update(picked.numpy().tobytes())
+        return digest.hexdigest()
+
+    def sample(
+        self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
+    ) -> list[HeadSample]:
+        """Let the target answer, then read its features over prompt and answer in one forward."""
+        session = self.policy.open_session
+        requests = [ActRequest(one, session(), _AUTOREGRESSIVE) for one in observations]
+        traces = [chunk.trace for chunk in self.policy.act(requests)]
+        tokens = [torch.tensor(trace.tokens) for trace in traces if trace is not None]
+        parts = self.policy.parts
+        with torch.no_grad():
+            fitted = [parts.images.fit(one.image) for one in observations]
+            pixels = parts.images.pixel_values(fitted, self.table.device, self.table.dtype)
+            patches = parts.target.model.see(pixels).patches
+            prompts = [torch.tensor(parts.encoder.encode(one.instruction)) for one in observations]
+            hidden = self._features(patches, prompts, tokens)
+        return [
+            HeadSample(
+                episode=episodes[row],
+                prompt_ids=prompts[row],
+                patches=patches[row].to("cpu", dtype),
+                hidden=hidden[row].to("cpu", dtype),
+                tokens=tokens[row],
+            )
+            for row in range(len(observations))
+        ]
+
+    def _features(
+        self, patches: Tensor, prompts: Sequence[Tensor], tokens: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Hidden states after the final norm at every position but the last token's, by row."""
+        model = self.policy.parts.target.model
+        ids = [torch.cat([one, own[:-1]]) for one, own in zip(prompts, tokens, strict=True)]
+        longest = max(len(one) for one in ids)
+        padded = torch.stack([torch.cat([one, one.new_zeros(longest - len(one))]) for one in ids])
+        hidden = model.decoder(model.compose(patches, padded.to(patches.device)))
+        lengths = [patches.shape[1] + len(one) for one in ids]
+        return [hidden[row, :length] for row, length in enumerate(lengths)]

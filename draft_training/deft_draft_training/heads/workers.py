@@ -1,0 +1,70 @@
+"""Several training processes as one: who takes which samples, and how gradients become one."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+
+from deft_draft_training.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This process among the others."""
+
+    rank: int
+    count: int
+
+    @staticmethod
+    def alone() -> "Workers":
+        """A run of one process."""
+        return Workers(0, 1)
+
+    @staticmethod
+    def from_torchrun() -> "Workers":
+        """Join the processes that torchrun started; alone if it started none."""
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        if count == 1:
+            return Workers.alone()
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        return Workers(dist.get_rank(), count)
+
+    def share(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """This process's part of a batch: equal parts, so that means of means are means."""
+        if len(chosen) % self.count:
+            raise ConfigError(
+                f"batch_size {len(chosen)} cannot be shared by {self.count} processes"
+            )
+        size = len(chosen) // self.count
+        return chosen[self.rank * size : (self.rank + 1) * size]
+
+    def average_gradients(self, module: nn.Module) -> None:
+        """Replace every gradient by its mean over the processes, in one message."""
+        if self.count == 1:
+            return
+        gradients = [one.grad for one in module.parameters() if one.grad is not None]
+        flat = torch.cat([one.flatten() for one in gradients])
+        dist.all_reduce(flat)
+        flat /= self.count
+        start = 0
+        for gradient in gradients:
+            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+            start += gradient.numel()
+
+    def average(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The mean of each value over the processes."""
+        if self.count == 1:
+            return dict(values)
+        flat = torch.tensor(list(values.values()), dtype=torch.float64)
+        dist.all_reduce(flat)
+        return dict(zip(values, (flat / self.count).tolist(), strict=True))
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self.count > 1:
+            dist.destroy_process_group()

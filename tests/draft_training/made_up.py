@@ -1,0 +1,70 @@
+"""Demonstrations of nothing in particular, and a loaded tiny target, for training tests."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from deft_client.libero.demonstrations import (
+    PRIVILEGED,
+    Demonstration,
+    DemonstrationHeader,
+    encode_frame,
+    episode_path,
+    save_demonstration,
+)
+from deft_draft_training.heads.target import FeatureTarget
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions
+from tests.golden import TINY_OPENVLA, cases
+
+INSTRUCTIONS = ("pick up the butter", "open the top drawer")
+
+
+@lru_cache(maxsize=1)
+def tiny_target() -> FeatureTarget:
+    """The golden checkpoint as a target; loaded once, never changed."""
+    key = cases()[0].statistics_key
+    options = OpenVLAOptions(checkpoint=str(TINY_OPENVLA), statistics_key=key)
+    return FeatureTarget(load_policy(options))
+
+
+def write_demonstrations(folder: Path, episodes: int = 3, steps: int = 4) -> Path:
+    """Episodes whose frames drift slowly from one random picture to another."""
+    for number in range(episodes):
+        save_demonstration(episode_path(folder, 0, number), _episode(number, steps))
+    return folder
+
+
+def _episode(number: int, steps: int) -> Demonstration:
+    generator = np.random.default_rng(number)
+    low, high = generator.integers(0, 256, (2, 4, 4, 3))
+    mixes = np.linspace(0, 1, steps)[:, None, None, None]
+    blocks = (low * (1 - mixes) + high * mixes).astype(np.uint8)
+    frames = np.repeat(np.repeat(blocks, 16, axis=1), 16, axis=2)
+    labels = generator.uniform(-1, 1, (steps, 7)).astype(np.float32)
+    labels[:, 6] = labels[:, 6] > 0
+    return Demonstration(
+        header=DemonstrationHeader(
+            suite="libero_object",
+            task=0,
+            episode=number,
+            trial=number,
+            instruction=INSTRUCTIONS[number % 2],
+            succeeded=number != 2,
+            assets="none",
+            seed=0,
+            noise_sigma=0.0,
+            widened_metres=0.0,
+            frame_size=64,
+            encoding="png",
+            phases=("approach", "close"),
+        ),
+        encoded=[encode_frame(frame, "png") for frame in frames],
+        labels=labels,
+        executed=labels,
+        state=np.zeros((steps, 8), np.float32),
+        privileged=generator.normal(size=(steps, len(PRIVILEGED))).astype(np.float32),
+        phase=np.arange(steps, dtype=np.uint8) % 2,
+        simulator=np.zeros((steps, 10)),
+    )

@@ -1,0 +1,170 @@
+"""Heads learn, resume to the bit, share batches between processes, and come back from disk."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deft_draft_training.errors import DataError, ResumeError, TrainingError
+from deft_draft_training.heads.data import RecordedSamples, split_by_episode
+from deft_draft_training.heads.evaluate import DraftSetup, evaluate
+from deft_draft_training.heads.export import export_head
+from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer
+from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
+from deft_draft_training.heads.record import RecordConfig, record
+from deft_draft_training.optimizer import OptimizerConfig
+from deft_policies.decoding.drafts.source import DraftKind
+from deft_policies.decoding.head_files import HeadLayout
+from deft_policies.decoding.methods import DraftModels
+from tests.draft_training.made_up import tiny_target, write_demonstrations
+
+CONFIG = HeadFitConfig(
+    optimizer=OptimizerConfig(rate=2e-3, clip=1.0, warm_up_steps=5),
+    loss=HeadLossConfig(distance=1.0, test_steps=2),
+    steps=30,
+    batch_size=4,
+    held_out_share=0.3,
+    save_every=10,
+    log_every=10,
+)
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory):
+    return write_demonstrations(tmp_path_factory.mktemp("demos"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, demos):
+    folder = tmp_path_factory.mktemp("shards")
+    record(tiny_target(), RecordConfig((demos,), samples_per_shard=5), folder)
+    return folder
+
+
+def trainer(shards: Path, config: HeadFitConfig) -> HeadTrainer:
+    target = tiny_target()
+    return HeadTrainer(config, target, RecordedSamples(shards, target.fingerprint()))
+
+
+def losses(directory: Path) -> list[str]:
+    return (directory / "metrics.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("kind", list(HeadKind))
+def test_fitting_lowers_the_loss(tmp_path, shards, kind):
+    config = replace(CONFIG, kind=kind)
+    trainer(shards, config).run(tmp_path / "run")
+    first, *_, last = [
+        float(line.split('"loss": ')[1].split(",")[0]) for line in losses(tmp_path / "run")
+    ]
+    assert last < 0.9 * first
+
+
+@pytest.mark.parametrize("killed_at", [3, 17])
+def test_a_killed_fit_resumes_to_the_same_weights(tmp_path, shards, killed_at):
+    config = replace(CONFIG, steps=20, save_every=5, log_every=5)
+    whole = trainer(shards, config).run(tmp_path / "whole")
+    killed = trainer(shards, config)
+    original = killed._step
+
+    def stop(step: int) -> dict[str, float]:
+        if step == killed_at:
+            raise KeyboardInterrupt
+        return original(step)
+
+    killed._step = stop  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        killed.run(tmp_path / "cut")
+    resumed = trainer(shards, config).run(tmp_path / "cut")
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+
+
+def test_another_configuration_does_not_resume(tmp_path, shards):
+    trainer(shards, replace(CONFIG, steps=1)).run(tmp_path)
+    with pytest.raises(ResumeError, match="batch_size"):
+        trainer(shards, replace(CONFIG, steps=1, batch_size=2)).run(tmp_path)
+
+
+def test_two_processes_take_the_steps_that_one_takes(tmp_path, shards):
+    config = replace(CONFIG, steps=6, log_every=1)
+    trainer(shards, config).run(tmp_path / "one")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("two_processes.py")
+    root = Path(__file__).parents[2]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(shards), str(tmp_path / "two")],
+            env={**environment, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [one.wait(timeout=120) for one in started] == [0, 0]
+    ones, twos = losses(tmp_path / "one"), losses(tmp_path / "two")
+    for one, two in zip(ones, twos, strict=True):
+        alone, shared = (float(text.split('"loss": ')[1].split(",")[0]) for text in (one, two))
+        assert abs(alone - shared) < 1e-4
+
+
+def test_a_head_that_has_learnt_the_target_drafts_longer_paths(tmp_path, demos, shards):
+    """Memorising a dozen actions is enough: what is judged is the way from loss to decoder."""
+    config = replace(CONFIG, steps=100, held_out_share=0.1, loss=HeadLossConfig(noise=0.0))
+    fresh, fitted = trainer(shards, config), trainer(shards, config)
+    fitted.run(tmp_path / "run")
+    setups = [
+        DraftSetup(name, (DraftKind.HEAD,), DraftModels(head=one.head.eval()))
+        for name, one in (("fresh", fresh), ("fitted", fitted))
+    ]
+    scores = list(evaluate(tiny_target().policy, (demos,), setups, [0]))
+    assert scores[1].committed_length > scores[0].committed_length + 0.5
+    assert scores[1].passes < scores[0].passes
+    assert all(one.relaxed_share == 0.0 for one in scores)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (HeadKind.EAGLE, HeadLayout.SAFETENSORS),
+        (HeadKind.EAGLE, HeadLayout.PUBLISHED),
+        (HeadKind.MEDUSA, HeadLayout.SAFETENSORS),
+    ],
+)
+def test_an_exported_head_reads_back_and_is_never_overwritten(tmp_path, shards, kind, layout):
+    head = trainer(shards, replace(CONFIG, kind=kind)).head
+    export_head(head, tmp_path / "head", torch.bfloat16, layout)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["head"]
+    with pytest.raises(TrainingError, match="never overwrites"):
+        export_head(head, tmp_path / "head", torch.bfloat16, layout)
+
+
+def test_no_episode_is_in_both_parts_of_a_split():
+    episodes = np.repeat(np.arange(7), 3)
+    split = split_by_episode(episodes, 0.3, seed=0)
+    assert set(episodes[split.train]).isdisjoint(episodes[split.held_out])
+    assert len(split.train) + len(split.held_out) == 21
+    with pytest.raises(DataError, match="at least two episodes"):
+        split_by_episode(np.zeros(4), 0.5, seed=0)
+
+
+def test_earth_movers_distance_counts_how_far_the_mass_is():
+    one, near, far = torch.eye(8)[[2, 3, 7]]
+    assert earth_movers(near, one) == pytest.approx(1 / 8)
+    assert earth_movers(far, one) == pytest.approx(5 / 8)
+    assert earth_movers(one, one) == 0

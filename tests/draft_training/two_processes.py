@@ -1,0 +1,28 @@
+"""One of two processes that fit a head together; started by test_head_fit.py."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from deft_draft_training.heads.data import RecordedSamples
+from deft_draft_training.heads.fit import HeadTrainer
+from deft_draft_training.heads.workers import Workers
+from tests.draft_training.made_up import tiny_target
+from tests.draft_training.test_head_fit import CONFIG
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    workers = Workers.from_torchrun()
+    target = tiny_target()
+    store = RecordedSamples(Path(sys.argv[1]), target.fingerprint())
+    HeadTrainer(replace(CONFIG, steps=6, log_every=1), target, store, workers).run(
+        Path(sys.argv[2])
+    )
+    workers.close()
+
+
+if __name__ == "__main__":
+    main()
