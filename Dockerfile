@@ -1,0 +1,51 @@
+# The images of Deft.
+#
+#   client   the robot's side: deft-client, no torch
+#   libero   the client and the simulator, for evaluation without a display
+#   server   deft, for a GPU or a CPU: TORCH_INDEX says which build of torch goes in
+#
+# docker build --target client --tag deft-client .
+
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN groupadd --gid 10001 deft \
+    && useradd --uid 10001 --gid deft --create-home deft \
+    && install --directory --owner deft --group deft /checkpoints /recordings /results
+WORKDIR /opt/deft
+COPY requirements requirements
+COPY client client
+
+FROM base AS client
+RUN pip install --constraint requirements/ci.txt ./client
+USER 10001:10001
+ENTRYPOINT ["deft-client"]
+CMD ["--help"]
+
+FROM base AS libero
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends \
+        libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libopengl0 libosmesa6 \
+    && rm --recursive --force /var/lib/apt/lists/*
+RUN pip install --constraint requirements/ci.txt "./client[libero]" \
+    && pip install --no-deps --requirement requirements/libero.txt
+USER 10001:10001
+WORKDIR /results
+ENTRYPOINT ["deft-client"]
+CMD ["eval", "--help"]
+
+FROM base AS server
+# Empty takes torch from the default index, with CUDA. For a machine without a GPU:
+# --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=""
+RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+COPY LICENSE README.md pyproject.toml ./
+COPY policies policies
+COPY server server
+COPY draft_training draft_training
+RUN pip install --constraint requirements/ci.txt ./client ".[server,models]"
+USER 10001:10001
+EXPOSE 8000
+ENTRYPOINT ["deft"]
+CMD ["serve", "--host", "0.0.0.0"]
