@@ -95,4 +95,4 @@ def test_images_are_kept_only_when_asked_for() -> None:
     log = EpisodeLog()
     plan = EpisodePlan(trial=0, step_limit=3, session_id="s", keeps_images=True)
     play_in_lock_step(CountingEnvironment(), EchoPolicy(), plan, log)
-    assert [int(image[0, 0, 0]) for image in log.images] == [10, 11, 12]
+    assert [int(image[0, 0, 0]) for image in log.images] == [10, 11, 12, 13]  # and the last one

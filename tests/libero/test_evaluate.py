@@ -1,5 +1,8 @@
 """The evaluation as a whole: real worker processes, real files, a tiny world and a tiny server."""
 
+import shlex
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from numpy.typing import NDArray
 from deft_client.libero.evaluate_command import main
 from deft_client.libero.results import EpisodeKey, Outcome
 from deft_client.libero.results_store import Run, load_run
+from scripts.local_server import local_server
 from tests.libero.tiny_server import TinyServer, tiny_server
 
 WORLD = ("--environment", "deft_client.libero.point_world:open_environment")
@@ -89,6 +93,13 @@ def test_every_decoding_method_gets_a_run_of_its_own_on_the_same_trials(tmp_path
     assert list(_actions(first)) == list(_actions(second))
     asked = [(one.options.decoding, one.options.radius) for one in server.requests]
     assert set(asked) == {("deft", 5), ("lossless", 5)}
+
+
+def test_observations_can_go_through_the_servers_websocket(tmp_path: Path) -> None:
+    with local_server("--policy", "constant") as url:
+        code = _evaluate(tmp_path, "--url", url, "--stream", "--episodes", "1", "--step-limit", "5")
+    (record,) = _run(tmp_path, "constant-stream").records
+    assert (code, record.num_steps) == (0, 5)
 
 
 def test_real_time_is_a_run_beside_lock_step(tmp_path: Path) -> None:
@@ -237,6 +248,31 @@ def test_results_of_other_options_are_not_mixed(
         assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1", "--seed", "8") == 2
     assert "option seed: there '7', now '8'" in capsys.readouterr().err
     assert (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes() == content
+
+
+def test_an_assets_folder_that_cannot_be_used_is_an_error_before_the_first_episode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--assets", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["libero_object", "--policy", f"{BROKEN}:die", *arguments]) == 1
+    assert "is not a LIBERO assets folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_ends_the_evaluation_and_room_lets_it_go_on(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk."""
+    command = [
+        sys.executable, "-m", "deft_client", "eval", "point_world", *WORLD, "--out", str(tmp_path),
+        "--policy", "deft_client.libero.point_world:solve", "--episodes", "6",
+    ]  # fmt: skip
+    limited = ["bash", "-c", f"ulimit -f 2; {shlex.join(command)}"]
+    full = subprocess.run(limited, capture_output=True, text=True)
+    assert full.returncode == 3
+    assert "make room on the disk and run the same command again" in full.stderr
+    num_kept = len(_run(tmp_path, "solve").records)
+    assert 1 <= num_kept < 6
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert len(_run(tmp_path, "solve").records) == 6
 
 
 def test_a_simulator_that_does_not_open_stops_the_evaluation_with_its_reason(

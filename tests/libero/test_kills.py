@@ -18,13 +18,13 @@ def _tiny_serve(port: int) -> list[str]:
 
 def _scene(folder: Path) -> Scene:
     folder.mkdir()
-    return Scene(_tiny_serve, folder, episodes=6, delay_ms=20.0)
+    return Scene(_tiny_serve, folder, episodes=5, delay_ms=20.0)
 
 
 def test_kill_9_at_any_moment_costs_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Server, worker and evaluation are killed while two workers play six episodes.
+    """Server, worker and evaluation are killed while two workers play five episodes.
 
     The answers depend on how many frames a session has sent, so an episode that went on where a
     killed one had stopped would have other actions than in the quiet run.

@@ -99,6 +99,7 @@ def _play(run: PlannedRun, options: EvaluationOptions) -> int:
     progress = Progress(run.header.name, len(run.keys), sys.stderr)
     wanted = set(run.keys)
     progress.resume(tuple(record for record in store.resumed if record.key in wanted))
+    sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
     limits = Limits(patience_s=options.patience_s)
     try:
         Evaluation(store, run.settings, progress, limits).play(run.keys, options.num_workers)
@@ -106,6 +107,16 @@ def _play(run: PlannedRun, options: EvaluationOptions) -> int:
         store.close()
         progress.finish()
     return progress.num_errored
+
+
+def _introduction(run: PlannedRun, num_episodes: int) -> str:
+    """What is about to be played, with the conventions that go wrong silently."""
+    options, server = run.header.options, run.header.server
+    return (
+        f"{run.header.name}: {num_episodes} episodes, {options['pacing']}, assets "
+        f"{run.header.assets}; image chain: {options['image_chain_of_client']} here, "
+        f"{server.get('image_chain', 'unknown')} at the server; gripper: {options['gripper']}"
+    )
 
 
 def _summary_of(run: PlannedRun) -> Summary:

@@ -74,6 +74,10 @@ def _add_policy(group: Group) -> None:
         help="whose server it is, which settles protocol and conventions (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
+        "--stream", action="store_true",
+        help="send observations to a Deft server through its WebSocket: shorter round trips",
+    )  # fmt: skip
+    group.add_argument(
         "--policy", metavar="NAME",
         help="answer in this process instead of asking a server: `expert`, or module:function",
     )  # fmt: skip
@@ -181,6 +185,7 @@ def _source(options: argparse.Namespace) -> PolicySource:
         profile=_profile(options),
         options=act_options,
         settings=connection_settings(options),
+        stream=options.stream,
         factory=IN_PROCESS_POLICIES.get(options.policy, options.policy or ""),
         name=(options.policy or "").rpartition(":")[2],
         network_delay_ms=options.network_delay_ms,

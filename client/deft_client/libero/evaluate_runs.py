@@ -141,6 +141,8 @@ def _name_parts(settings: WorkerSettings, info: ServerInfo | None) -> Iterator[s
             yield decoding
         if source.options.radius is not None:
             yield f"r{source.options.radius}"
+    if source.stream:
+        yield "stream"
     if settings.environment.widen_metres > 0:
         yield f"widened-{100 * settings.environment.widen_metres:g}cm"
     if settings.pacing is Pacing.REAL_TIME:
@@ -168,6 +170,7 @@ def _options(settings: WorkerSettings) -> dict[str, str]:
         "seed": str(settings.seed),
         "statistics_key": source.options.statistics_key or "",
         "step_limit": str(settings.step_limit),
+        "transport": "websocket" if source.stream else "request",
         "widen_metres": f"{settings.environment.widen_metres:g}",
     }
 

@@ -3,17 +3,14 @@
 from dataclasses import replace
 
 from deft_client.client import PolicyClient
-from deft_client.settings import ClientSettings
 from deft_client.types import ActionChunk, ActOptions, Observation
 
 
 class DeftPolicy:
     """A Deft server."""
 
-    def __init__(
-        self, url: str, options: ActOptions, settings: ClientSettings | None = None
-    ) -> None:
-        self._client = PolicyClient(url, settings)
+    def __init__(self, client: PolicyClient, options: ActOptions) -> None:
+        self._client = client
         self._options = options
 
     def start(self, session_id: str) -> None:

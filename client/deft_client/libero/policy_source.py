@@ -22,6 +22,7 @@ from deft_client.libero.peer_openvla import OftPolicy, OpenVlaPolicy
 from deft_client.libero.profile_policy import ProfilePolicy
 from deft_client.libero.profiles import PROFILES, Profile, Protocol
 from deft_client.settings import DEFAULT_URL, ClientSettings
+from deft_client.stream import StreamClient
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 
 PROBE_TIMEOUT_S = 2.0
@@ -33,6 +34,7 @@ PolicyFactory = Callable[[Environment], EpisodePolicy]
 class PolicySource:
     """How to reach the policy and what to ask of it.
 
+    `stream` sends observations to a Deft server through its WebSocket.
     `factory` is `module:function` for a policy in the worker's own process, empty for a server;
     `name` is what reports call that policy.
     `network_delay_ms` is added to every round trip, half before and half after.
@@ -42,6 +44,7 @@ class PolicySource:
     profile: Profile = PROFILES["deft"]
     options: ActOptions = field(default_factory=lambda: ActOptions(want_trace=True))
     settings: ClientSettings = field(default_factory=ClientSettings)
+    stream: bool = False
     factory: str = ""
     name: str = ""
     network_delay_ms: float = 0.0
@@ -69,7 +72,8 @@ def _build_peer(source: PolicySource) -> EpisodePolicy:
         return OftPolicy(source.url, None, answer_s)
     if source.profile.protocol is Protocol.OPENPI:
         return OpenPiPolicy(source.url, answer_s, source.settings.api_key)
-    return DeftPolicy(source.url, source.options, source.settings)
+    client_class = StreamClient if source.stream else PolicyClient
+    return DeftPolicy(client_class(source.url, source.settings), source.options)
 
 
 def describe_server(source: PolicySource) -> ServerInfo | None:

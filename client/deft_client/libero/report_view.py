@@ -45,10 +45,14 @@ def build_views(runs: Sequence[Run], link_from: Path) -> list[View]:
 def short_names(runs: Sequence[Run]) -> list[str]:
     """What tells the runs apart: their names, without the suite if it is the same for all."""
     names = [run.header.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.header.name} ({run.folder.parent.name})" for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.header.name} ({run.header.run})" for run in runs]
     if len({run.header.suite for run in runs}) > 1:
         return names
-    return [run.header.name.removeprefix(run.header.suite).strip() or name
-            for run, name in zip(runs, names, strict=True)]  # fmt: skip
+    suite = runs[0].header.suite if runs else ""
+    return [name.removeprefix(suite).strip() or name for name in names]
 
 
 def section(title: str, lead: str, body: str) -> str:
