@@ -57,6 +57,8 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     root.setLevel(level)
     # What uvicorn says at level info, we say ourselves.
     logging.getLogger("uvicorn").setLevel("DEBUG" if level == "DEBUG" else "WARNING")
+    # It warns of every byte of every broken form; the caller is told, and that is enough.
+    logging.getLogger("python_multipart").setLevel("ERROR")
     listener = QueueListener(queue, handler)
     listener.start()
     return listener

@@ -1,0 +1,144 @@
+"""Sends damaged messages of every protocol to a running server: no 5xx, no hang, no growth.
+
+python -m scripts.fuzz_wire --count 10000
+"""
+
+import argparse
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import msgpack
+import numpy as np
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from deft_client import wire, wire_json
+from deft_client.images import ImageEncoding, encode_image
+from deft_client.types import ActOptions, Observation
+from scripts.local_server import local_server
+from tests.server.compat.captures import act_captures, frames
+from tests.server.compat.mutations import mutate
+
+PATIENCE_S = 10.0
+RESIDENT = re.compile(rb"^process_resident_memory_bytes (\S+)", re.MULTILINE)
+RESET = msgpack.packb({"endpoint": "reset"})
+FORM = "multipart/form-data; boundary=xyz"
+DONE = msgpack.packb({"status": "reset successful"})
+Send = Callable[[bytes], str]
+
+
+def _own_message() -> wire.ActMessage:
+    image = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+    state = np.arange(8, dtype=np.float32)
+    options = ActOptions(session_id="arm", want_trace=True, radius=3)
+    return wire.ActMessage(Observation(image, "lift", {"wrist": image}, state), options)
+
+
+def _own_form() -> bytes:
+    image = encode_image(_own_message().observation.image, ImageEncoding.PNG)
+    parts = [b'name="instruction"\r\n\r\nlift', b'name="state"\r\n\r\n[1, 2]']
+    parts.append(b'name="image"; filename="x.png"\r\n\r\n' + image)
+    start = b"--xyz\r\ncontent-disposition: form-data; "
+    return b"\r\n".join(start + part for part in parts) + b"\r\n--xyz--\r\n"
+
+
+@contextmanager
+def _http(url: str, path: str, content_type: str) -> Iterator[Send]:
+    headers = {"content-type": content_type, "x-deft-errors": "problem"}
+    with httpx.Client(base_url=url, timeout=PATIENCE_S, headers=headers) as client:
+        yield lambda body: str(client.post(path, content=body).status_code)
+
+
+@contextmanager
+def _socket(url: str, path: str, has_greeting: bool) -> Iterator[Send]:
+    """Send frames over one connection for as long as the server keeps it, then over a new one."""
+    held: list[ClientConnection] = []
+
+    def send(frame: bytes) -> str:
+        if not held:
+            held.append(connect(url.replace("http", "ws") + path, max_size=None).__enter__())
+            if has_greeting:
+                held[0].recv(PATIENCE_S)
+        try:
+            held[0].send(frame)
+            if has_greeting:  # some of vla-eval's messages have no answer, but a reset always has
+                held[0].send(RESET)
+            answer = held[0].recv(PATIENCE_S)
+            if has_greeting and answer != DONE and isinstance(answer, bytes):
+                held[0].recv(PATIENCE_S)
+            if isinstance(answer, bytes):
+                return "answer"
+            if has_greeting:  # an error ends these connections
+                held.pop().close()
+            return "text"
+        except TimeoutError:
+            return "silence"
+        except ConnectionClosed as closed:
+            held.clear()
+            return f"closed {closed.rcvd.code if closed.rcvd else '-'}"
+
+    yield send
+    for one in held:
+        one.close()
+
+
+def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]]]:
+    act = [one.request for one in act_captures() if one.request]
+    own, own_json = wire.encode_request(_own_message()), wire_json.encode_request(_own_message())
+    sockets = lambda path, greets: lambda url: _socket(url, path, greets)  # noqa: E731
+    return {
+        "POST /v1/act, msgpack": ([own], lambda url: _http(url, "/v1/act", wire.CONTENT_TYPE)),
+        "POST /v1/act, JSON": ([own_json], lambda url: _http(url, "/v1/act", "application/json")),
+        "POST /v1/act, form": ([_own_form()], lambda url: _http(url, "/v1/act", FORM)),
+        "WebSocket /v1/stream": ([own], sockets("/v1/stream", False)),
+        "POST /act": (act, lambda url: _http(url, "/act", "application/json")),
+        "WebSocket /, openpi": (list(frames("openpi").values()), sockets("/", True)),
+        "WebSocket /, vla-eval": (list(frames("vlaeval").values()), sockets("/", True)),
+    }
+
+
+def _resident_mb(url: str) -> float:
+    match = RESIDENT.search(httpx.get(f"{url}/metrics").content)
+    return float(match[1]) / 2**20 if match else float("nan")
+
+
+def _fuzz(name: str, count: int, url: str) -> bool:
+    originals, opened = _originals()[name]
+    rng = random.Random(name)
+    outcomes: Counter[str] = Counter()
+    worst_s = 0.0
+    with opened(url) as send:  # type: ignore[attr-defined]
+        for _ in range(200):  # fills caches and pools, so that growth afterwards is growth
+            send(mutate(rng.choice(originals), rng))
+        before_mb, started_s = _resident_mb(url), time.perf_counter()
+        for _ in range(count):
+            sent_s = time.perf_counter()
+            outcomes[send(mutate(rng.choice(originals), rng))] += 1
+            worst_s = max(worst_s, time.perf_counter() - sent_s)
+    grown_mb = _resident_mb(url) - before_mb
+    failed = sum(times for outcome, times in outcomes.items() if outcome.startswith("5"))
+    told = ", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common())
+    print(f"{name}: {count} in {time.perf_counter() - started_s:.0f} s; {told}")
+    print(f"    slowest {worst_s * 1000:.0f} ms, memory {grown_mb:+.1f} MB, 5xx: {failed}")
+    return failed == 0 and worst_s < PATIENCE_S
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000, help="messages per protocol")
+    parser.add_argument("--protocol", action="append", choices=list(_originals()))
+    options = parser.parse_args()
+    with local_server("--policy", "constant") as url:
+        passed = [_fuzz(one, options.count, url) for one in options.protocol or _originals()]
+        alive = httpx.get(f"{url}/healthz").status_code == 200
+    print("PASS" if alive and all(passed) else "FAIL")
+    return 0 if alive and all(passed) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
