@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": Command("deft_server.serve", "answer observations over HTTP and WebSocket"),
     "act": Command("deft_policies.act", "answer pictures without a server"),
     "bench": Command("deft_policies.benchmark", "measure where the time of an answer goes"),
+    "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),
     "replay": Command("deft_server.replay", "run recorded frames through a policy and compare"),
 }
 

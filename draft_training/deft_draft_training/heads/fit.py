@@ -72,7 +72,7 @@ class HeadTrainer:
         self.config, self.target, self.store = config, target, store
         self.workers = workers or Workers.alone()
         self.split: Split = split_by_episode(store.episodes, config.held_out_share, config.seed)
-        self.head = build_head(config, target)
+        self.head: EagleHead | MedusaHeads = build_head(config, target)
         self.optimizers = build_optimizers(self.head, config.optimizer)
         self.average = WeightAverage(self.head, config.average_decay)
 
@@ -140,7 +140,7 @@ class HeadTrainer:
         return int(mixed.generate_state(1)[0])
 
 
-def build_head(config: HeadFitConfig, target: FeatureTarget) -> nn.Module:
+def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | MedusaHeads:
     """A fresh head of the target's width, the same for the same seed."""
     torch.manual_seed(config.seed)
     llm = target.policy.parts.target.model.config.llm
