@@ -50,10 +50,11 @@ class Comparison:
 
 
 def compare_all(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Comparison]:
-    """Every pair of runs, in the order given, by the names given."""
+    """Every pair of runs of one suite, in the order given, by the names given."""
     named = zip(runs, names, strict=True)
     for (first, first_name), (second, second_name) in combinations(named, 2):
-        yield compare(first, second, first_name, second_name)
+        if first.header.suite == second.header.suite:
+            yield compare(first, second, first_name, second_name)
 
 
 def compare(first: Run, second: Run, first_name: str, second_name: str) -> Comparison:

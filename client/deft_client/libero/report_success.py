@@ -9,6 +9,8 @@ from deft_client.libero.report_summary import Successes, Summary
 from deft_client.libero.report_tables import interval_text
 from deft_client.libero.report_view import View, legend_of, section, table
 
+_NOTEWORTHY_LATE_SHARE = 0.05
+
 
 def cards(views: Sequence[View]) -> str:
     """A card per run with the numbers that matter most."""
@@ -29,7 +31,17 @@ def _card(view: View) -> str:
     return (
         f'<article class="run" style="--c:var(--{view.style})"><h2>{escape(view.name)}</h2>'
         f'<div class="big">{big}</div><p class="note">{told}</p>'
-        f'<div class="{view.style}">{_bar(successes)}</div><dl>{facts}</dl></article>'
+        f'<div class="{view.style}">{_bar(successes)}</div><dl>{facts}</dl>{_warning(summary)}'
+        "</article>"
+    )
+
+
+def _warning(summary: Summary) -> str:
+    if summary.late_share <= _NOTEWORTHY_LATE_SHARE:
+        return ""
+    return (
+        '<p class="note warning">The simulator itself did not keep 20 Hz here. Answers still took '
+        "effect after their own latency, but they were given on a busy machine.</p>"
     )
 
 
@@ -67,7 +79,9 @@ def success_by_task(views: Sequence[View]) -> str:
     rows = []
     several = len({suite for (suite, _), _ in tasks}) > 1
     for (suite, number), instruction in tasks:
-        rates = "".join(_rate(view, suite, number) for view in views)
+        rates = "".join(
+            _rate(view, suite, number) for view in views if view.run.header.suite == suite
+        )
         place = f"{suite} {number}" if several else str(number)
         rows.append(
             f'<div class="task"><span><b>{escape(place)}</b>{escape(instruction)}</span>'
