@@ -5,13 +5,14 @@ A policy brings its own command-line flags, so that whoever starts one (`deft se
 """
 
 from argparse import Namespace, _ArgumentGroup
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from deft_policies.base import Policy
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError
+from deft_policies.examination import Finding
 from deft_policies.openvla import options as openvla_options
 
 
@@ -20,12 +21,13 @@ class CatalogEntry:
     """One policy: what it is, the flags it takes, and how to build it from them.
 
     `add_flags` must be quick and import nothing heavy: it also runs for `--help`. `load` may take
-    minutes; the server calls it on the policy thread.
+    minutes; the server calls it on the policy thread. `examine` says whether `load` could work.
     """
 
     summary: str
     add_flags: Callable[[_ArgumentGroup], None]
     load: Callable[[Namespace], Policy]
+    examine: Callable[[Namespace], Sequence[Finding]] = lambda _: ()
 
 
 class UnknownPolicyError(PolicyError):
@@ -59,11 +61,20 @@ def _load_openvla(namespace: Namespace) -> Policy:
     return load_policy(openvla_options.read_flags(namespace))
 
 
+def _examine_openvla(namespace: Namespace) -> Sequence[Finding]:
+    from deft_policies.openvla.examine import examine
+
+    return examine(openvla_options.read_flags(namespace))
+
+
 CATALOG: dict[str, CatalogEntry] = {
     "constant": CatalogEntry(
         "answers every frame with the same action; no model", _no_flags, _load_constant
     ),
     "openvla": CatalogEntry(
-        "OpenVLA with speculative decoding", openvla_options.add_flags, _load_openvla
+        "OpenVLA with speculative decoding",
+        openvla_options.add_flags,
+        _load_openvla,
+        _examine_openvla,
     ),
 }

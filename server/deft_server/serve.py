@@ -10,27 +10,23 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from pathlib import Path
 
 import uvicorn
 
-from deft_policies import catalog
 from deft_policies.errors import PolicyError
-from deft_server import settings_sources
 from deft_server.access import KeyFileError
 from deft_server.app import DeftApp, create_app
+from deft_server.command_line import read_command
 from deft_server.http_protocol import build_protocol
 from deft_server.logs import start_logging
 from deft_server.protocols import STANDARD_PROTOCOLS
 from deft_server.readiness import Phase
 from deft_server.service import Service
 from deft_server.settings import Settings, SettingsError
-from deft_server.settings_sources import Source
 
-DEFAULT_POLICY = "constant"
 SWITCH_INTERVAL_S = 0.0005
 BACKLOG = 2048
 LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
@@ -49,8 +45,14 @@ class ExitCode(IntEnum):
 
 def main(arguments: list[str]) -> int:
     """Serve; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="deft serve",
+        allow_abbrev=False,
+        description="Answer observations over HTTP and WebSocket.",
+    )
     try:
-        code = run(_prepare(arguments, os.environ))
+        command = read_command(parser, arguments, os.environ)
+        code = run(create_app(command.load, command.settings, STANDARD_PROTOCOLS))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS
@@ -63,7 +65,7 @@ def run(app: DeftApp) -> ExitCode:
     """Serve an app until a signal, or until its policy is beyond help; raise `SettingsError`."""
     settings = app.service.settings
     config = _uvicorn_config(app, settings)
-    listening = _listen(settings)
+    listening = listen(settings)
     _allow_many_connections(settings.max_connections)
     # A policy that computes in Python shares the interpreter with the event loop; the usual 5 ms
     # between turns would add up to tens of milliseconds for a single /healthz.
@@ -77,37 +79,8 @@ def run(app: DeftApp) -> ExitCode:
     return server.exit_code
 
 
-def _prepare(arguments: list[str], environment: Mapping[str, str]) -> DeftApp:
-    """Return the app that flags, environment and file describe."""
-    first = argparse.ArgumentParser(prog="deft serve", add_help=False, allow_abbrev=False)
-    _add_own_flags(first)
-    known = first.parse_known_args(arguments)[0]
-    said = settings_sources.read_environment(environment)
-    file = Source() if known.config is None else settings_sources.read_file(known.config)
-    name = known.policy or said.policy or file.policy or DEFAULT_POLICY
-    entry = catalog.find(name)
-
-    parser = argparse.ArgumentParser(
-        prog="deft serve",
-        allow_abbrev=False,
-        description="Answer observations over HTTP and WebSocket.",
-        epilog="Every server setting may also be a line of the file, or DEFT_SERVER_NAME in the "
-        "environment. Policies: " + ", ".join(catalog.CATALOG),
-    )
-    _add_own_flags(parser)
-    entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
-    settings_sources.add_flags(parser)
-    options = parser.parse_args([*file.policy_flags, *said.policy_flags, *arguments])
-    settings = settings_sources.build_settings(vars(options), said.settings, file.settings)
-    return create_app(lambda: entry.load(options), settings, STANDARD_PROTOCOLS)
-
-
-def _add_own_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", metavar="NAME", help=f"which policy [{DEFAULT_POLICY}]")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
-
-
-def _listen(settings: Settings) -> socket.socket:
+def listen(settings: Settings) -> socket.socket:
+    """Return a socket that listens where the settings say, or raise `SettingsError`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With the protocol named, asyncio switches off Nagle's algorithm; without, small answers would
     # wait 40 ms for an acknowledgement.
