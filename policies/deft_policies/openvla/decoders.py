@@ -38,10 +38,12 @@ class DecodingChoice:
 class Decoders:
     """Decodes batches by any method. `check` may run on any thread, `decode` on the policy's."""
 
-    def __init__(self, target: OpenVLATarget, drafts: DraftModels, sampling: Sampling) -> None:
+    def __init__(
+        self, target: OpenVLATarget, sampling: Sampling, drafts: DraftModels | None = None
+    ) -> None:
         self._target = target
-        self._drafts = drafts
         self._sampling = sampling
+        self._drafts = drafts or DraftModels()
         self._built: dict[DecodingChoice, Decoder] = {}
 
     def check(self, choice: DecodingChoice) -> None:

@@ -88,11 +88,17 @@ class _Row:
 class OpenVLAPolicy:
     """Answers batches of observations. Further cameras and the robot's state are not looked at."""
 
-    def __init__(self, parts: PolicyParts, settings: PolicySettings | None = None) -> None:
+    def __init__(
+        self,
+        parts: PolicyParts,
+        settings: PolicySettings | None = None,
+        decoders: Decoders | None = None,
+    ) -> None:
+        """`decoders` replaces the methods there are, for measuring."""
         self._parts = parts
         self._settings = settings or PolicySettings()
         self._codec = ActionCodec(parts.target.model.config.vocabulary)
-        self._decoders = Decoders(parts.target, parts.drafts, self._settings.sampling)
+        self._decoders = decoders or Decoders(parts.target, self._settings.sampling, parts.drafts)
         self._encode = lru_cache(maxsize=256)(parts.encoder.encode)
         self._keys = tuple(parts.statistics)
         self._spaces = {
