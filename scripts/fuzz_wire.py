@@ -54,37 +54,54 @@ def _http(url: str, path: str, content_type: str) -> Iterator[Send]:
         yield lambda body: str(client.post(path, content=body).status_code)
 
 
-@contextmanager
-def _socket(url: str, path: str, has_greeting: bool) -> Iterator[Send]:
-    """Send frames over one connection for as long as the server keeps it, then over a new one."""
-    held: list[ClientConnection] = []
+class _Socket:
+    """Sends frames over one connection for as long as the server keeps it, then over a new one."""
 
-    def send(frame: bytes) -> str:
-        if not held:
-            held.append(connect(url.replace("http", "ws") + path, max_size=None).__enter__())
-            if has_greeting:
-                held[0].recv(PATIENCE_S)
+    def __init__(self, address: str, has_greeting: bool) -> None:
+        self._address = address
+        self._has_greeting = has_greeting
+        self._held: ClientConnection | None = None
+
+    def send(self, frame: bytes) -> str:
         try:
-            held[0].send(frame)
-            if has_greeting:  # some of vla-eval's messages have no answer, but a reset always has
-                held[0].send(RESET)
-            answer = held[0].recv(PATIENCE_S)
-            if has_greeting and answer != DONE and isinstance(answer, bytes):
-                held[0].recv(PATIENCE_S)
-            if isinstance(answer, bytes):
-                return "answer"
-            if has_greeting:  # an error ends these connections
-                held.pop().close()
-            return "text"
+            return self._exchange(self._connection(), frame)
         except TimeoutError:
             return "silence"
         except ConnectionClosed as closed:
-            held.clear()
+            self._held = None
             return f"closed {closed.rcvd.code if closed.rcvd else '-'}"
 
-    yield send
-    for one in held:
-        one.close()
+    def close(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _connection(self) -> ClientConnection:
+        if self._held is None:
+            self._held = connect(self._address, max_size=None).__enter__()
+            if self._has_greeting:
+                self._held.recv(PATIENCE_S)
+        return self._held
+
+    def _exchange(self, held: ClientConnection, frame: bytes) -> str:
+        held.send(frame)
+        if not self._has_greeting:
+            return "text" if isinstance(held.recv(PATIENCE_S), str) else "answer"
+        held.send(RESET)  # some of vla-eval's messages have no answer, but a reset always has
+        answer = held.recv(PATIENCE_S)
+        if isinstance(answer, str):  # an error ends these connections
+            self.close()
+            return "text"
+        if answer != DONE:
+            held.recv(PATIENCE_S)
+        return "answer"
+
+
+@contextmanager
+def _socket(url: str, path: str, has_greeting: bool) -> Iterator[Send]:
+    socket = _Socket(url.replace("http", "ws") + path, has_greeting)
+    yield socket.send
+    socket.close()
 
 
 def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]]]:
@@ -123,7 +140,7 @@ def _fuzz(name: str, count: int, url: str) -> bool:
     grown_mb = _resident_mb(url) - before_mb
     failed = sum(times for outcome, times in outcomes.items() if outcome.startswith("5"))
     told = ", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common())
-    print(f"{name}: {count} in {time.perf_counter() - started_s:.0f} s; {told}")
+    print(f"{name}: {count} in {time.perf_counter() - started_s:.0f} s; {told}", flush=True)
     print(f"    slowest {worst_s * 1000:.0f} ms, memory {grown_mb:+.1f} MB, 5xx: {failed}")
     return failed == 0 and worst_s < PATIENCE_S
 
