@@ -106,6 +106,7 @@ def _first_leaf(scored: ScoredTree) -> Tensor:
     """The smallest leaf index at or below each node, [row, node]."""
     tree = scored.tree
     nodes = torch.arange(tree.num_nodes, device=tree.tokens.device)
-    is_leaf = torch.ones_like(tree.is_real).scatter(1, scored.parents, False) & tree.is_real
+    inner = scored.parents.masked_fill(~tree.is_real, 0)  # padding makes nobody a parent
+    is_leaf = torch.ones_like(tree.is_real).scatter(1, inner, False) & tree.is_real
     below = tree.ancestor_mask().transpose(1, 2) & is_leaf.unsqueeze(1)
     return torch.where(below, nodes, tree.num_nodes).amin(dim=2)

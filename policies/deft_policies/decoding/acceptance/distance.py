@@ -126,7 +126,7 @@ class WithinBudget(AcceptanceRule):
             here = scored.sum_along_paths(far * (group == one))
             before = (scored.spent.abs() * (scored.context.space.groups == one)).sum(dim=1)
             within = here + before.unsqueeze(1) <= self.total
-            fine = fine & (within | scored.is_equal)
+            fine = fine & (within | scored.is_equal | (group != one))
         return scored.whole_paths(fine)
 
     def with_radius(self, radius: int) -> AcceptanceRule:

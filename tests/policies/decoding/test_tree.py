@@ -1,0 +1,209 @@
+"""Trees: who is above whom, merged chains, joined and cut trees, and EAGLE-2's growth."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
+from deft_policies.decoding.drafts.merge import cut, join, tree_of_guesses, trimmed
+from deft_policies.decoding.drafts.source import DraftKind, Guesses, Progress
+from deft_policies.decoding.tree import DraftTree
+from tests.policies.decoding.trees import random_tree
+from tests.tiny_target import LENGTH, path_to
+
+
+def progress_of(num_committed: list[int], roots: list[int]) -> Progress:
+    return Progress(
+        tokens=torch.zeros(len(roots), LENGTH + 1, dtype=torch.int64),
+        num_committed=torch.tensor(num_committed),
+        roots=torch.tensor(roots),
+        fewest=min(num_committed),
+        length=LENGTH,
+        last=None,
+    )
+
+
+def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    """Every real guess as the tokens on the way to it."""
+    found = set()
+    for node in range(1, tree.num_nodes):
+        if bool(tree.is_real[row, node]):
+            found.add(tuple(tree.tokens[row, path_to(tree, row, node)[1:]].tolist()))
+    return found
+
+
+def num_real(tree: DraftTree, row: int) -> int:
+    return int(tree.is_real[row].sum()) - 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ancestors_and_depths_are_those_found_by_walking_up(seed: int) -> None:
+    tree = random_tree(random.Random(seed), num_rows=3, num_nodes=1 + 4 * seed)
+    mask, depths = tree.ancestor_mask(), tree.depths()
+    for row in range(3):
+        for node in range(tree.num_nodes):
+            path = path_to(tree, row, node)
+            assert mask[row, node].nonzero().flatten().tolist() == sorted(path)
+            assert int(depths[row, node]) == len(path) - 1
+
+
+def test_a_long_chain_reaches_from_its_root_to_its_end() -> None:
+    nodes = torch.arange(-1, 63)[None]
+    tree = DraftTree(nodes, nodes, nodes > -5, nodes.float(), nodes)
+    assert tree.depths().tolist() == [list(range(64))]
+
+
+def chains(tokens: list[list[list[int]]], known: list[list[list[bool]]] | None = None) -> Guesses:
+    every = torch.tensor(tokens)
+    return Guesses(every, torch.ones_like(every).bool() if known is None else torch.tensor(known))
+
+
+def test_one_chain_becomes_a_chain_of_what_is_still_open() -> None:
+    guesses = chains([[[10, 11, 12, 13, 14, 15, 16]]])
+    tree = tree_of_guesses([guesses], [DraftKind.PREVIOUS], progress_of([2], [99]))
+    assert tree.tokens.tolist() == [[99, 12, 13, 14, 15]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
+    assert tree.sources[0].tolist() == [-1] + [DraftKind.PREVIOUS.number] * 4
+
+
+def test_chains_that_start_alike_share_their_nodes() -> None:
+    guesses = chains([[[1, 2, 3, 4, 5, 6, 0], [1, 2, 9, 4, 5, 6, 0], [1, 2, 3, 4, 5, 6, 0]]])
+    tree = tree_of_guesses([guesses], [DraftKind.RETRIEVAL], progress_of([0], [7]))
+    assert paths_of(tree, 0) == {
+        *[(1, 2, 3, 4, 5, 6)[:n] for n in range(1, 7)],
+        *[(1, 2, 9, 4, 5, 6)[:n] for n in range(3, 7)],
+    }
+    assert num_real(tree, 0) == 10
+
+
+def test_a_chain_ends_where_it_stops_knowing() -> None:
+    guesses = chains(
+        [[[1, 2, 3, 4, 5, 6, 0], [1, 2, 3, 4, 5, 6, 0]]],
+        [[[True, True, False, True, True, True, True], [True] * 4 + [False] * 3]],
+    )
+    tree = tree_of_guesses([guesses], [DraftKind.RETRIEVAL], progress_of([0], [7]))
+    assert paths_of(tree, 0) == {(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_merging_loses_no_guess_and_makes_none_up(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = (3, rng.randrange(1, 4), LENGTH)
+    guesses = Guesses(
+        torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)),
+        torch.rand(shape, generator=torch.Generator().manual_seed(seed + 99)) < 0.9,
+    )
+    committed = [rng.randrange(0, 5) for _ in range(3)]
+    tree = tree_of_guesses([guesses], [DraftKind.NGRAM], progress_of(committed, [7, 7, 7]))
+    for row, start in enumerate(committed):
+        expected = set()
+        for chain in range(shape[1]):
+            path: tuple[int, ...] = ()
+            for position in range(start, LENGTH - 1):
+                if not bool(guesses.is_known[row, chain, position]):
+                    break
+                path += (int(guesses.tokens[row, chain, position]),)
+                expected.add(path)
+        assert paths_of(tree, row) == expected
+        assert num_real(tree, row) == len(expected)  # every guess once
+        assert bool((tree.parents[row, 1:] < torch.arange(1, tree.num_nodes)).all())
+
+
+def test_joined_trees_keep_their_shapes_side_by_side() -> None:
+    rng = random.Random(1)
+    trees = [random_tree(rng, 2, size) for size in (5, 1, 4)]
+    trees = [
+        DraftTree(t.tokens.clone(), t.parents, t.is_real, t.log_probs, t.sources) for t in trees
+    ]
+    for tree in trees:
+        tree.tokens[:, 0] = 7
+    joined = join(trees)
+    assert joined.num_nodes == 8
+    for row in range(2):
+        assert paths_of(joined, row) == set().union(*(paths_of(tree, row) for tree in trees))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trimming_drops_padding_and_nothing_else(seed: int) -> None:
+    tree = random_tree(random.Random(seed), 2, 14)
+    smaller = trimmed(tree)
+    assert bool(smaller.is_real.any(dim=0).all())
+    for row in range(2):
+        assert paths_of(smaller, row) == paths_of(tree, row)
+
+
+def test_a_tree_too_wide_loses_its_last_nodes() -> None:
+    tree = random_tree(random.Random(0), 2, 14)
+    assert cut(tree, 20) is tree
+    smaller = cut(tree, 6)
+    assert smaller.tokens.tolist() == tree.tokens[:, :6].tolist()
+    assert paths_of(smaller, 0) <= paths_of(tree, 0)
+
+
+# EAGLE-2 growth.
+
+
+def grow(tables: Tensor, growth: Growth, deepest: int) -> DraftTree:
+    """Grow where the odds of a token depend on its level and on the token before it.
+
+    `tables` is [level, token before, token] log-probabilities; the roots are token 0.
+    """
+    frontier = first_level(tables[0, 0][None], growth, first_token=0)
+    levels = [frontier.candidates]
+    for level in range(1, growth.levels):
+        frontier, _ = frontier.next_level(tables[level][frontier.tokens], growth)
+        levels.append(frontier.candidates)
+    return finish_tree(torch.tensor([0]), levels, growth, torch.tensor([deepest]))
+
+
+def slow_growth(tables: Tensor, growth: Growth, deepest: int) -> dict[tuple[int, ...], float]:
+    """The same tree from lists: path -> cumulative log-probability."""
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    candidates: list[tuple[tuple[int, ...], float]] = []
+    for level in range(growth.levels):
+        children = []
+        for path, score in frontier:
+            odds = tables[level, path[-1] if path else 0]
+            for token in odds.argsort(descending=True)[: growth.top_k].tolist():
+                children.append(((*path, token), score + float(odds[token])))
+        if level < deepest:
+            candidates += children
+        frontier = sorted(children, key=lambda one: -one[1])[: growth.top_k]
+    best = sorted(candidates, key=lambda one: -one[1])[: growth.num_guesses]
+    return dict(best)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_growth_keeps_the_likeliest_nodes(seed: int) -> None:
+    rng = random.Random(seed)
+    growth = Growth(DraftKind.HEAD, rng.randrange(1, 6), rng.randrange(1, 5), rng.randrange(1, 30))
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.randn(6, 12, 12, generator=generator).log_softmax(dim=2)
+    deepest = rng.randrange(1, growth.levels + 1)
+    tree = grow(tables, growth, deepest)
+    expected = slow_growth(tables, growth, deepest)
+    assert paths_of(tree, 0) == set(expected)
+    for node in range(1, tree.num_nodes):
+        if bool(tree.is_real[0, node]):
+            path = tuple(tree.tokens[0, path_to(tree, 0, node)[1:]].tolist())
+            assert float(tree.log_probs[0, node]) == pytest.approx(expected[path], abs=1e-4)
+
+
+def test_a_child_as_likely_as_its_parent_is_never_kept_without_it() -> None:
+    """Certain steps have log-probability 0, so whole chains tie; parents must win the tie."""
+    tables = torch.full((5, 6, 6), -9.0)
+    tables[:, :, 3] = 0.0
+    growth = Growth(DraftKind.HEAD, levels=5, top_k=2, num_guesses=3)
+    tree = grow(tables, growth, deepest=5)
+    assert paths_of(tree, 0) == {(3,), (3, 3), (3, 3, 3)}
+
+
+def test_a_row_with_little_left_gets_padding_for_what_is_too_deep() -> None:
+    tables = torch.randn(5, 12, 12, generator=torch.Generator().manual_seed(0)).log_softmax(dim=2)
+    growth = Growth(DraftKind.HEAD, levels=5, top_k=3, num_guesses=20)
+    tree = grow(tables, growth, deepest=1)
+    assert {len(path) for path in paths_of(tree, 0)} == {1}
+    assert num_real(tree, 0) == 3
+    assert tree.num_nodes == 21
