@@ -202,7 +202,7 @@ class LiberoEnvironment:
         fingers = data.qpos[inner.robots[0]._ref_gripper_joint_pos_indexes]
         bodies = {
             name: Pose(np.array(data.xpos[number]), np.array(data.xmat[number]).reshape(3, 3))
-            for name, number in inner.obj_body_id.items()
+            for name, number in self._bodies.items()
         }
         joints = {
             joint: float(data.get_joint_qpos(joint))
@@ -221,7 +221,7 @@ class LiberoEnvironment:
         What is not a box is given by the box around it; furniture and robot are left out.
         """
         model, data = self._inner.sim.model._model, self._inner.sim.data
-        roots = {number: name for name, number in self._inner.obj_body_id.items()}
+        roots = {number: name for name, number in self._bodies.items()}
         found: dict[str, list[Box]] = {name: [] for name in roots.values()}
         for geom in np.flatnonzero(model.geom_group == 0):
             body = model.geom_bodyid[geom]
@@ -233,6 +233,17 @@ class LiberoEnvironment:
                 pose = Pose(data.geom_xpos[geom] + rotation @ middle, rotation)
                 found[roots[body]].append(Box(pose, half))
         return {name: tuple(boxes) for name, boxes in found.items()}
+
+    @property
+    def _bodies(self) -> dict[str, int]:
+        """Objects and fixtures, and what moves in fixtures: drawers, doors and knobs."""
+        inner, model = self._inner, self._inner.sim.model
+        moving = [
+            model.jnt_bodyid[model.joint_name2id(joint)]
+            for fixture in inner.fixtures_dict.values()
+            for joint in fixture.joints
+        ]
+        return {**inner.obj_body_id, **{model.body_id2name(body): body for body in moving}}
 
     def goals(self) -> tuple[Goal, ...]:
         """The predicates that must all hold for the episode to succeed."""

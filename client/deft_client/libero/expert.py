@@ -12,12 +12,14 @@ import numpy as np
 
 from deft_client.libero.environment import LiberoEnvironment
 from deft_client.libero.errors import SimulationError
+from deft_client.libero.expert_fixtures import PullDrawer, PushPlate, PushShut, TurnKnob
 from deft_client.libero.expert_geometry import build_clouds
 from deft_client.libero.expert_grasps import GraspFinder, category
 from deft_client.libero.expert_motion import Aim, steer
 from deft_client.libero.expert_pick import Label, Phase, PickAndPlace, Place
 from deft_client.libero.scene import Goal, Scene
 
+_OPEN_DRAWER = -0.12  # metres along the slide; fully open is -0.16
 _STUCK_STEPS = 25
 _STUCK_METRES = 0.004
 
@@ -46,11 +48,27 @@ class Expert:
         return self._retreat(scene)
 
     def _work(self, goal: Goal, scene: Scene, attempt: int) -> Label:
+        if goal.predicate == "open":
+            return PullDrawer(parent(goal.subject, scene), goal.subject).label(scene)
+        if goal.predicate == "close":
+            return PushShut(parent(goal.subject, scene), goal.subject).label(scene)
+        if goal.predicate == "turnon":
+            return TurnKnob(goal.subject, f"{goal.subject}_button").label(scene)
         if goal.predicate in ("in", "on") and goal.target is not None:
-            start = self.finder.clouds[goal.subject].at(self.start.bodies[goal.subject])
-            skill = PickAndPlace(goal.subject, float(start[:, 2].min()), self.finder)
-            return skill.label(scene, self._place(goal, scene), attempt)
+            return self._put(goal, goal.target, scene, attempt)
         raise SimulationError(f"the expert knows no way to reach {goal}")
+
+    def _put(self, goal: Goal, target: str, scene: Scene, attempt: int) -> Label:
+        start = self.finder.clouds[goal.subject].at(self.start.bodies[goal.subject])
+        rest = float(start[:, 2].min())
+        if category(goal.subject) == "plate":
+            return PushPlate(goal.subject, target, rest).label(scene)
+        drawer = drawer_joint(target, scene)
+        if drawer is not None and scene.joints[drawer] > _OPEN_DRAWER:
+            return PullDrawer(parent(target, scene), target).label(scene)
+        up = self.start.bodies[goal.subject].rotation[2]
+        skill = PickAndPlace(goal.subject, rest, up, self.finder)
+        return skill.label(scene, self._place(goal, scene), attempt)
 
     def _place(self, goal: Goal, scene: Scene) -> Place:
         target = goal.target or ""
@@ -63,7 +81,7 @@ class Expert:
 
     def _retreat(self, scene: Scene) -> Label:
         up = scene.gripper.position + np.array([0.0, 0.0, 0.1])
-        aim = Aim(up, scene.gripper.rotation[:, 0] * np.array([1.0, 1.0, 0.0]), closed=False)
+        aim = Aim(up, scene.gripper.rotation, closed=False)
         return Label(steer(scene, aim), Phase.RETREAT, up, up, up)
 
 
@@ -84,6 +102,15 @@ class Watch:
         return self.attempt
 
 
-def describe(goal: Goal) -> str:
-    """The kind of thing a goal is about, e.g. `in alphabet_soup`."""
-    return f"{goal.predicate} {category(goal.subject)}"
+def parent(region: str, scene: Scene) -> str:
+    """The body a region belongs to: `wooden_cabinet_1` for `wooden_cabinet_1_top_region`."""
+    for name in scene.bodies:
+        if region.startswith(name):
+            return name
+    raise SimulationError(f"no body of this scene has a region {region}")
+
+
+def drawer_joint(region: str, scene: Scene) -> str | None:
+    """The joint that moves a region, if it is a drawer's."""
+    joint = region.replace("_region", "_level")
+    return joint if joint in scene.joints else None

@@ -5,7 +5,7 @@ Everything follows from the scene at hand, so the same scene always gives the sa
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from deft_client.libero.expert_geometry import (
     hits_hand,
     in_frame,
 )
-from deft_client.libero.expert_motion import hand_pose
-from deft_client.libero.scene import Scene, Vector
+from deft_client.libero.expert_motion import downward
+from deft_client.libero.scene import Pose, Scene, Vector
 
 MAX_WIDTH = 0.070
 _BELOW_TOP = 0.035  # the palm is 4.5 cm above the grip site and must not touch the top
@@ -31,6 +31,8 @@ _EASY_REACH = 0.73
 _STRETCH_WEIGHT = 30.0
 _TURN_WEIGHT = 0.5
 _OFF_CENTRE_WEIGHT = 8.0
+_RIM_TILT = 0.45  # the palm outwards, where there is no room above the vessel
+_TILT_WEIGHT = 0.6
 
 # Vessels too wide for the gripper: height of the rim, radius of its wall, depth of the grasp.
 RIMS = {
@@ -45,11 +47,15 @@ HANDLES = {"moka_pot": (np.array([0.0, 0.080, 0.045]), np.array([1.0, 0.0, 0.0])
 
 @dataclass(frozen=True, eq=False)
 class Grasp:
-    """Where the grip site goes and the horizontal direction the fingers close along."""
+    """Where the grip site goes and the horizontal direction the fingers close along.
+
+    `lean` tips the hand, see `expert_motion.downward`.
+    """
 
     position: Vector
     closing: Vector
     cost: float
+    lean: Vector = field(default_factory=lambda: np.zeros(3))
 
 
 def category(name: str) -> str:
@@ -72,14 +78,11 @@ class GraspFinder:
             own = self.clouds[name].at(pose) - pose.position
             others = self.others(name, scene) - pose.position
             self._memo[key] = _ranked(name, pose.rotation, own, others)
-        found = [
-            Grasp(
-                grasp.position + pose.position,
-                grasp.closing,
-                grasp.cost + _stretch(grasp.position + pose.position - scene.base),
-            )
-            for grasp in self._memo[key]
-        ]
+        found = []
+        for grasp in self._memo[key]:
+            position = grasp.position + pose.position
+            cost = grasp.cost + _stretch(position - scene.base)
+            found.append(replace(grasp, position=position, cost=cost))
         return sorted(found, key=lambda grasp: grasp.cost)
 
     def others(self, name: str, scene: Scene) -> Points:
@@ -111,18 +114,18 @@ def _ranked(name: str, rotation: Points, own: Points, others: Points) -> list[Gr
         candidates = _rim(*RIMS[kind])
     elif kind in HANDLES:
         at, across = HANDLES[kind]
-        candidates = iter([(rotation @ at, rotation @ across, 0.0)])
+        candidates = iter([Grasp(rotation @ at, rotation @ across, 0.0)])
     else:
         candidates = _top(own)
     grasps = []
-    for position, closing, cost in candidates:
-        hand = hand_pose(position, closing)
+    for grasp in candidates:
+        hand = Pose(grasp.position, downward(grasp.closing, grasp.lean))
         blocked = hits_hand(in_frame(near, hand)).sum() + hits_around(in_frame(own, hand)).sum()
-        grasps.append(Grasp(position, closing, cost + _OBSTRUCTION_WEIGHT * float(blocked)))
+        grasps.append(replace(grasp, cost=grasp.cost + _OBSTRUCTION_WEIGHT * float(blocked)))
     return sorted(grasps, key=lambda grasp: grasp.cost)
 
 
-def _top(own: Points) -> Iterator[tuple[Vector, Vector, float]]:
+def _top(own: Points) -> Iterator[Grasp]:
     """From above, across any direction narrow enough, at the middle or beside it.
 
     A thing that has fallen over may be too wide everywhere; its narrowest direction is then the
@@ -144,14 +147,17 @@ def _top(own: Points) -> Iterator[tuple[Vector, Vector, float]]:
             shift = share * lengths[number] / 2
             at = np.array([*(middle + shift * along[number]), height])
             cost = _TURN_WEIGHT * turn + _OFF_CENTRE_WEIGHT * abs(shift)
-            yield at, np.append(closing[number], 0.0), 30.0 * float(widths[number]) + cost
+            across = np.append(closing[number], 0.0)
+            yield Grasp(at, across, 30.0 * float(widths[number]) + cost)
 
 
-def _rim(rim: float, radius: float, depth: float) -> Iterator[tuple[Vector, Vector, float]]:
+def _rim(rim: float, radius: float, depth: float) -> Iterator[Grasp]:
     """Astride the wall of an upright vessel, in any direction."""
     for number in range(_NUM_RIM):
         angle = 2 * np.pi * number / _NUM_RIM
         outward = np.array([np.cos(angle), np.sin(angle), 0.0])
         at = radius * outward + np.array([0.0, 0.0, rim - depth])
         turn = abs((np.arctan2(-outward[0], outward[1]) + np.pi / 2) % np.pi - np.pi / 2)
-        yield at, outward, _TURN_WEIGHT * turn
+        for tilt in (0.0, _RIM_TILT):
+            cost = _TURN_WEIGHT * turn + _TILT_WEIGHT * tilt
+            yield Grasp(at, outward, cost, -tilt * outward)

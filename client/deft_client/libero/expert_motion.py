@@ -4,7 +4,7 @@ The robot's controller moves about a quarter of what an action asks for in one s
 of 5 cm asks for full speed and what is nearer is approached ever more slowly.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,21 +15,18 @@ from deft_client.libero.scene import Pose, Scene, Vector
 POSITION_GAIN = 20.0  # action units per metre
 ROTATION_GAIN = 2.0  # action units per radian
 DOWN = np.array([0.0, 0.0, -1.0])
+UP = -DOWN
 
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """Where the gripper should go. `closing` is the horizontal direction its fingers close along.
-
-    `lean` tips the hand: its horizontal part is added to the downward axis before normalising.
-    """
+    """Where the gripper should go and how it should be turned (axes as columns)."""
 
     position: Vector
-    closing: Vector
+    rotation: Vector  # [3, 3]
     closed: bool
     speed: float = 1.0  # the largest component of the translation
     rise: float | None = None  # limits upward speed alone
-    lean: Vector = field(default_factory=lambda: np.zeros(3))
 
 
 def steer(scene: Scene, aim: Aim) -> NDArray[np.float64]:
@@ -38,28 +35,40 @@ def steer(scene: Scene, aim: Aim) -> NDArray[np.float64]:
     translation *= min(1.0, aim.speed / max(float(np.abs(translation).max()), 1e-9))
     if aim.rise is not None:
         translation[2] = min(translation[2], aim.rise)
-    turn = rotation_vector(wanted_rotation(aim, scene.gripper) @ scene.gripper.rotation.T)
+    turn = turn_to(aim.rotation, scene.gripper)
     rotation = np.clip(ROTATION_GAIN * turn, -1.0, 1.0)
     return np.concatenate([translation, rotation, [CLOSE if aim.closed else OPEN]])
 
 
-def wanted_rotation(aim: Aim, gripper: Pose) -> NDArray[np.float64]:
-    """Axes of the hand: z down (with the lean), x along the closing direction nearest to now.
+def turn_to(rotation: Vector, gripper: Pose) -> Vector:
+    """The shorter of the two turns to a rotation: the two fingers are alike."""
+    swapped = rotation * np.array([-1.0, -1.0, 1.0])
+    turns = [rotation_vector(one @ gripper.rotation.T) for one in (rotation, swapped)]
+    return min(turns, key=lambda turn: float(np.linalg.norm(turn)))
 
-    The two fingers are alike, so the closing direction counts up to its sign.
-    """
-    z = DOWN + aim.lean
-    z /= np.linalg.norm(z)
-    sign = 1.0 if aim.closing @ gripper.rotation[:, 0] >= 0 else -1.0
-    x = sign * aim.closing - (sign * aim.closing @ z) * z
-    x /= np.linalg.norm(x)
+
+def pointing(axis: Vector, closing: Vector) -> Vector:
+    """The rotation [3, 3] of a hand that points along an axis and closes as near to `closing`."""
+    z = axis / np.linalg.norm(axis)
+    x = closing - (closing @ z) * z
+    x = x / np.linalg.norm(x)
     return np.stack([x, np.cross(z, x), z], axis=1)
 
 
-def hand_pose(position: Vector, closing: Vector) -> Pose:
-    """The pose of an upright hand at a position."""
-    x = closing / np.linalg.norm(closing)
-    return Pose(position, np.stack([x, np.cross(DOWN, x), DOWN], axis=1))
+def downward(closing: Vector, lean: Vector | None = None) -> Vector:
+    """`pointing` down, tipped by the horizontal vector `lean`."""
+    return pointing(DOWN if lean is None else DOWN + lean, closing)
+
+
+def tipped(rotation: Vector, axis: Vector, wanted: Vector) -> Vector:
+    """A rotation tipped so that a direction `axis` fixed to it comes to point along `wanted`."""
+    wanted = wanted / np.linalg.norm(wanted)
+    cross, cosine = np.cross(axis, wanted), float(axis @ wanted)
+    skew = np.array(
+        [[0.0, -cross[2], cross[1]], [cross[2], 0.0, -cross[0]], [-cross[1], cross[0], 0.0]]
+    )
+    step = np.eye(3) + skew + skew @ skew / max(1.0 + cosine, 0.1)
+    return np.asarray(step @ rotation)
 
 
 def rotation_vector(rotation: NDArray[np.float64]) -> Vector:

@@ -1,0 +1,171 @@
+"""What the expert does to things that do not leave their place: drawers, knobs, plates, doors.
+
+Each skill is a pure function of the scene, as in `expert_pick`: where the hand is relative to the
+handle and how far its fingers are apart decide what comes next.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deft_client.libero.expert_geometry import TIP
+from deft_client.libero.expert_motion import DOWN, UP, Aim, downward, pointing, steer, turn_to
+from deft_client.libero.expert_pick import Label, Phase, funnel
+from deft_client.libero.scene import Scene, Vector
+
+_HANDLE_OUT = 0.116  # from a drawer's region to the middle of its bar
+_BAR_WIDTH = 0.016  # fingers nearer than this hold the bar
+_STAND_OFF = 0.10
+_KNOB_LEVEL = 0.044  # the grip site's height above the stove while it pushes the knob's bar
+_KNOB_ARM = 0.034  # from the knob's axis to where the bar is pushed
+_KNOB_BEHIND = 0.030  # where the hand comes down, beside the bar
+_PLATE_FLOOR = 0.004
+_PRESS = 0.008  # how far below itself the pushing hand aims, so as not to ride over the rim
+_INSIDE = 0.025  # where on the plate the fingers come down, from its middle
+_FLAT = np.array([1.0, 1.0, 0.0])
+
+
+@dataclass(frozen=True, eq=False)
+class PullDrawer:
+    """Opens a drawer: pinches its bar from the front, one finger above, one below, and pulls."""
+
+    cabinet: str
+    region: str
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, front = scene.gripper, -scene.bodies[self.cabinet].rotation[:, 1]
+        bar = scene.regions[self.region].position + _HANDLE_OUT * front
+        rotation = pointing(-front, UP)
+        offset = hand.position - bar
+        out = float(offset @ front)
+        aside = float(np.linalg.norm(offset - out * front))
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        near = aside < 0.014 and abs(out) < 0.016 and turn < 0.4
+        if near and scene.opening < _BAR_WIDTH:
+            aim = Aim(hand.position + 0.1 * front, rotation, closed=True, speed=0.7)
+            return _label(scene, aim, Phase.PULL, bar)
+        if aside < 0.010 and abs(out) < 0.012 and turn < 0.3:
+            return _label(scene, Aim(bar, rotation, closed=True), Phase.CLOSE, bar)
+        misfit = max(aside - 0.005, 0.08 * (turn - 0.12), 0.0)
+        if scene.opening < 0.05:
+            misfit = max(misfit, 0.03)
+        wanted = funnel(misfit, _STAND_OFF)
+        position = bar + wanted * front
+        if out < wanted - 0.02:  # first away from the cabinet, then sideways
+            position = hand.position + (wanted - out) * front
+        phase = Phase.DESCEND if misfit < 0.02 else Phase.APPROACH
+        return _label(scene, Aim(position, rotation, closed=False), phase, bar)
+
+
+@dataclass(frozen=True, eq=False)
+class TurnKnob:
+    """Turns a stove on: pushes the end of the knob's bar sideways with closed fingers.
+
+    Taking the bar and turning the hand would work as well, were the stove not so near to the robot
+    that the arm has to fold to its limits.
+    """
+
+    stove: str
+    joint: str
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, stove = scene.gripper, scene.bodies[self.stove]
+        angle = scene.joints[self.joint]
+        # At angle 0 the bar lies along the stove's x axis; turning it on is counter-clockwise.
+        outward = stove.rotation @ np.array([np.cos(angle), np.sin(angle), 0.0])
+        ahead = np.cross(UP, outward)
+        end = stove.position + _KNOB_ARM * outward + _KNOB_LEVEL * UP
+        start = end - _KNOB_BEHIND * ahead
+        rotation = downward(np.array([0.0, 1.0, 0.0]))
+        offset = hand.position - end
+        radial, behind = float(offset @ outward), -float(offset @ ahead)
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        if offset[2] < 0.008 and abs(radial) < 0.014 and -0.01 < behind < 0.05 and turn < 0.4:
+            position = hand.position + 0.04 * ahead - radial * outward
+            position[2] = end[2]
+            return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, end)
+        error = float(np.linalg.norm((hand.position - start)[:2]))
+        misfit = max(error - 0.008, 0.05 * (turn - 0.15), 0.0)
+        if scene.opening > 0.02:
+            misfit = max(misfit, 0.015)
+        return _descend(scene, start, rotation, funnel(misfit, 0.06), closed=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PushPlate:
+    """Pushes a plate along the table, closed fingers against its rim from the inside.
+
+    From the outside there is often no room behind it.
+    """
+
+    plate: str
+    region: str
+    table: float  # height of what the plate lies on
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, plate = scene.gripper, scene.bodies[self.plate].position
+        way = (scene.regions[self.region].position - plate) * _FLAT
+        left = float(np.linalg.norm(way))
+        ahead = way / max(left, 1e-6)
+        rotation = downward(np.cross(UP, ahead))
+        start = plate + _INSIDE * ahead
+        start[2] = self.table + TIP + _PLATE_FLOOR - 0.003
+        offset = (hand.position - plate) * _FLAT
+        along = float(offset @ ahead)
+        aside = offset - along * ahead
+        inside = float(np.linalg.norm(aside)) < 0.02 and 0.0 < along < 0.055
+        if hand.position[2] < start[2] + 0.004 and inside:
+            step = min(left + 0.02, 0.05) * ahead - 0.7 * aside
+            position = hand.position + step - _PRESS * UP
+            return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, plate)
+        error = float(np.linalg.norm((hand.position - start)[:2]))
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        misfit = max(error - 0.01, 0.05 * (turn - 0.2), 0.0)
+        if scene.opening > 0.02:
+            misfit = max(misfit, 0.015)
+        return _descend(scene, start, rotation, funnel(misfit, 0.09), closed=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PushShut:
+    """Shuts a drawer: pushes its front with closed fingers that point into the cabinet."""
+
+    cabinet: str
+    region: str
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, front = scene.gripper, -scene.bodies[self.cabinet].rotation[:, 1]
+        bar = scene.regions[self.region].position + _HANDLE_OUT * front
+        rotation = pointing(-front + 0.8 * DOWN, np.cross(UP, front))
+        target = bar + 0.01 * front + 0.02 * UP
+        offset = hand.position - target
+        out = float(offset @ front)
+        aside = float(np.linalg.norm(offset - out * front))
+        if aside < 0.03 and -0.03 < out < 0.05:
+            position = target - 0.1 * front
+            return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, bar)
+        wanted = funnel(max(aside - 0.01, 0.0), 0.08) + 0.01
+        position = target + wanted * front
+        if out < wanted - 0.03:
+            position = hand.position + (wanted - out) * front + 0.05 * UP
+        return _label(scene, Aim(position, rotation, closed=True), Phase.APPROACH, bar)
+
+
+def _descend(
+    scene: Scene, goal: Vector, rotation: Vector, height: float, closed: bool = False
+) -> Label:
+    """Above a point, as high as the funnel says, sideways only when high enough."""
+    hand = scene.gripper.position
+    above = goal[2] + height
+    share = float(np.clip(1.0 - (above - hand[2] - 0.01) / 0.04, 0.0, 1.0))
+    position = np.array([*(hand[:2] + share * (goal - hand)[:2]), above])
+    phase = Phase.DESCEND if height < 0.05 else Phase.APPROACH
+    return _label(scene, Aim(position, rotation, closed), phase, goal)
+
+
+def _label(scene: Scene, aim: Aim, phase: Phase, handled: Vector) -> Label:
+    return Label(steer(scene, aim), phase, aim.position, handled, aim.position)
