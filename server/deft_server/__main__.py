@@ -16,6 +16,7 @@ class Command:
 COMMANDS = {
     "serve": Command("deft_server.serve", "answer observations over HTTP and WebSocket"),
     "doctor": Command("deft_server.doctor", "say whether serving would work on this machine"),
+    "key": Command("deft_server.new_key", "make an API key for a robot or an administrator"),
     "act": Command("deft_policies.act", "answer pictures without a server"),
     "bench": Command("deft_policies.benchmark", "measure where the time of an answer goes"),
     "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),

@@ -43,6 +43,7 @@ class Caller:
     address: str = ""
     rate_per_s: float | None = None
     burst: float | None = None
+    fingerprint: str = ""  # of the key, so that a key taken out of the file stops working at once
 
 
 ANONYMOUS = Caller()
@@ -78,13 +79,15 @@ def _entry(name: str, row: object, path: Path) -> KeyEntry:
     is_admin = row.get("admin", False)
     if not isinstance(is_admin, bool):
         raise KeyFileError(f"{path}: [{name}] admin must be true or false, got {is_admin!r}")
+    digest = _digest(row, name, path)
     caller = Caller(
         name,
         is_admin=is_admin,
+        fingerprint=hashlib.sha256(digest).hexdigest()[:16],
         rate_per_s=_number(row, "rate_per_s", name, path),
         burst=_number(row, "burst", name, path),
     )
-    return KeyEntry(caller, _digest(row, name, path))
+    return KeyEntry(caller, digest)
 
 
 def _number(row: Mapping[str, object], entry: str, name: str, path: Path) -> float | None:
@@ -156,8 +159,14 @@ class Access:
         if not caller.is_admin:
             raise ForbiddenError("needs a key marked `admin = true` in the server's key file")
 
-    def charge(self, caller: Caller, now_s: float) -> None:
-        """Count one frame of a caller, or raise `OverloadedError` if that is one too many."""
+    def admit_frame(self, caller: Caller, now_s: float) -> None:
+        """Count one frame of a caller; raise `OverloadedError` if that is one too many.
+
+        Raises `MissingKeyError` if the caller's key was taken out of the file since it connected.
+        """
+        if self._path is not None:
+            self._reload_if_changed(self._path)
+            caller = self._still_known(caller)
         rate_per_s = caller.rate_per_s or self._default_rate_per_s
         if rate_per_s is None:
             return
@@ -173,6 +182,13 @@ class Access:
             raise OverloadedError(
                 f"{caller.name} may send {rate_per_s:g} frames per second", wait_s
             )
+
+    def _still_known(self, caller: Caller) -> Caller:
+        for entry in self._entries:
+            known = entry.caller
+            if (known.name, known.fingerprint) == (caller.name, caller.fingerprint):
+                return known  # with the rates that the file gives now
+        raise MissingKeyError("this API key is not known here any more")
 
     def check_origin(self, origin: str, host: str) -> None:
         """Raise `ForbiddenError` for a web page of another site; robots send no origin."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_server import request_ids
 from deft_server.access import Caller
-from deft_server.bodies import BoundedBody
+from deft_server.bodies import BodyBounds, BoundedBody
 from deft_server.errors import BodyTooLargeError, CallerGoneError
 from deft_server.problems import describe, problem_response
 from deft_server.service import Service
@@ -44,6 +44,11 @@ class Gate:
         self._app = app
         self._service = service
         self._settings = service.settings
+        self._bounds = BodyBounds(
+            self._settings.max_body_bytes,
+            self._settings.max_total_bytes,
+            self._settings.body_timeout_s,
+        )
         self._open_paths = set(OPEN_PATHS)
         if service.settings.open_metrics:
             self._open_paths.add(METRICS_PATH)
@@ -65,7 +70,7 @@ class Gate:
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, reply: "_Reply"
     ) -> None:
         started_s = time.perf_counter()
-        body = BoundedBody(receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
+        body = BoundedBody(receive, self._bounds)
         try:
             self._admit(scope, headers)
             self._check_length(headers.get(b"content-length"))

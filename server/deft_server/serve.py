@@ -74,7 +74,7 @@ def run(app: DeftApp) -> ExitCode:
     server = _Server(config, app.service)
     logger.info("listening on %s", _url(settings, listening))
     server.run(sockets=[listening])
-    logger.info("stopped: %s", server.exit_code.name.lower())
+    logger.info("stopped with exit code %d", server.exit_code)
     log.stop()
     return server.exit_code
 

@@ -95,7 +95,7 @@ class Service:
         now_s = time.monotonic()
         started_s = now_s if arrived_s is None else arrived_s
         policy = self.policy
-        self.access.charge(caller, now_s)
+        self.access.admit_frame(caller, now_s)
         self._check_options(options)
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)

@@ -125,6 +125,9 @@ class Settings(BaseModel):
     )
 
     max_body_bytes: Count = Field(default=16 * 1024 * 1024, description="largest body or message")
+    max_total_bytes: Count = Field(
+        default=1024**3, description="largest sum of all bodies in hand; beyond it 429"
+    )
     max_image_side: Count = Field(default=4096, description="longest side of an image")
     max_image_pixels: int = Field(
         default=4 * 1024 * 1024,

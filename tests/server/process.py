@@ -36,7 +36,7 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._is_listening.wait(START_S), "\n".join(self.log)
-        self.url = re.findall(r"http://127\.0\.0\.1:\d+", "\n".join(self.log))[0]
+        self.url = re.findall(r"https?://127\.0\.0\.1:\d+", "\n".join(self.log))[0]
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self.port = int(self.url.rsplit(":", 1)[1])
 

@@ -11,6 +11,7 @@ from starlette.testclient import WebSocketDenialResponse
 
 from deft_policies.constant import ConstantPolicy
 from deft_server import access as access_module
+from deft_server import new_key
 from deft_server.access import Access, Caller, KeyFileError
 from deft_server.app import create_app
 from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
@@ -42,7 +43,8 @@ def bearer(key: str) -> dict[str, str]:
 def test_a_key_names_its_caller(keys: Path):
     access = Access(keys)
     assert access.identify(f"Bearer {ARM}", "").name == "arm-1"
-    assert access.identify(f"Api-Key {ADMIN}", "") == Caller("boss", is_admin=True)
+    boss = access.identify(f"Api-Key {ADMIN}", "")
+    assert (boss.name, boss.is_admin) == ("boss", True)
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer nope", f"Basic {ARM}", ARM, "Bearer ÿ"])
@@ -106,13 +108,13 @@ def test_a_missing_key_file_is_an_error(tmp_path: Path):
 
 def test_a_caller_beyond_its_rate_is_told_how_long_to_wait():
     access, caller = Access(), Caller("arm", rate_per_s=10, burst=2)
-    access.charge(caller, 0.0)
-    access.charge(caller, 0.0)
+    access.admit_frame(caller, 0.0)
+    access.admit_frame(caller, 0.0)
     with pytest.raises(OverloadedError) as refusal:
-        access.charge(caller, 0.0)
+        access.admit_frame(caller, 0.0)
     assert refusal.value.retry_after_s == pytest.approx(0.1)
-    access.charge(caller, 0.11)
-    access.charge(Caller("other", rate_per_s=10), 0.11)
+    access.admit_frame(caller, 0.11)
+    access.admit_frame(Caller("other", rate_per_s=10), 0.11)
 
 
 def test_frames_over_the_rate_get_429_and_retry_after():
@@ -197,6 +199,32 @@ def test_web_pages_of_other_sites_may_not_call(origin: str):
         assert denial.value.status_code == 403
 
 
+def test_a_key_taken_out_of_the_file_ends_its_open_streams(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    with (
+        TestClient(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket,
+    ):
+        socket.send_bytes(packed())
+        assert socket.receive_bytes()
+        keys.write_text('[arm-1]\nkey = "another-secret-0123"\n')
+        socket.send_bytes(packed())
+        assert "not known here any more" in socket.receive_text()
+
+
+def test_a_new_rate_applies_to_open_streams(keys: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    access = Access(keys)
+    caller = access.identify(f"Bearer {ARM}", "")
+    access.admit_frame(caller, 0.0)
+    keys.write_text(FILE.replace("[boss]", "rate_per_s = 1\n\n[boss]"))
+    access.admit_frame(caller, 0.0)
+    with pytest.raises(OverloadedError):
+        access.admit_frame(caller, 0.0)
+
+
 def test_our_own_pages_and_listed_ones_may_call():
     app = create_app(ConstantPolicy(), Settings(cors_origins=("https://lab.example",)))
     with TestClient(app) as client:
@@ -216,3 +244,16 @@ PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de"
     "0000000c49444154789c63606060000000040001f61738550000000049454e44ae426082"
 )
+
+
+def test_a_new_key_opens_the_door_it_is_made_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert new_key.main(['arm "left"', "--admin", "--rate-per-s", "40"]) == 0
+    said = capsys.readouterr()
+    path = tmp_path / "keys.toml"
+    path.write_text(said.out)
+    key = said.err.strip().rpartition(" ")[2]
+    assert key not in said.out
+    caller = Access(path).identify(f"Bearer {key}", "")
+    assert (caller.name, caller.is_admin, caller.rate_per_s) == ('arm "left"', True, 40)

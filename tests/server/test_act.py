@@ -269,6 +269,15 @@ def test_a_body_beyond_the_limit_is_refused_by_its_length_and_while_it_arrives(c
     assert client.get("/healthz").text == "OK\n"
 
 
+def test_all_bodies_together_are_bounded():
+    body = packed(observation=frame(64))
+    settings = Settings(max_total_bytes=len(body) - 1)
+    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+        for _ in range(3):
+            assert client.post("/v1/act", content=body, headers=MSGPACK).status_code == 429
+            assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+
+
 def test_limits_are_settings():
     settings = Settings(max_instruction_chars=5, max_image_side=8, max_body_bytes=2000)
     with TestClient(create_app(ConstantPolicy(), settings)) as client:

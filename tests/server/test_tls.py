@@ -1,0 +1,74 @@
+"""TLS: the server's certificate, and the clients' where they are demanded."""
+
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.fakes import MSGPACK, packed
+from tests.server.process import ServerProcess, serving
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a self-signed certificate and its key; it is its own authority."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += [
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=deft",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
+    command += ["-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def server(pair: tuple[Path, Path]) -> Iterator[ServerProcess]:
+    """Return a server that demands a certificate of its clients, too."""
+    certificate, key = map(str, pair)
+    settings = f"tls_certificate={certificate!r}, tls_key={key!r}, tls_client_ca={certificate!r}"
+    with serving(settings=settings) as server:
+        yield server
+
+
+def trusting(pair: tuple[Path, Path], has_own: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=pair[0])
+    if has_own:
+        context.load_cert_chain(*pair)
+    return context
+
+
+def test_frames_travel_over_tls(server: ServerProcess, pair: tuple[Path, Path]):
+    with httpx.Client(base_url=server.url, verify=trusting(pair, True), timeout=20) as client:
+        for _ in range(500):  # the policy may still be loading
+            if client.get("/readyz").status_code == 200:
+                break
+        assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+
+
+def test_a_client_without_a_certificate_is_not_let_in(
+    server: ServerProcess, pair: tuple[Path, Path]
+):
+    with (
+        httpx.Client(base_url=server.url, verify=trusting(pair, False), timeout=20) as client,
+        pytest.raises(httpx.TransportError),
+    ):
+        client.get("/healthz")
+
+
+def test_plain_http_is_not_spoken(server: ServerProcess):
+    with pytest.raises(httpx.TransportError):
+        httpx.get(server.url.replace("https", "http") + "/healthz", timeout=20)
