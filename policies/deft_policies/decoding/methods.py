@@ -189,8 +189,8 @@ def build_decoder(
         names = ", ".join(sorted(kind.value for kind in missing))
         raise RequestError(
             "decoding",
-            f"{preset.name!r} needs draft sources that are not there: {names}; "
-            "start with --draft-head DIR, or choose another method",
+            f"{preset.name!r} needs draft sources that were not loaded: {names}; load a draft head "
+            "(--draft-head DIR) or whatever they need, or choose another method",
         )
     return Decoder(target, preset, sources)
 

@@ -189,7 +189,7 @@ def _overridden(preset: Preset, changes: Overrides) -> Preset:
         preset = replace(preset, rule=preset.rule.with_radius(changes.radius))
     if changes.drafts is not None:  # who names the sources gets them, however slow they are
         plans: tuple[Plan, ...] = (plan_of(changes.drafts),)
-        preset = replace(preset, plans=plans, required=frozenset(), is_guarded=False)
+        preset = replace(preset, plans=plans, required=frozenset(changes.drafts), is_guarded=False)
     if changes.shape is not None:
         plans = tuple(replace(plan, shape=changes.shape) for plan in preset.plans)
         preset = replace(preset, plans=plans)
