@@ -13,7 +13,7 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_
 RUN groupadd --gid 10001 deft \
     && useradd --uid 10001 --gid deft --create-home deft \
     && install --directory --owner deft --group deft /checkpoints /recordings /results
-WORKDIR /opt/deft
+WORKDIR /app
 COPY requirements requirements
 COPY client client
 
@@ -36,8 +36,8 @@ ENTRYPOINT ["deft-client"]
 CMD ["eval", "--help"]
 
 FROM base AS server
-# Empty takes torch from the default index, with CUDA. For a machine without a GPU:
-# --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Where torch comes from. Empty is the default index, whose build brings CUDA along; the index of
+# PyTorch's CPU builds (pytorch.org, "Get started") makes an image of a quarter of the size.
 ARG TORCH_INDEX=""
 RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY LICENSE README.md pyproject.toml ./

@@ -55,7 +55,7 @@ def read_stages(text: str) -> dict[str, Stage]:
 
 def try_target(name: str, stages: dict[str, Stage]) -> bool:
     with tempfile.TemporaryDirectory(prefix=f"deft-{name}-") as folder:
-        home, context = Path(folder) / "venv", Path(folder) / "opt"
+        home, context = Path(folder) / "venv", Path(folder) / "app"
         context.mkdir()
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
         environment = {**os.environ, "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}

@@ -6,6 +6,7 @@ ours. It is made once and kept in pytest's cache.
 
 import fcntl
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -118,3 +119,17 @@ def test_vla_eval_runs_an_episode(python: str) -> None:
     assert "images" in told["failure"]
     assert told["again"] == expected
     assert told["mismatches"] == []
+
+
+def test_the_programs_of_the_documents_run(python: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "protocols.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(programs) == 2
+    with running(build_app(ThreeDatasets(default_key="bridge"))) as address:
+        for program in programs:
+            here = program.replace("127.0.0.1:8000", address)
+            assert here != program
+            ran = subprocess.run(
+                [python, "-c", here], capture_output=True, text=True, timeout=60, check=False
+            )
+            assert (ran.returncode, "error" in ran.stdout) == (0, False), ran.stderr
