@@ -84,6 +84,7 @@ class ClientSettings:
     jpeg_quality: int = JPEG_QUALITY
     api_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
+    proxy: str | None = None  # the environment's proxy variables are not looked at
     limits: WireLimits = DEFAULT_LIMITS
 
     def __post_init__(self) -> None:

@@ -81,6 +81,7 @@ class StreamClient(PolicyClient):
         return websockets.sync.client.connect(
             stream_url(self.url),
             ssl=self._ssl,
+            proxy=self.settings.proxy,
             additional_headers=authorization(self.settings),
             open_timeout=self.settings.timeouts.connect_s,
             close_timeout=CLOSE_TIMEOUT_S,
@@ -142,6 +143,7 @@ class AsyncStreamClient(AsyncPolicyClient):
         return websockets.asyncio.client.connect(
             stream_url(self.url),
             ssl=self._ssl,
+            proxy=self.settings.proxy,
             additional_headers=authorization(self.settings),
             open_timeout=self.settings.timeouts.connect_s,
             close_timeout=CLOSE_TIMEOUT_S,

@@ -253,15 +253,29 @@ def test_a_url_that_is_none_is_refused_at_once(url):
         PolicyClient(url)
 
 
-def test_an_async_client_closes_with_its_context():
-    async def visit():
-        async with AsyncPolicyClient("http://robot-server", AT_ONCE, FakeServer().transport) as one:
-            await one.act(OBSERVATION)
-        return one
+class ClosableTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
+    """Knows whether it was closed."""
 
-    client = asyncio.run(visit())
-    with pytest.raises(RuntimeError, match="closed"):
-        asyncio.run(client.info())
+    is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+    async def aclose(self):
+        self.is_closed = True
+
+
+def test_clients_close_their_connections_with_their_context():
+    async def visit(transport):
+        async with AsyncPolicyClient("http://robot-server", AT_ONCE, transport):
+            assert not transport.is_closed
+
+    blocking, asynchronous = ClosableTransport(), ClosableTransport()
+    with PolicyClient("http://robot-server", AT_ONCE, blocking):
+        assert not blocking.is_closed
+    asyncio.run(visit(asynchronous))
+    assert blocking.is_closed
+    assert asynchronous.is_closed
 
 
 @pytest.mark.parametrize(
