@@ -117,6 +117,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch", default="1,2,4,8,16")
     parser.add_argument("--quantization", default="none,fp8,int8")
     parser.add_argument("--statistics-key", default=None)
+    parser.add_argument("--fuse-kernels", action="store_true", help="as deft serve")
     parser.add_argument("--no-baseline", action="store_true", help="leave transformers out")
     parser.add_argument("--json", type=Path, default=None)
 
@@ -189,6 +190,7 @@ def _measure_format(
         precision=Precision.BFLOAT16,
         decoding=PLAIN,
         statistics_key=given.statistics_key,
+        fuses_kernels=given.fuse_kernels,
     )
     started = time.perf_counter()
     policy = load_policy(options)

@@ -134,7 +134,7 @@ def _load_drafts(options: OpenVLAOptions, model: OpenVLAModel) -> DraftModels:
 
 def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
     if device.type == "cuda" and options.has_graphs:
-        return RecordedRunner(CudaRecorder())
+        return RecordedRunner(CudaRecorder(fuses_kernels=options.fuses_kernels))
     return EagerRunner()
 
 
@@ -150,6 +150,7 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
             ("device", _describe(device)),
             ("dtype", str(dtype).removeprefix("torch.")),
             ("quantization", options.quantization.value),
+            ("head", "action rows only" if options.action_rows_only else "whole vocabulary"),
             ("cameras", "image alone; further cameras are ignored"),
         ),
     )

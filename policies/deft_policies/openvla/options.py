@@ -43,6 +43,7 @@ class OpenVLAOptions:
     seed: int = 0
     action_rows_only: bool = False
     has_graphs: bool = True
+    fuses_kernels: bool = False
     num_threads: int | None = None
 
 
@@ -91,6 +92,11 @@ def add_flags(group: _ArgumentGroup) -> None:
     )
     group.add_argument("--no-graphs", action="store_true", help="on a GPU: run passes eagerly")
     group.add_argument(
+        "--fuse-kernels",
+        action="store_true",
+        help="on a GPU: compile passes before recording them; takes minutes to start",
+    )
+    group.add_argument(
         "--threads", type=_at_least_one, metavar="N", help="on a CPU; more than are idle is slower"
     )
 
@@ -114,6 +120,7 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         seed=namespace.seed,
         action_rows_only=namespace.action_rows_only,
         has_graphs=not namespace.no_graphs,
+        fuses_kernels=namespace.fuse_kernels,
         num_threads=namespace.threads,
     )
 

@@ -207,7 +207,7 @@ class OpenVLAPolicy:
         pixels = parts.images.pixel_values(fitted, parts.target.device, weight.dtype)
         prompts = parts.target.read(pixels, prompt_ids)
         clock.lap(Stage.VISION)
-        histories = [deepcopy(row.session.history) for row in rows]
+        histories = [_copy(row.session.history) for row in rows]
         traces = self._decode(rows, histories, prompts, clock)
         clock.skip()
         actions = [
@@ -261,6 +261,16 @@ class OpenVLAPolicy:
         if given is None and len(self._keys) != 1:
             return None  # every request has to name one
         return find_statistics_key(self._keys, given)
+
+
+def _copy(history: ActionHistory) -> ActionHistory:
+    """A history that can grow without changing this one. Steps are tuples: they may be shared."""
+    return replace(
+        history,
+        own=history.own.copy(),
+        executed=history.executed.copy(),
+        acceptance=deepcopy(history.acceptance),
+    )
 
 
 def _take(prompts: Prompts, rows: list[int]) -> Prompts:
