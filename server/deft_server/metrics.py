@@ -51,6 +51,12 @@ class Metrics:
         self.batch_size = Histogram(
             "deft_batch_size", "Frames in a batch", buckets=_SIZES, registry=registry
         )
+        self.company_seconds = Histogram(
+            "deft_company_seconds",
+            "Seconds a batch that could have started waited for one more frame",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.max_batch = Gauge(
             "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
         )

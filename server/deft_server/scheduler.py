@@ -87,6 +87,7 @@ class Scheduler:
         self._batch: list[_Frame] = []
         self._numbers = itertools.count(1)
         self._num_failed_batches = 0
+        self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
         self._thread: PolicyThread
         self._wake: asyncio.TimerHandle | None = None
@@ -239,10 +240,13 @@ class Scheduler:
         for ticket in decision.expired:
             self._fail(ticket, DeadlineError("waited too long; nothing was computed"))
         if decision.batch:
+            self._metrics.company_seconds.observe(now_s - (self._held_since_s or now_s))
+            self._held_since_s = None
             self._batch = [self._frames.pop(ticket.number) for ticket in decision.batch]
             self._hang_timer = self._loop.call_later(self._settings.hang_after_s, self._hang)
             self._thread.submit([frame.request for frame in self._batch])
         elif decision.wake_s is not None:
+            self._held_since_s = self._held_since_s or now_s
             self._wake = self._loop.call_later(decision.wake_s, self._pump)
 
     def _note(self, attempts: Attempts, size: int, service_s: float) -> None:

@@ -11,7 +11,8 @@ A flow is a session, or all frames of one caller that name no session. The rules
   what is cleared in `newcomer_batches` batches, so that overload costs no robot its place. When it
   is full, a flow with many waiting frames loses its newest to a flow with none;
 - a frame that cannot meet its deadline is refused at once, or dropped before its batch starts;
-- a batch that is not full waits up to `max_wait` for a session that is about to send.
+- a batch that is not full waits up to `max_wait`, and no longer than it takes itself, for a session
+  that is about to send.
 
 Times are seconds on any one monotonic clock.
 """
@@ -264,7 +265,9 @@ class WaitingLine:
         """Return how much longer a batch should wait for company."""
         if not chosen or len(chosen) >= self.max_batch:
             return 0.0
-        until_s = self.rules.max_wait_s + min(self._turns[one.number].since_s for one in chosen)
+        # Never longer than a batch takes: beyond that, going twice is quicker.
+        patience_s = min(self.rules.max_wait_s, self.service_time.expect(len(chosen) + 1))
+        until_s = patience_s + min(self._turns[one.number].since_s for one in chosen)
         slack_s = min(one.deadline_s for one in chosen) - self._believed_s(self.max_batch, now_s)
         until_s = min(until_s, slack_s)
         since_s = now_s - self.rules.max_wait_s  # robots are late by a little, too

@@ -149,6 +149,20 @@ def test_a_batch_waits_for_a_session_that_is_about_to_send():
     assert numbers(line.decide(0.241).batch) == [100, 101]
 
 
+def test_a_batch_never_waits_longer_than_it_takes():
+    line = WaitingLine(RULES)
+    for turn in range(4):
+        at_s = turn * 0.06
+        line.offer(Ticket(2 * turn, "a", at_s), at_s)
+        line.offer(Ticket(2 * turn + 1, "b", at_s), at_s)
+        assert len(line.decide(at_s).batch) == 2
+        line.finish(at_s + 0.01, 0.001)
+    line.offer(Ticket(100, "a", 0.2395), 0.2395)
+    wake_s = line.decide(0.2395).wake_s
+    assert wake_s is not None
+    assert 0 < wake_s < 0.0011
+
+
 def test_a_lone_session_never_waits_for_company():
     line = WaitingLine(RULES)
     for turn in range(5):
