@@ -74,8 +74,8 @@ def decoding_table(decodings: Sequence[Decoding]) -> str:
     rows = [
         [
             one.name,
-            f"{one.passes:.2f}",
-            f"{one.committed:.2f}",
+            f"{one.passes:.2f}" if one.passes else "-",  # not every engine tells
+            f"{one.committed:.2f}" if one.passes else "-",
             f"{100 * one.relaxed_share:.1f}",
             f"{100 * one.equal_actions:.1f}",
             f"{one.mean_bins:.2f}",
@@ -90,6 +90,7 @@ def decoding_table(decodings: Sequence[Decoding]) -> str:
 
 def position_table(decodings: Sequence[Decoding]) -> str:
     """Share of accepted drafts at each token of an action, and committed length by pass."""
+    decodings = [one for one in decodings if one.passes]
     num_positions = max(len(one.drafted_by_position) for one in decodings)
     num_passes = max(len(one.committed_by_pass) for one in decodings)
     headings = [
