@@ -13,7 +13,7 @@ import numpy as np
 from deft_client.libero.environment import LiberoEnvironment
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.expert_fixtures import PullDrawer, PushPlate, PushShut, TurnKnob
-from deft_client.libero.expert_geometry import build_clouds
+from deft_client.libero.expert_geometry import build_clouds, pinch
 from deft_client.libero.expert_grasps import GraspFinder, category
 from deft_client.libero.expert_motion import Aim, steer
 from deft_client.libero.expert_pick import Label, Phase, PickAndPlace, Place
@@ -44,8 +44,21 @@ class Expert:
         """What to do in this scene."""
         for goal, held in zip(self.goals, scene.goals_held, strict=True):
             if not held:
-                return self._work(goal, scene, attempt)
+                return self._let_go(goal, scene) or self._work(goal, scene, attempt)
         return self._retreat(scene)
+
+    def _let_go(self, goal: Goal, scene: Scene) -> Label | None:
+        """Open the fingers first where they still hold what an earlier goal was about."""
+        for other in self.goals:
+            if other.subject == goal.subject or other.subject not in self.finder.clouds:
+                continue
+            pose = scene.bodies[other.subject]
+            held = pinch(self.finder.clouds[other.subject].at(pose), scene.gripper)
+            if held is not None and scene.opening < held.width + 0.012:
+                aim = Aim(scene.gripper.position, scene.gripper.rotation, closed=False)
+                at = pose.position
+                return Label(steer(scene, aim), Phase.RELEASE, aim.position, at, at)
+        return None
 
     def _work(self, goal: Goal, scene: Scene, attempt: int) -> Label:
         if goal.predicate == "open":
@@ -68,16 +81,21 @@ class Expert:
             return PullDrawer(parent(target, scene), target).label(scene)
         up = self.start.bodies[goal.subject].rotation[2]
         skill = PickAndPlace(goal.subject, rest, up, self.finder)
-        return skill.label(scene, self._place(goal, scene), attempt)
+        return skill.label(scene, self._place(goal, target, scene), attempt)
 
-    def _place(self, goal: Goal, scene: Scene) -> Place:
-        target = goal.target or ""
+    def _place(self, goal: Goal, target: str, scene: Scene) -> Place:
         if target in scene.bodies:
-            pose = scene.bodies[target]
-            return Place(pose.position, float(pose.position[2]) + 0.006, 0.008)
-        region = scene.regions[target].position
-        below = 0.03 if goal.predicate == "in" else 0.0
-        return Place(region, float(region[2]) - below)
+            position = scene.bodies[target].position
+            return Place(position, float(position[2]) + 0.006, 0.008)
+        position = scene.regions[target].position
+        if goal.predicate == "in":
+            return Place(position, float(position[2]) - 0.03)
+        rack = next((name for name in scene.bodies if target.startswith(name)), "")
+        if category(rack) == "wine_rack":
+            # Up the slope from the trough; the goal holds as soon as the bottle touches the shelf.
+            position = position + 0.03 * scene.bodies[rack].rotation[:, 1]
+            return Place(position, float(position[2]) - 0.02)
+        return Place(position, float(position[2]))
 
     def _retreat(self, scene: Scene) -> Label:
         up = scene.gripper.position + np.array([0.0, 0.0, 0.1])
