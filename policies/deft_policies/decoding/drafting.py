@@ -91,11 +91,8 @@ class PlannedDrafting:
         return cut(join(trees), self._seen.widest_tree)
 
     def _guess(self, guessers: Sequence[Guesser], progress: Progress) -> DraftTree:
-        able = [
-            one
-            for one in guessers
-            if progress.last is not None or one.can_guess(self._seen.prompts, self._seen.sessions)
-        ]
+        seen = self._seen
+        able = [one for one in guessers if one.can_guess(seen.prompts, seen.sessions)]
         if not able or progress.depth == 0:
             return DraftTree.root_only(progress.roots)
         guesses = [self._ask(one, progress) for one in able]

@@ -4,16 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.drafting import Sources
-from deft_policies.decoding.drafts.source import DraftKind, Progress, TreeShape
-from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.drafts.source import DraftKind, Guesses, Progress, TreeShape
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.methods import DecodeRow
-from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.vocabulary import TokenRange
 from tests.tiny_target import CPU, LENGTH
 
 # (row, position, tokens committed so far) -> candidate tokens for that position
@@ -26,7 +28,7 @@ class ScriptedDrafts:
 
     guess: Guess
     max_nodes: int = 24
-    max_depth: int = LENGTH
+    max_depth: int | None = None  # else as deep as is of use
     kind: DraftKind = DraftKind.HEAD
     needs_hidden: bool = False
     depths_asked: list[int] = field(default_factory=list)
@@ -59,7 +61,7 @@ class ScriptedDrafts:
         node = 0
         while node < len(tokens) and len(tokens) < self.max_nodes:
             depth = len(paths[node])
-            if depth < self.max_depth:
+            if depth < (progress.depth if self.max_depth is None else self.max_depth):
                 position = len(committed) + depth
                 for token in self.guess(row, position, committed + paths[node]):
                     if len(tokens) < self.max_nodes:
@@ -68,6 +70,68 @@ class ScriptedDrafts:
                         paths.append((*paths[node], int(token)))
             node += 1
         return tokens, parents
+
+
+class AnswerTarget:
+    """A target that wants one given action per row, whatever was said before."""
+
+    action_tokens = TokenRange(0, 99)
+    vocabulary = TokenRange(0, 99)
+    widest_tree = 64
+
+    def __init__(self) -> None:
+        self.wanted: list[Sequence[int]] = []
+        self._committed = torch.zeros(0, dtype=torch.int64)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return tokens[..., None].float()
+
+    def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
+        raise NotImplementedError("no draft head is asked here")
+
+    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
+        self._committed = torch.zeros(len(self.wanted), dtype=torch.int64)
+        features = PromptFeatures(prompts.embeds, prompts.embeds, prompts.lengths, prompts.patches)
+        return self._answer(tree, self._committed), features
+
+    def score(self, tree: DraftTree) -> Scores:
+        return self._answer(tree, self._committed)
+
+    def commit(self, path: Tensor, lengths: Tensor) -> None:
+        self._committed = self._committed + lengths
+
+    def committed_lengths(self) -> Tensor:
+        return self._committed
+
+    def _answer(self, tree: DraftTree, committed: Tensor) -> Scores:
+        places = (committed[:, None] + tree.depths()).clamp(max=LENGTH - 1)
+        wanted = torch.tensor([list(row) for row in self.wanted]).gather(1, places)
+        logits = torch.nn.functional.one_hot(wanted, 100).float()
+        return Scores(logits, torch.zeros(*places.shape, 1))
+
+
+@dataclass(frozen=True)
+class RepeatExecuted:
+    """Guesses what was executed last: the mistake that froze a robot."""
+
+    histories: Sequence[ActionHistory]
+    kind: DraftKind = DraftKind.PREVIOUS
+    steps_needed: int = 0
+    is_fixed: bool = True
+
+    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
+        return bool(self.histories[0].executed)
+
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+        tokens = torch.tensor([[list(one.executed[-1])] for one in self.histories])
+        return Guesses(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def blank_prompts(num_rows: int) -> Prompts:
+    """For targets that do not read them."""
+    lengths = torch.full((num_rows,), 3)
+    last = torch.zeros(num_rows, dtype=torch.int64)
+    return Prompts(torch.zeros(num_rows, 3, 1), lengths, last, slice(1, 2))
 
 
 @dataclass(frozen=True)

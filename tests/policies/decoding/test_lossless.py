@@ -158,7 +158,7 @@ def expect_lossless(
     sources = build_sources(target, preset, models_of(case))
     scripted = None
     if case.scripted_skill is not None:
-        scripted = ScriptedDrafts(lambda *_: [])
+        scripted = ScriptedDrafts(lambda *_: [], max_depth=LENGTH)
         others = tuple(one for one in sources.growers if one.kind is not DraftKind.HEAD)
         sources = Sources(sources.guessers, (scripted, *others))
     decoder = build(target, preset, sources)

@@ -135,8 +135,8 @@ class Recycled:
     is_fixed = False
 
     def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
-        """False: before the prefill the target has said nothing."""
-        return False
+        """True: it is only asked between passes, when the target has spoken."""
+        return True
 
     def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
         """Read the predictions below the path along its deepest real continuation."""

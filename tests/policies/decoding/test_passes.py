@@ -1,0 +1,263 @@
+"""How many passes an action takes, and whether the trace tells the truth about them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deft_client.types import DecodeTrace
+from deft_policies.decoding.action_space import ActionSpace
+from deft_policies.decoding.autoregressive import AutoregressiveDecoder
+from deft_policies.decoding.drafting import Sources
+from deft_policies.decoding.drafts.source import DraftKind, TreeShape
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.methods import (
+    Decoder,
+    DecodeRow,
+    DraftModels,
+    build_decoder,
+    num_changed,
+)
+from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.presets import (
+    METHOD_NAMES,
+    PRESETS,
+    Overrides,
+    Preset,
+    plan_of,
+    preset_by_name,
+)
+from deft_policies.errors import RequestError, UnknownDecodingError
+from tests.policies.decoding.scripts import ScriptedDrafts, Session, clock, tokens_of
+from tests.tiny_target import (
+    LENGTH,
+    WIDTH,
+    TinyTarget,
+    fast_target,
+    greedy,
+    next_token,
+    one_row,
+    random_prompts,
+    tiny_decoder,
+)
+
+DECODER = tiny_decoder()
+TARGET = fast_target(DECODER)
+PROMPTS = random_prompts(DECODER, [2, 5, 3])
+ANSWERS = greedy(DECODER, PROMPTS)
+
+
+def scripted(drafts: ScriptedDrafts, plan: Plan | None = None) -> Decoder:
+    chosen = plan or Plan("scripted", (), (DraftKind.HEAD,))
+    preset = replace(preset_by_name("lossless"), plans=(chosen,), is_guarded=False)
+    return Decoder(TARGET, preset, Sources((), (drafts,)))
+
+
+def random_models() -> DraftModels:
+    torch.manual_seed(0)
+    medusa = MedusaHeads(MedusaSizes(WIDTH, 6)).requires_grad_(False)
+    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    return DraftModels(head=head, medusa=medusa)
+
+
+def test_a_perfect_draft_in_the_prefill_takes_one_pass() -> None:
+    decoder = build_decoder(TARGET, preset_by_name("lossless", Overrides(is_guarded=False)))
+    session = Session.of(3)
+    decoder.decode(PROMPTS, session.rows, clock())
+    again = decoder.decode(PROMPTS, session.rows, clock())
+    assert [trace.accepted_lengths for trace in again] == [(LENGTH - 1,)] * 3
+    assert tokens_of(again) == ANSWERS
+
+
+def test_a_perfect_draft_after_the_prefill_takes_two_passes() -> None:
+    drafts = ScriptedDrafts(lambda row, position, _: [ANSWERS[row][position]])
+    traces = scripted(drafts).decode(PROMPTS, Session.of(3).rows, clock())
+    assert [trace.accepted_lengths for trace in traces] == [(0, LENGTH - 2)] * 3
+    assert drafts.depths_asked == [LENGTH - 2]
+
+
+def test_a_wrong_draft_costs_no_pass_more_than_plain_decoding() -> None:
+    drafts = ScriptedDrafts(lambda row, position, _: [(ANSWERS[row][position] + 1) % 72])
+    traces = scripted(drafts).decode(PROMPTS, Session.of(3).rows, clock())
+    assert [trace.num_passes for trace in traces] == [LENGTH] * 3
+    # Nothing is drafted for the last token: the pass before it already gives it.
+    assert drafts.depths_asked == [5, 4, 3, 2, 1]
+
+
+def test_rows_of_a_batch_finish_on_their_own_and_their_traces_stop_there() -> None:
+    def guess(row: int, position: int, _: tuple[int, ...]) -> list[int]:
+        return [ANSWERS[row][position]] if row == 0 and position < LENGTH else [70]
+
+    traces = scripted(ScriptedDrafts(guess)).decode(PROMPTS, Session.of(3).rows, clock())
+    assert tokens_of(traces) == ANSWERS
+    assert [trace.num_passes for trace in traces] == [2, LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 9])
+def test_actions_of_any_length_end_with_their_last_token(length: int) -> None:
+    session = Session.of(3, ActionSpace.in_bins(length))
+    decoder = build_decoder(TARGET, preset_by_name("lossless", Overrides(is_guarded=False)))
+    for num_passes in (length, 1):
+        traces = decoder.decode(PROMPTS, session.rows, clock())
+        assert tokens_of(traces) == greedy(DECODER, PROMPTS, length)
+        assert max(trace.num_passes for trace in traces) <= num_passes
+
+
+def test_one_batch_has_actions_of_one_length() -> None:
+    rows = [DecodeRow(ActionHistory(), ActionSpace.in_bins(length)) for length in (6, 7, 7)]
+    decoder = build_decoder(TARGET, preset_by_name("lossless"))
+    with pytest.raises(ValueError, match=r"actions of one length, got \[6, 7\]"):
+        decoder.decode(PROMPTS, rows, clock())
+
+
+# The trace.
+
+
+def recomputed(trace: DecodeTrace) -> tuple[tuple[int, ...], list[int], float]:
+    """Executed tokens, accepted lengths and relaxed share, from the trees alone."""
+    tokens: list[int] = []
+    lengths: list[int] = []
+    num_relaxed = 0
+    for one in trace.passes:
+        above, kept = 0, 0
+        for node in one.path:
+            assert one.parents[node] == above
+            num_relaxed += one.tokens[node] != one.predictions[above]
+            tokens.append(one.tokens[node])
+            above, kept = node, kept + 1
+        assert one.bonus == one.predictions[above]
+        tokens.append(one.bonus)
+        lengths.append(kept)
+    return tuple(tokens), lengths, num_relaxed / len(tokens)
+
+
+def decode_by(preset: Preset, num_steps: int = 3) -> list[DecodeTrace]:
+    decoder = build_decoder(TARGET, preset, random_models())
+    session = Session.of(3)
+    traces: list[DecodeTrace] = []
+    for step in range(num_steps):
+        prompts = random_prompts(DECODER, [2, 5, 3], seed=step // 2)
+        traces += decoder.decode(prompts, session.rows, clock(), wants_margins=True)
+    return traces
+
+
+@pytest.mark.parametrize("name", [name for name in METHOD_NAMES if name != "ratio-test"])
+def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
+    preset = preset_by_name(name, Overrides(is_guarded=False))
+    traces = decode_by(preset)
+    for trace in traces:
+        tokens, lengths, relaxed = recomputed(trace)
+        assert trace.tokens == tokens
+        assert list(trace.accepted_lengths) == lengths
+        assert trace.relaxed_share == pytest.approx(relaxed)
+        assert sum(lengths) + trace.num_passes == LENGTH
+        assert trace.passes[0].is_prefill
+        assert not any(one.is_prefill for one in trace.passes[1:])
+        assert trace.method == name
+        assert len(trace.margins) == LENGTH
+    if preset.rule.is_exact:
+        assert all(trace.relaxed_share == 0 for trace in traces)
+
+
+@pytest.mark.parametrize("name", ["within-bins", "fly", "lvspec", "kerv-like", "top-k", "deft"])
+def test_relaxed_presets_do_relax(name: str) -> None:
+    traces = decode_by(preset_by_name(name, Overrides(is_guarded=False)), num_steps=8)
+    assert sum(trace.relaxed_share for trace in traces) > 0
+
+
+def test_predictions_and_margins_are_the_targets_given_what_was_executed() -> None:
+    for trace, row in zip(decode_by(preset_by_name("within-bins"), 2)[3:], range(3), strict=True):
+        prompt = one_row(random_prompts(DECODER, [2, 5, 3], seed=0), row).embeds[0]
+        for position in range(LENGTH):
+            before = list(trace.tokens[:position])
+            assert trace.predicted[position] == next_token(DECODER, prompt, before)
+            embeds = torch.cat((prompt, DECODER.embedding(torch.tensor(before, dtype=torch.int64))))
+            logits = DECODER.head(DECODER(embeds[None])[0, -1])
+            first, second = logits.topk(2).values.tolist()
+            assert trace.margins[position] == pytest.approx(first - second, abs=1e-3)
+
+
+def test_every_guess_names_its_source() -> None:
+    preset = preset_by_name(
+        "lossless",
+        Overrides(drafts=(DraftKind.PREVIOUS, DraftKind.HEAD, DraftKind.MEDUSA)),
+    )
+    traces = decode_by(preset)
+    named = {source for trace in traces for one in trace.passes for source in one.sources[1:]}
+    assert named == {"previous", "head", "medusa"}
+    assert all(one.sources[0] == "" for trace in traces for one in trace.passes)
+
+
+# Methods by name.
+
+
+def test_an_unknown_method_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownDecodingError, match="unknown decoding 'speculative'; known: auto"):
+        preset_by_name("speculative")
+
+
+def test_a_method_without_its_draft_head_says_what_is_missing() -> None:
+    with pytest.raises(RequestError, match=r"'spec-vla' needs .* not loaded: head"):
+        build_decoder(TARGET, preset_by_name("spec-vla"))
+    changes = Overrides(drafts=(DraftKind.MEDUSA, DraftKind.RETRIEVAL))
+    with pytest.raises(RequestError, match="medusa, retrieval"):
+        build_decoder(TARGET, preset_by_name("lossless", changes))
+
+
+def test_a_negative_radius_is_refused() -> None:
+    with pytest.raises(RequestError, match="0 or more bins, got -1"):
+        preset_by_name("spec-vla", Overrides(radius=-1))
+
+
+def test_presets_carry_different_names_and_say_what_they_do() -> None:
+    assert len(set(METHOD_NAMES)) == len(METHOD_NAMES)
+    for preset in PRESETS:
+        assert preset.summary
+        assert len({plan.name for plan in preset.plans}) == len(preset.plans)
+        assert all(len(plan.prefill) <= 3 for plan in preset.plans)
+
+
+def test_named_sources_draft_where_they_can() -> None:
+    plan = plan_of((DraftKind.HEAD, DraftKind.PREVIOUS, DraftKind.RECYCLED))
+    assert plan.prefill == (DraftKind.PREVIOUS,)
+    assert plan.rounds == (DraftKind.HEAD, DraftKind.PREVIOUS, DraftKind.RECYCLED)
+
+
+def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
+    session = Session.of(3)
+    decoder = build_decoder(TARGET, preset_by_name("autoregressive"))
+    found = decoder.decode(PROMPTS, session.rows, clock(), wants_margins=True)
+    plain = AutoregressiveDecoder(TARGET, wants_margins=True).decode(PROMPTS, LENGTH, clock())
+    for one, two in zip(found, plain, strict=True):
+        assert (one.tokens, one.predicted) == (two.tokens, two.predicted)
+        assert one.margins == pytest.approx(two.margins, abs=1e-4)
+        assert untimed(one) == untimed(two)
+
+
+def untimed(trace: DecodeTrace) -> Sequence[object]:
+    return [replace(one, draft_ms=0.0, pass_ms=0.0) for one in trace.passes]
+
+
+def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:
+    shape = TreeShape(levels=6, top_k=6, num_guesses=200)
+    changes = Overrides(drafts=(DraftKind.HEAD, DraftKind.MEDUSA), shape=shape)
+    traces = decode_by(preset_by_name("lossless", changes), num_steps=1)
+    assert max(len(one.tokens) for trace in traces for one in trace.passes) <= 64
+    assert tokens_of(traces) == greedy(DECODER, random_prompts(DECODER, [2, 5, 3]))
+
+
+def test_changed_tokens_are_counted_without_the_last() -> None:
+    assert num_changed((1, 2, 3, 4), (1, 5, 6, 7)) == 2
+
+
+def test_the_slow_target_decodes_alike() -> None:
+    preset = preset_by_name("within-bins", Overrides(is_guarded=False))
+    runs = []
+    for target in (TARGET, TinyTarget(DECODER)):
+        session = Session.of(3)
+        decoder = build_decoder(target, preset, random_models())
+        runs.append([tokens_of(decoder.decode(PROMPTS, session.rows, clock())) for _ in range(2)])
+    assert runs[0] == runs[1]
