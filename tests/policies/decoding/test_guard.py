@@ -1,0 +1,296 @@
+"""The guard against worlds whose true costs the test knows and the guard has to find out."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_policies.decoding.drafts.source import DraftKind
+from deft_policies.decoding.guard import (
+    ActionCost,
+    Average,
+    Choice,
+    Guard,
+    GuardSettings,
+    SessionAcceptance,
+)
+from deft_policies.decoding.methods import DraftModels, build_decoder
+from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.presets import Overrides, preset_by_name
+from tests.policies.decoding.scripts import Session, clock, tokens_of
+from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
+
+PLAIN_PASSES = 6
+
+
+@dataclass
+class PlanTruth:
+    """What a plan really costs, and how many passes it really needs."""
+
+    prefill_ms: float
+    pass_ms: float
+    passes: float
+
+
+@dataclass
+class World:
+    """Plays actions: asks the guard, charges the true cost, tells the guard what happened."""
+
+    truths: dict[str, PlanTruth]
+    noise: float = 0.1
+    seed: int = 0
+    settings: GuardSettings = field(default_factory=GuardSettings)
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(list(self.truths), "plain", PLAIN_PASSES, self.settings)
+        self.rng = random.Random(self.seed)
+        self.sessions = [SessionAcceptance()]
+        self.spent_ms = 0.0
+        self.choices: list[Choice] = []
+
+    def act(self) -> Choice:
+        choice = self.guard.choose(self.sessions)
+        truth = self.truths[choice.plan]
+        passes = self._passes(choice.plan, truth)
+        prefill = truth.prefill_ms * self._jitter()
+        later = passes * truth.pass_ms * self._jitter()
+        self.spent_ms += prefill + later
+        cost = ActionCost(prefill, later, (passes,) * len(self.sessions))
+        self.guard.learn(choice, cost, self.sessions)
+        self.choices.append(choice)
+        return choice
+
+    def _passes(self, plan: str, truth: PlanTruth) -> int:
+        if plan == "plain":
+            return PLAIN_PASSES
+        whole = int(truth.passes)
+        return min(PLAIN_PASSES, whole + (self.rng.random() < truth.passes - whole))
+
+    def _jitter(self) -> float:
+        return 1.0 + self.noise * (2 * self.rng.random() - 1)
+
+    def true_ms(self, plan: str) -> float:
+        truth = self.truths[plan]
+        passes = PLAIN_PASSES if plan == "plain" else truth.passes
+        return truth.prefill_ms + passes * truth.pass_ms
+
+
+def world(**plans: tuple[float, float, float]) -> World:
+    truths = {"plain": PlanTruth(10.0, 2.0, PLAIN_PASSES)}
+    return World(truths | {name: PlanTruth(*numbers) for name, numbers in plans.items()})
+
+
+def test_the_first_thing_measured_is_plain_decoding() -> None:
+    assert world(head=(10.0, 3.0, 2.0)).act() == Choice(
+        "plain", "measuring plain decoding", is_trial=True
+    )
+
+
+def test_a_good_plan_is_found_and_kept() -> None:
+    one = world(head=(10.5, 3.0, 2.0), useless=(10.5, 4.0, 6.0))
+    plans = [one.act().plan for _ in range(300)]
+    assert plans[-200:].count("head") > 190
+
+
+def test_useless_drafts_cost_next_to_nothing_in_the_long_run() -> None:
+    one = world(tree=(11.0, 5.0, 6.0), chain=(10.5, 3.0, 6.0), memory=(10.6, 2.2, 6.0))
+    for _ in range(400):
+        one.act()
+    start = one.spent_ms
+    for _ in range(2000):
+        one.act()
+    assert one.spent_ms - start < 2000 * one.true_ms("plain") * 1.02
+
+
+def test_a_plan_that_could_not_win_even_with_perfect_drafts_is_not_tried_again() -> None:
+    one = world(heavy=(30.0, 9.0, 1.0))
+    plans = [one.act().plan for _ in range(3000)]
+    assert plans.count("heavy") == 1
+
+
+def test_acceptance_that_improves_is_noticed() -> None:
+    one = world(head=(10.5, 3.0, 6.0))
+    for _ in range(300):
+        one.act()
+    one.truths["head"].passes = 1.0
+    plans = [one.act().plan for _ in range(2000)]
+    assert plans[-100:].count("head") > 90
+
+
+def test_acceptance_that_collapses_turns_speculation_off_within_a_few_actions() -> None:
+    one = world(head=(10.5, 3.0, 1.0))
+    for _ in range(300):
+        one.act()
+    assert one.act().plan == "head"
+    one.truths["head"].passes = 6.0
+    later = [one.act() for _ in range(40)][10:]
+    assert all(choice.plan == "plain" or choice.is_trial for choice in later)
+    assert sum(choice.is_trial for choice in later) <= 2
+
+
+def test_one_slow_measurement_does_not_change_the_plan() -> None:
+    one = world(head=(10.5, 3.0, 2.0))
+    for _ in range(100):
+        one.act()
+    choice = Choice("head", "")
+    one.guard.learn(choice, ActionCost(400.0, 900.0, (2,)), one.sessions)
+    head, plain = (one.guard.expected_ms(plan, one.sessions) for plan in ("head", "plain"))
+    assert head < 0.95 * plain
+
+
+def test_each_session_gets_the_plan_that_suits_it() -> None:
+    one = world(head=(10.5, 3.0, 3.0))
+    for _ in range(100):
+        one.act()
+    lucky, unlucky = SessionAcceptance(), SessionAcceptance()
+    for _ in range(20):
+        one.guard.learn_passes("head", 1, lucky)
+        one.guard.learn_passes("head", 6, unlucky)
+    one.guard.choose([lucky])  # a trial may be due
+    assert one.guard.expected_ms("head", [lucky]) < one.guard.expected_ms("plain", [lucky])
+    assert one.guard.expected_ms("head", [unlucky]) > one.guard.expected_ms("plain", [unlucky])
+
+
+def test_a_batch_waits_for_its_slowest_row() -> None:
+    one = world(head=(10.5, 3.0, 3.0))
+    one.sessions = [SessionAcceptance(), SessionAcceptance()]
+    for _ in range(60):
+        one.act()
+    lucky, unlucky = one.sessions
+    for _ in range(20):
+        one.guard.learn_passes("head", 1, lucky)
+        one.guard.learn_passes("head", 6, unlucky)
+    alone = one.guard.expected_ms("head", [unlucky, unlucky])
+    assert one.guard.expected_ms("head", [lucky, unlucky]) == alone
+
+
+def test_batch_sizes_are_measured_apart() -> None:
+    one = world(head=(10.5, 3.0, 2.0))
+    for _ in range(60):
+        one.act()
+    assert one.guard.choose([SessionAcceptance()] * 4).plan == "plain"
+    assert "measuring" in one.guard.choose([SessionAcceptance()] * 4).reason
+
+
+def test_the_reason_names_both_prices() -> None:
+    one = world(head=(10.5, 3.0, 2.0))
+    choices = [one.act() for _ in range(100)]
+    used = next(choice for choice in reversed(choices) if not choice.is_trial)
+    assert used.reason.startswith("head ")
+    assert "ms expected, plain " in used.reason
+
+
+COSTS = st.tuples(st.floats(1, 50), st.floats(0.5, 20), st.floats(0, 6))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    plain=COSTS,
+    plans=st.lists(COSTS, min_size=1, max_size=5),
+    noise=st.floats(0, 0.3),
+    seed=st.integers(0, 999),
+)
+def test_whatever_things_cost_speculation_is_never_on_where_plain_looks_faster(
+    plain: tuple[float, float, float],
+    plans: list[tuple[float, float, float]],
+    noise: float,
+    seed: int,
+) -> None:
+    truths = {f"plan-{index}": PlanTruth(*one) for index, one in enumerate(plans)}
+    one = World({"plain": PlanTruth(*plain)} | truths, noise, seed)
+    for _ in range(120):
+        choice = one.guard.choose(one.sessions)
+        if not choice.is_trial and choice.plan != "plain":
+            expected = one.guard.expected_ms(choice.plan, one.sessions)
+            assert expected < one.guard.expected_ms("plain", one.sessions)
+        one.act()
+    trials = [number for number, choice in enumerate(one.choices) if choice.is_trial]
+    gaps = [later - earlier for earlier, later in zip(trials[1:], trials[2:], strict=False)]
+    assert all(gap >= GuardSettings().min_interval for gap in gaps)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(plans=st.lists(COSTS, min_size=1, max_size=5), seed=st.integers(0, 999))
+def test_whatever_things_cost_the_long_run_is_within_a_few_percent_of_plain(
+    plans: list[tuple[float, float, float]], seed: int
+) -> None:
+    truths = {f"plan-{index}": PlanTruth(*one) for index, one in enumerate(plans)}
+    one = World({"plain": PlanTruth(10.0, 2.0, PLAIN_PASSES)} | truths, 0.1, seed)
+    for _ in range(200):
+        one.act()
+    start = one.spent_ms
+    for _ in range(600):
+        one.act()
+    assert one.spent_ms - start < 600 * one.true_ms("plain") * 1.05
+
+
+def test_an_average_believes_the_first_measurements_most_and_no_outlier() -> None:
+    average, rules = Average(), GuardSettings(weight=0.1, outlier=2.0)
+    average.add(10.0, rules)
+    assert average.value == 10.0
+    average.add(20.0, rules)
+    assert average.value == 15.0
+    for _ in range(50):
+        average.add(10.0, rules)
+    average.add(1000.0, rules)
+    assert average.value == pytest.approx(11.0, abs=0.2)
+
+
+def test_the_first_measurement_may_have_warmed_things_up() -> None:
+    average = Average()
+    average.settle(500.0, GuardSettings())
+    average.settle(10.0, GuardSettings())
+    assert average.value == 10.0
+
+
+# In the decoder.
+
+
+def test_a_guarded_decoder_stays_lossless_and_says_why_it_chose() -> None:
+    decoder = tiny_decoder()
+    guarded = build_decoder(fast_target(decoder), preset_by_name("lossless"), DraftModels())
+    session = Session.of(2)
+    reasons = set()
+    for step in range(40):
+        prompts = random_prompts(decoder, [2, 5], seed=step // 8)
+        traces = guarded.decode(prompts, session.rows, clock())
+        assert tokens_of(traces) == greedy(decoder, prompts)
+        reasons |= {trace.guard.split()[0] for trace in traces}
+    assert "measuring" in reasons
+    assert "trying" in reasons
+
+
+def test_repeating_the_last_action_is_judged_without_being_tried() -> None:
+    """Its passes can be counted afterwards, so the guard needs no trial to see it pay."""
+    decoder = tiny_decoder()
+    preset = preset_by_name("lossless")
+    plan = Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    guarded = build_decoder(fast_target(decoder), replace(preset, plans=(plan,)))
+    session = Session.of(1)
+    prompts = random_prompts(decoder, [3])
+    for _ in range(3):  # plain is measured first, so these are plain
+        guarded.decode(prompts, session.rows, clock())
+    learnt = session.rows[0].history.acceptance.passes["memory"]
+    assert learnt.value == 0.0
+
+
+def test_warming_up_measures_every_plan_and_leaves_sessions_alone() -> None:
+    decoder = tiny_decoder()
+    guarded = build_decoder(fast_target(decoder), preset_by_name("lossless"))
+    session = Session.of(1)
+    prompts = random_prompts(decoder, [3])
+    guarded.warm_up(prompts, [session.rows[0].space])
+    trace = guarded.decode(prompts, session.rows, clock())[0]
+    assert "measuring" not in trace.guard
+    assert "trying" not in trace.guard
+    assert session.rows[0].history.num_draws == 1
+
+
+def test_an_unguarded_decoder_says_nothing() -> None:
+    decoder = tiny_decoder()
+    preset = preset_by_name("lossless", Overrides(is_guarded=False))
+    one = build_decoder(fast_target(decoder), preset)
+    trace = one.decode(random_prompts(decoder, [3]), Session.of(1).rows, clock())[0]
+    assert trace.guard == ""
