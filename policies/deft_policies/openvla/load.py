@@ -8,7 +8,9 @@ import torch
 
 from deft_policies.decoding.graphs import CudaRecorder, RecordedRunner
 from deft_policies.decoding.head_files import load_head
+from deft_policies.decoding.medusa import is_medusa, load_medusa
 from deft_policies.decoding.methods import DraftModels
+from deft_policies.decoding.retrieval import load_index
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.errors import CheckpointError, DeviceError
@@ -57,7 +59,7 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
 
 def load_float32_twin(options: OpenVLAOptions) -> OpenVLAPolicy:
     """The same weights in float32 and not quantised: what other formats are audited against."""
-    plain = replace(options, quantization=Quantization.NONE, draft_head=None)
+    plain = replace(options, quantization=Quantization.NONE, draft_heads=())
     if options.random_weights is None:
         return load_policy(replace(plain, precision=Precision.FLOAT32))
     # Random numbers depend on the format they are drawn in, so these are drawn in the other one.
@@ -126,10 +128,17 @@ def _build_random(
 
 
 def _load_drafts(options: OpenVLAOptions, model: OpenVLAModel) -> DraftModels:
-    if options.draft_head is None:
-        return DraftModels()
-    like = model.decoder.embedding.weight
-    return DraftModels(head=load_head(options.draft_head, model.config.llm.width, like))
+    like, width = model.decoder.embedding.weight, model.config.llm.width
+    drafts = DraftModels()
+    for directory in options.draft_heads:
+        if is_medusa(directory):
+            drafts = replace(drafts, medusa=load_medusa(directory, width, like))
+        else:
+            drafts = replace(drafts, head=load_head(directory, width, like))
+    if options.retrieval_index is not None:
+        index = load_index(options.retrieval_index, model.fingerprint(), like.device)
+        drafts = replace(drafts, index=index)
+    return drafts
 
 
 def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:

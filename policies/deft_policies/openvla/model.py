@@ -4,6 +4,7 @@ The same modules serve inference, where the decoder runs through its cache, and 
 `forward` runs whole sequences and gradients flow.
 """
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,19 @@ class OpenVLAModel(nn.Module):
         """
         hidden: Tensor = self.decoder(self.compose(self.see(pixels).patches, ids))
         return hidden
+
+    def fingerprint(self) -> str:
+        """A digest of the weights: equal for equal checkpoints, in float32 and bfloat16 alike.
+
+        Samples every weight; quantised ones have no digest that others could be compared with.
+        """
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.named_parameters()):
+            flat = weight.detach().flatten()
+            picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
+            digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+            digest.update(picked.numpy().tobytes())
+        return digest.hexdigest()
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every weight in use under its published name, as a view: writing changes the model."""

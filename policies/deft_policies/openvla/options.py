@@ -37,7 +37,8 @@ class OpenVLAOptions:
     quantization: Quantization = Quantization.NONE
     image_chain: ImageChain = ImageChain.NONE
     decoding: str = "lossless"
-    draft_head: Path | None = None
+    draft_heads: tuple[Path, ...] = ()
+    retrieval_index: Path | None = None
     radius: int | None = None
     temperature: float = 0.0
     seed: int = 0
@@ -78,7 +79,16 @@ def add_flags(group: _ArgumentGroup) -> None:
         help="what happens to a frame before the processor's resize; 'none' where clients do it",
     )
     group.add_argument("--decoding", default="lossless", metavar="METHOD", help="default: lossless")
-    group.add_argument("--draft-head", type=Path, metavar="DIR", help="a trained draft head")
+    group.add_argument(
+        "--draft-head",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a trained draft head (EAGLE-style or Medusa); one of each kind may be given",
+    )
+    group.add_argument(
+        "--retrieval-index", type=Path, metavar="FILE", help="stored frames to draft from"
+    )
     group.add_argument("--radius", type=_at_least_zero, metavar="BINS", help="acceptance radius")
     group.add_argument(
         "--temperature", type=float, default=0.0, help="draw tokens; default 0: greedy"
@@ -114,7 +124,8 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         quantization=Quantization(namespace.quantization),
         image_chain=ImageChain(namespace.image_chain),
         decoding=namespace.decoding,
-        draft_head=namespace.draft_head,
+        draft_heads=tuple(namespace.draft_head or ()),
+        retrieval_index=namespace.retrieval_index,
         radius=namespace.radius,
         temperature=namespace.temperature,
         seed=namespace.seed,

@@ -1,0 +1,201 @@
+"""From flags to a policy."""
+
+from argparse import ArgumentParser
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActRequest
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes, save_medusa
+from deft_policies.decoding.retrieval import RetrievalIndex, save_index
+from deft_policies.errors import CheckpointError, DeviceError, RequestError
+from deft_policies.openvla.load import load_float32_twin, load_policy
+from deft_policies.openvla.options import (
+    OpenVLAOptions,
+    Precision,
+    Quantization,
+    add_flags,
+    read_flags,
+)
+from deft_policies.openvla.policy import OpenVLAPolicy
+from tests import golden
+
+OPTIONS = OpenVLAOptions(
+    checkpoint=str(golden.TINY_OPENVLA),
+    device="cpu",
+    precision=Precision.FLOAT32,
+    decoding="autoregressive",
+    num_threads=1,
+)
+RANDOM = replace(OPTIONS, checkpoint=None, random_weights=str(golden.TINY_OPENVLA))
+
+
+def tokens_of(policy: OpenVLAPolicy, decoding: str | None = None) -> tuple[int, ...]:
+    case = golden.cases_with_image()[0]
+    options = ActOptions(statistics_key=case.statistics_key, decoding=decoding)
+    observation = Observation(case.image(), case.instruction)
+    trace = policy.act([ActRequest(observation, policy.open_session(), options)])[0].trace
+    assert trace is not None
+    return trace.tokens
+
+
+def parse(*arguments: str) -> OpenVLAOptions:
+    parser = ArgumentParser()
+    add_flags(parser.add_argument_group())
+    return read_flags(parser.parse_args(arguments))
+
+
+def test_every_flag_reaches_the_options() -> None:
+    options = parse(
+        *("--checkpoint", "dir", "--adapter", "lora", "--statistics-key", "goal"),
+        *("--device", "cpu", "--dtype", "bfloat16", "--quantization", "int8"),
+        *("--image-chain", "libero", "--decoding", "deft", "--radius", "4"),
+        *("--draft-head", "a", "--draft-head", "b", "--retrieval-index", "c"),
+        *("--temperature", "0.5", "--seed", "3", "--action-rows-only"),
+        *("--no-graphs", "--fuse-kernels", "--threads", "2"),
+    )
+    assert options == OpenVLAOptions(
+        checkpoint="dir",
+        adapter="lora",
+        statistics_key="goal",
+        device="cpu",
+        precision=Precision.BFLOAT16,
+        quantization=Quantization.INT8,
+        image_chain=ImageChain.LIBERO,
+        decoding="deft",
+        draft_heads=(Path("a"), Path("b")),
+        retrieval_index=Path("c"),
+        radius=4,
+        temperature=0.5,
+        seed=3,
+        action_rows_only=True,
+        has_graphs=False,
+        fuses_kernels=True,
+        num_threads=2,
+    )
+    assert parse() == OpenVLAOptions()
+
+
+@pytest.mark.parametrize("arguments", [("--radius", "-1"), ("--threads", "0"), ("--radius", "x")])
+def test_numbers_that_make_no_sense_are_refused(
+    arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert "expected a whole number of at least" in capsys.readouterr().err
+
+
+def test_info_tells_what_was_loaded() -> None:
+    info = load_policy(replace(OPTIONS, image_chain=ImageChain.LIBERO)).info
+    assert info.image_chain == "libero"
+    assert info.details["dtype"] == "float32"
+    assert info.details["weights"] == str(golden.TINY_OPENVLA)
+    assert info.details["device"].startswith("cpu")
+    assert info.details["head"] == "whole vocabulary"
+    assert info.versions["torch"] == torch.__version__
+
+
+def test_an_eagle_head_and_medusa_heads_are_told_apart_and_draft_together(tmp_path: Path) -> None:
+    case = golden.cases_with_image()[0]
+    eagle = golden.write_draft_head(tmp_path / "eagle")
+    save_medusa(MedusaHeads(MedusaSizes(64, 3)), tmp_path / "medusa")
+    policy = load_policy(replace(OPTIONS, draft_heads=(tmp_path / "medusa", eagle)))
+    drafts = policy.parts.drafts
+    assert drafts.head is not None
+    assert drafts.medusa is not None
+    assert "spec-vla-strict" in policy.info.decoding_methods
+    assert tokens_of(policy, "spec-vla-strict") == case.tokens
+    without = load_policy(OPTIONS)
+    with pytest.raises(RequestError, match="--draft-head"):
+        without.check(
+            Observation(case.image(), case.instruction),
+            ActOptions(statistics_key=case.statistics_key, decoding="spec-vla"),
+        )
+
+
+def test_an_index_made_with_these_weights_is_used_and_one_of_others_refused(
+    tmp_path: Path,
+) -> None:
+    fingerprint = load_policy(OPTIONS).parts.target.model.fingerprint()
+    audited = load_policy(replace(OPTIONS, precision=Precision.BFLOAT16))
+    assert audited.parts.target.model.fingerprint() == fingerprint
+    keys, actions = torch.ones(2, 88 + 64), torch.full((2, 7), 31800)
+    save_index(RetrievalIndex(keys, actions, fingerprint), tmp_path / "index")
+    policy = load_policy(replace(OPTIONS, retrieval_index=tmp_path / "index"))
+    assert policy.parts.drafts.index is not None
+    assert tokens_of(policy, "lossless") == golden.cases_with_image()[0].tokens
+    save_index(RetrievalIndex(keys, actions, "other"), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="build the index again"):
+        load_policy(replace(OPTIONS, retrieval_index=tmp_path / "other"))
+
+
+def test_random_weights_repeat_themselves_by_seed_and_need_no_files() -> None:
+    first = tokens_of(load_policy(RANDOM))
+    assert tokens_of(load_policy(RANDOM)) == first
+    assert tokens_of(load_policy(replace(RANDOM, seed=1))) != first
+    small = load_policy(replace(RANDOM, random_weights="small"))
+    observation = Observation(np.zeros((64, 64, 3), np.uint8), "lift the cup")
+    chunk = small.act([ActRequest(observation, small.open_session())])[0]
+    assert np.isfinite(chunk.actions).all()
+
+
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.BFLOAT16])
+@pytest.mark.parametrize("options", [OPTIONS, RANDOM])
+def test_the_float32_twin_has_the_weights_of_the_other_format(
+    options: OpenVLAOptions, precision: Precision
+) -> None:
+    policy = load_policy(replace(options, precision=Precision.BFLOAT16))
+    twin = load_float32_twin(replace(options, precision=precision))
+    ours = dict(policy.parts.target.model.named_parameters())
+    for name, weight in twin.parts.target.model.named_parameters():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight.bfloat16(), ours[name])
+
+
+def test_int8_matrices_answer_and_say_so() -> None:
+    policy = load_policy(replace(OPTIONS, quantization=Quantization.INT8))
+    assert policy.info.details["quantization"] == "int8"
+    assert policy.weight_bytes.decoder == 1.0
+    case = golden.cases_with_image()[0]
+    same = sum(a == b for a, b in zip(tokens_of(policy), case.tokens, strict=True))
+    assert same >= 1
+    alone = tokens_of(policy)
+    assert tokens_of(policy, "lossless") == alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"checkpoint": None}, "give one of --checkpoint"),
+        ({"random_weights": "openvla-7b"}, "give one of --checkpoint"),
+        ({"checkpoint": None, "random_weights": "huge"}, "expected one of openvla-7b, small"),
+        ({"checkpoint": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_checkpoint_error(
+    changes: dict[str, str | None], problem: str
+) -> None:
+    options = OpenVLAOptions(
+        checkpoint=changes.get("checkpoint", OPTIONS.checkpoint),
+        random_weights=changes.get("random_weights"),
+        device="cpu",
+    )
+    with pytest.raises(CheckpointError, match=problem):
+        load_policy(options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_devices_that_are_not_there_are_device_errors() -> None:
+    with pytest.raises(DeviceError, match="sees no CUDA device"):
+        load_policy(replace(OPTIONS, device="cuda"))
+    with pytest.raises(DeviceError, match="unknown device 'toaster'"):
+        load_policy(replace(OPTIONS, device="toaster"))
+    with pytest.raises(DeviceError, match="only cpu and cuda"):
+        load_policy(replace(OPTIONS, device="meta"))
+    with pytest.raises(DeviceError, match="fp8 needs an NVIDIA GPU"):
+        load_policy(replace(OPTIONS, quantization=Quantization.FP8))
