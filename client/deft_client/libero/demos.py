@@ -15,6 +15,7 @@ from deft_client.libero.demonstrations import (
     episode_path,
 )
 from deft_client.libero.environment import LiberoEnvironment, Variation
+from deft_client.libero.errors import UnstableError
 from deft_client.libero.expert import Expert, Watch
 from deft_client.libero.expert_noise import Disturbance, NoiseSettings
 from deft_client.libero.expert_pick import Label, Phase
@@ -80,7 +81,10 @@ def play(environment: LiberoEnvironment, settings: DemosSettings, key: DemoKey) 
         label = expert.label(scene, watch.see(scene))
         executed = disturbance.disturb(label.action)
         track.add(environment, scene, label, executed)
-        succeeded = environment.advance(executed)
+        try:
+            succeeded = environment.advance(executed)
+        except UnstableError:
+            break
         if succeeded:
             break
     header = DemonstrationHeader(

@@ -23,7 +23,7 @@ from deft_client.libero import conventions
 from deft_client.libero.assets import Assets, AssetsKind, find_assets, libero_folder
 from deft_client.libero.cache import cache_folder, write_atomically
 from deft_client.libero.camera import Camera, Look
-from deft_client.libero.errors import AssetsError, SimulatorMissingError
+from deft_client.libero.errors import AssetsError, SimulatorMissingError, UnstableError
 from deft_client.libero.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.init_states import load_initial_states
 from deft_client.libero.scene import Box, Goal, Pose, Scene
@@ -167,8 +167,19 @@ class LiberoEnvironment:
         if self._stepper is None:
             raise RuntimeError("reset the environment before the first action")
         self._stepper.advance(action)
+        self._check_stability()
         self._inner._post_process()
         return bool(self._inner._check_success())
+
+    def _check_stability(self) -> None:
+        """MuJoCo begins anew by itself when its numbers become infinite, as if nothing had been."""
+        counts = self._inner.sim.data._data.warning
+        kinds = _mujoco().mjtWarning
+        for kind in (kinds.mjWARN_BADQPOS, kinds.mjWARN_BADQVEL, kinds.mjWARN_BADQACC):
+            if counts[kind].number:
+                raise UnstableError(
+                    f"{self.task.name}: the simulation became unstable; reset the environment"
+                )
 
     def advance_with_robosuite(self, action: NDArray[np.float64]) -> bool:
         """`advance` by robosuite's own loop, three times as slow; the reference in tests."""
@@ -312,6 +323,8 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
     except ImportError as error:
         raise SimulatorMissingError(f"{error}; run `make install-libero`") from error
     _warn_of_pixels(assets)
+    # Its own handler prints, and writes a file into the current folder.
+    _mujoco().set_mju_user_warning(lambda text: logger.debug("MuJoCo: %s", text))
     libero.libero._assets_path_cache = str(assets.folder)
     try:
         with _quiet():

@@ -6,6 +6,7 @@ SimulationError
 ├── SimulatorMissingError   LIBERO, robosuite or MuJoCo is not installed
 ├── GraphicsError           no OpenGL library can render off screen; names the apt line
 ├── AssetsError             the assets folder is missing, incomplete or unreadable
+├── UnstableError           the physics blew up; the episode says nothing about a policy
 ├── InitialStatesError      an initial-states file is damaged, or not what it should be
 └── DemonstrationError      a demonstration file is damaged, or of another format version
 """
@@ -45,6 +46,10 @@ class GraphicsError(SimulationError):
 
 class AssetsError(SimulationError):
     """The assets folder is missing, incomplete or unreadable."""
+
+
+class UnstableError(SimulationError):
+    """The physics blew up: numbers became infinite. The episode says nothing about a policy."""
 
 
 class InitialStatesError(SimulationError):

@@ -17,6 +17,7 @@ import numpy as np
 
 from deft_client.libero.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.environment import EnvironmentSettings, LiberoEnvironment
+from deft_client.libero.errors import UnstableError
 from deft_client.libero.evaluate_selection import parse_numbers
 from deft_client.libero.expert import Expert, Watch
 from deft_client.libero.expert_noise import Disturbance, NoiseSettings
@@ -69,8 +70,11 @@ def _play(environment: LiberoEnvironment, job: CheckJob, trial: int, limit: int)
     while not succeeded and num_steps < limit:
         scene = environment.scene()
         action = expert.label(scene, watch.see(scene)).action
-        succeeded = environment.advance(disturbance.disturb(action))
         num_steps += 1
+        try:
+            succeeded = environment.advance(disturbance.disturb(action))
+        except UnstableError:
+            break
     assets = environment.assets.label
     return Played(job.suite, job.task, trial, succeeded, num_steps, watch.attempt, assets)
 

@@ -18,7 +18,7 @@ _BAR_WIDTH = 0.016  # fingers nearer than this hold the bar
 _STAND_OFF = 0.10
 _KNOB_LEVEL = 0.044  # the grip site's height above the stove while it pushes the knob's bar
 _KNOB_ARM = 0.034  # from the knob's axis to where the bar is pushed
-_KNOB_BEHIND = 0.030  # where the hand comes down, beside the bar
+_KNOB_BEHIND = 0.038  # where the hand comes down, beside the bar
 _PLATE_FLOOR = 0.004
 _PRESS = 0.008  # how far below itself the pushing hand aims, so as not to ride over the rim
 _INSIDE = 0.025  # where on the plate the fingers come down, from its middle
@@ -82,7 +82,7 @@ class TurnKnob:
         offset = hand.position - end
         radial, behind = float(offset @ outward), -float(offset @ ahead)
         turn = float(np.linalg.norm(turn_to(rotation, hand)))
-        if offset[2] < 0.008 and abs(radial) < 0.014 and -0.01 < behind < 0.05 and turn < 0.4:
+        if offset[2] < 0.008 and abs(radial) < 0.014 and -0.01 < behind < 0.06 and turn < 0.4:
             position = hand.position + 0.04 * ahead - radial * outward
             position[2] = end[2]
             return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, end)
