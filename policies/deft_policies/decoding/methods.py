@@ -1,6 +1,6 @@
 """The way in: build a decoder for a target model and a preset, and decode batches of actions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +31,7 @@ from deft_policies.decoding.records import ActionRun
 from deft_policies.decoding.retrieval import RetrievalIndex
 from deft_policies.decoding.sampled import RatioVerifier, position_noise
 from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.verify import Verifier
@@ -58,6 +59,7 @@ class DraftModels:
     index: RetrievalIndex | None = None
     small_model: TargetModel | None = None
     patch_share: float = 1.0  # of the image patches that the small model looks at
+    new_runner: Callable[[], StepRunner] = EagerRunner  # runs the head's steps of fixed shape
 
 
 class Decoder:
@@ -211,7 +213,7 @@ def build_sources(target: TargetModel, preset: Preset, models: DraftModels) -> S
         if preset.draws_drafts:
             growers.append(DrawnHeadDrafts(models.head, target, options, preset.sampling))
         else:
-            growers.append(HeadDrafts(models.head, target, options))
+            growers.append(HeadDrafts(models.head, target, options, models.new_runner()))
     if models.medusa is not None:
         growers.append(MedusaDrafts(models.medusa, target))
     if models.small_model is not None:

@@ -52,7 +52,7 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
         encoder=encoder,
         images=ImageProcessor(model.config.image, options.image_chain),
         statistics=model.config.statistics,
-        drafts=_load_drafts(options, model),
+        drafts=_load_drafts(options, model, device),
     )
     return OpenVLAPolicy(parts, _settings(options, device, dtype))
 
@@ -127,9 +127,9 @@ def _build_random(
     return model, WordIds(config.vocabulary.tokens.first)
 
 
-def _load_drafts(options: OpenVLAOptions, model: OpenVLAModel) -> DraftModels:
+def _load_drafts(options: OpenVLAOptions, model: OpenVLAModel, device: torch.device) -> DraftModels:
     like, width = model.decoder.embedding.weight, model.config.llm.width
-    drafts = DraftModels()
+    drafts = DraftModels(new_runner=lambda: _choose_runner(options, device))
     for directory in options.draft_heads:
         if is_medusa(directory):
             drafts = replace(drafts, medusa=load_medusa(directory, width, like))
