@@ -30,7 +30,8 @@ def show_round_trips(url: str) -> None:
     """Send frames both ways, and print the last action and how long the answers took."""
     with PolicyClient(url) as policy:
         info = policy.info()
-        print(f"ready at {url}: policy {info.policy}, actions {info.chunk_length}x{info.action_dim}")
+        shape = f"{info.chunk_length}x{info.action_dim}"
+        print(f"ready at {url}: policy {info.policy}, actions {shape}")
         rows = {"POST /v1/act": send_frames(policy)}
     with StreamClient(url) as policy:
         rows["/v1/stream"] = send_frames(policy)
