@@ -20,8 +20,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import psutil
+import websockets.asyncio.server
 import websockets.sync.client
 
 from deft_client import ActionChunk, Observation, PolicyClient
@@ -39,6 +41,7 @@ SIZE = 256  # pixels: 196,608 bytes a frame
 POLICY_MS = 20.0
 WARM_UP = 50
 MEGABYTE = 1024 * 1024
+BARE = "bare"
 
 
 class SleepingPolicy(ConstantPolicy):
@@ -159,7 +162,9 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
         stream = time_stream(f"ws://127.0.0.1:{server.port}/v1/stream", body, greets=False)
         openpi_body = pack({"observation/image": observation.image, "prompt": "lift the cup"})
         openpi = time_stream(f"ws://127.0.0.1:{server.port}/", openpi_body, greets=True)
+    bare = time_bare_server(openpi_body)
     return [
+        Result("for comparison: a bare websockets server", spread(bare), "-", True),
         added_line("POST /v1/act, 2,000 in a row", act, 2.0, 10.0),
         added_line("... through PolicyClient", sdk, 2.0, 10.0),
         added_line("/v1/stream, 1,000 in a row", stream, 0.4, np.inf),
@@ -167,6 +172,37 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
         added_line("openpi WebSocket, 1,000 in a row", openpi, 0.4, np.inf),
         added_line("OpenVLA POST /act, 1,000 in a row", legacy, 3.0, np.inf),
     ]
+
+
+def time_bare_server(body: bytes) -> np.ndarray:
+    """Time the least that a WebSocket server in Python takes here, with openpi's architecture.
+
+    It unpacks the frame and replies, in the event loop: no queue, no thread, no checks.
+    """
+    command = [sys.executable, "-m", "scripts.bench_server", "--serve", "bare"]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    port = int(child.stderr.readline())
+    try:
+        return time_stream(f"ws://127.0.0.1:{port}/", body, greets=False)
+    finally:
+        child.kill()
+        child.wait()
+        child.stderr.close()
+
+
+async def serve_bare() -> None:
+    reply = pack({"actions": np.zeros((1, 7)), "server_timing": {"infer_ms": 0.0}})
+
+    async def answer(connection: websockets.asyncio.server.ServerConnection) -> None:
+        async for message in connection:
+            msgpack.unpackb(message, strict_map_key=False)
+            await connection.send(reply)
+
+    serving = websockets.asyncio.server.serve(answer, "127.0.0.1", 0, compression=None)
+    async with serving as server:
+        print(server.sockets[0].getsockname()[1], file=sys.stderr, flush=True)
+        await server.serve_forever()
 
 
 def openvla_body(observation: Observation) -> bytes:
@@ -324,9 +360,11 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--seconds", type=float, default=60, help="length of the overload [60]")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--serve", choices=POLICIES, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=[BARE, *POLICIES], help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=json.loads, default={}, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve == BARE:
+        asyncio.run(serve_bare())
     if options.serve:
         return serve_policy(options.serve, options.settings)
     unknown = set(options.sections) - set(SECTIONS)

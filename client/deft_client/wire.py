@@ -46,6 +46,7 @@ __all__ = [
     "decode_request",
     "encode_answer",
     "encode_request",
+    "open_request",
 ]
 
 CONTENT_TYPE = "application/msgpack"
@@ -65,7 +66,12 @@ def encode_request(
 
 def decode_request(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActMessage:
     """Return the request in the bytes, or raise `WireError`. Its arrays are read-only."""
-    return read_request(FieldReader(_unpack(data, limits), limits))
+    return read_request(open_request(data, limits))
+
+
+def open_request(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> FieldReader:
+    """Return the fields of a request for `read_request`, nothing in them decoded yet."""
+    return FieldReader(_unpack(data, limits), limits)
 
 
 def encode_answer(chunk: ActionChunk) -> bytes:

@@ -55,6 +55,10 @@ class FieldReader:
             return False
         return True
 
+    def peek(self, name: str) -> object:
+        """Return a field without taking it; None where there is none."""
+        return self._left.get(name)
+
     def take(self, name: str) -> object:
         """Take a field of any type."""
         try:

@@ -80,6 +80,14 @@ def read_request(reader: FieldReader) -> ActMessage:
     return ActMessage(Observation(image, instruction, cameras, state), options)
 
 
+def has_pictures(reader: FieldReader) -> bool:
+    """Would reading this request decode a PNG or JPEG, and so take a while?"""
+    cameras = reader.peek("cameras")
+    views = [reader.peek("image"), *(cameras.values() if isinstance(cameras, dict) else ())]
+    raw = ImageEncoding.RAW.value
+    return any(isinstance(one, dict) and one.get("encoding", raw) != raw for one in views)
+
+
 def read_version(reader: FieldReader) -> None:
     """Refuse any version of the protocol but ours; none at all means ours."""
     if not reader.has("v"):

@@ -5,12 +5,10 @@ Pure functions over bytes. What is in a message, and its limits, is the wire's b
 
 from email.message import Message
 
-import msgpack
-
 from deft_client import wire, wire_form, wire_json
 from deft_client.errors import MalformedMessageError, UnsupportedMessageError
 from deft_client.types import ActionChunk
-from deft_client.wire import ActMessage, ImageEncoding
+from deft_client.wire import ActMessage
 from deft_client.wire_limits import WireLimits
 from deft_server.forms import read_form
 
@@ -36,46 +34,6 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
         raise MalformedMessageError("content-type", "multipart/form-data names no boundary")
     form = read_form(body, boundary)
     return wire_form.decode_form(form.texts, form.files, limits)
-
-
-def is_quick(content_type: str, body: bytes) -> bool:
-    """Is a body decoded in well under a millisecond, because all its pixels are raw?
-
-    Finds out without building anything. Says no when in doubt: that costs a thread switch.
-    """
-    if content_type != wire.CONTENT_TYPE:
-        return False
-    walker = msgpack.Unpacker(max_buffer_size=len(body) or 1, max_array_len=64, max_map_len=64)
-    walker.feed(body)
-    try:
-        return _has_raw_pixels_only(walker)
-    except (ValueError, TypeError, msgpack.UnpackException):
-        return False
-
-
-def _has_raw_pixels_only(walker: msgpack.Unpacker) -> bool:
-    for _ in range(walker.read_map_header()):
-        field = walker.unpack()
-        if field == "image":
-            if not _is_raw(walker):
-                return False
-        elif field == "cameras":
-            for _ in range(walker.read_map_header()):
-                walker.skip()
-                if not _is_raw(walker):
-                    return False
-        else:
-            walker.skip()
-    return True
-
-
-def _is_raw(walker: msgpack.Unpacker) -> bool:
-    for _ in range(walker.read_map_header()):
-        if walker.unpack() != "encoding":
-            walker.skip()
-        elif walker.unpack() != ImageEncoding.RAW.value:
-            return False
-    return True
 
 
 def wants_msgpack(accept: str, content_type: str) -> bool:

@@ -5,13 +5,13 @@ from prometheus_client import (
     Counter,
     Gauge,
     GCCollector,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from deft_client.types import ActionChunk
+from deft_server.histogram import LoopHistogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -33,29 +33,24 @@ class Metrics:
         self.requests = Counter(
             "deft_requests", "Requests by route and status", ("route", "status"), registry=registry
         )
-        self.act_seconds = Histogram(
+        self.act_seconds = LoopHistogram(
             "deft_act_seconds",
-            "Seconds from the last byte of a frame to its answer",
-            buckets=_SECONDS,
-            registry=registry,
+            "Seconds from a frame's last byte to its answer",
+            _SECONDS,
+            registry,
         )
-        self.queue_seconds = Histogram(
-            "deft_queue_seconds", "Seconds a frame waited", buckets=_SECONDS, registry=registry
+        self.queue_seconds = LoopHistogram(
+            "deft_queue_seconds", "Seconds a frame waited", _SECONDS, registry
         )
-        self.batch_seconds = Histogram(
-            "deft_batch_seconds",
-            "Seconds the policy took for a batch",
-            buckets=_SECONDS,
-            registry=registry,
+        self.batch_seconds = LoopHistogram(
+            "deft_batch_seconds", "Seconds the policy took for a batch", _SECONDS, registry
         )
-        self.batch_size = Histogram(
-            "deft_batch_size", "Frames in a batch", buckets=_SIZES, registry=registry
-        )
-        self.company_seconds = Histogram(
+        self.batch_size = LoopHistogram("deft_batch_size", "Frames in a batch", _SIZES, registry)
+        self.company_seconds = LoopHistogram(
             "deft_company_seconds",
             "Seconds a batch that could have started waited for one more frame",
-            buckets=_SECONDS,
-            registry=registry,
+            _SECONDS,
+            registry,
         )
         self.max_batch = Gauge(
             "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
@@ -63,9 +58,7 @@ class Metrics:
         self.stage_seconds = Counter(
             "deft_stage_seconds", "Seconds of policy time by stage", ("stage",), registry=registry
         )
-        self.passes = Histogram(
-            "deft_passes", "Target passes per action", buckets=_PASSES, registry=registry
-        )
+        self.passes = LoopHistogram("deft_passes", "Target passes per action", _PASSES, registry)
         self.accepted = Counter(
             "deft_accepted_tokens", "Drafted tokens that were accepted", registry=registry
         )

@@ -33,17 +33,6 @@ STOP_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a frame will stand in the line, before it has a number."""
-
-    flow: str
-    arrived_s: float
-    deadline_s: float = math.inf
-    is_session: bool = True
-    is_running: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class Answered:
     """One frame's answer, and how long it waited for its batch."""
@@ -112,12 +101,16 @@ class Scheduler:
         """Wait until the policy is loaded, or is known not to load."""
         await self._settled.wait()
 
-    async def answer(self, request: ActRequest, place: Place) -> Answered:
+    def next_number(self) -> int:
+        """Return the number of the next frame."""
+        return next(self._numbers)
+
+    async def answer(self, request: ActRequest, ticket: Ticket) -> Answered:
         """Wait for the answer to a frame; cancelling gives up its place."""
-        frame = self._join(request, place)
+        frame = self._join(request, ticket)
         timer = None
-        if place.deadline_s < math.inf:
-            left_s = max(0.0, place.deadline_s - time.monotonic())
+        if ticket.deadline_s < math.inf:
+            left_s = max(0.0, ticket.deadline_s - time.monotonic())
             timer = self._loop.call_later(left_s, self._miss, frame)
         self._pump()
         try:
@@ -182,16 +175,8 @@ class Scheduler:
                 frame.answer.set_result(Answered(answer, queue_s, len(batch)))
         self._pump()
 
-    def _join(self, request: ActRequest, place: Place) -> _Frame:
+    def _join(self, request: ActRequest, ticket: Ticket) -> _Frame:
         now_s = time.monotonic()
-        ticket = Ticket(
-            next(self._numbers),
-            place.flow,
-            place.arrived_s,
-            place.deadline_s,
-            place.is_session,
-            place.is_running,
-        )
         offer = self._line.offer(ticket, now_s)
         if offer.verdict is not Verdict.WAITS:
             raise self._refusal(offer.verdict, now_s)

@@ -12,7 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 
-from deft_client.types import ActionChunk, ActOptions, Intervention, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Intervention,
+    Observation,
+    ServerInfo,
+    StageTimings,
+)
 from deft_policies.base import ActRequest, Policy
 from deft_policies.errors import PolicyError, RequestError
 from deft_server import request_ids
@@ -24,9 +31,10 @@ from deft_server.metrics import Metrics
 from deft_server.policy_thread import LoadPolicy
 from deft_server.readiness import Phase, Readiness
 from deft_server.safety import SafetyGuard
-from deft_server.scheduler import Answered, Place, Scheduler
+from deft_server.scheduler import Answered, Scheduler
 from deft_server.sessions import RobotSession, SessionStore, flow_of
 from deft_server.settings import Fallback, Settings
+from deft_server.waiting_line import Ticket
 
 Describe = Callable[[ServerInfo], Mapping[str, str]]
 
@@ -100,9 +108,9 @@ class Service:
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
         request = ActRequest(observation, session.memory, self._asked(options))
-        place = self._place(session, caller, options, started_s)
+        ticket = self._ticket(session, caller, options, started_s)
         try:
-            answered = await self._answer(request, session, place)
+            answered = await self._answer(request, session, ticket)
         except (ServerError, PolicyError) as error:
             self.metrics.unanswered.labels(type(error).__name__).inc()
             self._publish(session, request, error)
@@ -175,12 +183,13 @@ class Service:
             return replace(options, want_trace=True)
         return options
 
-    def _place(
+    def _ticket(
         self, session: RobotSession, caller: Caller, options: ActOptions, started_s: float
-    ) -> Place:
+    ) -> Ticket:
         deadline_ms = options.deadline_ms or self.settings.default_deadline_ms
         is_session = session.session_id is not None
-        return Place(
+        return Ticket(
+            number=self.scheduler.next_number(),
             flow=session.flow if is_session else f"{session.flow}@{caller.address}",
             arrived_s=started_s,
             deadline_s=math.inf if deadline_ms is None else started_s + deadline_ms / 1000,
@@ -188,11 +197,11 @@ class Service:
             is_running=session.num_answers > 0,
         )
 
-    async def _answer(self, request: ActRequest, session: RobotSession, place: Place) -> Answered:
+    async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:
         """Return an answer that is safe to execute, if need be the one that holds the robot."""
         settings, key = self.settings, request.options.statistics_key
         try:
-            answered = await self.scheduler.answer(request, place)
+            answered = await self.scheduler.answer(request, ticket)
             checked = self._guard.check(answered.chunk.actions, session, key)
         except DeadlineError as error:
             return self._hold(session, key, settings.on_deadline_miss, error)
@@ -219,12 +228,12 @@ class Service:
         total_s = time.monotonic() - started_s
         chunk = answered.chunk
         self.metrics.observe_answer(chunk, answered.queue_s, total_s)
-        timings = replace(
-            chunk.timings,
-            wire_ms=(decoded_s - started_s) * 1000,
-            queue_ms=answered.queue_s * 1000,
-            total_ms=total_s * 1000,
-        )
+        own = {
+            "wire_ms": (decoded_s - started_s) * 1000,
+            "queue_ms": answered.queue_s * 1000,
+            "total_ms": total_s * 1000,
+        }
+        timings = StageTimings(**(vars(chunk.timings) | own))
         return ActionChunk(chunk.actions, timings, chunk.trace, chunk.intervention)
 
     def _publish(

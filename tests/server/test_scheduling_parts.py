@@ -1,8 +1,10 @@
 """The small pure pieces around the line: service time, rhythm, batch limit, token bucket."""
 
 from hypothesis import given, strategies
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from deft_server.batch_limit import GOOD_BATCHES_BEFORE_GROWTH, BatchLimit
+from deft_server.histogram import LoopHistogram
 from deft_server.rate_limit import TokenBucket
 from deft_server.rhythm import MAX_FLOWS, Rhythm
 from deft_server.service_time import ServiceTime
@@ -85,6 +87,22 @@ def test_no_caller_gets_more_than_rate_times_time_plus_burst(
         now_s += gap_s
         taken += bucket.take(now_s) == 0.0
     assert taken <= rate_per_s * now_s + burst + 1e-6
+
+
+@given(values=strategies.lists(strategies.floats(0, 3), max_size=40))
+def test_our_histogram_says_what_the_librarys_own_would(values: list[float]):
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bounds = (0.5, 1, 2.5)
+    fast = LoopHistogram("x", "about x", bounds, ours)
+    plain = Histogram("x", "about x", buckets=bounds, registry=theirs)
+    for value in [*values, 0.5, 1.0]:
+        fast.observe(value)
+        plain.observe(value)
+    lines = [
+        [line for line in generate_latest(one).decode().splitlines() if "_created" not in line]
+        for one in (ours, theirs)
+    ]
+    assert lines[0] == lines[1]
 
 
 def test_the_wait_that_is_named_is_enough():
