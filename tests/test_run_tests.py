@@ -1,0 +1,51 @@
+"""`make test` on a machine that cannot render: the rest is run, and the apt line is said."""
+
+import subprocess
+import sys
+
+from deft_client.libero.graphics import APT_LINE
+from scripts import run_tests
+from tests.repository import ROOT
+
+# Renders nothing: pretends that no OpenGL library can be loaded, then collects two kinds of test.
+WITHOUT_GRAPHICS = """
+import sys
+from deft_client.libero import graphics
+from scripts import run_tests
+
+def no_library(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+run_tests.find_renderer = lambda wanted: graphics.find_renderer(wanted, no_library)
+sys.exit(run_tests.main(sys.argv[1:]))
+"""
+TWO_TESTS = """
+import pytest
+
+@pytest.mark.libero
+def test_that_renders():
+    pass
+
+def test_that_does_not():
+    pass
+"""
+
+
+def test_the_simulators_tests_are_left_out_and_the_fix_is_named(tmp_path):
+    written = tmp_path / "test_two.py"
+    written.write_text(TWO_TESTS)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GRAPHICS, "-q", "-p", "no:cacheprovider", str(written)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 passed, 1 deselected" in run.stdout
+    assert run.stdout.count(APT_LINE) == 2  # before the tests and, not to be missed, after them
+    assert "Traceback" not in run.stdout + run.stderr
+
+
+def test_tests_for_gpus_and_checkpoints_are_left_out_everywhere():
+    assert run_tests.DEFAULT_MARKS in (ROOT / "pyproject.toml").read_text()
