@@ -152,6 +152,9 @@ class Settings(BaseModel):
     socket_image_chain: ImageChain = Field(
         default=ImageChain.NONE, description="the same for openpi's and vla-eval's clients"
     )
+    groot_port: int | None = Field(
+        default=None, ge=0, le=65535, description="answer GR00T's ZMQ clients on this port too"
+    )
     dashboard: bool = Field(default=True, description="serve /dashboard")
 
     record: Path | None = Field(default=None, description="record episodes in this directory")

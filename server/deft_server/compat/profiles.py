@@ -73,6 +73,12 @@ VLA_EVAL = Profile(
     gripper=Gripper.ROBOSUITE,
     reply="one array [action_dim] per observation, float64, executed as it is",
 )
+GROOT = Profile(
+    name="ZMQ (groot)",
+    frame="upright, as rendered",
+    gripper=Gripper.ROBOSUITE,
+    reply="one array [batch, step, 1] per dimension, float64",
+)
 ACT_PROFILES = {ActProfile.OPENVLA: OPENVLA, ActProfile.OFT: OFT}
 
 

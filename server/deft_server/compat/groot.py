@@ -1,0 +1,222 @@
+"""GR00T's request and reply messages: msgpack with arrays as .npy files. Knows no sockets.
+
+`np.load` is not used: it evaluates a header and allocates what that claims. The header must look
+exactly as `np.save` writes it, its dtype must be a plain one, and its shape must fit the bytes.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from io import BytesIO
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.errors import (
+    MalformedMessageError,
+    MessageTooLargeError,
+    UnsupportedMessageError,
+    UnusableValueError,
+)
+from deft_client.types import ActionChunk, Image, Observation, ServerInfo
+from deft_client.wire_limits import WireLimits
+from deft_client.wire_messages import ActMessage
+from deft_server.compat.arrays import brief, build_array
+from deft_server.compat.frames import missing, read_frame, read_state, read_text
+from deft_server.compat.profiles import GROOT, in_convention
+
+_ARM = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+_MAX_ENTRIES = 1024
+_MAX_BATCH = 64
+_NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([^']{3,4})', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:[0-9]{1,12},? ?){0,8})\), \} *\n",
+    re.DOTALL,
+)
+_OLD_INSTRUCTION = "annotation.human.action.task_description"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request: which endpoint, with what, and the caller's token."""
+
+    endpoint: str
+    data: Mapping[str, object]
+    token: str | None
+
+
+def read_call(frame: bytes, limits: WireLimits) -> Call:
+    """Return a request, arrays rebuilt."""
+    if len(frame) > limits.max_bytes:
+        raise MessageTooLargeError(
+            "frame", f"{len(frame)} bytes; at most {limits.max_bytes} are taken"
+        )
+    try:
+        value = msgpack.unpackb(
+            frame,
+            object_hook=_revive,
+            ext_hook=_refuse_extension,
+            max_array_len=limits.max_lists,
+            max_map_len=_MAX_ENTRIES,
+        )
+    except (ValueError, RecursionError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedMessageError("frame", f"not a msgpack message: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("endpoint"), str):
+        raise MalformedMessageError("endpoint", f"missing; got {brief(value)}")
+    data, token = _text_map(value.get("data") or {}, "data"), value.get("api_token")
+    return Call(value["endpoint"], data, token if isinstance(token, str) else None)
+
+
+def read_observations(data: Mapping[str, object], limits: WireLimits) -> list[ActMessage]:
+    """Return one message per robot of the batch; each array's last time step counts."""
+    observation = _text_map(data.get("observation", data), "observation")
+    if any(name.startswith("video.") for name in observation):
+        observation = _nested(observation)
+    videos = _part(observation, "video")
+    frames = {name: _batched(value, f"video.{name}", 5) for name, value in videos.items()}
+    states = {
+        name: _batched(value, f"state.{name}", 3)
+        for name, value in _part(observation, "state", is_required=False).items()
+    }
+    texts = _instructions(observation, limits)
+    size = len(texts)
+    sizes = {one.shape[0] for one in (*frames.values(), *states.values())} | {size}
+    if sizes != {size} or size > _MAX_BATCH:
+        raise UnusableValueError(
+            "observation",
+            f"all parts must have one batch size up to {_MAX_BATCH}, got {sorted(sizes)}",
+        )
+    return [_message(number, frames, states, texts, limits) for number in range(size)]
+
+
+def reply_actions(chunks: list[ActionChunk]) -> bytes:
+    """Return `[actions, info]`: one array [batch, step, 1] per dimension of an arm."""
+    stacked = np.stack([in_convention(chunk.actions, GROOT) for chunk in chunks])
+    names = _action_names(stacked.shape[2])
+    if len(names) == 1:
+        return pack([{names[0]: stacked}, {}])
+    return pack([{name: stacked[:, :, at : at + 1] for at, name in enumerate(names)}, {}])
+
+
+def modality_config(info: ServerInfo) -> bytes:
+    """Return which parts of an observation are read, and which actions come back."""
+
+    def config(keys: tuple[str, ...], steps: int) -> object:
+        told = {"delta_indices": list(range(steps)), "modality_keys": list(keys)}
+        return {"__ModalityConfig_class__": True, "as_json": told}
+
+    return pack(
+        {
+            "video": config(("image",), 1),
+            "state": config((), 1),
+            "action": config(_action_names(info.action_dim), info.chunk_length),
+            "language": config((_OLD_INSTRUCTION,), 1),
+        }
+    )
+
+
+def pack(value: object) -> bytes:
+    """Return a reply."""
+    return bytes(msgpack.packb(value, default=_as_npy))
+
+
+def _action_names(action_dim: int) -> tuple[str, ...]:
+    return _ARM if action_dim == len(_ARM) else ("action",)
+
+
+def _revive(entries: dict[object, object]) -> object:
+    if "__ndarray_class__" not in entries:
+        return entries
+    data = entries.get("as_npy")
+    if not isinstance(data, bytes):
+        raise MalformedMessageError("as_npy", f"must be bytes, got {brief(data)}")
+    header = _NPY_HEADER.match(data)
+    if header is None or 10 + int.from_bytes(data[8:10], "little") != header.end():
+        raise MalformedMessageError("as_npy", "not a .npy file of version 1 with plain numbers")
+    dtype, order, shape = (one.decode() for one in header.groups())
+    if order == "True":
+        raise UnsupportedMessageError("as_npy", "send arrays in C order")
+    lengths = [int(length) for length in shape.split(",") if length.strip()]
+    return build_array(data[header.end() :], dtype, lengths, "as_npy")
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    raise UnsupportedMessageError("frame", f"msgpack extension type {code} is not taken")
+
+
+def _as_npy(value: object) -> object:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"cannot send a {type(value).__name__}")
+    file = BytesIO()
+    np.save(file, np.ascontiguousarray(value), allow_pickle=False)
+    return {"__ndarray_class__": True, "as_npy": file.getvalue()}
+
+
+def _nested(flat: Mapping[str, object]) -> dict[str, object]:
+    """Return the flat observation of older versions in the form of the newer ones."""
+    nested: dict[str, dict[str, object]] = {"video": {}, "state": {}, "language": {}}
+    for name, value in flat.items():
+        part, _, rest = name.partition(".")
+        if part in ("video", "state"):
+            is_single = isinstance(value, np.ndarray) and value.ndim == (
+                4 if part == "video" else 2
+            )
+            nested[part][rest] = value[None] if is_single else value  # type: ignore[index]
+        elif part == "annotation":
+            nested["language"][name] = value
+    return dict(nested)
+
+
+def _text_map(value: object, field: str) -> Mapping[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise UnusableValueError(field, f"must be a map with text keys, got {brief(value)}")
+    return value
+
+
+def _part(
+    observation: Mapping[str, object], name: str, is_required: bool = True
+) -> Mapping[str, object]:
+    part = _text_map(observation.get(name, {}), name)
+    if is_required and not part:
+        raise missing(name, observation)
+    return part
+
+
+def _batched(value: object, field: str, ndim: int) -> NDArray[np.generic]:
+    """Return an array [batch, time, ...] at its last time step: [batch, ...]."""
+    if not isinstance(value, np.ndarray) or value.ndim != ndim or 0 in value.shape:
+        raise UnusableValueError(
+            field, f"must be an array [batch, time, ...] of {ndim} dimensions, got {brief(value)}"
+        )
+    last: NDArray[np.generic] = value[:, -1]
+    return last
+
+
+def _instructions(observation: Mapping[str, object], limits: WireLimits) -> list[str]:
+    """Return one instruction per robot; they come as a list, or a list of lists by time."""
+    values = next(iter(_part(observation, "language").values()))
+    listed = values if isinstance(values, list) else [values]
+    last = [one[-1] if isinstance(one, list) and one else one for one in listed]
+    return [read_text(one, "language", limits) for one in last[: _MAX_BATCH + 1]]
+
+
+def _message(
+    number: int,
+    frames: Mapping[str, NDArray[np.generic]],
+    states: Mapping[str, NDArray[np.generic]],
+    texts: list[str],
+    limits: WireLimits,
+) -> ActMessage:
+    if len(frames) > limits.max_cameras + 1:
+        raise MessageTooLargeError("video", f"at most {limits.max_cameras + 1} cameras are taken")
+    images: dict[str, Image] = {
+        name: read_frame(batch[number], f"video.{name}", limits) for name, batch in frames.items()
+    }
+    main = next(iter(images))
+    state = None
+    if states:
+        joined = np.concatenate([np.atleast_1d(batch[number]) for batch in states.values()])
+        state = read_state(joined, "state", limits)
+    message = ActMessage(Observation(images.pop(main), texts[number]))
+    return replace(message, observation=replace(message.observation, cameras=images, state=state))
