@@ -2,7 +2,7 @@
 
 import sys
 
-from deft_policies.benchmark_limits import main
+from deft_policies.benchmark.limits import main
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

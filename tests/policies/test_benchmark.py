@@ -17,11 +17,11 @@ from deft_client.types import (
     PassTrace,
     StageTimings,
 )
-from deft_policies.benchmark_audit import audit, describe, last_place
-from deft_policies.benchmark_frames import Frame, generate_frames, read_recordings
-from deft_policies.benchmark_runs import Answer, Contender, Run, replay
-from deft_policies.benchmark_summary import Percentiles, summarise_decoding, summarise_speed
-from deft_policies.benchmark_tables import render
+from deft_policies.benchmark.audit import audit, describe, last_place
+from deft_policies.benchmark.frames import Frame, generate_frames, read_recordings
+from deft_policies.benchmark.runs import Answer, Contender, Run, replay
+from deft_policies.benchmark.summary import Percentiles, summarise_decoding, summarise_speed
+from deft_policies.benchmark.tables import render
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
 from deft_policies.openvla.cost import PassTokens, WeightBytes, decoder_cost, vision_cost

@@ -9,12 +9,12 @@ import torch
 
 from deft_client.image_chain import ImageChain
 from deft_client.types import DecodeTrace, Observation
-from deft_policies import benchmark_limits
-from deft_policies.benchmark_frames import Frame
-from deft_policies.benchmark_limits import GOALS, Measured, verdicts
-from deft_policies.benchmark_runs import Contender, replay
-from deft_policies.benchmark_scripted import SPEC_VLA_RELAXED, Dice, spoil
-from deft_policies.benchmark_scripted_policy import Script, find_answers, script_policy
+from deft_policies.benchmark import limits
+from deft_policies.benchmark.frames import Frame
+from deft_policies.benchmark.limits import GOALS, Measured, verdicts
+from deft_policies.benchmark.runs import Contender, replay
+from deft_policies.benchmark.scripted import SPEC_VLA_RELAXED, Dice, spoil
+from deft_policies.benchmark.scripted_policy import Script, find_answers, script_policy
 from deft_policies.decoding.vocabulary import TokenRange
 from deft_policies.openvla.decoders import DecodingChoice
 from deft_policies.openvla.image import ImageProcessor
@@ -104,7 +104,7 @@ def test_the_whole_table_is_measured_on_any_device(
     sizes = ["--sizes", str(golden.TINY_OPENVLA), "--statistics-key", "libero_spatial"]
     few = ["--frames", "1", "--warm-ups", "0", "--batch", "1,2", "--quantization", "none"]
     arguments = [*sizes, *few, "--device", "cpu", "--no-baseline", "--json", str(target)]
-    assert benchmark_limits.main(arguments) == 0
+    assert limits.main(arguments) == 0
     text = capsys.readouterr().out
     assert "random weights, scripted drafts" in text
     assert "not measured  autoregressive fp8" in text

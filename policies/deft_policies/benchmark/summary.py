@@ -1,0 +1,166 @@
+"""From a run's answers to the numbers that are reported. Pure; prints nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.types import DecodeTrace, StageTimings
+from deft_policies.benchmark.runs import Run
+from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
+
+# Stage names as users know them, and their fields.
+STAGES = (
+    ("preprocess", "prepare_ms"),
+    ("vision", "vision_ms"),
+    ("prefill", "prefill_ms"),
+    ("draft", "draft_ms"),
+    ("decode", "verify_ms"),
+    ("commit", "commit_ms"),
+    ("post", "finish_ms"),
+)
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Percentiles":
+        """Of at least one value."""
+        p50, p95, p99 = np.percentile(np.array(values), [50, 95, 99])
+        return Percentiles(float(p50), float(p95), float(p99))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long a contender took for one answer, in all and by stage."""
+
+    name: str
+    batch_size: int
+    num_answers: int
+    total: Percentiles
+    stages: dict[str, Percentiles]
+
+    @property
+    def actions_per_s(self) -> float:
+        """At the median."""
+        return 1e3 * self.batch_size / self.total.p50
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a contender decoded, and how its actions differ from plain decoding's.
+
+    `committed_by_pass` and `drafted_by_position` are means over the actions that have such a pass
+    or position. Differences are over the tokens of all actions; units are 0 where unknown.
+    """
+
+    name: str
+    passes: float
+    committed: float
+    relaxed_share: float
+    equal_actions: float
+    mean_bins: float
+    max_bins: int
+    mean_mm: float
+    mean_deg: float
+    committed_by_pass: tuple[float, ...]
+    drafted_by_position: tuple[float, ...]
+
+
+def summarise_speed(run: Run) -> Speed:
+    """Percentiles of a run. Totals are wall-clock times around the whole call."""
+    timings = [answer.chunk.timings for answer in run.answers]
+    return Speed(
+        name=run.contender.name,
+        batch_size=run.contender.batch_size,
+        num_answers=len(run.answers),
+        total=Percentiles.of([answer.wall_ms for answer in run.answers]),
+        stages={
+            stage: Percentiles.of([_stage_ms(timing, field) for timing in timings])
+            for stage, field in STAGES
+        },
+    )
+
+
+def summarise_decoding(run: Run, plain: Run, spaces: Sequence[ActionSpace]) -> Decoding:
+    """Compare a run with plain decoding of the same frames; `spaces` is per frame."""
+    traces = [answer.chunk.trace for answer in run.answers]
+    reference = [answer.chunk.trace for answer in plain.answers]
+    pairs = [
+        (own, other, space)
+        for own, other, space in zip(traces, reference, spaces, strict=True)
+        if own is not None and other is not None
+    ]
+    bins = [_bins_apart(own, other) for own, other, _ in pairs]
+    passes = [own.num_passes for own, _, _ in pairs if own.num_passes]
+    committed = [one.committed_length for own, _, _ in pairs for one in own.passes]
+    return Decoding(
+        name=run.contender.name,
+        passes=_mean(passes),
+        committed=_mean(committed),
+        relaxed_share=_mean([own.relaxed_share for own, _, _ in pairs]),
+        equal_actions=_mean([own.tokens == other.tokens for own, other, _ in pairs]),
+        mean_bins=_mean([float(one.mean()) for one in bins]),
+        max_bins=max((int(one.max()) for one in bins), default=0),
+        mean_mm=_mean_distance(bins, [space for _, _, space in pairs], DimensionGroup.MOVE),
+        mean_deg=_mean_distance(bins, [space for _, _, space in pairs], DimensionGroup.TURN),
+        committed_by_pass=_committed_by_pass([own for own, _, _ in pairs]),
+        drafted_by_position=_drafted_by_position([own for own, _, _ in pairs]),
+    )
+
+
+def _stage_ms(timings: StageTimings, field: str) -> float:
+    value: float = getattr(timings, field)
+    return value
+
+
+def _bins_apart(own: DecodeTrace, other: DecodeTrace) -> NDArray[np.int64]:
+    apart: NDArray[np.int64] = np.abs(np.array(own.tokens) - np.array(other.tokens))
+    return apart
+
+
+def _mean_distance(
+    bins: list[NDArray[np.int64]], spaces: Sequence[ActionSpace], group: DimensionGroup
+) -> float:
+    """Mean over the positions of the group whose unit is known."""
+    moved = [
+        float(apart) * unit
+        for row, space in zip(bins, spaces, strict=True)
+        for apart, unit, own in zip(row, space.unit_per_bin, space.groups, strict=True)
+        if own is group and unit > 0.0
+    ]
+    return _mean(moved)
+
+
+def _committed_by_pass(traces: list[DecodeTrace]) -> tuple[float, ...]:
+    longest = max((len(trace.passes) for trace in traces), default=0)
+    return tuple(
+        _mean([t.passes[index].committed_length for t in traces if len(t.passes) > index])
+        for index in range(longest)
+    )
+
+
+def _drafted_by_position(traces: list[DecodeTrace]) -> tuple[float, ...]:
+    """Share of the tokens at each position that were accepted drafts, not the target's own."""
+    shares: list[list[bool]] = []
+    for trace in traces:
+        drafted: list[bool] = []
+        for one in trace.passes:
+            drafted += [True] * one.accepted_length + [False]
+        shares.append(drafted[: len(trace.tokens)])
+    longest = max((len(row) for row in shares), default=0)
+    return tuple(
+        _mean([row[position] for row in shares if len(row) > position])
+        for position in range(longest)
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

@@ -1,0 +1,125 @@
+"""Tables of a benchmark as text that is also Markdown."""
+
+from collections.abc import Sequence
+
+from deft_policies.benchmark.roofline import Roofline
+from deft_policies.benchmark.summary import STAGES, Decoding, Speed
+
+Rows = list[list[str]]
+
+
+def render(headings: Sequence[str], rows: Rows) -> str:
+    """Align columns: the first to the left, the others to the right."""
+    table = [list(headings), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(headings))]
+    lines = ["| " + " | ".join(_pad(row, widths)) + " |" for row in table]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
+
+
+def speed_table(speeds: Sequence[Speed], baseline: Speed | None) -> str:
+    """All contenders, one row each; ratios are how many times faster than the baseline."""
+    headings = ["ms per action", "batch", "p50", "p95", "p99", "actions/s"]
+    if baseline is not None:
+        headings.append(f"x {baseline.name}")
+    rows = []
+    for speed in speeds:
+        total = speed.total
+        row = [
+            speed.name,
+            str(speed.batch_size),
+            f"{total.p50:.2f}",
+            f"{total.p95:.2f}",
+            f"{total.p99:.2f}",
+            f"{speed.actions_per_s:.1f}",
+        ]
+        if baseline is not None:
+            row.append(f"{speed.actions_per_s / baseline.actions_per_s:.2f}")
+        rows.append(row)
+    return render(headings, rows)
+
+
+def stage_table(speed: Speed, roofline: Roofline | None) -> str:
+    """One contender by stage, with the limits of this device where they are known."""
+    headings = [f"{speed.name}: ms", "p50", "p95", "p99"]
+    if roofline is not None:
+        headings += ["limit", "% of limit", "GB/s", "TFLOP/s"]
+    rows: Rows = []
+    for stage, _ in STAGES:
+        times = speed.stages[stage]
+        row = [stage, f"{times.p50:.3f}", f"{times.p95:.3f}", f"{times.p99:.3f}"]
+        if roofline is not None:
+            row += _limit_cells(roofline, stage, times.p50)
+        rows.append(row)
+    total = speed.total
+    row = ["total", f"{total.p50:.3f}", f"{total.p95:.3f}", f"{total.p99:.3f}"]
+    if roofline is not None:
+        row += [f"{roofline.total_ms:.3f}", f"{100 * roofline.total_ms / total.p50:.1f}", "", ""]
+    return render(headings, [*rows, row])
+
+
+def decoding_table(decodings: Sequence[Decoding]) -> str:
+    """How each method decoded, and how far its actions are from plain decoding's."""
+    headings = [
+        "decoding",
+        "passes",
+        "committed",
+        "relaxed %",
+        "equal %",
+        "bins mean",
+        "bins max",
+        "mm",
+        "deg",
+    ]
+    rows = [
+        [
+            one.name,
+            f"{one.passes:.2f}" if one.passes else "-",  # not every engine tells
+            f"{one.committed:.2f}" if one.passes else "-",
+            f"{100 * one.relaxed_share:.1f}",
+            f"{100 * one.equal_actions:.1f}",
+            f"{one.mean_bins:.2f}",
+            str(one.max_bins),
+            f"{one.mean_mm:.3f}",
+            f"{one.mean_deg:.3f}",
+        ]
+        for one in decodings
+    ]
+    return render(headings, rows)
+
+
+def position_table(decodings: Sequence[Decoding]) -> str:
+    """Share of accepted drafts at each token of an action, and committed length by pass."""
+    decodings = [one for one in decodings if one.passes]
+    num_positions = max(len(one.drafted_by_position) for one in decodings)
+    num_passes = max(len(one.committed_by_pass) for one in decodings)
+    headings = [
+        "drafted % at token / committed in pass",
+        *(f"t{index + 1}" for index in range(num_positions)),
+        *(f"pass {index + 1}" for index in range(num_passes)),
+    ]
+    rows = []
+    for one in decodings:
+        drafted = [f"{100 * share:.0f}" for share in one.drafted_by_position]
+        committed = [f"{length:.2f}" for length in one.committed_by_pass]
+        drafted += [""] * (num_positions - len(drafted))
+        committed += [""] * (num_passes - len(committed))
+        rows.append([one.name, *drafted, *committed])
+    return render(headings, rows)
+
+
+def _limit_cells(roofline: Roofline, stage: str, p50: float) -> list[str]:
+    limit = roofline.stages.get(stage)
+    if limit is None or p50 == 0.0 or limit.floor_ms == 0.0:
+        return ["", "", "", ""]
+    return [
+        f"{limit.floor_ms:.3f}",
+        f"{100 * limit.floor_ms / p50:.1f}",
+        f"{limit.cost.num_bytes / p50 / 1e6:.2f}",
+        f"{limit.cost.num_flops / p50 / 1e9:.3f}",
+    ]
+
+
+def _pad(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    first = row[0].ljust(widths[0])
+    return [first, *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
