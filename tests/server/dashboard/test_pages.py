@@ -225,3 +225,17 @@ def test_a_server_told_to_record_records_from_the_start(tmp_path: Path) -> None:
         assert on["is_on"] is True
         act(client, headers=boss)
     assert len(list((tmp_path / "out").rglob("*.deftrec"))) == 2
+
+
+def test_a_full_disk_stops_the_recording_and_not_the_serving(tmp_path: Path) -> None:
+    settings = Settings(record=tmp_path / "out", record_min_free_bytes=10**18)
+    with TestClient(build_app(settings)) as client:
+        for _ in range(3):
+            assert act(client).status_code == 200
+        for _ in range(200):
+            page = client.get("/metrics").text
+            if "deft_recording 0.0" in page:
+                break
+        assert "deft_recording 0.0" in page
+        assert 'deft_recording_stops_total{reason="disk"} 1.0' in page
+        assert act(client).status_code == 200
