@@ -3,6 +3,7 @@
 A disk that fails or fills stops the recording with a metric and a reason; serving goes on.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -109,7 +110,8 @@ class Recording:
         thread = self._thread
         if thread is None or not thread.is_alive():
             return
-        self._queue.put(None)
+        with contextlib.suppress(Full):  # a disk that takes longer than that is left behind
+            self._queue.put(None, timeout=timeout_s)
         thread.join(timeout_s)
 
     def _note(self, event: Event) -> None:
@@ -132,13 +134,15 @@ class Recording:
         except OSError as error:
             reason = f"the disk failed: {error}"
             logger.error("recording stopped: %s", error)
+        except Exception as error:
+            reason = f"the recorder failed: {error}"
+            logger.exception("recording stopped")
         finally:
             self._stop_listening()
             files.close(reason)
             self._reason = reason
             self._metrics.is_on.set(0)
-            kind = "switched off" if reason == "switched off" else "disk"
-            self._metrics.stops.labels(kind).inc()
+            self._metrics.stops.labels(reason.partition(" failed")[0]).inc()
 
     def _server_info(self) -> ServerInfo | None:
         try:

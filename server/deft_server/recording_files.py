@@ -51,7 +51,10 @@ class EpisodeKey:
 
 @dataclass(frozen=True, eq=False)
 class TimedStep:
-    """A step on its way to the disk, by both clocks: one that jumps and one that does not."""
+    """A step on its way to the disk, by both clocks: one that jumps and one that does not.
+
+    The step's index is that of its session; in the file it becomes that of the episode.
+    """
 
     key: EpisodeKey
     step: RecordedStep
@@ -109,7 +112,11 @@ class EpisodeFiles:
 
     def write(self, timed: TimedStep) -> None:
         """Append a step to its episode, opening a file where it has none."""
-        episode = self._open.get(timed.key) or self._begin(timed, part=0)
+        episode = self._open.get(timed.key)
+        if episode is not None and episode.num_steps and _starts_anew(timed):
+            self._finish(timed.key, "forgotten")
+            episode = None
+        episode = episode or self._begin(timed, part=0)
         if episode.num_bytes > self.rules.max_file_bytes:
             self._finish(timed.key, "continued")
             episode = self._begin(timed, part=episode.header.part + 1, before=episode)
@@ -216,6 +223,11 @@ class EpisodeFiles:
 
     def _existing(self) -> list[Path]:
         return sorted(self.rules.directory.glob(f"*/*{SUFFIX}"))
+
+
+def _starts_anew(timed: TimedStep) -> bool:
+    """Is this the first frame of a session that the server had forgotten meanwhile?"""
+    return timed.step.index == 0 and timed.key.session_id != ""
 
 
 def _details(info: ServerInfo) -> dict[str, str]:

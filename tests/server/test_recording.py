@@ -187,7 +187,7 @@ def test_a_full_disk_stops_the_recording_and_keeps_every_whole_step(tmp_path: Pa
     server.events.publish(answered("arm", 11))
     assert "No space left" in server.recording.status.reason
     assert server.metric("deft_recording") == 0
-    assert server.metric("deft_recording_stops_total", reason="disk") == 1
+    assert server.metric("deft_recording_stops_total", reason="the disk") == 1
     episode = read_episode(find_episodes(tmp_path)[0])
     assert 0 < len(episode.steps) < 10
     # Nothing of the step that did not fit is left: the file ends where its last record does.
@@ -226,7 +226,7 @@ def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: P
     for number, wall_s in enumerate((1000.0, 5.0, 1000.0, 1000.0)):
         frame = answered("arm", number)
         assert frame.chunk is not None
-        step = RecordedStep(0, 0.0, frame.observation, frame.options, frame.chunk)
+        step = RecordedStep(number, 0.0, frame.observation, frame.options, frame.chunk)
         files.write(TimedStep(key, step, wall_s, monotonic_s=float(number)))
         if number:
             files.end(key, "reset")
@@ -295,3 +295,28 @@ def test_jpeg_can_be_chosen(tmp_path: Path) -> None:
     server.recording.stop()
     (recorded,) = find_episodes(tmp_path)
     assert b"\xff\xd8\xff" in recorded.read_bytes()
+
+
+def test_a_session_that_was_forgotten_and_comes_again_is_another_episode(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    server.recording.start()
+    for step in (0, 1, 2, 0, 1):
+        server.events.publish(answered("arm", step))
+    server.recording.stop()
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    assert [len(one.steps) for one in episodes] == [3, 2]
+    assert {one.ending for one in episodes} == {Ending.CLOSED}
+
+
+def test_a_recorder_that_breaks_says_so_and_stops(tmp_path: Path) -> None:
+    class Broken(EpisodeFiles):
+        def write(self, timed: TimedStep) -> None:
+            raise ValueError("planted")
+
+    server = Server(rules(tmp_path))
+    server.recording.build_files = Broken
+    server.recording.start()
+    server.events.publish(answered())
+    server.wait_until_off()
+    assert "planted" in server.recording.status.reason
+    assert server.metric("deft_recording_stops_total", reason="the recorder") == 1

@@ -237,5 +237,5 @@ def test_a_full_disk_stops_the_recording_and_not_the_serving(tmp_path: Path) -> 
             if "deft_recording 0.0" in page:
                 break
         assert "deft_recording 0.0" in page
-        assert 'deft_recording_stops_total{reason="disk"} 1.0' in page
+        assert 'deft_recording_stops_total{reason="the disk"} 1.0' in page
         assert act(client).status_code == 200
