@@ -235,7 +235,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "bench.json"
-    arguments = ["--random-weights", str(golden.TINY_OPENVLA), "--statistics-key", "bridge_orig"]
+    arguments = ["--random-weights", str(golden.TINY_OPENVLA)]
     chosen = ["--decoding", "lossless", "--decoding", "within-bins"]
     chosen += ["--radius", "5", "--radius", "9"]
     sizes = ["--frames", "4", "--warm-ups", "1", "--threads", "1", "--dtype", "float32"]

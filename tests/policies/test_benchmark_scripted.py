@@ -101,7 +101,7 @@ def test_the_whole_table_is_measured_on_any_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "table.json"
-    sizes = ["--sizes", str(golden.TINY_OPENVLA), "--statistics-key", "libero_spatial"]
+    sizes = ["--sizes", str(golden.TINY_OPENVLA)]
     few = ["--frames", "1", "--warm-ups", "0", "--batch", "1,2", "--quantization", "none"]
     arguments = [*sizes, *few, "--device", "cpu", "--no-baseline", "--json", str(target)]
     assert limits.main(arguments) == 0

@@ -14,6 +14,7 @@ from deft_policies.benchmark.frames import (
     generate_frames,
     read_pictures,
     read_recordings,
+    with_statistics_key,
 )
 from deft_policies.benchmark.options import (
     PROG,
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
         except ValueError as error:
             parser.error(str(error))
         policy = command.load()
-        frames = read_frames(options)
+        frames = with_statistics_key(read_frames(options), policy)
         if isinstance(policy, OpenVLAPolicy):
             report = measure_openvla(policy, frames, options)
             if options.has_audit:

@@ -1,7 +1,7 @@
 """The observations a benchmark replays: recorded episodes, listed pictures, or generated ones."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import numpy as np
 from deft_client.recordings import find_episodes, iterate_steps
 from deft_client.types import Image, Observation
 from deft_policies.act import load_image, read_cases
+from deft_policies.base import Policy
 from deft_policies.errors import PolicyError
 
 _INSTRUCTIONS = (
@@ -58,6 +59,18 @@ def generate_frames(count: int, seed: int = 0, size: int = 256) -> list[Frame]:
         )
         for index, image in enumerate(_scene(rng, count, size))
     ]
+
+
+def with_statistics_key(frames: Sequence[Frame], policy: Policy) -> list[Frame]:
+    """Frames that name no statistics get the first there are, where the policy has no default.
+
+    Which ones they are changes units, not times.
+    """
+    info = policy.info
+    if info.default_statistics_key is not None:
+        return list(frames)
+    first = info.statistics_keys[0]
+    return [replace(frame, statistics_key=frame.statistics_key or first) for frame in frames]
 
 
 def _recorded(root: Path) -> Iterator[Frame]:

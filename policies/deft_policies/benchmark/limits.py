@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deft_policies.benchmark.device import measure_rates
-from deft_policies.benchmark.frames import Frame, generate_frames
+from deft_policies.benchmark.frames import Frame, generate_frames, with_statistics_key
 from deft_policies.benchmark.roofline import CostModel
 from deft_policies.benchmark.runs import Contender, replay
 from deft_policies.benchmark.scripted import SPEC_VLA_RELAXED, SPEC_VLA_STRICT
@@ -116,7 +116,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--warm-ups", type=int, default=10)
     parser.add_argument("--batch", default="1,2,4,8,16")
     parser.add_argument("--quantization", default="none,fp8,int8")
-    parser.add_argument("--statistics-key", default=None)
     parser.add_argument("--fuse-kernels", action="store_true", help="as deft serve")
     parser.add_argument("--no-baseline", action="store_true", help="leave transformers out")
     parser.add_argument("--json", type=Path, default=None)
@@ -170,10 +169,7 @@ def verdicts(rows: Sequence[Measured]) -> list[str]:
 
 
 def _measure_all(given: Namespace) -> Iterator[Measured]:
-    frames = [
-        replace(frame, statistics_key=given.statistics_key)
-        for frame in generate_frames(given.frames)
-    ]
+    frames = generate_frames(given.frames)
     sizes = sorted({1, *(int(part) for part in given.batch.split(","))})
     for name in given.quantization.split(","):
         yield from _measure_format(given, Quantization(name), frames, sizes)
@@ -189,12 +185,12 @@ def _measure_format(
         quantization=quantization,
         precision=Precision.BFLOAT16,
         decoding=PLAIN,
-        statistics_key=given.statistics_key,
         fuses_kernels=given.fuse_kernels,
     )
     started = time.perf_counter()
     policy = load_policy(options)
     policy.warm_up()
+    frames = with_statistics_key(frames, policy)
     _say(f"{quantization.value}: built and warmed up in {time.perf_counter() - started:.1f} s")
     weight = policy.parts.target.decoder.embedding.weight
     rates = measure_rates(weight.device, weight.dtype)
