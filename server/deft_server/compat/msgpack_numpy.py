@@ -23,13 +23,22 @@ _MAX_MAP_ENTRIES = 1024
 _SCALARS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
 
 
-def unpack(frame: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
-    """Return what a frame says, arrays and pictures rebuilt."""
+class PictureFoundError(Exception):
+    """There is a PNG or JPEG in the frame, and decoding it takes too long to do it here."""
+
+
+def unpack(
+    frame: bytes, limits: WireLimits = DEFAULT_LIMITS, decodes_pictures: bool = True
+) -> object:
+    """Return what a frame says, arrays and pictures rebuilt.
+
+    Without `decodes_pictures` it is quick, and raises `PictureFoundError` where there is one.
+    """
     if len(frame) > limits.max_bytes:
         raise MessageTooLargeError(
             "frame", f"{len(frame)} bytes; at most {limits.max_bytes} are taken"
         )
-    reader = _Reader(limits)
+    reader = _Reader(limits, decodes_pictures)
     try:
         return msgpack.unpackb(
             frame,
@@ -60,6 +69,7 @@ class _Reader:
     """Rebuilds the marked maps of one frame and counts how many objects it makes us hold."""
 
     limits: WireLimits
+    decodes_pictures: bool
     containers: int = 0
 
     def count(self, values: list[object]) -> list[object]:
@@ -81,8 +91,28 @@ class _Reader:
         if b"__npgeneric__" in entries:
             return _scalar(entries.get(b"data"), entries.get(b"dtype"))
         if "__image__" in entries:
-            return _picture(entries, self.limits)
+            return self._picture(entries)
         return entries
+
+    def _picture(self, entries: dict[object, object]) -> object:
+        form, data = entries.get("format"), entries.get("data")
+        if not isinstance(data, bytes):
+            raise MalformedMessageError("image.data", f"must be bytes, got {type(data).__name__}")
+        if form == "raw":
+            pixels = build_array(data, entries.get("dtype", "|u1"), entries.get("shape"), "image")
+            if pixels.ndim != 3:
+                raise UnusableValueError(
+                    "image.shape", f"must be [height, width, channels], got {list(pixels.shape)}"
+                )
+            check_image_size(pixels.shape[0], pixels.shape[1], "image", self.limits)
+            return pixels
+        if form in ("png", "jpeg"):
+            if not self.decodes_pictures:
+                raise PictureFoundError
+            return decode_image(data, "image", self.limits)
+        raise UnsupportedMessageError(
+            "image.format", f"must be png, jpeg or raw, got {brief(form)}"
+        )
 
 
 def _scalar(value: object, dtype: object) -> object:
@@ -91,23 +121,6 @@ def _scalar(value: object, dtype: object) -> object:
     if type(value) not in allowed:
         raise UnusableValueError("scalar.data", f"must be a {dtype}, got {brief(value)}")
     return value
-
-
-def _picture(entries: dict[object, object], limits: WireLimits) -> object:
-    form, data = entries.get("format"), entries.get("data")
-    if not isinstance(data, bytes):
-        raise MalformedMessageError("image.data", f"must be bytes, got {type(data).__name__}")
-    if form == "raw":
-        pixels = build_array(data, entries.get("dtype", "|u1"), entries.get("shape"), "image")
-        if pixels.ndim != 3:
-            raise UnusableValueError(
-                "image.shape", f"must be [height, width, channels], got {list(pixels.shape)}"
-            )
-        check_image_size(pixels.shape[0], pixels.shape[1], "image", limits)
-        return pixels
-    if form in ("png", "jpeg"):
-        return decode_image(data, "image", limits)
-    raise UnsupportedMessageError("image.format", f"must be png, jpeg or raw, got {brief(form)}")
 
 
 def _refuse_extension(code: int, data: bytes) -> object:

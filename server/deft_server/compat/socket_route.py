@@ -29,7 +29,7 @@ from deft_server.compat.dialects import (
     first_frame,
 )
 from deft_server.compat.frames import read_name
-from deft_server.compat.msgpack_numpy import pack, unpack
+from deft_server.compat.msgpack_numpy import PictureFoundError, pack, unpack
 from deft_server.compat.profiles import prepare
 from deft_server.compat.vla_eval import Message, MessageType, looks_like_message, read_message
 from deft_server.errors import CallerGoneError, OverloadedError, ServerError
@@ -38,7 +38,6 @@ from deft_server.problems import describe
 from deft_server.service import Service
 
 CLOSE_REASON = "Internal server error. Details in the previous frame."
-_QUICK_BYTES = 512 * 1024
 _ENDED_EPISODE = pack({"status": "reset successful"})
 _PATIENCE_S = 10.0  # neither client can retry, so a busy server lets their frame wait instead
 _KNOWN = (WireError, PolicyError, ServerError)
@@ -115,9 +114,10 @@ class _Connection:
         return True
 
     async def _unpack(self, data: bytes) -> object:
-        if len(data) <= _QUICK_BYTES and b"__image__" not in data:
-            return unpack(data, self._limits)
-        return await asyncio.to_thread(unpack, data, self._limits)
+        try:
+            return unpack(data, self._limits, decodes_pictures=False)
+        except PictureFoundError:
+            return await asyncio.to_thread(unpack, data, self._limits)
 
     async def _answer_openpi(self, value: object, arrived_s: float) -> None:
         if not isinstance(value, dict):
