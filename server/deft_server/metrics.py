@@ -18,6 +18,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5,
 )  # fmt: skip
+_NOT_STAGES = ("total_ms", "round_trip_ms")
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _PASSES = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -102,7 +103,7 @@ class Metrics:
         self.act_seconds.observe(total_s)
         self.queue_seconds.observe(queue_s)
         for stage, milliseconds in vars(chunk.timings).items():
-            if milliseconds:
+            if milliseconds and stage not in _NOT_STAGES:
                 self._once(self.stage_seconds, stage.removesuffix("_ms")).inc(milliseconds / 1000)
         trace = chunk.trace
         if trace is not None:
