@@ -44,10 +44,12 @@ class KVCache:
         self.num_rows = num_rows
         self.length = length
         self._num_heads = sizes.num_heads
-        # Zeros, not garbage: a masked slot still enters 0 * value, and 0 * NaN is NaN.
+        # Zeros, not garbage: a masked slot still enters 0 * value, and 0 * NaN is NaN. And not an
+        # inference tensor: that could not be written to outside of inference mode.
         shape = (sizes.num_layers, num_rows, length, 2 * sizes.num_heads, sizes.head_dim)
-        self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
-        self._flat = self.data.flatten(3).flatten(1, 2)
+        with torch.inference_mode(False):
+            self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
+            self._flat = self.data.flatten(3).flatten(1, 2)
 
     @property
     def num_bytes(self) -> int:

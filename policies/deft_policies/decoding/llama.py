@@ -59,7 +59,9 @@ class RotaryTable(nn.Module):
         """Look up [row, token] positions, on the device and in the dtype of `like`."""
         table = self._table
         if table is None or table.device != like.device or table.dtype != like.dtype:
-            table = self._table = self._compute().to(like)
+            # An inference tensor could not be used in training afterwards.
+            with torch.inference_mode(False):
+                table = self._table = self._compute().to(like.device, like.dtype)
         found = functional.embedding(positions, table).unsqueeze(2)
         cos, sin = found.chunk(2, dim=3)
         return Rotation(cos, sin)

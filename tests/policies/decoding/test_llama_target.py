@@ -215,3 +215,15 @@ def test_the_head_over_action_rows_alone_equals_that_part_of_the_whole() -> None
     prompts = random_prompts(model, TEXT_LENGTHS)
     decoded = tokens_of(AutoregressiveDecoder(part), prompts)
     assert all(actions.first <= token <= actions.last for row in decoded for token in row)
+
+
+def test_what_inference_leaves_behind_does_not_disturb_training_or_recording() -> None:
+    model = tiny_model()
+    prompts = random_prompts(model, TEXT_LENGTHS)
+    decoder = AutoregressiveDecoder(target_of(model))
+    with torch.inference_mode():
+        before = tokens_of(decoder, prompts)
+    assert tokens_of(decoder, prompts) == before  # the same cache, outside of inference mode
+    model.requires_grad_(True)
+    model.decoder(prompts.embeds).sum().backward()
+    assert model.decoder.layers[0].attention.qkv.weight.grad is not None
