@@ -75,6 +75,7 @@ class LlamaTarget:
         self._cache = KVCache(decoder.sizes.cache, 0, 0, decoder.embedding.weight)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self.device)  # [row], committed
         self._roots = self._lengths  # [row], slot of the root of the last pass
+        self._num_rows = 0
         self._extent = Extent(0)
         self._limit = 0  # no row ever grows beyond this
 
@@ -108,9 +109,17 @@ class LlamaTarget:
         """Positions a prompt may have, patches included."""
         return self.decoder.sizes.max_positions - self._room.new_tokens
 
+    def pad_rows(self, values: Tensor) -> Tensor:
+        """The batch with copies of its first row behind, up to the next recorded batch size."""
+        num_rows = len(values)
+        if not self._runner.has_fixed_shapes or num_rows == 1:
+            return values
+        missing = (1 << (num_rows - 1).bit_length()) - num_rows
+        return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
+
     def committed_lengths(self) -> Tensor:
         """Slots in use, [row]."""
-        return self._lengths
+        return self._lengths[: self._num_rows]
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -131,10 +140,11 @@ class LlamaTarget:
     @torch.no_grad()
     def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
         """Run the prompts and the guesses behind them in one pass."""
-        embeds, num_positions = prompts.embeds, prompts.embeds.shape[1]
+        self._num_rows, num_positions, _ = prompts.embeds.shape
+        embeds, lengths = self.pad_rows(prompts.embeds), self.pad_rows(prompts.lengths)
         if self._runner.has_fixed_shapes:
             embeds = functional.pad(embeds, (0, 0, 0, -num_positions % _PROMPT_BUCKET))
-        self._begin(prompts.lengths, embeds.shape[1])
+        self._begin(lengths, embeds.shape[1])
         is_causal = tree.num_nodes == 1 or (self._reads_lengths and layout.is_chain(tree.parents))
         kind = PrefillKind(is_causal, prompts.keep_hidden)
         tokens, ancestors = self._widen(tree)
@@ -145,13 +155,11 @@ class LlamaTarget:
         scored, logits, kept = self._runner.run(
             (kind, tokens.shape[1], *embeds.shape),
             step,
-            (embeds, prompts.lengths, tokens, ancestors),
+            (embeds, lengths, tokens, ancestors),
         )
-        num_nodes = tree.num_nodes
-        features = PromptFeatures(
-            prompts.embeds, kept[:, :num_positions], prompts.lengths, prompts.patches
-        )
-        return Scores(logits[:, :num_nodes], scored[:, :num_nodes]), features
+        kept = kept[: self._num_rows, :num_positions]
+        features = PromptFeatures(prompts.embeds, kept, prompts.lengths, prompts.patches)
+        return self._scores_of(tree, logits, scored), features
 
     @torch.no_grad()
     def score(self, tree: DraftTree) -> Scores:
@@ -173,11 +181,12 @@ class LlamaTarget:
             step,
             (tokens, ancestors, self._roots),
         )
-        return Scores(logits[:, : tree.num_nodes], hidden[:, : tree.num_nodes])
+        return self._scores_of(tree, logits, hidden)
 
     @torch.no_grad()
     def commit(self, path: Tensor, lengths: Tensor) -> None:
         """Keep the slots of a path of the last pass, in place."""
+        path, lengths = self.pad_rows(path), self.pad_rows(lengths)
         if path.shape[1] > 1:
             nodes = path[:, 1:].clamp(0, self._room.nodes)
             places = torch.arange(1, path.shape[1], device=path.device)
@@ -192,13 +201,19 @@ class LlamaTarget:
 
     def _widen(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """Tokens and ancestors of a tree, padded to the next recorded width where there is one."""
+        tokens, ancestors = self.pad_rows(tree.tokens), self.pad_rows(tree.ancestor_mask())
         width = tree.num_nodes
         if self._runner.has_fixed_shapes:
             width = next((one for one in _TREE_WIDTHS if one >= width), width)
         if width == tree.num_nodes:
-            return tree.tokens, tree.ancestor_mask()
-        tokens = functional.pad(tree.tokens, (0, width - tree.num_nodes))
-        return tokens, layout.pad_ancestors(tree.ancestor_mask(), width)
+            return tokens, ancestors
+        tokens = functional.pad(tokens, (0, width - tree.num_nodes))
+        return tokens, layout.pad_ancestors(ancestors, width)
+
+    def _scores_of(self, tree: DraftTree, logits: Tensor, hidden: Tensor) -> Scores:
+        """What was asked for, without the padding of recorded shapes."""
+        rows, nodes = slice(self._num_rows), slice(tree.num_nodes)
+        return Scores(logits[rows, nodes], hidden[rows, nodes])
 
     def _begin(self, lengths: Tensor, num_positions: int) -> None:
         num_rows = lengths.shape[0]

@@ -43,7 +43,9 @@ class OpenVLATarget(LlamaTarget):
         padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
         ids = torch.tensor(padded).to(self.device, non_blocking=True)
         texts = torch.tensor([len(row) for row in prompt_ids]).to(self.device, non_blocking=True)
+        pixels = self.pad_rows(pixels)
         patches, features = self._runner.run(("see", *pixels.shape), self._see_step, (pixels,))
+        patches, features = patches[: len(ids)], features[: len(ids)]
         num_patches = patches.shape[1]
         return Prompts(
             embeds=self.model.compose(patches, ids),

@@ -202,6 +202,19 @@ def test_a_recording_made_for_one_prompt_length_serves_its_whole_bucket() -> Non
     assert runner.num_recordings == 2
 
 
+def test_batches_of_three_and_four_share_their_recordings() -> None:
+    model = tiny_model()
+    runner = RecordedRunner(ReplayingRecorder())
+    decoder = AutoregressiveDecoder(target_of(model, runner))
+    four, three = random_prompts(model, [3, 5, 9, 1]), random_prompts(model, [4, 8, 2], seed=1)
+    tokens_of(decoder, four)
+    num_recordings = runner.num_recordings
+    expected = [plain_decode(model, one_row(three, row).embeds[0], 7) for row in range(3)]
+    assert tokens_of(decoder, three) == expected
+    assert runner.num_recordings == num_recordings
+    assert decoder.target.committed_lengths().tolist() == [n + 6 for n in three.lengths.tolist()]
+
+
 def test_the_head_over_action_rows_alone_equals_that_part_of_the_whole() -> None:
     model = tiny_model()
     actions = model.config.vocabulary.tokens

@@ -103,6 +103,8 @@ def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> No
     for case, request in zip(golden.cases_with_image(), requests, strict=True):
         assert tokens_of(policy.act([request])) == [case.tokens]
     assert runner.num_recordings == num_recordings
+    three = [case.tokens for case in golden.cases_with_image()[:3]]
+    assert tokens_of(policy.act(golden_requests(policy)[:3])) == three
 
 
 def test_golden_cases_answered_in_batches_are_the_same() -> None:
