@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 
 import numpy as np
 import PIL.Image
@@ -75,6 +76,20 @@ def test_the_largest_size_a_header_can_claim_is_refused_without_a_warning():
     header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 2**32 - 1, 2**32 - 1)
     with pytest.raises(MessageTooLargeError):
         decode_image(header + bytes(50), "image")
+
+
+def test_a_second_header_cannot_smuggle_in_a_larger_picture():
+    """Decoders believe the last header: 10,000 x 10,000 pixels are 300 MB, from 100 bytes."""
+    small = saved(PIL.Image.new("RGB", (8, 8)), "JPEG")
+    at = small.index(b"\xff\xc0")
+    end = at + 2 + int.from_bytes(small[at + 2 : at + 4], "big")
+    large = small[at : at + 5] + struct.pack(">HH", 10_000, 10_000) + small[at + 9 : end]
+    png = saved(PIL.Image.new("RGB", (8, 8)), "PNG")
+    header = b"IHDR" + struct.pack(">II", 10_000, 10_000) + png[24:29]
+    second = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    for data in (small[:end] + large + small[end:], png[:33] + second + png[33:]):
+        with pytest.raises(UnusableValueError, match="two headers"):
+            decode_image(data, "image")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])

@@ -103,6 +103,8 @@ def test_a_disk_full_in_mid_step_keeps_the_steps_before_it(tmp_path, limit_file_
         recorder.act(observation(0))
         limit_file_size(recorder.path.stat().st_size + 40)
         assert recorder.act(observation(1)).actions[0, 0] == 2
+        limit_file_size(resource.RLIM_INFINITY)  # room again, but behind half a step
+        recorder.act(observation(2))
     assert not recorder.is_recording
     episode = read_episode(recorder.path)
     assert len(episode.steps) == 1
