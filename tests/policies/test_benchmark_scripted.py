@@ -66,12 +66,12 @@ def test_drafts_that_are_always_right_cost_one_pass_and_useless_ones_none_more_t
 
 def test_a_share_of_right_tokens_saves_as_many_passes() -> None:
     """An action takes 1 + 6 (1 - p) passes: one for every wrong token but the last."""
-    traces = run_script(Script("drafts", 0.8, 1), 120)
-    assert np.mean([trace.num_passes for trace in traces]) == pytest.approx(2.2, abs=0.3)
+    traces = run_script(Script("drafts", 0.8, 1), 60)
+    assert np.mean([trace.num_passes for trace in traces]) == pytest.approx(2.2, abs=0.4)
 
 
 def test_the_head_really_runs_and_its_path_is_as_long_as_the_paper_says() -> None:
-    traces = run_script(Script("head", lengths=SPEC_VLA_RELAXED), 60)
+    traces = run_script(Script("head", lengths=SPEC_VLA_RELAXED), 40)
     drafted = [one for trace in traces for one in trace.passes if len(one.tokens) > 1]
     assert max(len(one.tokens) for one in drafted) > 20
     full = [one for one in drafted if one.tokens and len(one.tokens) > 40]
@@ -79,7 +79,7 @@ def test_the_head_really_runs_and_its_path_is_as_long_as_the_paper_says() -> Non
     early = [one.accepted_length for trace in traces for one in trace.passes[1:2]]
     expected = sum(length * share for length, share in enumerate(SPEC_VLA_RELAXED))
     assert full
-    assert np.mean(early) == pytest.approx(expected, abs=0.45)
+    assert np.mean(early) == pytest.approx(expected, abs=0.5)
 
 
 def test_spoilt_tokens_stay_in_range_and_far_away() -> None:

@@ -151,9 +151,10 @@ def random_head(model: OpenVLAModel) -> EagleHead:
     with torch.device("meta"):
         head = EagleHead(sizes)
     head = head.to(weight.dtype).to_empty(device=weight.device)
+    generator = torch.Generator(weight.device).manual_seed(0)
     for parameter in head.parameters():
         if parameter.dim() > 1:
-            parameter.normal_(std=parameter.shape[1] ** -0.5)
+            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
         else:
             parameter.fill_(1.0 if parameter is head.mlp_norm.weight else 0.0)
     return head.requires_grad_(False).eval()
