@@ -9,8 +9,8 @@ def box(half: tuple[float, float, float]) -> np.ndarray:
 
 
 def test_a_narrow_thing_is_taken_across_its_narrow_side():
-    _, closing, _ = min(_top(box((0.02, 0.06, 0.03))), key=lambda one: one[2])
-    assert abs(closing[0]) > 0.95
+    best = min(_top(box((0.02, 0.06, 0.03))), key=lambda grasp: grasp.cost)
+    assert abs(best.closing[0]) > 0.95
 
 
 def test_a_thing_too_wide_everywhere_still_has_a_grasp():

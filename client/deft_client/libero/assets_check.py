@@ -18,6 +18,7 @@ SETTLED_AFTER = 40  # objects are recorded up to 16 cm above their place, and fa
 MAX_SHIFT_METRES = 0.003
 MAX_TURN_RADIANS = np.deg2rad(3.0)
 MAX_JOINT_SHIFT = 0.003
+MAX_OVERLAP_METRES = 0.002
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _check_trial(environment: LiberoEnvironment, trial: int) -> list[str]:
         if step + 1 == SETTLED_AFTER:
             settled = environment.scene()
     end = environment.scene()
-    return texts + _unrest(settled, end) + _moved_joints(start, end)
+    return texts + _unrest(settled, end) + _moved_joints(start, end) + _overlaps(environment)
 
 
 def _unrest(settled: Scene, end: Scene) -> list[str]:
@@ -71,6 +72,15 @@ def _unrest(settled: Scene, end: Scene) -> list[str]:
                 f"between idle steps {SETTLED_AFTER} and {NUM_STEPS}"
             )
     return texts
+
+
+def _overlaps(environment: LiberoEnvironment) -> list[str]:
+    """A knob that was sunk into the table could not be turned, and nothing else showed it."""
+    return [
+        f"{one} and {other} overlap by {depth * 1000:.1f} mm"
+        for one, other, depth in environment.overlaps()
+        if depth > MAX_OVERLAP_METRES
+    ]
 
 
 def _turn(before: Pose, after: Pose) -> float:

@@ -179,7 +179,7 @@ def _checksum(arrays: Mapping[str, NDArray[np.generic]]) -> str:
 
 def _members(path: Path, only: str | None) -> dict[str, NDArray[np.generic]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files if only in (None, name)}
     except FileNotFoundError as error:
         raise DemonstrationError(f"no demonstration at {path}") from error

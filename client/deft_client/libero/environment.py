@@ -245,6 +245,18 @@ class LiberoEnvironment:
                 found[roots[body]].append(Box(pose, half))
         return {name: tuple(boxes) for name, boxes in found.items()}
 
+    def overlaps(self) -> list[tuple[str, str, float]]:
+        """Shapes that touch now, by name, with how deep one is in the other (metres)."""
+        model, data = self._inner.sim.model, self._inner.sim.data._data
+        return [
+            (
+                model.geom_id2name(contact.geom1),
+                model.geom_id2name(contact.geom2),
+                -float(contact.dist),
+            )
+            for contact in data.contact
+        ]
+
     @property
     def _bodies(self) -> dict[str, int]:
         """Objects and fixtures, and what moves in fixtures: drawers, doors and knobs."""

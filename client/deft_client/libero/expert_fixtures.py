@@ -16,9 +16,10 @@ from deft_client.libero.scene import Scene, Vector
 _HANDLE_OUT = 0.116  # from a drawer's region to the middle of its bar
 _BAR_WIDTH = 0.016  # fingers nearer than this hold the bar
 _STAND_OFF = 0.10
-_KNOB_LEVEL = 0.044  # the grip site's height above the stove while it pushes the knob's bar
-_KNOB_ARM = 0.034  # from the knob's axis to where the bar is pushed
-_KNOB_BEHIND = 0.038  # where the hand comes down, beside the bar
+_KNOB_GRIP = 0.038  # height of the knob's bar above the stove's origin
+_KNOB_BAR = 0.034  # fingers nearer than this hold the bar
+_KNOB_LEAN = np.array([-0.2, 0.0, 0.0])  # keeps the wrist away from the robot's base
+_TURN_LEAD = 0.3  # radians the hand leads the knob by
 _PLATE_FLOOR = 0.004
 _PRESS = 0.008  # how far below itself the pushing hand aims, so as not to ride over the rim
 _INSIDE = 0.025  # where on the plate the fingers come down, from its middle
@@ -60,11 +61,7 @@ class PullDrawer:
 
 @dataclass(frozen=True, eq=False)
 class TurnKnob:
-    """Turns a stove on: pushes the end of the knob's bar sideways with closed fingers.
-
-    Taking the bar and turning the hand would work as well, were the stove not so near to the robot
-    that the arm has to fold to its limits.
-    """
+    """Turns a stove on: takes the bar on its knob from above and turns the hand."""
 
     stove: str
     joint: str
@@ -73,24 +70,23 @@ class TurnKnob:
         """The action for a scene."""
         hand, stove = scene.gripper, scene.bodies[self.stove]
         angle = scene.joints[self.joint]
-        # At angle 0 the bar lies along the stove's x axis; turning it on is counter-clockwise.
-        outward = stove.rotation @ np.array([np.cos(angle), np.sin(angle), 0.0])
-        ahead = np.cross(UP, outward)
-        end = stove.position + _KNOB_ARM * outward + _KNOB_LEVEL * UP
-        start = end - _KNOB_BEHIND * ahead
-        rotation = downward(np.array([0.0, 1.0, 0.0]))
-        offset = hand.position - end
-        radial, behind = float(offset @ outward), -float(offset @ ahead)
+        # At angle 0 the bar lies along the stove's x axis; the fingers close across it.
+        across = stove.rotation @ np.array([-np.sin(angle), np.cos(angle), 0.0])
+        knob = stove.position + _KNOB_GRIP * UP
+        rotation = downward(across, _KNOB_LEAN)
+        error = float(np.linalg.norm((hand.position - knob)[:2]))
+        above = float(hand.position[2] - knob[2])
         turn = float(np.linalg.norm(turn_to(rotation, hand)))
-        if offset[2] < 0.008 and abs(radial) < 0.014 and -0.01 < behind < 0.06 and turn < 0.4:
-            position = hand.position + 0.04 * ahead - radial * outward
-            position[2] = end[2]
-            return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, end)
-        error = float(np.linalg.norm((hand.position - start)[:2]))
-        misfit = max(error - 0.008, 0.05 * (turn - 0.15), 0.0)
-        if scene.opening > 0.02:
-            misfit = max(misfit, 0.015)
-        return _descend(scene, start, rotation, funnel(misfit, 0.06), closed=True)
+        level = -0.012 < above < 0.018
+        if level and error < 0.025 and scene.opening < _KNOB_BAR and turn < 0.9:
+            further = _about_up(_TURN_LEAD) @ hand.rotation
+            return _label(scene, Aim(knob, further, closed=True), Phase.TURN, knob)
+        if level and error < 0.015 and turn < 0.25:
+            return _label(scene, Aim(knob, rotation, closed=True, speed=0.3), Phase.CLOSE, knob)
+        misfit = max(error - 0.006, 0.05 * (turn - 0.1), 0.0)
+        if scene.opening < 0.05:
+            misfit = max(misfit, 0.02)
+        return _descend(scene, knob, rotation, funnel(misfit, 0.06))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,3 +165,8 @@ def _descend(
 
 def _label(scene: Scene, aim: Aim, phase: Phase, handled: Vector) -> Label:
     return Label(steer(scene, aim), phase, aim.position, handled, aim.position)
+
+
+def _about_up(angle: float) -> Vector:
+    sine, cosine = np.sin(angle), np.cos(angle)
+    return np.array([[cosine, -sine, 0.0], [sine, cosine, 0.0], [0.0, 0.0, 1.0]])
