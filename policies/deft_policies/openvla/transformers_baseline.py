@@ -38,7 +38,7 @@ class BaselineLoop(Enum):
     """Which loop of transformers."""
 
     GENERATE = "transformers"  # what OpenVLA's own code calls
-    FORWARD = "transformers-loop"  # the leanest loop over their model and cache
+    FORWARD = "transformers-forward"  # the leanest loop over their model and cache
 
 
 class TransformersPolicy:
