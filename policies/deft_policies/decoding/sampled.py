@@ -85,7 +85,7 @@ class RatioVerifier(SampledVerifier):
     def _replacement(
         self, scored: ScoredTree, p: Tensor, q: Tensor, kept: Tensor, is_judged: Tensor
     ) -> Tensor:
-        """Draw the token behind the kept drafts: from the residual if a draft fell there, else p."""
+        """Draw the token behind the kept drafts: the residual where one fell, else p."""
         rows = torch.arange(len(kept), device=kept.device)
         p_here = p[rows, kept]
         after = (kept + 1).clamp(max=q.shape[1] - 1)

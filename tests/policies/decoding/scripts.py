@@ -87,7 +87,7 @@ class AnswerTarget:
         return tokens[..., None].float()
 
     def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
-        raise NotImplementedError("no draft head is asked here")
+        raise AssertionError("no draft head is asked here")
 
     def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
         self._committed = torch.zeros(len(self.wanted), dtype=torch.int64)
