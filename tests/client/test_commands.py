@@ -89,6 +89,7 @@ def test_act_prints_the_actions_and_the_time_they_took(server, picture, capsys):
     shown = capsys.readouterr().out
     assert "action 0:  +0.10000  -0.20000  +3.14159" in shown
     assert "round_trip_ms" in shown
+    assert "the server intervened: clamp" in shown
     (_, body) = server.requests[0]
     assert wire.decode_request(body).observation.instruction == "lift the cup"
 

@@ -108,6 +108,8 @@ def _table(chunk: ActionChunk) -> str:
     lines = [f"action {step}:  {row}" for step, row in enumerate(rows)]
     spent = {name: value for name, value in vars(chunk.timings).items() if value}
     lines.append("  ".join(f"{name} {value:.2f}" for name, value in spent.items()))
+    if chunk.intervention is not None:
+        lines.append(f"the server intervened: {chunk.intervention.value}")
     if chunk.trace is not None:
         trace = chunk.trace
         lines.append(
