@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from deft_client.libero.conventions import CLOSE, OPEN
+from deft_client.libero.errors import SimulationError
 from deft_client.libero.expert import Expert, Watch
 from deft_client.libero.expert_pick import Phase
 from deft_client.libero.suites import find_suite
@@ -86,3 +87,10 @@ def test_a_watch_counts_an_attempt_when_nothing_moves():
     attempts = [watch.see(scene) for _ in range(60)]
     assert attempts[:20] == [0] * 20
     assert attempts[-1] == 2
+
+
+def test_a_task_beyond_the_expert_is_refused_at_once():
+    environment = physics("libero_10", 9)  # a mug into a microwave
+    environment.restart(0)
+    with pytest.raises(SimulationError, match="cannot do task 9 of libero_10"):
+        Expert.for_episode(environment)

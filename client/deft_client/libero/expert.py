@@ -17,8 +17,9 @@ from deft_client.libero.expert_geometry import build_clouds, pinch
 from deft_client.libero.expert_grasps import GraspFinder, category
 from deft_client.libero.expert_motion import Aim, steer
 from deft_client.libero.expert_pick import Label, Phase, PickAndPlace, Place
-from deft_client.libero.scene import Goal, Scene
+from deft_client.libero.scene import Goal, Pose, Scene, Vector
 
+_SPACING = 0.088  # metres between the middles of things that share a region
 _OPEN_DRAWER = -0.12  # metres along the slide; fully open is -0.16
 _STUCK_STEPS = 25
 _STUCK_METRES = 0.004
@@ -35,14 +36,20 @@ class Expert:
     @classmethod
     def for_episode(cls, environment: LiberoEnvironment) -> "Expert":
         """An expert for the episode the environment has just begun (after the idle steps)."""
-        start = environment.scene()
-        return cls(
-            environment.goals(), start, GraspFinder(build_clouds(start, environment.boxes()))
-        )
+        start, goals = environment.scene(), environment.goals()
+        for goal in goals:
+            if not _is_known(goal, start):
+                raise SimulationError(
+                    f"the expert cannot do task {environment.task.number} of "
+                    f"{environment.task.suite}: it knows no way to reach {goal}"
+                )
+        return cls(goals, start, GraspFinder(build_clouds(start, environment.boxes())))
 
     def label(self, scene: Scene, attempt: int = 0) -> Label:
         """What to do in this scene."""
-        for goal, held in zip(self.goals, scene.goals_held, strict=True):
+        pairs = list(zip(self.goals, scene.goals_held, strict=True))
+        # What is to be shut comes last: something may have to go in first.
+        for goal, held in sorted(pairs, key=lambda pair: pair[0].predicate == "close"):
             if not held:
                 return self._let_go(goal, scene) or self._work(goal, scene, attempt)
         return self._retreat(scene)
@@ -67,9 +74,7 @@ class Expert:
             return PushShut(parent(goal.subject, scene), goal.subject).label(scene)
         if goal.predicate == "turnon":
             return TurnKnob(goal.subject, f"{goal.subject}_button").label(scene)
-        if goal.predicate in ("in", "on") and goal.target is not None:
-            return self._put(goal, goal.target, scene, attempt)
-        raise SimulationError(f"the expert knows no way to reach {goal}")
+        return self._put(goal, goal.target or "", scene, attempt)
 
     def _put(self, goal: Goal, target: str, scene: Scene, attempt: int) -> Label:
         start = self.finder.clouds[goal.subject].at(self.start.bodies[goal.subject])
@@ -95,7 +100,13 @@ class Expert:
             # Up the slope from the trough; the goal holds as soon as the bottle touches the shelf.
             position = position + 0.03 * scene.bodies[rack].rotation[:, 1]
             return Place(position, float(position[2]) - 0.02)
-        return Place(position, float(position[2]))
+        return Place(position + self._aside(goal, scene.regions[target]), float(position[2]))
+
+    def _aside(self, goal: Goal, region: Pose) -> Vector:
+        """Room for everything that is to stand on one region: side by side along its x axis."""
+        sharing = [one.subject for one in self.goals if one.target == goal.target]
+        place = sharing.index(goal.subject) - (len(sharing) - 1) / 2
+        return np.asarray(_SPACING * place * region.rotation[:, 0])
 
     def _retreat(self, scene: Scene) -> Label:
         up = scene.gripper.position + np.array([0.0, 0.0, 0.1])
@@ -118,6 +129,15 @@ class Watch:
             self.attempt += 1
             self._places.clear()
         return self.attempt
+
+
+def _is_known(goal: Goal, scene: Scene) -> bool:
+    """Whether there is a skill for a goal. Doors and what lies behind them are beyond it."""
+    if goal.predicate in ("open", "close"):
+        return drawer_joint(goal.subject, scene) is not None
+    if goal.predicate in ("in", "on"):
+        return goal.target is not None and not goal.target.startswith("microwave")
+    return goal.predicate == "turnon"
 
 
 def parent(region: str, scene: Scene) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deft_client.libero.expert_geometry import TIP
-from deft_client.libero.expert_motion import DOWN, UP, Aim, downward, pointing, steer, turn_to
+from deft_client.libero.expert_motion import UP, Aim, downward, pointing, steer, turn_to
 from deft_client.libero.expert_pick import Label, Phase, funnel
 from deft_client.libero.scene import Scene, Vector
 
@@ -20,6 +20,7 @@ _KNOB_GRIP = 0.038  # height of the knob's bar above the stove's origin
 _KNOB_BAR = 0.034  # fingers nearer than this hold the bar
 _KNOB_LEAN = np.array([-0.2, 0.0, 0.0])  # keeps the wrist away from the robot's base
 _TURN_LEAD = 0.3  # radians the hand leads the knob by
+_SHUT_LEAN = 0.6
 _PLATE_FLOOR = 0.004
 _PRESS = 0.008  # how far below itself the pushing hand aims, so as not to ride over the rim
 _INSIDE = 0.025  # where on the plate the fingers come down, from its middle
@@ -127,7 +128,7 @@ class PushPlate:
 
 @dataclass(frozen=True, eq=False)
 class PushShut:
-    """Shuts a drawer: pushes its front with closed fingers that point into the cabinet."""
+    """Shuts a drawer: pushes its bar with closed fingers, the palm leaning outwards."""
 
     cabinet: str
     region: str
@@ -136,19 +137,21 @@ class PushShut:
         """The action for a scene."""
         hand, front = scene.gripper, -scene.bodies[self.cabinet].rotation[:, 1]
         bar = scene.regions[self.region].position + _HANDLE_OUT * front
-        rotation = pointing(-front + 0.8 * DOWN, np.cross(UP, front))
-        target = bar + 0.01 * front + 0.02 * UP
-        offset = hand.position - target
+        rotation = downward(np.cross(UP, front), -_SHUT_LEAN * front)
+        offset = hand.position - bar
         out = float(offset @ front)
-        aside = float(np.linalg.norm(offset - out * front))
-        if aside < 0.03 and -0.03 < out < 0.05:
-            position = target - 0.1 * front
+        aside = float(np.linalg.norm((offset - out * front)[:2]))
+        if aside < 0.04 and 0.0 < out < 0.08 and offset[2] < 0.02 and scene.opening < 0.02:
+            position = hand.position - 0.04 * front
+            position[2] = bar[2] + 0.004
             return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, bar)
-        wanted = funnel(max(aside - 0.01, 0.0), 0.08) + 0.01
-        position = target + wanted * front
-        if out < wanted - 0.03:
-            position = hand.position + (wanted - out) * front + 0.05 * UP
-        return _label(scene, Aim(position, rotation, closed=True), Phase.APPROACH, bar)
+        start = bar + 0.05 * front + 0.004 * UP
+        error = float(np.linalg.norm((hand.position - start)[:2]))
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        misfit = max(error - 0.012, 0.05 * (turn - 0.2), 0.0)
+        if scene.opening > 0.02:
+            misfit = max(misfit, 0.015)
+        return _descend(scene, start, rotation, funnel(misfit, 0.16), closed=True)
 
 
 def _descend(
