@@ -26,24 +26,26 @@ class GuardSettings:
 
 @dataclass(eq=False)
 class Average:
-    """A moving average that one outlier cannot drag along."""
+    """A moving average; the first few samples weigh more."""
 
     value: float = 0.0
     count: int = 0
 
     def add(self, sample: float, settings: GuardSettings) -> None:
-        """Take a measurement in; the first few weigh more."""
-        if self.count > 0 and self.value > 0:
-            sample = min(sample, settings.outlier * self.value)
+        """Take a sample in."""
         self.count += 1
         self.value += max(settings.weight, 1.0 / self.count) * (sample - self.value)
 
-    def settle(self, sample: float, settings: GuardSettings) -> None:
-        """As `add`, but of the first two measurements the smaller counts: one warmed things up."""
+    def add_time(self, sample: float, settings: GuardSettings) -> None:
+        """Take a time in: one outlier must not drag the average along.
+
+        Of the first two the smaller counts, because the first may have warmed things up.
+        """
         if self.count == 1:
             self.count, self.value = 2, min(self.value, sample)
         else:
-            self.add(sample, settings)
+            highest = settings.outlier * self.value if self.count > 0 else sample
+            self.add(min(sample, highest), settings)
 
 
 @dataclass(eq=False)
@@ -132,10 +134,10 @@ class Guard:
         self._num_actions += 1
         known = self._costs.setdefault((plan, _size(cost.num_passes)), _PlanCost())
         known.last_used = self._num_actions
-        known.prefill_ms.settle(cost.prefill_ms, self._settings)
+        known.prefill_ms.add_time(cost.prefill_ms, self._settings)
         longest = max(cost.num_passes)
         if longest > 0:
-            known.pass_ms.settle(cost.passes_ms / longest, self._settings)
+            known.pass_ms.add_time(cost.passes_ms / longest, self._settings)
 
     def learn_passes(self, plan: str, passes: int, session: SessionAcceptance) -> None:
         """Take in how many passes a plan has needed, or would have, and nothing about cost."""
