@@ -12,6 +12,7 @@ from deft_client.libero.assets import find_assets
 from deft_client.libero.assets_check import Problem, check_task
 from deft_client.libero.cache import cache_folder
 from deft_client.libero.conventions import WAIT_STEPS, wait_action
+from deft_client.libero.demos_pool import end_with_parent
 from deft_client.libero.environment import EnvironmentSettings, open_environment
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.evaluate_errors import SelectionError
@@ -103,7 +104,7 @@ def _check(options: argparse.Namespace) -> int:
     label = find_assets(options.assets, cache_folder()).label
     sys.stdout.write(f"{label} assets, {len(tasks)} tasks, {len(trials)} initial states each\n")
     num_problems = 0
-    with ProcessPoolExecutor(options.workers, get_context("spawn")) as executor:
+    with ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent) as executor:
         checks = {task: executor.submit(check_task, task, trials, settings) for task in tasks}
         for task, check in checks.items():
             num_problems += _report(task, check.result())

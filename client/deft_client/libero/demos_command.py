@@ -137,8 +137,7 @@ def _record(job: DemosJob) -> None:
         )
         sys.stdout.flush()
 
-    if missing:
-        record(job, report)
+    record(job, report)
     _summarise(job)
 
 

@@ -60,10 +60,10 @@ def record(job: DemosJob, report: Callable[[DemoResult], None]) -> None:
     """Record every missing episode; `report` hears of each as it is written."""
     with _claimed(job):
         keys = missing_keys(job)
+        if not keys:
+            return
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            job.num_workers, context, initializer=_end_with_parent
-        ) as executor:
+        with ProcessPoolExecutor(job.num_workers, context, initializer=end_with_parent) as executor:
             futures: list[Future[DemoResult]] = [
                 executor.submit(_record_one, job, key) for key in keys
             ]
@@ -106,7 +106,7 @@ def _opened(suite: str, task: int, settings: EnvironmentSettings) -> LiberoEnvir
     return current
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A worker whose parent was killed would wait for work for ever."""
     parent = multiprocessing.parent_process()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from deft_client.libero.conventions import WAIT_STEPS, wait_action
+from deft_client.libero.demos_pool import end_with_parent
 from deft_client.libero.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.errors import UnstableError
 from deft_client.libero.evaluate_selection import parse_numbers
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
     done = {(one.suite, one.task, one.trial) for one in before}
     context = multiprocessing.get_context("spawn")
     with (
-        ProcessPoolExecutor(options.workers, context) as executor,
+        ProcessPoolExecutor(options.workers, context, end_with_parent) as executor,
         options.out.open("a", encoding="utf-8") as file,
     ):
         futures = [executor.submit(play_all, job) for job in _jobs(options, done)]
