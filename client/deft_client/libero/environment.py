@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -367,6 +368,10 @@ def _warn_of_pixels(assets: Assets) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the simulator's prints from the terminal; its exceptions pass."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    """Keep the simulator's prints and warnings from the terminal; its exceptions pass.
+
+    Where warnings are errors, robosuite could not even be imported: compiling it warns of escapes.
+    """
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
