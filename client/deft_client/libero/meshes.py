@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 CELL_METRES = 0.01
+_CELL_SHARE = 0.02  # of the largest side, for large things
+
 
 Indices = NDArray[np.int32]
 
@@ -16,6 +18,7 @@ def thinned_faces(
     vertices: NDArray[np.float32], faces: Indices, cell: float = CELL_METRES
 ) -> tuple[Indices, Indices]:
     """The faces [face, 3] that remain, over the same vertices, and which rows they come from."""
+    cell = max(cell, _CELL_SHARE * float(np.ptp(vertices, axis=0).max()))
     cells = np.floor(vertices / cell).astype(np.int64)
     _, cluster, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
     cluster = cluster.reshape(-1)
