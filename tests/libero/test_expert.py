@@ -24,9 +24,7 @@ def begin(suite: str, number: int, trial: int):
     ("suite", "number", "trial"),
     [
         ("libero_object", 5, 40),  # a can into the basket
-        ("libero_spatial", 4, 41),  # a bowl out of a drawer
         ("libero_goal", 0, 42),  # a drawer
-        ("libero_goal", 5, 43),  # a plate
         ("libero_goal", 7, 44),  # a knob
     ],
 )

@@ -310,7 +310,6 @@ def _mujoco() -> Any:
 def _prepare_process(cache: Path, libero: Path, renderer: Renderer) -> None:
     """Settle everything the simulator reads at import: graphics, caches, configuration."""
     announce_renderer(renderer)
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache / "numba"))
     os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
     if "LIBERO_CONFIG_PATH" not in os.environ:
         # LIBERO asks on stdin for what this file answers, and would write it to the home folder.
@@ -321,9 +320,10 @@ def _prepare_process(cache: Path, libero: Path, renderer: Renderer) -> None:
         os.environ["LIBERO_CONFIG_PATH"] = str(folder)
     if "robosuite" not in sys.modules:
         # robosuite looks for private macros, warns on the terminal when there are none, and
-        # overrides MUJOCO_GL unless they tell it not to.
+        # overrides MUJOCO_GL unless they tell it not to. Compiling what only resets call would take
+        # many seconds in every new cache.
         macros = types.ModuleType("robosuite.macros_private")
-        macros.__dict__["MUJOCO_GPU_RENDERING"] = False
+        macros.__dict__.update(MUJOCO_GPU_RENDERING=False, ENABLE_NUMBA=False)
         sys.modules["robosuite.macros_private"] = macros
 
 
