@@ -19,7 +19,7 @@ from deft_policies.decoding.records import ActionRun, PassRecord
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import Verdict, Verifier
+from deft_policies.decoding.verify import Verdict, Verifier, verdict_without_guesses
 
 
 class Drafting(Protocol):
@@ -99,17 +99,10 @@ class RunState:
         if is_prefill:
             self.context = replace(self.context, patches=patches)
         predictions = self.verifier.predict(tree, scores, self.num_committed)
-        scored = ScoredTree(
-            tree=tree,
-            scores=scores,
-            predictions=predictions,
-            num_committed=self.num_committed,
-            spent=self.tokens[:, : self.length] - self.own[:, : self.length],
-            vocabulary=self.target.vocabulary,
-            action_tokens=self.target.action_tokens,
-            context=self.context,
-        )
-        verdict = self.verifier.judge(scored)
+        if tree.num_nodes == 1:
+            verdict = verdict_without_guesses(predictions)
+        else:
+            verdict = self.verifier.judge(self._scored(tree, scores, predictions))
         self.last = PassResult(
             tree=tree,
             scores=scores,
@@ -123,24 +116,47 @@ class RunState:
         self._write(self.last)
         return self.last
 
-    def _write(self, result: PassResult) -> None:
-        """Append what was committed. Holds the one read from the device in a round."""
-        path, accepted = result.verdict.path, result.verdict.num_accepted
-        steps = torch.arange(path.shape[1], device=path.device)
+    def _scored(self, tree: DraftTree, scores: Scores, predictions: Tensor) -> ScoredTree:
+        return ScoredTree(
+            tree=tree,
+            scores=scores,
+            predictions=predictions,
+            num_committed=self.num_committed,
+            spent=self.tokens[:, : self.length] - self.own[:, : self.length],
+            vocabulary=self.target.vocabulary,
+            action_tokens=self.target.action_tokens,
+            context=self.context,
+        )
+
+    def _places(self, accepted: Tensor, num_steps: int) -> Tensor:
+        """Where the tokens of a pass belong, [row, step]; the spare column for what is none."""
+        if num_steps == 1:
+            return self.num_committed[:, None]
+        steps = torch.arange(num_steps, device=accepted.device)
         places = self.num_committed[:, None] + steps
         places = places.masked_fill_(steps > accepted[:, None], self.length)
-        places = places.clamp_(max=self.length)
+        return places.clamp_(max=self.length)
+
+    def _write(self, result: PassResult) -> None:
+        """Append what was committed."""
+        path, accepted = result.verdict.path, result.verdict.num_accepted
+        places = self._places(accepted, path.shape[1])
         self.tokens.scatter_(1, places, result.next_tokens)
         self.own.scatter_(1, places, result.verdict.own)
         if self.wants_margins:  # a copy: a recorded pass overwrites its logits when it runs again
             self._written.append((_at_path(result.scores.logits, path), places))
         self.num_committed = (self.num_committed + accepted + 1).clamp_(max=self.length)
         # Where nothing was guessed the host knows what was committed without reading.
-        kept = [0] * len(self.counts) if path.shape[1] == 1 else accepted.tolist()
+        kept = [0] * len(self.counts) if path.shape[1] == 1 else self.read_from_device(accepted)
         self._longest_path = max(kept) + 1
         self.counts = [
             min(count + num + 1, self.length) for count, num in zip(self.counts, kept, strict=True)
         ]
+
+    def read_from_device(self, accepted: Tensor) -> list[int]:
+        """The one read in a round, and so the one place where the host waits for the device."""
+        lengths: list[int] = accepted.tolist()
+        return lengths
 
     def commit(self, result: PassResult) -> None:
         """Keep the path in the target's cache; rows that are finished keep nothing more."""

@@ -65,8 +65,7 @@ def longest_accepted_path(scored: ScoredTree, rule: AcceptanceRule, tie_break: T
     it, in a tree of fixed depth) never count.
     """
     if scored.tree.num_nodes == 1:
-        none = torch.zeros_like(scored.num_committed)
-        return Verdict(none.unsqueeze(1), none, scored.predictions[:, 0], scored.predictions)
+        return verdict_without_guesses(scored.predictions)
     depths = scored.tree.depths()
     deepest = scored.context.space.length - 1 - scored.num_committed
     accepted = rule.accepts(scored) & (depths <= deepest.unsqueeze(1))
@@ -74,6 +73,12 @@ def longest_accepted_path(scored: ScoredTree, rule: AcceptanceRule, tie_break: T
     if rule.is_exact:  # equally long exact paths carry the same tokens
         return _walk(scored, length.argmax(dim=1))
     return _walk(scored, (length + 0.5 * _preference(scored, accepted, tie_break)).argmax(dim=1))
+
+
+def verdict_without_guesses(predictions: Tensor) -> Verdict:
+    """What a pass over the roots alone commits: their predictions, [row, 1]."""
+    none = torch.zeros_like(predictions)
+    return Verdict(none, none[:, 0], predictions[:, 0], predictions)
 
 
 def _walk(scored: ScoredTree, last: Tensor) -> Verdict:

@@ -84,6 +84,8 @@ class HeadDrafts:
             step,
             (soil.roots, soil.out, soil.length, soil.start, soil.deepest),
         )
+        if self._runner.has_fixed_shapes:  # the next tree overwrites what a recording put out
+            grown = tuple(tensor.clone() for tensor in grown)
         return DraftTree(*grown)
 
     def take_in(self, progress: Progress, shape: TreeShape) -> "Soil":

@@ -33,7 +33,9 @@ class DrawnHeadDrafts(HeadDrafts):
         for level in range(1, levels + 1):
             logits = self._target.logits(hidden[:, 0], self._drafted)
             odds.append(target_odds(logits, self._temperature))
-            drawn = torch.multinomial(odds[-1], 1, generator=self._generator)
+            # The largest of p / noise is an exact draw; multinomial() would make the host wait.
+            noise = torch.empty_like(odds[-1]).exponential_(generator=self._generator)
+            drawn = (odds[-1] / noise).argmax(dim=1, keepdim=True)
             tokens.append(drawn + self._drafted.first)
             if level < levels:
                 everything = drawn.new_ones(len(drawn), 1, level, dtype=torch.bool)

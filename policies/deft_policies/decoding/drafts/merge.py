@@ -20,22 +20,20 @@ def tree_of_guesses(
     """
     tokens = torch.cat([one.tokens for one in guesses], dim=1)
     known = torch.cat([one.is_known for one in guesses], dim=1)
-    numbers = [
-        kind.number for kind, one in zip(kinds, guesses, strict=True) for _ in range(_chains(one))
-    ]
     tokens, known = _from_here(tokens, known, progress)
     num_rows, num_chains, depth = tokens.shape
-    sources = torch.tensor(numbers, device=tokens.device).repeat_interleave(depth)
+    # Filled on the device: a list would have to be copied there, which makes the host wait.
+    parts = [
+        tokens.new_full((one.tokens.shape[1] * depth,), kind.number)
+        for kind, one in zip(kinds, guesses, strict=True)
+    ]
+    sources = torch.cat(parts)
     if num_chains == 1:
         nodes = torch.arange(-1, depth, device=tokens.device)
         parents, is_real = nodes.expand(num_rows, -1), known.flatten(1)
     else:
         parents, is_real = _share_prefixes(tokens, known)
     return _below_roots(progress.roots, tokens.flatten(1), parents, is_real, sources)
-
-
-def _chains(guesses: Guesses) -> int:
-    return guesses.tokens.shape[1]
 
 
 def _from_here(tokens: Tensor, known: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ class SmallModelDrafts:
         """Decode up to `shape.levels` tokens behind the roots."""
         if progress.last is None:
             raise ValueError("a draft model starts after the prefill")
-        scores = self._take_in(progress.last)
+        scores = self._take_in(progress.last, progress.length)
         rows = torch.arange(len(progress.roots), device=progress.roots.device)
         end = progress.last.verdict.num_accepted + progress.last.is_prefill
         guesses: list[Tensor] = []
@@ -93,12 +93,12 @@ class SmallModelDrafts:
             log_probs.append(logits.log_softmax(dim=1).gather(1, best[:, None]).squeeze(1))
         return self._tree(progress, torch.stack(guesses, dim=1), torch.stack(log_probs, dim=1))
 
-    def _take_in(self, last: PassResult) -> Scores:
+    def _take_in(self, last: PassResult, length: int) -> Scores:
         """Let the model read what the target has committed, the new root included."""
         read = last.verdict.num_accepted + 1
         if not last.is_prefill:
             scores = self.model.score(_chain(last.next_tokens))
-            is_open = torch.tensor(last.is_open, device=read.device)
+            is_open = last.num_committed < length
             self.model.commit(_steps(last.next_tokens), read * is_open)
             return scores
         assert self._prompts is not None

@@ -1,0 +1,131 @@
+"""Between prefill and final tokens the host reads from the device once per round, and no more.
+
+Shown without a GPU: the whole loop runs on meta tensors, which have shapes but no values. Anything
+that would make the host wait for a value (tolist, item, bool, indexing by a mask) fails on them, so
+what runs through cannot do so; the one read of a round is answered by a script and counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.scored import ActionContext
+from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
+from deft_policies.decoding.drafting import PlannedDrafting, Seen
+from deft_policies.decoding.drafts.source import DraftKind, TreeShape
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.llama import LlamaDecoder
+from deft_policies.decoding.llama_target import LlamaTarget, Room
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.methods import DraftModels, build_sources
+from deft_policies.decoding.plan import PLAIN, Plan
+from deft_policies.decoding.presets import PRESETS, RIDES_IN_PREFILL, Preset
+from deft_policies.decoding.retrieval import RetrievalIndex
+from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.verify import Verifier
+from tests.policies.decoding.scripts import clock
+from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
+
+META = torch.device("meta")
+NUM_ROWS = 2
+
+
+class CountedReads(RunState):
+    """Answers the read of each round from a script."""
+
+    num_reads = 0
+
+    def read_from_device(self, accepted: Tensor) -> list[int]:
+        assert accepted.device == META
+        self.num_reads += 1
+        return [1, 2]
+
+
+def meta_target() -> LlamaTarget:
+    with torch.device(META):
+        decoder = LlamaDecoder(tiny_decoder().sizes)
+    return LlamaTarget(decoder.requires_grad_(False), ACTIONS, room=Room(16, 64))
+
+
+def meta_prompts() -> Prompts:
+    embeds = torch.empty(NUM_ROWS, 12, WIDTH, device=META)
+    numbers = torch.empty(NUM_ROWS, dtype=torch.int64, device=META)
+    features = torch.empty(NUM_ROWS, 6, device=META)
+    return Prompts(embeds, numbers, numbers, slice(1, 1 + NUM_PATCHES), features)
+
+
+def meta_models() -> DraftModels:
+    with torch.device(META):
+        head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+        medusa = MedusaHeads(MedusaSizes(WIDTH, 6)).requires_grad_(False)
+        keys = torch.empty(9, 6 + WIDTH)
+        actions = torch.empty(9, LENGTH, dtype=torch.int64)
+    index = RetrievalIndex(keys, actions, "meta")
+    return DraftModels(head=head, medusa=medusa, index=index, small_model=meta_target())
+
+
+def histories() -> Sequence[ActionHistory]:
+    known = [ActionHistory() for _ in range(NUM_ROWS)]
+    for history in known:
+        for step in range(3):
+            history.append([30 + step] * LENGTH, [30] * LENGTH, leak=1.0)
+    return known
+
+
+def run(preset: Preset, plan: Plan) -> tuple[CountedReads, int]:
+    """Decode on meta tensors; returns the state and how many passes had guesses in them."""
+    target, prompts, sessions = meta_target(), meta_prompts(), histories()
+    sources = build_sources(target, preset, meta_models())
+    space = SpaceTensors.of([ActionSpace.in_bins(LENGTH)] * NUM_ROWS, META)
+    steps = sources.steps_needed(plan)
+    history = HistoryTensors.of(sessions, LENGTH, steps, META)
+    needs_hidden = preset.rule.needs_patches or sources.needs_hidden(plan)
+    prompts = replace(prompts, keep_hidden=needs_hidden)
+    verifier = Verifier(preset.rule, preset.tie_break, target.vocabulary.first)
+    context = ActionContext(space, history.drift, history.num_steps)
+    state = CountedReads(target, verifier, context, wants_margins=True)
+    drafting = PlannedDrafting(sources, plan, Seen(prompts, sessions, history, 64))
+    finished = run_actions(state, prompts, drafting, clock())
+    assert finished.tokens.device == META
+    with_guesses = [one for one in finished.records if one.result.tree.num_nodes > 1]
+    return state, len(with_guesses)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=[preset.name for preset in PRESETS])
+def test_no_rule_reads_anything(preset: Preset) -> None:
+    preset = replace(preset, draws_drafts=False)
+    state, num_passes = run(preset, preset.plans[0])
+    assert state.num_reads == num_passes
+
+
+@pytest.mark.parametrize("kind", list(DraftKind), ids=[kind.value for kind in DraftKind])
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_no_source_reads_anything(kind: DraftKind, is_fixed: bool) -> None:
+    riders = (kind,) if kind in RIDES_IN_PREFILL else (DraftKind.PREVIOUS,)
+    plan = Plan("case", riders, (kind,), TreeShape(5, 4, 20, is_fixed))
+    state, num_passes = run(PRESETS[1], plan)
+    assert state.num_reads == num_passes > 2
+
+
+def test_several_sources_together_read_nothing_more() -> None:
+    state, num_passes = run(PRESETS[1], Plan("all", RIDES_IN_PREFILL[:3], tuple(DraftKind)))
+    assert state.num_reads == num_passes
+
+
+def test_plain_decoding_reads_nothing_until_the_end() -> None:
+    state, num_passes = run(PRESETS[0], PLAIN)
+    assert state.num_reads == num_passes == 0
+
+
+def test_meta_tensors_do_catch_a_read() -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.empty(2, device=META).tolist()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        bool(torch.empty(1, device=META).any())
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.empty(3, device=META)[torch.empty(3, dtype=torch.bool, device=META)]
