@@ -106,7 +106,7 @@ class PushPlate:
         hand, plate = scene.gripper, scene.bodies[self.plate].position
         way = (scene.regions[self.region].position - plate) * _FLAT
         left = float(np.linalg.norm(way))
-        ahead = way / max(left, 1e-6)
+        ahead = way / left if left > 1e-3 else np.array([1.0, 0.0, 0.0])
         rotation = downward(np.cross(UP, ahead))
         start = plate + _INSIDE * ahead
         start[2] = self.table + TIP + _PLATE_FLOOR - 0.003
