@@ -1,7 +1,8 @@
 """How fast stand-in episodes run: `python -m scripts.bench_sim`.
 
-One step is physics and one 256x256 agent view, on one core. Then episodes per minute of one and
-of two worker processes, the expert acting.
+One step is physics and one 256x256 agent view, on one core. The last column is the processor time
+of a step, which other programs on the machine disturb less. Then episodes per minute of one and of
+two worker processes, the expert acting.
 """
 
 import argparse
@@ -26,8 +27,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="per number of workers")
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    print("| suite | physics ms | frame ms | step ms, median | p95 | restart ms |")
-    print("|---|---|---|---|---|---|")
+    print("| suite | physics ms | frame ms | step ms, median | p95 | restart ms | step CPU ms |")
+    print("|---|---|---|---|---|---|---|")
     for suite in SUITES:
         print(step_row(suite, options.steps), flush=True)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -44,20 +45,22 @@ def step_row(suite: str, num_steps: int) -> str:
     environment.reset(1)
     restart_ms = (time.perf_counter() - started) * 1e3
     rng = np.random.default_rng(0)
-    physics, frames = [], []
+    physics, frames, processor = [], [], []
     for _ in range(num_steps):
         action = np.append(rng.uniform(-0.3, 0.3, 6), 1.0)
-        begun = time.perf_counter()
+        begun, spent = time.perf_counter(), time.process_time()
         environment.advance(action)
         moved = time.perf_counter()
         environment.frame()
         frames.append((time.perf_counter() - moved) * 1e3)
         physics.append((moved - begun) * 1e3)
+        processor.append((time.process_time() - spent) * 1e3)
     environment.close()
     steps = [a + b for a, b in zip(physics, frames, strict=True)]
     return (
         f"| {suite} | {statistics.median(physics):.1f} | {statistics.median(frames):.1f} | "
-        f"{statistics.median(steps):.1f} | {np.percentile(steps, 95):.1f} | {restart_ms:.0f} |"
+        f"{statistics.median(steps):.1f} | {np.percentile(steps, 95):.1f} | {restart_ms:.0f} | "
+        f"{statistics.median(processor):.1f} |"
     )
 
 

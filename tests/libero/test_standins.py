@@ -66,12 +66,23 @@ def test_a_round_thing_collides_as_boxes_and_is_drawn_as_a_cylinder():
 
 
 def test_a_ring_leans_outwards_when_it_is_wider_above():
-    panels = Part(ring=(0.02, 0.04), span=(0.0, 0.02), wall=0.001).geoms()
+    panels = Part(ring=(0.02, 0.04), span=(0.0, 0.02), wall=0.001, only="hit").geoms()
     assert len(panels) == 12
     w, x, y, z = panels[0].quaternion  # the panel at angle 0: turned about y alone
     assert math.isclose(2 * math.asin(y), math.pi / 4, rel_tol=1e-6)
     assert math.isclose(np.hypot(w, y), 1.0, rel_tol=1e-9)
     assert (x, z) == (0.0, 0.0)
+
+
+def test_the_mesh_of_a_ring_is_closed_and_right_side_out():
+    (ring,) = Part(ring=(0.02, 0.04), span=(0.0, 0.02), wall=0.001, only="seen").geoms()
+    mesh = ring.mesh
+    edges = [(a, b) for one in mesh.triangles for a, b in zip(one, (*one[1:], one[0]), strict=True)]
+    assert len(set(edges)) == len(edges)
+    assert {(b, a) for a, b in edges} == set(edges), "every edge has a face on both sides"
+    corners = np.array(mesh.points)[np.array(mesh.triangles)]
+    volume = np.einsum("ij,ij->", corners[:, 0], np.cross(corners[:, 1], corners[:, 2])) / 6
+    assert math.isclose(volume, 2 * math.pi * 0.03 * 0.02 * 0.002, rel_tol=0.05)
 
 
 def test_a_part_must_be_exactly_one_shape():

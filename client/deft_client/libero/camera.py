@@ -14,6 +14,7 @@ from deft_client.libero import conventions
 from deft_client.libero.errors import GraphicsError
 from deft_client.libero.graphics import Renderer
 from deft_client.libero.meshes import thinned_faces
+from deft_client.libero.standins.model import RING_NAME
 from deft_client.types import Image
 
 
@@ -85,6 +86,8 @@ def _thin_meshes(model: Any) -> None:
             model.mesh_vertadr[mesh], model.mesh_vertadr[mesh] + model.mesh_vertnum[mesh]
         )
         start, count = model.mesh_faceadr[mesh], model.mesh_facenum[mesh]
+        if RING_NAME in model.mesh(mesh).name:  # one of ours, with nothing to spare
+            continue
         faces, rows = thinned_faces(
             model.mesh_vert[vertices], model.mesh_face[start : start + count]
         )

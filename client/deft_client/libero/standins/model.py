@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from deft_client.libero.standins.shapes import Geom, Numbers, Part
+from deft_client.libero.standins.shapes import Geom, Mesh, Numbers, Part
+
+RING_NAME = "stand_in_ring"  # begins the names of meshes
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,12 @@ def _tupled(value: Any) -> Any:
 def asset_xml(asset: Asset, contact: Mapping[str, str]) -> bytes:
     """The file LIBERO opens: the body named `object` inside a body that carries three marks."""
     root = ET.Element("mujoco", model=asset.path.rsplit("/", 1)[-1])
-    outer = ET.SubElement(ET.SubElement(root, "worldbody"), "body")
-    outer.append(body_element(asset.body, contact, asset.mass))
+    meshes = ET.Element("asset")
+    outer = ET.Element("body")
+    outer.append(_Writer(contact, meshes).body(asset.body, asset.mass))
+    if len(meshes):
+        root.append(meshes)
+    ET.SubElement(root, "worldbody").append(outer)
     bottom, top, radius = asset.placement
     marks = {
         "bottom_site": (0.0, 0.0, bottom),
@@ -103,26 +109,54 @@ def asset_xml(asset: Asset, contact: Mapping[str, str]) -> bytes:
     return to_bytes(root)
 
 
-def body_element(body: Body, contact: Mapping[str, str], mass: float | None = None) -> ET.Element:
-    """A body with its children; `mass` is shared out over the boxes by their volume."""
-    element = ET.Element("body", name=body.name, pos=text(body.at), quat=text(body.quat))
-    if body.inertial is not None:
-        ET.SubElement(
-            element, "inertial", pos="0 0 0", mass=text([body.inertial]), diaginertia="1 1 1"
-        )
-    if body.joint is not None:
-        joint = {field.name: str(getattr(body.joint, field.name)) for field in fields(Joint)}
-        ET.SubElement(element, "joint", joint, limited="true", pos="0 0 0")
-    for site in body.sites:
-        element.append(_site_element(site))
-    geoms = [geom for part in body.parts for geom in part.geoms()]
-    volume = sum(geom.volume for geom in geoms if geom.collides)
-    for geom in geoms:
-        share = geom.mass if mass is None else mass * geom.volume / volume
-        _add_geom(element, geom, contact, share)
-    for child in body.bodies:
-        element.append(body_element(child, contact))
-    return element
+@dataclass(frozen=True)
+class _Writer:
+    """Writes bodies with one kind of contact; collects the meshes they are drawn with."""
+
+    contact: Mapping[str, str]
+    meshes: ET.Element
+
+    def body(self, body: Body, mass: float | None = None) -> ET.Element:
+        """A body with its children; `mass` is shared out over the boxes by their volume."""
+        element = ET.Element("body", name=body.name, pos=text(body.at), quat=text(body.quat))
+        if body.inertial is not None:
+            ET.SubElement(
+                element, "inertial", pos="0 0 0", mass=text([body.inertial]), diaginertia="1 1 1"
+            )
+        if body.joint is not None:
+            joint = {field.name: str(getattr(body.joint, field.name)) for field in fields(Joint)}
+            ET.SubElement(element, "joint", joint, limited="true", pos="0 0 0")
+        for site in body.sites:
+            element.append(_site_element(site))
+        geoms = [geom for part in body.parts for geom in part.geoms()]
+        volume = sum(geom.volume for geom in geoms if geom.collides)
+        for geom in geoms:
+            share = geom.mass if mass is None else mass * geom.volume / volume
+            self._add_geom(element, geom, share)
+        for child in body.bodies:
+            element.append(self.body(child))
+        return element
+
+    def _add_geom(self, parent: ET.Element, geom: Geom, mass: float | None) -> None:
+        """Group 0 collides and is never drawn, group 1 is drawn and never collides."""
+        shape = {"type": geom.kind, "pos": text(geom.position), "quat": text(geom.quaternion)}
+        if geom.mesh is None:
+            shape["size"] = text(geom.size)
+        else:
+            shape["mesh"] = self._mesh_name(geom.mesh)
+        if geom.collides:
+            weight = {} if mass is None else {"mass": text([mass])}
+            ET.SubElement(parent, "geom", {**shape, "group": "0", **self.contact, **weight})
+        if geom.drawn:
+            hidden = {"group": "1", "contype": "0", "conaffinity": "0", "mass": "0"}
+            ET.SubElement(parent, "geom", {**shape, **hidden, "rgba": rgba(geom.colour)})
+
+    def _mesh_name(self, mesh: Mesh) -> str:
+        name = f"{RING_NAME}{len(self.meshes)}"
+        points = text([number for point in mesh.points for number in point])
+        corners = " ".join(str(corner) for triangle in mesh.triangles for corner in triangle)
+        ET.SubElement(self.meshes, "mesh", name=name, vertex=points, face=corners)
+        return name
 
 
 def _site_element(site: Site) -> ET.Element:
@@ -139,24 +173,6 @@ def _site_element(site: Site) -> ET.Element:
         rgba=text(site.rgba),
         group="0",
     )
-
-
-def _add_geom(
-    parent: ET.Element, geom: Geom, contact: Mapping[str, str], mass: float | None
-) -> None:
-    """Group 0 collides and is never drawn, group 1 is drawn and never collides."""
-    shape = {
-        "type": geom.kind,
-        "pos": text(geom.position),
-        "quat": text(geom.quaternion),
-        "size": text(geom.size),
-    }
-    if geom.collides:
-        weight = {} if mass is None else {"mass": text([mass])}
-        ET.SubElement(parent, "geom", {**shape, "group": "0", **contact, **weight})
-    if geom.drawn:
-        hidden = {"group": "1", "contype": "0", "conaffinity": "0", "mass": "0"}
-        ET.SubElement(parent, "geom", {**shape, **hidden, "rgba": rgba(geom.colour)})
 
 
 def rgba(colour: str) -> str:

@@ -1,7 +1,7 @@
 """Primitive shapes of the stand-ins and how they become MuJoCo geoms.
 
 A round shape collides as boxes, because a box touches with several points, so that things stand
-still and do not spin between the fingers; it is drawn as a cylinder.
+still and do not spin between the fingers; it is drawn as a cylinder, a ring as one mesh.
 """
 
 import math
@@ -10,12 +10,21 @@ from dataclasses import dataclass
 Numbers = tuple[float, ...]
 
 RING_PANELS = 12
+RING_SEGMENTS = 24  # of the mesh that is drawn
 _AXES = {"x": (1.0, 0.0, 0.0), "y": (0.0, 1.0, 0.0), "z": (0.0, 0.0, 1.0)}
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """Triangles over points, seen from outside counter-clockwise."""
+
+    points: tuple[Numbers, ...]
+    triangles: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
 class Geom:
-    """One MuJoCo geom; sizes are half sizes, quaternions w x y z."""
+    """One MuJoCo geom; sizes are half sizes, quaternions w x y z. A mesh has no size."""
 
     kind: str
     size: Numbers
@@ -25,6 +34,7 @@ class Geom:
     collides: bool
     drawn: bool
     mass: float | None = None
+    mesh: Mesh | None = None
 
     @property
     def volume(self) -> float:
@@ -105,8 +115,29 @@ class Part:
             angle = 2 * math.pi * panel / RING_PANELS
             at = (radius * math.cos(angle), radius * math.sin(angle), height)
             turn = _times(_about("z", angle), _about("y", lean))
-            geoms.append(self._box((self.wall, width, reach), at, turn, (hit, seen)))
+            if hit:
+                geoms.append(self._box((self.wall, width, reach), at, turn, (True, False)))
+        if seen:
+            mesh = _ring_mesh((low, high), self.span, self.wall)
+            still = ((0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0))
+            geoms.append(Geom("mesh", (), *still, self.colour, False, True, mesh=mesh))
         return geoms
+
+
+def _ring_mesh(radii: Numbers, span: Numbers, wall: float) -> Mesh:
+    """A wall around the z axis, closed all round so that it has an inside."""
+    (low, high), (bottom, top) = radii, span
+    profile = ((low - wall, bottom), (low + wall, bottom), (high + wall, top), (high - wall, top))
+    points, triangles = [], []
+    for segment in range(RING_SEGMENTS):
+        angle = 2 * math.pi * segment / RING_SEGMENTS
+        points += [(r * math.cos(angle), r * math.sin(angle), z) for r, z in profile]
+        here, there = 4 * segment, 4 * ((segment + 1) % RING_SEGMENTS)
+        for side in range(4):
+            other = (side + 1) % 4
+            triangles.append((here + side, there + side, there + other))
+            triangles.append((here + side, there + other, here + other))
+    return Mesh(tuple(points), tuple(triangles))
 
 
 def _along(axis: str, distance: float) -> Numbers:
