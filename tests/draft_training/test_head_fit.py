@@ -19,8 +19,8 @@ from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer
 from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.optimizer import OptimizerConfig
-from deft_policies.decoding.drafts.source import DraftKind
 from deft_policies.decoding.head_files import HeadLayout
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DraftModels
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 

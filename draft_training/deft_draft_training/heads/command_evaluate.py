@@ -10,7 +10,7 @@ from pathlib import Path
 from deft_draft_training.heads.evaluate import DraftScore, DraftSetup, evaluate
 from deft_draft_training.heads.load import add_target_flags, load_any_head, load_target
 from deft_draft_training.heads.target import FeatureTarget
-from deft_policies.decoding.drafts.source import DraftKind
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import DraftModels
 

@@ -14,8 +14,8 @@ import torch
 from deft_client.types import DecodeTrace, Observation
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.observe import observations
-from deft_policies.decoding.drafts.source import DraftKind
 from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.presets import Overrides, preset_by_name
 from deft_policies.decoding.trace import StageClock

@@ -11,14 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.source import (
-    DraftKind,
-    Grower,
-    Guesses,
-    Progress,
-    TreeShape,
-)
+from deft_policies.decoding.drafts.source import Grower, Guesses, Progress, TreeShape
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.vocabulary import TokenRange

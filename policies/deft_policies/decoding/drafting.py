@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deft_policies.decoding.drafts.merge import cut, join, tree_of_guesses, trimmed
-from deft_policies.decoding.drafts.source import DraftKind, Grower, Guesser, Guesses, Progress
+from deft_policies.decoding.drafts.source import Grower, Guesser, Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.presets import Preset
 from deft_policies.decoding.target import PromptFeatures, Prompts

@@ -6,11 +6,11 @@ the target's own language-model head turns into tokens.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from deft_policies.decoding.kinds import KeyMask
 from deft_policies.decoding.kv_cache import CacheSizes, LayerCache
 from deft_policies.decoding.llama import (
     Attention,
@@ -21,13 +21,6 @@ from deft_policies.decoding.llama import (
     RotaryTable,
     take_rows,
 )
-
-
-class KeyMask(Enum):
-    """Which keys an action position may attend to."""
-
-    CAUSAL = "causal"  # everything before it and itself
-    PREFIX_ONLY = "prefix-only"  # the prompt without its last position, as Spec-VLA was trained
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.scored import ActionContext
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
-from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions, RopeOffset
+from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
 from deft_policies.decoding.drafts.head_draws import DrawnHeadDrafts
 from deft_policies.decoding.drafts.medusa import MedusaDrafts
 from deft_policies.decoding.drafts.memory import (
@@ -20,10 +20,11 @@ from deft_policies.decoding.drafts.memory import (
 )
 from deft_policies.decoding.drafts.retrieval import Retrieval
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
-from deft_policies.decoding.drafts.source import DraftKind, Grower, Guesser
-from deft_policies.decoding.eagle import EagleHead, KeyMask
+from deft_policies.decoding.drafts.source import Grower, Guesser
+from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
+from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
 from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.presets import Preset

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from deft_policies.decoding.drafts.source import DraftKind, TreeShape
+from deft_policies.decoding.drafts.source import TreeShape
+from deft_policies.decoding.kinds import DraftKind
 
 
 @dataclass(frozen=True)

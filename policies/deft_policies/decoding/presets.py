@@ -19,7 +19,8 @@ from deft_policies.decoding.acceptance.distance import (
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.acceptance.visual import VisualRelevance
-from deft_policies.decoding.drafts.source import DraftKind, TreeShape
+from deft_policies.decoding.drafts.source import TreeShape
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.verify import TieBreak

@@ -1,13 +1,14 @@
 """The decoding methods of one policy, each built when it is first asked for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deft_client.types import ActOptions, DecodeTrace
 from deft_policies.decoding import autoregressive
 from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.presets import DEFAULT_METHOD, Overrides, preset_by_name
 from deft_policies.decoding.sampling import Sampling
@@ -25,14 +26,17 @@ class DecodingChoice:
 
     method: str = DEFAULT_METHOD
     radius: int | None = None
+    drafts: tuple[DraftKind, ...] | None = None
+    is_guarded: bool = True
 
     def overridden(self, options: ActOptions) -> "DecodingChoice":
-        """What a request asks for, where it does. The default's radius is for its method only."""
-        if options.decoding is None:
-            return DecodingChoice(
-                self.method, self.radius if options.radius is None else options.radius
-            )
-        return DecodingChoice(options.decoding, options.radius)
+        """What a request asks for, where it does.
+
+        The default's radius and sources are for its own method only.
+        """
+        if options.decoding in (None, self.method):
+            return self if options.radius is None else replace(self, radius=options.radius)
+        return DecodingChoice(options.decoding, options.radius, is_guarded=self.is_guarded)
 
 
 class Decoders:
@@ -102,6 +106,8 @@ class Decoders:
     def _build(self, choice: DecodingChoice) -> Decoder:
         overrides = Overrides(
             radius=choice.radius,
+            drafts=choice.drafts,
+            is_guarded=None if choice.is_guarded else False,
             temperature=self._sampling.temperature,
             seed=self._sampling.seed,
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from deft_policies.decoding.drafts.small_model import self_draft_target
 from deft_policies.decoding.graphs import CudaRecorder, RecordedRunner
 from deft_policies.decoding.head_files import load_head
 from deft_policies.decoding.medusa import is_medusa, load_medusa
@@ -52,14 +53,21 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
         encoder=encoder,
         images=ImageProcessor(model.config.image, options.image_chain),
         statistics=model.config.statistics,
-        drafts=_load_drafts(options, model, device),
+        drafts=_load_drafts(options, target),
     )
     return OpenVLAPolicy(parts, _settings(options, device, dtype))
 
 
 def load_float32_twin(options: OpenVLAOptions) -> OpenVLAPolicy:
     """The same weights in float32 and not quantised: what other formats are audited against."""
-    plain = replace(options, quantization=Quantization.NONE, draft_heads=())
+    plain = replace(
+        options,
+        quantization=Quantization.NONE,
+        draft_heads=(),
+        retrieval_index=None,
+        self_draft_layers=None,
+        drafts=None,
+    )
     if options.random_weights is None:
         return load_policy(replace(plain, precision=Precision.FLOAT32))
     # Random numbers depend on the format they are drawn in, so these are drawn in the other one.
@@ -127,9 +135,14 @@ def _build_random(
     return model, WordIds(config.vocabulary.tokens.first)
 
 
-def _load_drafts(options: OpenVLAOptions, model: OpenVLAModel, device: torch.device) -> DraftModels:
+def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
+    model, device = target.model, target.device
     like, width = model.decoder.embedding.weight, model.config.llm.width
-    drafts = DraftModels(new_runner=lambda: _choose_runner(options, device))
+    drafts = DraftModels(
+        rope_offset=options.rope_offset,
+        key_mask=options.key_mask,
+        new_runner=lambda: _choose_runner(options, device),
+    )
     for directory in options.draft_heads:
         if is_medusa(directory):
             drafts = replace(drafts, medusa=load_medusa(directory, width, like))
@@ -138,6 +151,12 @@ def _load_drafts(options: OpenVLAOptions, model: OpenVLAModel, device: torch.dev
     if options.retrieval_index is not None:
         index = load_index(options.retrieval_index, model.fingerprint(), like.device)
         drafts = replace(drafts, index=index)
+    if options.self_draft_layers is not None:
+        shallow = self_draft_target(
+            target, options.self_draft_layers, _choose_runner(options, device)
+        )
+        share = options.self_draft_patches
+        drafts = replace(drafts, small_model=shallow, patch_share=share)
     return drafts
 
 
@@ -150,7 +169,9 @@ def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
 def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype) -> PolicySettings:
     return PolicySettings(
         statistics_key=options.statistics_key,
-        decoding=DecodingChoice(options.decoding, options.radius),
+        decoding=DecodingChoice(
+            options.decoding, options.radius, options.drafts, options.is_guarded
+        ),
         sampling=Sampling(options.temperature, options.seed),
         weight_bytes=_weight_bytes(options.quantization, device, dtype),
         versions=(("deft", _version("deft-vla")), ("torch", torch.__version__)),

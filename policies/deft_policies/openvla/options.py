@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from deft_client.image_chain import ImageChain
+from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
 
 
 class Precision(Enum):
@@ -38,7 +39,13 @@ class OpenVLAOptions:
     image_chain: ImageChain = ImageChain.NONE
     decoding: str = "lossless"
     draft_heads: tuple[Path, ...] = ()
+    rope_offset: RopeOffset = RopeOffset.CORRECT
+    key_mask: KeyMask = KeyMask.CAUSAL
     retrieval_index: Path | None = None
+    self_draft_layers: int | None = None
+    self_draft_patches: float = 1.0
+    drafts: tuple[DraftKind, ...] | None = None
+    is_guarded: bool = True
     radius: int | None = None
     temperature: float = 0.0
     seed: int = 0
@@ -86,9 +93,7 @@ def add_flags(group: _ArgumentGroup) -> None:
         metavar="DIR",
         help="a trained draft head (EAGLE-style or Medusa); one of each kind may be given",
     )
-    group.add_argument(
-        "--retrieval-index", type=Path, metavar="FILE", help="stored frames to draft from"
-    )
+    _add_drafting_flags(group)
     group.add_argument("--radius", type=_at_least_zero, metavar="BINS", help="acceptance radius")
     group.add_argument(
         "--temperature", type=float, default=0.0, help="draw tokens; default 0: greedy"
@@ -111,6 +116,46 @@ def add_flags(group: _ArgumentGroup) -> None:
     )
 
 
+def _add_drafting_flags(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft-rope",
+        choices=[one.value for one in RopeOffset],
+        default=RopeOffset.CORRECT.value,
+        help="where a head places its guesses; 'published' as Spec-VLA's code does",
+    )
+    group.add_argument(
+        "--draft-key-mask",
+        choices=[one.value for one in KeyMask],
+        default=KeyMask.CAUSAL.value,
+        help="what a head may attend to; 'prefix-only' as Spec-VLA's training does",
+    )
+    group.add_argument(
+        "--retrieval-index", type=Path, metavar="FILE", help="stored frames to draft from"
+    )
+    group.add_argument(
+        "--self-draft-layers",
+        type=_at_least_one,
+        metavar="N",
+        help="draft with the decoder's own first N layers (source small-model)",
+    )
+    group.add_argument(
+        "--self-draft-patches",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="of the image patches that such drafts look at; default 1",
+    )
+    group.add_argument(
+        "--drafts",
+        type=_draft_kinds,
+        metavar="SOURCE[,SOURCE...]",
+        help="draft from these alone: " + ", ".join(kind.value for kind in DraftKind),
+    )
+    group.add_argument(
+        "--no-guard", action="store_true", help="never fall back to plain decoding by measured cost"
+    )
+
+
 def read_flags(namespace: Namespace) -> OpenVLAOptions:
     """Collect the flags that `add_flags` declared."""
     precision = namespace.dtype
@@ -125,7 +170,13 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         image_chain=ImageChain(namespace.image_chain),
         decoding=namespace.decoding,
         draft_heads=tuple(namespace.draft_head or ()),
+        rope_offset=RopeOffset(namespace.draft_rope),
+        key_mask=KeyMask(namespace.draft_key_mask),
         retrieval_index=namespace.retrieval_index,
+        self_draft_layers=namespace.self_draft_layers,
+        self_draft_patches=namespace.self_draft_patches,
+        drafts=namespace.drafts,
+        is_guarded=not namespace.no_guard,
         radius=namespace.radius,
         temperature=namespace.temperature,
         seed=namespace.seed,
@@ -148,3 +199,22 @@ def _at_least(lowest: int, text: str) -> int:
     if not text.lstrip("-").isdigit() or int(text) < lowest:
         raise ArgumentTypeError(f"expected a whole number of at least {lowest}, got {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise ArgumentTypeError(f"expected a share above 0 and up to 1, got {text!r}")
+    return share
+
+
+def _draft_kinds(text: str) -> tuple[DraftKind, ...]:
+    known = {kind.value: kind for kind in DraftKind}
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ArgumentTypeError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
+    return tuple(known[name] for name in dict.fromkeys(names))

@@ -15,9 +15,10 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.scored import ActionContext
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.drafting import PlannedDrafting, Seen
-from deft_policies.decoding.drafts.source import DraftKind, TreeShape
+from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.llama import LlamaDecoder
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes

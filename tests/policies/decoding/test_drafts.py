@@ -18,20 +18,14 @@ from deft_policies.decoding.drafts.memory import (
 )
 from deft_policies.decoding.drafts.retrieval import Retrieval
 from deft_policies.decoding.drafts.small_model import (
-    SelfDraft,
     SmallModelDrafts,
     first_layers,
     self_draft_target,
     with_fewer_patches,
 )
-from deft_policies.decoding.drafts.source import (
-    DraftKind,
-    Guesser,
-    PassResult,
-    Progress,
-    TreeShape,
-)
+from deft_policies.decoding.drafts.source import Guesser, PassResult, Progress, TreeShape
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.medusa import (
     MedusaHeads,
     MedusaSizes,
@@ -312,7 +306,7 @@ def test_a_shallow_decoder_shares_its_weights() -> None:
     assert shallow.layers[0] is decoder.layers[0]
     assert shallow.embedding is decoder.embedding
     assert len(shallow.layers) == shallow.sizes.num_layers == 1
-    with pytest.raises(ValueError, match="2 layers, cannot draft with 3"):
+    with pytest.raises(CheckpointError, match="2 layers, cannot draft with its first 3"):
         first_layers(decoder, 3)
 
 
@@ -325,9 +319,3 @@ def test_pruned_prompts_keep_their_text_and_an_even_share_of_the_patches() -> No
     assert torch.equal(fewer.embeds, prompts.embeds[:, kept])
     assert with_fewer_patches(prompts, 1.0) is prompts
     assert with_fewer_patches(prompts, 0.01).patches == slice(1, 2)
-
-
-@pytest.mark.parametrize(("layers", "share"), [(0, 1.0), (1, 0.0), (1, 1.5)])
-def test_an_impossible_self_draft_is_refused(layers: int, share: float) -> None:
-    with pytest.raises(ValueError, match="at least one layer"):
-        SelfDraft(layers, share)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_policies.decoding.drafts.source import DraftKind
 from deft_policies.decoding.guard import (
     ActionCost,
     Average,
@@ -16,6 +15,7 @@ from deft_policies.decoding.guard import (
     GuardSettings,
     SessionAcceptance,
 )
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DraftModels, build_decoder
 from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.presets import Overrides, preset_by_name

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions, RopeOffset
+from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
 from deft_policies.decoding.drafts.source import PassResult, Progress, TreeShape
-from deft_policies.decoding.eagle import EagleHead, HeadSizes, KeyMask, key_mask
+from deft_policies.decoding.eagle import EagleHead, HeadSizes, key_mask
 from deft_policies.decoding.head_files import HeadLayout, load_head, named_weights, save_head
+from deft_policies.decoding.kinds import KeyMask, RopeOffset
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import Verdict

@@ -18,9 +18,10 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.scored import ScoredTree
 from deft_policies.decoding.drafting import Sources
 from deft_policies.decoding.drafts.small_model import first_layers
-from deft_policies.decoding.drafts.source import DraftKind, TreeShape
+from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.llama import LlamaDecoder
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes

@@ -10,9 +10,10 @@ from deft_client.types import DecodeTrace
 from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafting import Sources
-from deft_policies.decoding.drafts.source import DraftKind, TreeShape
+from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.methods import (
     Decoder,

@@ -9,8 +9,8 @@ from deft_policies.decoding.acceptance.rule import ExactMatch
 from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.drafts.source import DraftKind
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DraftModels, build_decoder
 from deft_policies.decoding.presets import Overrides, preset_by_name
 from deft_policies.decoding.sampled import (

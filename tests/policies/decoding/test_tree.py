@@ -8,7 +8,8 @@ from torch import Tensor
 
 from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
 from deft_policies.decoding.drafts.merge import cut, join, tree_of_guesses, trimmed
-from deft_policies.decoding.drafts.source import DraftKind, Guesses, Progress
+from deft_policies.decoding.drafts.source import Guesses, Progress
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.tree import DraftTree
 from tests.policies.decoding.trees import random_tree
 from tests.tiny_target import LENGTH, path_to

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.source import DraftKind
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.tree import DraftTree
 
 

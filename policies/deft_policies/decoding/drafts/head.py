@@ -1,27 +1,20 @@
 """Drafting with the EAGLE head: take in what was committed, then grow a tree level by level."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
-from deft_policies.decoding.drafts.source import DraftKind, PassResult, Progress, TreeShape
-from deft_policies.decoding.eagle import EagleHead, KeyMask
+from deft_policies.decoding.drafts.source import PassResult, Progress, TreeShape
+from deft_policies.decoding.eagle import EagleHead
+from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
 from deft_policies.decoding.kv_cache import Append, KVCache
 from deft_policies.decoding.llama import PassContext
 from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.vocabulary import TokenRange
-
-
-class RopeOffset(Enum):
-    """Where the head places the nodes of its tree, from level 2 on."""
-
-    CORRECT = "correct"  # behind the committed positions, patches counted
-    PUBLISHED = "published"  # Spec-VLA's code: 0 in the first round, then without the patches
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import torch
 
 from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
-from deft_policies.decoding.drafts.source import DraftKind, Progress, TreeShape
+from deft_policies.decoding.drafts.source import Progress, TreeShape
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.source import DraftKind, Guesses, Progress
+from deft_policies.decoding.drafts.source import Guesses, Progress
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.tree import DraftTree
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from deft_policies.decoding.drafts.source import DraftKind, Guesses, Progress
+from deft_policies.decoding.drafts.source import Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import Prompts
 

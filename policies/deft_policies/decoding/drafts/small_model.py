@@ -4,39 +4,28 @@ Self-speculation counts: the target's own first layers, or the whole target look
 image patches (as SpecVLM drafts), are such models and need no training.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.source import DraftKind, PassResult, Progress, TreeShape
+from deft_policies.decoding.drafts.source import PassResult, Progress, TreeShape
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.llama import LlamaDecoder
 from deft_policies.decoding.llama_target import LlamaTarget
 from deft_policies.decoding.maximum import first_maximum
+from deft_policies.decoding.steps import StepRunner
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class SelfDraft:
-    """How to make a draft model of the target itself."""
-
-    num_layers: int
-    patch_share: float = 1.0  # of the image patches, evenly spread
-
-    def __post_init__(self) -> None:
-        if self.num_layers < 1 or not 0.0 < self.patch_share <= 1.0:
-            raise ValueError(
-                "a draft model needs at least one layer and a share of the patches above 0 and up "
-                f"to 1, got {self.num_layers} layers and {self.patch_share}"
-            )
+from deft_policies.errors import CheckpointError
 
 
 def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:
     """A decoder of the first layers, sharing every weight with the whole one."""
     if not 1 <= num_layers <= len(decoder.layers):
-        raise ValueError(
-            f"the decoder has {len(decoder.layers)} layers, cannot draft with {num_layers}"
+        raise CheckpointError(
+            f"the decoder has {len(decoder.layers)} layers, cannot draft with its first "
+            f"{num_layers}; use fewer"
         )
     with torch.device("meta"):
         shallow = LlamaDecoder(replace(decoder.sizes, num_layers=num_layers))
@@ -45,12 +34,15 @@ def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:
     return shallow
 
 
-def self_draft_target(target: LlamaTarget, num_layers: int) -> LlamaTarget:
+def self_draft_target(
+    target: LlamaTarget, num_layers: int, runner: StepRunner | None = None
+) -> LlamaTarget:
     """The target's first layers as a model of their own, with a cache of their own."""
     return LlamaTarget(
         first_layers(target.decoder, num_layers),
         target.action_tokens,
         action_rows_only=len(target.vocabulary) == len(target.action_tokens),
+        runner=runner,
     )
 
 

@@ -7,36 +7,15 @@ the prefill and grows a tree. Neither knows which rule will judge its guesses.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from torch import Tensor
 
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import Verdict
-
-
-class DraftKind(Enum):
-    """The draft sources there are, by the name users give."""
-
-    HEAD = "head"  # the trained EAGLE-style draft head
-    PREVIOUS = "previous"  # the target's own last action
-    EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
-    NGRAM = "ngram"  # what followed the same tokens earlier in the session
-    RETRIEVAL = "retrieval"  # the action stored with the most similar frame
-    RECYCLED = "recycled"  # the target's answers behind its last mismatch (Jacobi)
-    MEDUSA = "medusa"  # parallel heads, one per position ahead
-    SMALL_MODEL = "small-model"  # a cheaper model of the same tokens
-
-    @property
-    def number(self) -> int:
-        """What `DraftTree.sources` holds for this kind."""
-        return SOURCE_KINDS.index(self)
-
-
-SOURCE_KINDS: tuple[DraftKind, ...] = tuple(DraftKind)
 
 
 @dataclass(frozen=True)
