@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": Command(_HEADS + "evaluate", "judge draft heads on held-out episodes"),
     "export": Command(_HEADS + "export", "write a fitted head as the server loads it"),
     "policy": Command(_POLICY + "fit", "clone demonstrations into a small OpenVLA"),
+    "correct": Command(_POLICY + "correct", "let a policy play, and store the expert's answers"),
 }
 
 

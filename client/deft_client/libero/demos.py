@@ -1,8 +1,12 @@
-"""Records demonstrations: the expert plays a task, every step is stored with its clean label."""
+"""Records demonstrations: a task is played, every step is stored with the expert's clean label.
 
-from collections.abc import Sequence
+Who plays is an `Actor`: the expert with noise (DART), or a policy that is to be corrected (DAgger).
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +18,7 @@ from deft_client.libero.demonstrations import (
     encode_frame,
     episode_path,
 )
-from deft_client.libero.environment import LiberoEnvironment, Variation
+from deft_client.libero.environment import Frame, LiberoEnvironment, Variation
 from deft_client.libero.errors import UnstableError
 from deft_client.libero.expert import Expert, Watch
 from deft_client.libero.expert_noise import Disturbance, NoiseSettings
@@ -38,6 +42,7 @@ class DemosSettings:
     widen_metres: float = 0.0  # every other episode starts from a widened state
     frame_size: int = 256
     encoding: str = "jpeg"
+    actor: str = "expert"  # who plays; the labels are the expert's whoever it is
 
 
 @dataclass(frozen=True)
@@ -65,22 +70,64 @@ def variation(settings: DemosSettings, key: DemoKey) -> Variation:
     return Variation(seed, settings.widen_metres if key.episode % 2 else 0.0)
 
 
-def play(environment: LiberoEnvironment, settings: DemosSettings, key: DemoKey) -> Demonstration:
-    """Play one episode with the expert and its noise; it may fail, and says so."""
-    trial = settings.trials[key.episode % len(settings.trials)]
+class Actor(Protocol):
+    """Plays one episode, step by step; it may do as the expert would."""
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise on what is executed, in action units."""
+
+    def act(self, frame: Frame, scene: Scene, label: Label) -> NDArray[np.float64]:
+        """What to execute, 7 robosuite values."""
+
+
+# Called after the idle steps of an episode, so it may look at how the episode begins.
+ActorFactory = Callable[[LiberoEnvironment, DemosSettings, DemoKey], Actor]
+
+
+class NoisyExpert:
+    """The expert, disturbed."""
+
+    def __init__(self, disturbance: Disturbance) -> None:
+        self._disturbance = disturbance
+
+    @property
+    def sigma(self) -> float:
+        """The jitter of this episode."""
+        return self._disturbance.sigma
+
+    def act(self, frame: Frame, scene: Scene, label: Label) -> NDArray[np.float64]:
+        """The label with noise."""
+        return self._disturbance.disturb(label.action)
+
+
+def noisy_expert(environment: LiberoEnvironment, settings: DemosSettings, key: DemoKey) -> Actor:
+    """The default actor; its noise follows from seed, task and episode."""
     generator = np.random.default_rng((settings.seed, key.task, key.episode))
-    disturbance = Disturbance(settings.noise, generator)
+    return NoisyExpert(Disturbance(settings.noise, generator))
+
+
+def play(
+    environment: LiberoEnvironment,
+    settings: DemosSettings,
+    key: DemoKey,
+    new_actor: ActorFactory = noisy_expert,
+) -> Demonstration:
+    """Play one episode; it may fail, and says so."""
+    trial = settings.trials[key.episode % len(settings.trials)]
     beginning = variation(settings, key)
     environment.restart(trial, beginning)
     for _ in range(WAIT_STEPS):
         environment.advance(wait_action())
+    actor = new_actor(environment, settings, key)
     expert, watch, track = Expert.for_episode(environment), Watch(), _Track(settings.encoding)
     succeeded = False
     for _ in range(find_suite(settings.suite).step_limit):
-        scene = environment.scene()
+        scene, frame = environment.scene(), environment.frame()
         label = expert.label(scene, watch.see(scene))
-        executed = disturbance.disturb(label.action)
-        track.add(environment, scene, label, executed)
+        executed = actor.act(frame, scene, label)
+        numbers = (privileged_numbers(scene, label), environment.simulator_state())
+        track.add(frame, label, executed, numbers)
         try:
             succeeded = environment.advance(executed)
         except UnstableError:
@@ -96,7 +143,7 @@ def play(environment: LiberoEnvironment, settings: DemosSettings, key: DemoKey) 
         succeeded=succeeded,
         assets=environment.assets.label,
         seed=settings.seed,
-        noise_sigma=disturbance.sigma,
+        noise_sigma=actor.sigma,
         widened_metres=beginning.widen_metres,
         frame_size=settings.frame_size,
         encoding=settings.encoding,
@@ -119,19 +166,18 @@ class _Track:
 
     def add(
         self,
-        environment: LiberoEnvironment,
-        scene: Scene,
+        frame: Frame,
         label: Label,
         executed: NDArray[np.float64],
+        numbers: tuple[NDArray[np.float32], NDArray[np.float64]],
     ) -> None:
-        """Take note of a step before it is executed."""
-        frame = environment.frame()
+        """Take note of a step: `numbers` are the privileged ones and the simulator's state."""
         self._frames.append(encode_frame(frame.image, self._encoding))
         self._labels.append(label)
         self._executed.append(from_robosuite(executed))
         self._state.append(frame.state)
-        self._privileged.append(privileged_numbers(scene, label))
-        self._simulator.append(environment.simulator_state())
+        self._privileged.append(numbers[0])
+        self._simulator.append(numbers[1])
 
     def demonstration(self, header: DemonstrationHeader) -> Demonstration:
         """Everything gathered."""

@@ -19,9 +19,11 @@ from pathlib import Path
 from deft_client.libero.cache import write_atomically
 from deft_client.libero.demonstrations import save_demonstration
 from deft_client.libero.demos import (
+    ActorFactory,
     DemoKey,
     DemosSettings,
     episode_keys,
+    noisy_expert,
     play,
 )
 from deft_client.libero.environment import EnvironmentSettings, LiberoEnvironment
@@ -43,12 +45,16 @@ class DemoResult:
 
 @dataclass(frozen=True)
 class DemosJob:
-    """A recording: what, where, in which environment and with how many processes."""
+    """A recording: what, where, in which environment, with how many processes, who plays.
+
+    `new_actor` travels to the workers, so it must be a function or an object that pickles.
+    """
 
     settings: DemosSettings
     folder: Path
     environment: EnvironmentSettings
     num_workers: int = 1
+    new_actor: ActorFactory = noisy_expert
 
 
 def missing_keys(job: DemosJob) -> list[DemoKey]:
@@ -81,7 +87,7 @@ def record(job: DemosJob, report: Callable[[DemoResult], None]) -> None:
 
 def _record_one(job: DemosJob, key: DemoKey) -> DemoResult:
     environment = _opened(job.settings.suite, key.task, job.environment)
-    demonstration = play(environment, job.settings, key)
+    demonstration = play(environment, job.settings, key, job.new_actor)
     path = key.path(job.folder)
     save_demonstration(path, demonstration)
     header = demonstration.header
