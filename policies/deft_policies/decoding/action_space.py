@@ -7,6 +7,7 @@ and where a two-way position changes class. The robot's policy fills them in.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ class ActionSpace:
         return ActionSpace((DimensionGroup.MOVE,) * length, (0.0,) * length, (None,) * length)
 
 
+def common_length(spaces: Sequence[ActionSpace]) -> int:
+    """Tokens of every action of a batch; `ValueError` where they differ."""
+    lengths = sorted({space.length for space in spaces})
+    if len(lengths) != 1:
+        raise ValueError(f"one batch decodes actions of one length, got {lengths}")
+    return lengths[0]
+
+
 NO_CLASS = -1  # stands for None in `SpaceTensors.class_boundary`
 
 
@@ -69,16 +78,18 @@ class SpaceTensors:
 
     @staticmethod
     def of(spaces: Sequence[ActionSpace], device: torch.device) -> "SpaceTensors":
-        """Stack the spaces of a batch; they must have the same length."""
-        if len({space.length for space in spaces}) != 1:
-            raise ValueError(
-                "one batch decodes actions of one length, got "
-                f"{sorted({space.length for space in spaces})}"
-            )
-        boundaries = [
-            [NO_CLASS if edge is None else edge for edge in space.class_boundary]
-            for space in spaces
-        ]
+        """Stack the spaces of a batch; they must have the same length. Not to be written to."""
+        return _stack(tuple(spaces), device)
+
+
+@lru_cache(maxsize=64)
+def _stack(spaces: tuple[ActionSpace, ...], device: torch.device) -> SpaceTensors:
+    """Remembered, because sessions act in the same space again and again."""
+    common_length(spaces)
+    boundaries = [
+        [NO_CLASS if edge is None else edge for edge in space.class_boundary] for space in spaces
+    ]
+    with torch.inference_mode(False):
         return SpaceTensors(
             groups=torch.tensor([space.groups for space in spaces], device=device),
             unit_per_bin=torch.tensor(

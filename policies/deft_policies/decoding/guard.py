@@ -10,7 +10,7 @@ Decides and remembers only: it is told what things cost and reads no clock.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class SessionAcceptance:
     """How many passes after the prefill each plan has lately needed in one session."""
 
     passes: dict[str, Average] = field(default_factory=dict)
+
+    def copy(self) -> "SessionAcceptance":
+        """One that can learn without changing this one."""
+        return SessionAcceptance({plan: replace(one) for plan, one in self.passes.items()})
 
 
 @dataclass(frozen=True)

@@ -66,21 +66,24 @@ class LlamaPasses:
         return self._norm.apply(hidden).view(num_rows, -1, width)
 
 
-class _Projection:
-    """A weight, ready to multiply [token, in] from the right."""
+class Projection:
+    """A weight, ready to multiply [token, in] from the right. Without a bias."""
 
     def __init__(self, linear: nn.Linear) -> None:
+        """Remember the weight; it must not be replaced afterwards."""
         self._weight = linear.weight
         # Quantised weights are tensors of another class, and only know `linear`.
         is_plain = type(linear.weight) is nn.Parameter and type(linear.weight.data) is Tensor
         self._turned = linear.weight.detach().t() if is_plain else None
 
     def apply(self, inputs: Tensor) -> Tensor:
+        """Multiply [token, in]."""
         if self._turned is None:
             return functional.linear(inputs, self._weight)
         return torch.mm(inputs, self._turned)
 
     def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """Multiply [token, in] and add [token, out]."""
         if self._turned is None:
             return residual + functional.linear(inputs, self._weight)
         return torch.addmm(residual, inputs, self._turned)
@@ -112,11 +115,11 @@ class _LayerWeights:
     def __init__(self, layer: nn.Module) -> None:
         assert isinstance(layer, Layer)
         self.attention_norm = _Norm(layer.attention_norm)
-        self.qkv = _Projection(layer.attention.qkv)
-        self.out = _Projection(layer.attention.out)
+        self.qkv = Projection(layer.attention.qkv)
+        self.out = Projection(layer.attention.out)
         self.mlp_norm = _Norm(layer.mlp_norm)
-        self.gate_up = _Projection(layer.mlp.gate_up)
-        self.down = _Projection(layer.mlp.down)
+        self.gate_up = Projection(layer.mlp.gate_up)
+        self.down = Projection(layer.mlp.down)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from deft_policies.decoding import layout
 from deft_policies.decoding.kv_cache import Append, KVCache
 from deft_policies.decoding.llama import LlamaDecoder, take_rows
-from deft_policies.decoding.llama_passes import LlamaPasses, PassInput
+from deft_policies.decoding.llama_passes import LlamaPasses, PassInput, Projection
 from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
@@ -66,6 +66,7 @@ class LlamaTarget:
         """`action_rows_only` leaves the other rows of the head out: see `vocabulary`."""
         self.decoder = decoder
         self._passes = LlamaPasses(decoder)
+        self._head = Projection(decoder.head)
         self._action_tokens = action_tokens
         every_token = TokenRange(0, decoder.sizes.vocabulary - 1)
         self._vocabulary = action_tokens if action_rows_only else every_token
@@ -132,8 +133,8 @@ class LlamaTarget:
         """The head over `tokens`, or over `vocabulary`, in float32."""
         wanted = tokens or self._vocabulary
         if len(wanted) == self.decoder.sizes.vocabulary:
-            every: Tensor = self.decoder.head(hidden)
-            return every.float()
+            every = self._head.apply(hidden.flatten(0, -2))
+            return every.float().view(*hidden.shape[:-1], -1)
         rows = slice(wanted.first, wanted.last + 1)
         return functional.linear(hidden, self.decoder.head.weight[rows]).float()
 

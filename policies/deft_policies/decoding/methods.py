@@ -7,7 +7,8 @@ import torch
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.scored import ActionContext
-from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
+from deft_policies.decoding.action_space import ActionSpace, SpaceTensors, common_length
+from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
 from deft_policies.decoding.drafts.head_draws import DrawnHeadDrafts
@@ -22,13 +23,13 @@ from deft_policies.decoding.drafts.retrieval import Retrieval
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
 from deft_policies.decoding.drafts.source import Grower, Guesser
 from deft_policies.decoding.eagle import EagleHead
-from deft_policies.decoding.guard import Choice, Guard
+from deft_policies.decoding.guard import ActionCost, Choice, Guard
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
 from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.presets import Preset
-from deft_policies.decoding.records import ActionRun
+from deft_policies.decoding.records import ActionRun, cost_of_plain
 from deft_policies.decoding.retrieval import RetrievalIndex
 from deft_policies.decoding.sampled import RatioVerifier, position_noise
 from deft_policies.decoding.speculative import RunState, run_actions
@@ -47,6 +48,14 @@ class DecodeRow:
 
     history: ActionHistory
     space: ActionSpace
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A decoded batch."""
+
+    traces: list[DecodeTrace]
+    cost: ActionCost
 
 
 @dataclass(frozen=True)
@@ -87,14 +96,13 @@ class Decoder:
         sessions = [row.history.acceptance for row in rows]
         guard = self._guard(rows[0].space.length)
         choice = guard.choose(sessions) if guard else Choice(self._plans[0].name, "")
-        run = self._run(self._plan(choice.plan), prompts, rows, clock, wants_margins)
-        traces = run.read(self.preset.name, clock, choice.reason)
-        for trace, row in zip(traces, rows, strict=True):
+        found = self._carry_out(choice, prompts, rows, clock, wants_margins)
+        for trace, row in zip(found.traces, rows, strict=True):
             row.history.append(trace.tokens, trace.predicted, self.preset.rule.drift_leak)
         if guard is not None:
-            guard.learn(choice, run.cost(clock), sessions)
+            guard.learn(choice, found.cost, sessions)
             self._learn_hypothetically(guard, choice, rows)
-        return traces
+        return found.traces
 
     def warm_up(self, prompts: Prompts, spaces: Sequence[ActionSpace]) -> None:
         """Run every plan on a batch that nobody waits for, so that the guard knows their costs."""
@@ -103,9 +111,30 @@ class Decoder:
             for _ in range(_WARM_UP_RUNS):
                 rows = [DecodeRow(_warm_history(space), space) for space in spaces]
                 clock = StageClock(prompts.embeds.device)
-                run = self._run(plan, prompts, rows, clock, wants_margins=False)
+                choice = Choice(plan.name, "")
+                found = self._carry_out(choice, prompts, rows, clock, wants_margins=False)
                 if guard is not None:
-                    guard.learn_cost(plan.name, run.cost(clock))
+                    guard.learn_cost(plan.name, found.cost)
+
+    def _carry_out(
+        self,
+        choice: Choice,
+        prompts: Prompts,
+        rows: Sequence[DecodeRow],
+        clock: StageClock,
+        wants_margins: bool,
+    ) -> _Found:
+        """Decode by the chosen plan; without guesses, as lean as plain decoding itself."""
+        plan = self._plan(choice.plan)
+        if plan == PLAIN and self.preset.sampling.temperature == 0.0:
+            plainly = AutoregressiveDecoder(self.target, wants_margins=wants_margins)
+            length = common_length([row.space for row in rows])
+            traces = plainly.decode(prompts, length, clock)
+            cost = cost_of_plain(traces)
+            name, reason = self.preset.name, choice.reason
+            return _Found([replace(one, method=name, guard=reason) for one in traces], cost)
+        run = self._run(plan, prompts, rows, clock, wants_margins)
+        return _Found(run.read(self.preset.name, clock, choice.reason), run.cost(clock))
 
     def _run(
         self,

@@ -71,6 +71,12 @@ class ActionRun:
         ]
 
 
+def cost_of_plain(traces: Sequence[DecodeTrace]) -> ActionCost:
+    """What a batch without any guesses has cost: the same for all of its rows."""
+    first, *later = traces[0].passes
+    return ActionCost(first.pass_ms, sum(one.pass_ms for one in later), (len(later),) * len(traces))
+
+
 _NUM_COLUMNS = 8
 _NAMES = (*(kind.value for kind in SOURCE_KINDS), "")  # the root's source is -1: the last
 

@@ -1,6 +1,6 @@
 """Draft trees: the guesses that one pass of the target model checks together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,6 +22,8 @@ class DraftTree:
     is_real: Tensor  # [row, node] bool
     log_probs: Tensor  # [row, node] float32, cumulative draft log-probability; 0 where unknown
     sources: Tensor  # [row, node] int64, index into the draft sources' names; -1 for the root
+    # Known without looking at a tensor: in every row, each node hangs on the one before it.
+    is_chain: bool = field(default=False, kw_only=True)
 
     @staticmethod
     def root_only(tokens: Tensor) -> "DraftTree":
@@ -58,6 +60,9 @@ class DraftTree:
         A chain of n nodes takes log2 n sweeps and no loop over nodes.
         """
         num_rows, num_nodes = self.tokens.shape
+        if self.is_chain:
+            everything = self.is_real.new_ones(num_nodes, num_nodes)
+            return everything.tril_().expand(num_rows, -1, -1)
         step = torch.eye(num_nodes, device=self.tokens.device).repeat(num_rows, 1, 1)
         above = self.parents.clamp(min=0).unsqueeze(2)
         # The root has no parent; its clamped one is itself, which is reached anyway.
@@ -70,4 +75,7 @@ class DraftTree:
 
     @cached_property
     def _depths(self) -> Tensor:
+        if self.is_chain:
+            nodes = torch.arange(self.num_nodes, device=self.tokens.device)
+            return nodes.expand_as(self.tokens)
         return self._ancestors.sum(dim=2) - 1

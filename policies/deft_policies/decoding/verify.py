@@ -24,7 +24,7 @@ class TieBreak(Enum):
 class Verdict:
     """The path that won in every row, ready for `TargetModel.commit`.
 
-    `path` starts with the root and is padded with the root; `num_accepted` counts the drafts on
+    `path` starts with the root and is padded with any nodes; `num_accepted` counts the drafts on
     it. `bonus` is the target's own token after it. `own` is what the target would have said after
     each node of the path: it differs from the next draft on it where a rule was generous.
     """
@@ -66,8 +66,10 @@ def longest_accepted_path(scored: ScoredTree, rule: AcceptanceRule, tie_break: T
     """
     if scored.tree.num_nodes == 1:
         return verdict_without_guesses(scored.predictions)
-    depths = scored.tree.depths()
     deepest = scored.context.space.length - 1 - scored.num_committed
+    if scored.tree.is_chain and rule.is_exact:
+        return _exact_chain(scored, deepest)
+    depths = scored.tree.depths()
     accepted = rule.accepts(scored) & (depths <= deepest.unsqueeze(1))
     length = depths.masked_fill(~accepted, -1)
     if rule.is_exact:  # equally long exact paths carry the same tokens
@@ -79,6 +81,16 @@ def verdict_without_guesses(predictions: Tensor) -> Verdict:
     """What a pass over the roots alone commits: their predictions, [row, 1]."""
     none = torch.zeros_like(predictions)
     return Verdict(none, none[:, 0], predictions[:, 0], predictions)
+
+
+def _exact_chain(scored: ScoredTree, deepest: Tensor) -> Verdict:
+    """The walk along a chain until its first miss, without looking for a path."""
+    nodes = scored.tree.depths()
+    fine = scored.is_equal & scored.tree.is_real & (nodes <= deepest.unsqueeze(1))
+    kept = fine[:, 1:].cummin(dim=1).values.sum(dim=1)
+    steps = min(scored.tree.num_nodes, scored.context.space.length)
+    bonus = scored.predictions.gather(1, kept.unsqueeze(1)).squeeze(1)
+    return Verdict(nodes[:, :steps], kept, bonus, scored.predictions[:, :steps])
 
 
 def _walk(scored: ScoredTree, last: Tensor) -> Verdict:

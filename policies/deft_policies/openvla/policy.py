@@ -1,7 +1,6 @@
 """OpenVLA behind the `Policy` interface: frames and instructions in, actions and traces out."""
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol
@@ -269,7 +268,7 @@ def _copy(history: ActionHistory) -> ActionHistory:
         history,
         own=history.own.copy(),
         executed=history.executed.copy(),
-        acceptance=deepcopy(history.acceptance),
+        acceptance=history.acceptance.copy(),
     )
 
 

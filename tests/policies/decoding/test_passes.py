@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.action_space import ActionSpace
+from deft_policies.decoding.acceptance.scored import ActionContext
+from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.drafting import Sources
+from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
 from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.methods import (
@@ -22,7 +23,7 @@ from deft_policies.decoding.methods import (
     build_decoder,
     num_changed,
 )
-from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.presets import (
     METHOD_NAMES,
     PRESETS,
@@ -31,9 +32,12 @@ from deft_policies.decoding.presets import (
     plan_of,
     preset_by_name,
 )
+from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError
 from tests.policies.decoding.scripts import ScriptedDrafts, Session, clock, tokens_of
 from tests.tiny_target import (
+    CPU,
     LENGTH,
     WIDTH,
     TinyTarget,
@@ -228,9 +232,18 @@ def test_named_sources_draft_where_they_can() -> None:
 
 
 def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
-    session = Session.of(3)
-    decoder = build_decoder(TARGET, preset_by_name("autoregressive"))
-    found = decoder.decode(PROMPTS, session.rows, clock(), wants_margins=True)
+    """The loop of rounds with trees that are only a root, beside the loop without trees."""
+    session, preset = Session.of(3), preset_by_name("autoregressive")
+    histories = [row.history for row in session.rows]
+    history = HistoryTensors.of(histories, LENGTH, 0, CPU)
+    space = SpaceTensors.of([row.space for row in session.rows], CPU)
+    verifier = Verifier(preset.rule, preset.tie_break, TARGET.vocabulary.first)
+    context = ActionContext(space, history.drift, history.num_steps)
+    state = RunState(TARGET, verifier, context, wants_margins=True)
+    seen = Seen(PROMPTS, histories, history, TARGET.widest_tree)
+    timer = clock()
+    drafting = PlannedDrafting(Sources((), ()), PLAIN, seen)
+    found = run_actions(state, PROMPTS, drafting, timer).read(preset.name, timer)
     plain = AutoregressiveDecoder(TARGET, wants_margins=True).decode(PROMPTS, LENGTH, clock())
     for one, two in zip(found, plain, strict=True):
         assert (one.tokens, one.predicted) == (two.tokens, two.predicted)

@@ -1,6 +1,7 @@
 """Trees: who is above whom, merged chains, joined and cut trees, and EAGLE-2's growth."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,9 @@ def test_a_long_chain_reaches_from_its_root_to_its_end() -> None:
     nodes = torch.arange(-1, 63)[None]
     tree = DraftTree(nodes, nodes, nodes > -5, nodes.float(), nodes)
     assert tree.depths().tolist() == [list(range(64))]
+    known = replace(tree, is_chain=True)
+    assert torch.equal(known.depths(), tree.depths())
+    assert torch.equal(known.ancestor_mask(), tree.ancestor_mask())
 
 
 def chains(tokens: list[list[list[int]]], known: list[list[list[bool]]] | None = None) -> Guesses:

@@ -117,6 +117,33 @@ def test_the_last_token_of_an_action_is_never_a_draft() -> None:
         assert bool((scored.num_committed + verdict.num_accepted <= LENGTH - 1).all())
 
 
+def test_a_chain_known_to_be_one_ends_where_the_search_for_a_path_ends() -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_accepted = set()
+    for seed in range(60):
+        scored = random_scored(seed)
+        nodes = torch.arange(-1, scored.tree.num_nodes - 1).expand_as(scored.tree.parents)
+        is_real = scored.tree.is_real.cummin(dim=1).values
+        unknown = replace(scored.tree, parents=nodes, is_real=is_real)
+        tokens = unknown.tokens.clone()
+        right = scored.predictions[:, :-1]  # most guesses are what the target says
+        is_right = torch.rand(right.shape, generator=generator) < 0.7
+        tokens[:, 1:] = torch.where(is_right, right, tokens[:, 1:])
+        unknown = replace(unknown, tokens=tokens)
+        found = [
+            longest_accepted_path(replace(scored, tree=tree), ExactMatch(), TieBreak.CLOSEST)
+            for tree in (unknown, replace(unknown, is_chain=True))
+        ]
+        for row in range(3):
+            kept = int(found[0].num_accepted[row])
+            assert int(found[1].num_accepted[row]) == kept
+            assert torch.equal(found[0].path[row, : kept + 1], found[1].path[row, : kept + 1])
+            assert torch.equal(found[0].own[row, : kept + 1], found[1].own[row, : kept + 1])
+            assert found[0].bonus[row] == found[1].bonus[row]
+            num_accepted.add(kept)
+    assert len(num_accepted) > 4
+
+
 def test_a_tree_without_guesses_yields_the_targets_own_token() -> None:
     scored = random_scored(5)
     root = DraftTree.root_only(torch.tensor([1, 2, 3]))

@@ -1,6 +1,7 @@
 """Turning guessed chains into one prefix tree, and several trees into one. Pure functions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def tree_of_guesses(
         parents, is_real = nodes.expand(num_rows, -1), known.flatten(1)
     else:
         parents, is_real = _share_prefixes(tokens, known)
-    return _below_roots(progress.roots, tokens.flatten(1), parents, is_real, sources)
+    tree = _below_roots(progress.roots, tokens.flatten(1), parents, is_real, sources)
+    return replace(tree, is_chain=num_chains == 1)
 
 
 def _from_here(tokens: Tensor, known: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
@@ -122,6 +124,7 @@ def trimmed(tree: DraftTree) -> DraftTree:
         is_real=tree.is_real[:, index],
         log_probs=tree.log_probs[:, index],
         sources=tree.sources[:, index],
+        is_chain=tree.is_chain,  # a chain's padding is its end
     )
 
 
@@ -135,4 +138,5 @@ def cut(tree: DraftTree, widest: int) -> DraftTree:
         is_real=tree.is_real[:, :widest],
         log_probs=tree.log_probs[:, :widest],
         sources=tree.sources[:, :widest],
+        is_chain=tree.is_chain,
     )
