@@ -21,7 +21,7 @@ from deft_policies.benchmark.audit import audit, describe, last_place
 from deft_policies.benchmark.frames import Frame, generate_frames, read_recordings
 from deft_policies.benchmark.runs import Answer, Contender, Run, replay
 from deft_policies.benchmark.summary import Percentiles, summarise_decoding, summarise_speed
-from deft_policies.benchmark.tables import render
+from deft_policies.benchmark.tables import length_table, render
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
 from deft_policies.openvla.cost import PassTokens, WeightBytes, decoder_cost, vision_cost
@@ -115,9 +115,17 @@ def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> No
     assert (found.mean_bins, found.max_bins) == (1.0, 2)
     assert (found.mean_mm, found.mean_deg) == (1.0, 0.0)
     assert found.committed_by_pass == (2.0, 1.0)
+    assert found.accepted_shares == (0.5, 0.5)
+    assert found.committed_by_start == (2.0, 0.0, 1.0)
     assert found.drafted_by_position == (1.0, 0.0, 0.0)
     same = summarise_decoding(run_of("plain", plain), run_of("plain", plain), [space])
     assert (same.equal_actions, same.max_bins) == (1.0, 0)
+    assert same.accepted_shares == ()  # nothing was guessed
+    assert same.committed_by_start == (1.0, 1.0, 1.0)
+    lines = length_table([found, same]).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
+        *("deft", "50.0", "50.0", "2.00", "", "1.00"),
+    ]
 
 
 def test_tables_are_markdown_with_numbers_to_the_right() -> None:
@@ -261,6 +269,25 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert report["rates"]["bytes_per_s"] > 0.0
 
 
+def test_bench_runs_drafts_that_are_right_to_order(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    arguments = ["--checkpoint", str(golden.TINY_OPENVLA), "--statistics-key", "libero_spatial"]
+    scripted = ["--scripted-drafts", "0,1", "--no-guard", "--json", str(target)]
+    sizes = ["--frames", "3", "--warm-ups", "0", "--threads", "1", "--dtype", "float32"]
+    assert deft(["bench", *arguments, *scripted, *sizes]) == 0
+    decodings = {one["name"]: one for one in json.loads(target.read_text())["decodings"]}
+    passes = {name: one["passes"] for name, one in decodings.items()}
+    assert passes == {
+        "autoregressive": 7.0,
+        "lossless": passes["lossless"],
+        "prefill drafts 0% right": 7.0,
+        "head drafts 0% right": 7.0,
+        "prefill drafts 100% right": 1.0,
+        "head drafts 100% right": 2.0,
+    }
+    assert all(one["equal_actions"] == 1.0 for one in decodings.values())
+
+
 def test_bench_measures_policies_it_knows_nothing_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert deft(["bench", "--policy", "constant", "--frames", "3"]) == 0
     assert "| constant " in capsys.readouterr().out
@@ -270,3 +297,6 @@ def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         deft(["bench", "--policy", "constant", "--frames", "0"])
     assert "--frames and --batch must be 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        deft(["bench", "--policy", "constant", "--scripted-drafts", "2"])
+    assert "--scripted-drafts are shares from 0 to 1, got 2" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from deft_policies.benchmark.options import (
 from deft_policies.benchmark.report import Report
 from deft_policies.benchmark.roofline import CostModel
 from deft_policies.benchmark.runs import Contender, Run, replay
+from deft_policies.benchmark.scripted_policy import Script, find_answers, script_policy
 from deft_policies.benchmark.summary import Decoding, summarise_decoding, summarise_speed
 from deft_policies.commands import parse_command, run_command
 from deft_policies.openvla.load import load_float32_twin, load_policy
@@ -86,6 +87,7 @@ def measure_openvla(
 ) -> Report:
     """Times, limits, and every method's actions beside those of plain decoding."""
     contenders = _contenders(policy, options)
+    contenders += _scripted(policy, frames, options)
     runs = _replay(contenders, frames, options)
     weight = policy.parts.target.decoder.embedding.weight
     rates: DeviceRates = measure_rates(weight.device, weight.dtype)
@@ -120,6 +122,24 @@ def _contenders(policy: OpenVLAPolicy, options: BenchOptions) -> list[Contender]
         contenders += [
             Contender(loop.value, TransformersPolicy(policy, loop)) for loop in BaselineLoop
         ]
+    return contenders
+
+
+def _scripted(
+    policy: OpenVLAPolicy, frames: Sequence[Frame], options: BenchOptions
+) -> list[Contender]:
+    """Drafts that are right to order, guarded unless asked otherwise; answers stay the same."""
+    if not options.scripts:
+        return []
+    answers = find_answers(policy, frames)
+    contenders = []
+    for share in options.scripts:
+        right = f"drafts {100 * share:.0f}% right"
+        for script in (
+            Script(f"prefill {right}", share, num_chains=1, is_guarded=options.is_guarded),
+            Script.of_head(f"head {right}", share, options.is_guarded),
+        ):
+            contenders.append(Contender(script.name, script_policy(policy, script, answers)))
     return contenders
 
 

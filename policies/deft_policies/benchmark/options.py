@@ -18,6 +18,8 @@ class BenchOptions:
     batch_sizes: tuple[int, ...]
     recording: Path | None
     pictures: Path | None
+    scripts: tuple[float, ...]  # shares of right tokens
+    is_guarded: bool
     has_baseline: bool
     has_audit: bool
     json_path: Path | None
@@ -42,6 +44,12 @@ def build_parser() -> ArgumentParser:
         "--against",
         choices=["transformers"],
         help="also run transformers' own Llama of the same weights, and print ratios",
+    )
+    parser.add_argument(
+        "--scripted-drafts",
+        metavar="SHARE[,SHARE...]",
+        help="also run drafts that know the answer and get this share of its tokens right, 0 to 1, "
+        "in the prefill and in the place of a draft head's path",
     )
     parser.add_argument(
         "--audit",
@@ -76,6 +84,10 @@ def read_options(namespace: Namespace, sweep: Sweep) -> BenchOptions:
         raise ValueError("--frames and --batch must be 1 or more, --warm-ups 0 or more")
     if namespace.recording is not None and namespace.input is not None:
         raise ValueError("give --recording or --input, not both")
+    given = namespace.scripted_drafts
+    scripts = () if given is None else tuple(float(part) for part in given.split(","))
+    if not all(0.0 <= share <= 1.0 for share in scripts):
+        raise ValueError(f"--scripted-drafts are shares from 0 to 1, got {given}")
     return BenchOptions(
         sweep=sweep,
         num_frames=namespace.frames,
@@ -83,6 +95,8 @@ def read_options(namespace: Namespace, sweep: Sweep) -> BenchOptions:
         batch_sizes=batch_sizes,
         recording=namespace.recording,
         pictures=namespace.input,
+        scripts=scripts,
+        is_guarded=not getattr(namespace, "no_guard", False),
         has_baseline=namespace.against is not None,
         has_audit=namespace.audit,
         json_path=namespace.json,

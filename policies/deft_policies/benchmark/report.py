@@ -9,10 +9,13 @@ from deft_policies.benchmark.roofline import Roofline
 from deft_policies.benchmark.summary import Decoding, Speed
 from deft_policies.benchmark.tables import (
     decoding_table,
+    length_table,
     position_table,
     speed_table,
     stage_table,
 )
+
+_DECODING_TABLES = (decoding_table, length_table, position_table)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +43,7 @@ class Report:
         if self.rates is not None:
             parts.append(_say_rates(self.rates))
         if self.decodings:
-            parts += [decoding_table(self.decodings), position_table(self.decodings)]
+            parts += [table(self.decodings) for table in _DECODING_TABLES]
         if self.audit is not None:
             parts.append(describe(self.audit))
         return "\n\n".join(parts)

@@ -64,7 +64,7 @@ class ScriptedChains:
 
     coins: Dice  # of [chain, position]
     action_tokens: TokenRange
-    kind = DraftKind.PREVIOUS
+    kind = DraftKind.RETRIEVAL  # a stored answer, with errors
     steps_needed = 1
     is_fixed = True
 

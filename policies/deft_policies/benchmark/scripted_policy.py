@@ -31,6 +31,7 @@ from deft_policies.openvla.policy import OpenVLAPolicy, OpenVLASession, PolicySe
 from deft_policies.openvla.target import OpenVLATarget
 
 _ACTION_LENGTH = 7
+_HEAD_LEVELS = 5
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class Script:
     right: float = 1.0  # of each token of each chain
     num_chains: int = 0  # riding in the prefill
     lengths: tuple[float, ...] = ()  # of the head's path, by accepted length; empty: no head
+    is_guarded: bool = False
+
+    @staticmethod
+    def of_head(name: str, right: float, is_guarded: bool = False) -> "Script":
+        """A head whose path is right for as long as every one of its tokens is."""
+        shares = [right**length * (1 - right) for length in range(_HEAD_LEVELS)]
+        lengths = (*shares, right**_HEAD_LEVELS)
+        return Script(name, lengths=lengths, is_guarded=is_guarded)
 
 
 class ScriptedDecoders(Decoders):
@@ -102,7 +111,8 @@ class ScriptedPolicy:
         for request in batch:
             assert isinstance(request.session, OpenVLASession)
             answer = self._answers[id(request.observation)]
-            request.session.history = ActionHistory(own=deque([answer]))
+            learnt = request.session.history.acceptance
+            request.session.history = ActionHistory(own=deque([answer]), acceptance=learnt)
         return self._policy.act(batch)
 
 
@@ -135,12 +145,18 @@ def script_policy(
         real = HeadDrafts(random_head(target.model), target, options, runner)
         head = ScriptedHead(real, Dice.lengths(script.lengths, device), actions)
     sources = Sources((ScriptedChains(coins, actions),), () if head is None else (head,))
-    riders = (DraftKind.PREVIOUS,) if script.num_chains else ()
-    rounds = (DraftKind.PREVIOUS,) if head is None else (DraftKind.HEAD,)
-    plan = Plan(script.name, riders, rounds, TreeShape(levels=5, top_k=8, num_guesses=49))
-    preset = replace(preset_by_name("lossless"), name=script.name, plans=(plan,), is_guarded=False)
+    riders = (ScriptedChains.kind,) if script.num_chains else ()
+    rounds = (ScriptedChains.kind,) if head is None else (DraftKind.HEAD,)
+    plan = Plan(script.name, riders, rounds, TreeShape(_HEAD_LEVELS, 8, 49))
+    preset = replace(
+        preset_by_name("lossless"),
+        name=script.name,
+        plans=(plan,),
+        is_guarded=script.is_guarded,
+    )
     decoders = ScriptedDecoders(target, Decoder(target, preset, sources), head)
-    settings = PolicySettings(decoding=DecodingChoice(script.name))
+    key = policy.info.default_statistics_key
+    settings = PolicySettings(statistics_key=key, decoding=DecodingChoice(script.name))
     return ScriptedPolicy(OpenVLAPolicy(policy.parts, settings, decoders), answers)
 
 

@@ -24,17 +24,18 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of milliseconds."""
+    """Of milliseconds, and their mean."""
 
     p50: float
     p95: float
     p99: float
+    mean: float
 
     @staticmethod
     def of(values: Sequence[float]) -> "Percentiles":
         """Of at least one value."""
         p50, p95, p99 = np.percentile(np.array(values), [50, 95, 99])
-        return Percentiles(float(p50), float(p95), float(p99))
+        return Percentiles(float(p50), float(p95), float(p99), float(np.mean(values)))
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,11 @@ class Speed:
 class Decoding:
     """How a contender decoded, and how its actions differ from plain decoding's.
 
-    `committed_by_pass` and `drafted_by_position` are means over the actions that have such a pass
-    or position. Differences are over the tokens of all actions; units are 0 where unknown.
+    Of the passes that had guesses, `accepted_shares` tells which share kept 0, 1, 2... of them.
+    `committed_by_start` is the mean committed length of passes that start at each token, 0 where
+    none does. `committed_by_pass` and `drafted_by_position` are means over the actions that have
+    such a pass or position. Differences are over the tokens of all actions; units are 0 where
+    unknown.
     """
 
     name: str
@@ -70,6 +74,8 @@ class Decoding:
     max_bins: int
     mean_mm: float
     mean_deg: float
+    accepted_shares: tuple[float, ...]
+    committed_by_start: tuple[float, ...]
     committed_by_pass: tuple[float, ...]
     drafted_by_position: tuple[float, ...]
 
@@ -100,19 +106,22 @@ def summarise_decoding(run: Run, plain: Run, spaces: Sequence[ActionSpace]) -> D
     ]
     bins = [_bins_apart(own, other) for own, other, _ in pairs]
     passes = [own.num_passes for own, _, _ in pairs if own.num_passes]
-    committed = [one.committed_length for own, _, _ in pairs for one in own.passes]
+    own_traces = [own for own, _, _ in pairs]
+    committed = [one.committed_length for own in own_traces for one in own.passes]
     return Decoding(
         name=run.contender.name,
         passes=_mean(passes),
         committed=_mean(committed),
-        relaxed_share=_mean([own.relaxed_share for own, _, _ in pairs]),
+        relaxed_share=_mean([own.relaxed_share for own in own_traces]),
         equal_actions=_mean([own.tokens == other.tokens for own, other, _ in pairs]),
         mean_bins=_mean([float(one.mean()) for one in bins]),
         max_bins=max((int(one.max()) for one in bins), default=0),
         mean_mm=_mean_distance(bins, [space for _, _, space in pairs], DimensionGroup.MOVE),
         mean_deg=_mean_distance(bins, [space for _, _, space in pairs], DimensionGroup.TURN),
-        committed_by_pass=_committed_by_pass([own for own, _, _ in pairs]),
-        drafted_by_position=_drafted_by_position([own for own, _, _ in pairs]),
+        accepted_shares=_accepted_shares(own_traces),
+        committed_by_start=_committed_by_start(own_traces),
+        committed_by_pass=_committed_by_pass(own_traces),
+        drafted_by_position=_drafted_by_position(own_traces),
     )
 
 
@@ -137,6 +146,26 @@ def _mean_distance(
         if own is group and unit > 0.0
     ]
     return _mean(moved)
+
+
+def _accepted_shares(traces: list[DecodeTrace]) -> tuple[float, ...]:
+    lengths = [
+        one.accepted_length for trace in traces for one in trace.passes if len(one.tokens) > 1
+    ]
+    return tuple(
+        lengths.count(length) / len(lengths) for length in range(max(lengths, default=-1) + 1)
+    )
+
+
+def _committed_by_start(traces: list[DecodeTrace]) -> tuple[float, ...]:
+    longest = max((len(trace.tokens) for trace in traces), default=0)
+    lengths: list[list[int]] = [[] for _ in range(longest)]
+    for trace in traces:
+        start = 0
+        for one in trace.passes:
+            lengths[start].append(one.committed_length)
+            start += one.committed_length
+    return tuple(_mean(found) for found in lengths)
 
 
 def _committed_by_pass(traces: list[DecodeTrace]) -> tuple[float, ...]:

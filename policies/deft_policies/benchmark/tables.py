@@ -19,7 +19,7 @@ def render(headings: Sequence[str], rows: Rows) -> str:
 
 def speed_table(speeds: Sequence[Speed], baseline: Speed | None) -> str:
     """All contenders, one row each; ratios are how many times faster than the baseline."""
-    headings = ["ms per action", "batch", "p50", "p95", "p99", "actions/s"]
+    headings = ["ms per action", "batch", "p50", "p95", "p99", "mean", "actions/s"]
     if baseline is not None:
         headings.append(f"x {baseline.name}")
     rows = []
@@ -31,6 +31,7 @@ def speed_table(speeds: Sequence[Speed], baseline: Speed | None) -> str:
             f"{total.p50:.2f}",
             f"{total.p95:.2f}",
             f"{total.p99:.2f}",
+            f"{total.mean:.2f}",
             f"{speed.actions_per_s:.1f}",
         ]
         if baseline is not None:
@@ -105,6 +106,28 @@ def position_table(decodings: Sequence[Decoding]) -> str:
         drafted += [""] * (num_positions - len(drafted))
         committed += [""] * (num_passes - len(committed))
         rows.append([one.name, *drafted, *committed])
+    return render(headings, rows)
+
+
+def length_table(decodings: Sequence[Decoding]) -> str:
+    """Accepted lengths of the passes that had guesses, and committed length by where they start.
+
+    What Spec-VLA's Tables 2 and 3 show; its Table 3 leaves the bonus out, so it is less by one.
+    """
+    decodings = [one for one in decodings if one.passes]
+    num_lengths = max(len(one.accepted_shares) for one in decodings)
+    num_starts = max(len(one.committed_by_start) for one in decodings)
+    headings = [
+        "% of drafted passes that accept n / committed from token",
+        *(f"n={length}" for length in range(num_lengths)),
+        *(f"t{index + 1}" for index in range(num_starts)),
+    ]
+    rows = []
+    for one in decodings:
+        shares = [f"{100 * share:.1f}" for share in one.accepted_shares]
+        shares += [""] * (num_lengths - len(shares))
+        starts = [f"{length:.2f}" if length else "" for length in one.committed_by_start]
+        rows.append([one.name, *shares, *starts, *[""] * (num_starts - len(starts))])
     return render(headings, rows)
 
 
