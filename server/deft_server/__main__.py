@@ -19,6 +19,7 @@ COMMANDS = {
     "key": Command("deft_server.new_key", "make an API key for a robot or an administrator"),
     "act": Command("deft_policies.act", "answer pictures without a server"),
     "bench": Command("deft_policies.benchmark.command", "measure where the time of an answer goes"),
+    "index": Command("deft_policies.index", "store frames and actions to draft from"),
     "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),
     "replay": Command("deft_server.replay", "run recorded frames through a policy and compare"),
 }

@@ -82,12 +82,14 @@ def build_index(entries: Iterable[tuple[Tensor, Tensor]], fingerprint: str) -> R
 
 
 def save_index(index: RetrievalIndex, path: Path) -> None:
-    """Write one safetensors file."""
+    """Write one safetensors file, whole or not at all."""
     tensors = {
         "keys": index.keys.half().cpu().contiguous(),
         "actions": index.actions.int().cpu().contiguous(),
     }
-    save_file(tensors, path, metadata={"format": FORMAT, "fingerprint": index.fingerprint})
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata={"format": FORMAT, "fingerprint": index.fingerprint})
+    partial.replace(path)
 
 
 def load_index(path: Path, fingerprint: str, device: torch.device) -> RetrievalIndex:
