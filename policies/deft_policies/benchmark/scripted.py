@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.source import Grower, Guesses, Progress, TreeShape
+from deft_policies.decoding.drafts.source import Grower, Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.vocabulary import TokenRange

@@ -13,7 +13,6 @@ from deft_policies.benchmark.scripted import Dice, ScriptedChains, ScriptedHead
 from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.drafting import Sources
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.graphs import CudaRecorder, RecordedRunner
 from deft_policies.decoding.history import ActionHistory
@@ -22,6 +21,7 @@ from deft_policies.decoding.methods import Decoder, DecodeRow
 from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.presets import preset_by_name
 from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import StageClock

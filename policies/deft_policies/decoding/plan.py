@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.kinds import DraftKind
+from deft_policies.decoding.shapes import TreeShape
 
 
 @dataclass(frozen=True)

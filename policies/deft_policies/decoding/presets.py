@@ -19,10 +19,10 @@ from deft_policies.decoding.acceptance.distance import (
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.acceptance.visual import VisualRelevance
-from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.verify import TieBreak
 from deft_policies.errors import RequestError, UnknownDecodingError
 
@@ -192,8 +192,7 @@ def _overridden(preset: Preset, changes: Overrides) -> Preset:
         plans: tuple[Plan, ...] = (plan_of(changes.drafts),)
         preset = replace(preset, plans=plans, required=frozenset(changes.drafts), is_guarded=False)
     if changes.shape is not None:
-        plans = tuple(replace(plan, shape=changes.shape) for plan in preset.plans)
-        preset = replace(preset, plans=plans)
+        preset = replace(preset, plans=_reshaped(preset.plans, changes.shape))
     if changes.is_guarded is not None:
         preset = replace(preset, is_guarded=changes.is_guarded)
     if changes.temperature is not None and changes.temperature > 0:
@@ -208,6 +207,14 @@ def _overridden(preset: Preset, changes: Overrides) -> Preset:
     if changes.seed is None:
         return preset
     return replace(preset, sampling=replace(preset.sampling, seed=changes.seed))
+
+
+def _reshaped(plans: Sequence[Plan], shape: TreeShape) -> tuple[Plan, ...]:
+    """The plans with other trees; of those that became alike, the first."""
+    found: dict[tuple[tuple[DraftKind, ...], tuple[DraftKind, ...]], Plan] = {}
+    for plan in plans:
+        found.setdefault((plan.prefill, plan.rounds), replace(plan, shape=shape))
+    return tuple(found.values())
 
 
 RIDES_IN_PREFILL = (

@@ -12,6 +12,7 @@ from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.presets import DEFAULT_METHOD, Overrides, preset_by_name
 from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import StageClock
 from deft_policies.errors import RequestError
@@ -28,11 +29,12 @@ class DecodingChoice:
     radius: int | None = None
     drafts: tuple[DraftKind, ...] | None = None
     is_guarded: bool = True
+    shape: TreeShape | None = None
 
     def overridden(self, options: ActOptions) -> "DecodingChoice":
         """What a request asks for, where it does.
 
-        The default's radius and sources are for its own method only.
+        The default's radius, sources and tree are for its own method only.
         """
         if options.decoding in (None, self.method):
             return self if options.radius is None else replace(self, radius=options.radius)
@@ -107,6 +109,7 @@ class Decoders:
         overrides = Overrides(
             radius=choice.radius,
             drafts=choice.drafts,
+            shape=choice.shape,
             is_guarded=None if choice.is_guarded else False,
             temperature=self._sampling.temperature,
             seed=self._sampling.seed,

@@ -168,9 +168,14 @@ def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
 
 def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype) -> PolicySettings:
     return PolicySettings(
+        name=options.name,
         statistics_key=options.statistics_key,
         decoding=DecodingChoice(
-            options.decoding, options.radius, options.drafts, options.is_guarded
+            options.decoding,
+            options.radius,
+            options.drafts,
+            options.is_guarded,
+            options.draft_tree,
         ),
         sampling=Sampling(options.temperature, options.seed),
         weight_bytes=_weight_bytes(options.quantization, device, dtype),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deft_client.image_chain import ImageChain
 from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
+from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 
 
 class Precision(Enum):
@@ -29,6 +30,7 @@ class Quantization(Enum):
 class OpenVLAOptions:
     """How to load and run an OpenVLA policy. None leaves the choice to the device or checkpoint."""
 
+    name: str = "openvla"  # what the policy calls itself
     checkpoint: str | None = None
     adapter: str | None = None
     random_weights: str | None = None
@@ -45,6 +47,7 @@ class OpenVLAOptions:
     self_draft_layers: int | None = None
     self_draft_patches: float = 1.0
     drafts: tuple[DraftKind, ...] | None = None
+    draft_tree: TreeShape | None = None
     is_guarded: bool = True
     radius: int | None = None
     temperature: float = 0.0
@@ -152,6 +155,13 @@ def _add_drafting_flags(group: _ArgumentGroup) -> None:
         help="draft from these alone: " + ", ".join(kind.value for kind in DraftKind),
     )
     group.add_argument(
+        "--draft-tree",
+        type=_draft_tree,
+        metavar="SHAPE",
+        help="dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH (a tree of fixed shape) or "
+        "chain:LEVELS; default: the method's",
+    )
+    group.add_argument(
         "--no-guard", action="store_true", help="never fall back to plain decoding by measured cost"
     )
 
@@ -176,6 +186,7 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         self_draft_layers=namespace.self_draft_layers,
         self_draft_patches=namespace.self_draft_patches,
         drafts=namespace.drafts,
+        draft_tree=namespace.draft_tree,
         is_guarded=not namespace.no_guard,
         radius=namespace.radius,
         temperature=namespace.temperature,
@@ -209,6 +220,22 @@ def _share(text: str) -> float:
     if not 0.0 < share <= 1.0:
         raise ArgumentTypeError(f"expected a share above 0 and up to 1, got {text!r}")
     return share
+
+
+def _draft_tree(text: str) -> TreeShape:
+    kind, _, rest = text.partition(":")
+    parts = [part for part in rest.split(",") if part.isdigit() and int(part) > 0]
+    numbers = tuple(int(part) for part in parts) if len(parts) == rest.count(",") + 1 else ()
+    if kind == "dynamic" and len(numbers) == 3:
+        return TreeShape(*numbers)
+    if kind == "template" and len(numbers) == 2:
+        return TreeShape.of_template(TreeTemplate.harmonic(*numbers))
+    if kind == "chain" and len(numbers) == 1:
+        return TreeShape.chain(*numbers)
+    raise ArgumentTypeError(
+        "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH or chain:LEVELS with "
+        f"numbers of at least 1, got {text!r}"
+    )
 
 
 def _draft_kinds(text: str) -> tuple[DraftKind, ...]:

@@ -9,10 +9,11 @@ from torch import Tensor
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.drafting import Sources
-from deft_policies.decoding.drafts.source import Guesses, Progress, TreeShape
+from deft_policies.decoding.drafts.source import Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DecodeRow
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.tree import DraftTree

@@ -15,7 +15,6 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.scored import ActionContext
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.drafting import PlannedDrafting, Seen
-from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind
@@ -26,6 +25,7 @@ from deft_policies.decoding.methods import DraftModels, build_sources
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.presets import PRESETS, RIDES_IN_PREFILL, Preset
 from deft_policies.decoding.retrieval import RetrievalIndex
+from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.verify import Verifier
@@ -45,6 +45,13 @@ class CountedReads(RunState):
         assert accepted.device == META
         self.num_reads += 1
         return [1, 2]
+
+
+SHAPES = (
+    TreeShape(5, 4, 20),
+    TreeShape(5, 4, 20, is_fixed=True),
+    TreeShape.of_template(TreeTemplate.harmonic(levels=5, reach=3)),
+)
 
 
 def meta_target() -> LlamaTarget:
@@ -105,10 +112,10 @@ def test_no_rule_reads_anything(preset: Preset) -> None:
 
 
 @pytest.mark.parametrize("kind", list(DraftKind), ids=[kind.value for kind in DraftKind])
-@pytest.mark.parametrize("is_fixed", [False, True])
-def test_no_source_reads_anything(kind: DraftKind, is_fixed: bool) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=["dynamic", "fixed", "template"])
+def test_no_source_reads_anything(kind: DraftKind, shape: TreeShape) -> None:
     riders = (kind,) if kind in RIDES_IN_PREFILL else (DraftKind.PREVIOUS,)
-    plan = Plan("case", riders, (kind,), TreeShape(5, 4, 20, is_fixed))
+    plan = Plan("case", riders, (kind,), shape)
     state, num_passes = run(PRESETS[1], plan)
     assert state.num_reads == num_passes > 2
 

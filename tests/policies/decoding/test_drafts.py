@@ -23,7 +23,7 @@ from deft_policies.decoding.drafts.small_model import (
     self_draft_target,
     with_fewer_patches,
 )
-from deft_policies.decoding.drafts.source import Guesser, PassResult, Progress, TreeShape
+from deft_policies.decoding.drafts.source import Guesser, PassResult, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.medusa import (
@@ -43,6 +43,7 @@ from deft_policies.decoding.retrieval import (
     load_index,
     save_index,
 )
+from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import Verdict
@@ -248,6 +249,12 @@ def test_medusa_trees_take_the_odds_of_each_level_from_one_hidden_state() -> Non
     progress = Progress(blank, torch.tensor([3]), torch.tensor([40]), 3, 7, last)
     drafted = MedusaDrafts(heads, target).grow(progress, TreeShape(5, 2, 14))
     odds = target.logits(heads(hidden[:, 1]), ACTIONS).log_softmax(dim=-1)[0]
+    shape = TreeShape.of_template(TreeTemplate(((0,), (2,), (0, 1), (2, 0), (2, 0, 3))))
+    fixed = MedusaDrafts(heads, target).grow(progress, shape)
+    ranked = odds.argsort(dim=1, descending=True) + ACTIONS.first
+    places = [(0, 0), (0, 2), (1, 1), (1, 0), (2, 3)]
+    assert fixed.tokens[0, 1:].tolist() == [int(ranked[place]) for place in places]
+    assert fixed.parents[0].tolist() == [-1, 0, 0, 1, 2, 4]
     assert int(drafted.depths().max()) == 3  # what is missing but the last
     best = odds.argmax(dim=1) + ACTIONS.first
     chain = [int(drafted.tokens[0, node]) for node in _likeliest_path(drafted)]

@@ -9,13 +9,14 @@ import torch
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.source import PassResult, Progress, TreeShape
+from deft_policies.decoding.drafts.source import PassResult, Progress
 from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.head_files import load_head
 from deft_policies.decoding.kinds import DraftKind, RopeOffset
 from deft_policies.decoding.methods import DraftModels, build_decoder
 from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.presets import Preset, preset_by_name
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import TieBreak, Verdict

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.source import PassResult, Progress, TreeShape
+from deft_policies.decoding.drafts.source import PassResult, Progress
 from deft_policies.decoding.eagle import EagleHead, HeadSizes, key_mask
 from deft_policies.decoding.head_files import HeadLayout, load_head, named_weights, save_head
 from deft_policies.decoding.kinds import KeyMask, RopeOffset
+from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import Verdict
@@ -30,6 +31,7 @@ from tests.tiny_target import (
 )
 
 SIZES = HeadSizes(WIDTH, 48, 2, 2, max_positions=64)
+TEMPLATE = TreeShape.of_template(TreeTemplate.harmonic(levels=4, reach=3))
 
 
 def random_head(seed: int = 0, sizes: HeadSizes = SIZES) -> EagleHead:
@@ -110,7 +112,10 @@ def slow_log_probs(
 
 @pytest.mark.parametrize("mask", list(KeyMask))
 @pytest.mark.parametrize("text_lengths", [[4], [2, 5, 3]])
-def test_a_grown_tree_scores_as_whole_sequences_do(mask: KeyMask, text_lengths: list[int]) -> None:
+@pytest.mark.parametrize("shape", [TreeShape(4, 3, 14), TEMPLATE], ids=["dynamic", "template"])
+def test_a_grown_tree_scores_as_whole_sequences_do(
+    shape: TreeShape, mask: KeyMask, text_lengths: list[int]
+) -> None:
     """Three rounds with rows that accept different numbers of drafts."""
     head, talk = random_head().requires_grad_(False), Conversation(text_lengths)
     drafts = HeadDrafts(head, talk.target, HeadOptions(key_mask=mask))
@@ -118,7 +123,7 @@ def test_a_grown_tree_scores_as_whole_sequences_do(mask: KeyMask, text_lengths: 
     for number in range(3):
         new = [[30 + row + number] * (1 + (row + number) % 2) for row in range(talk.num_rows)]
         progress = talk.commit(new, seed=number)
-        tree = drafts.grow(progress, TreeShape(levels=4, top_k=3, num_guesses=14))
+        tree = drafts.grow(progress, shape)
         for row in range(talk.num_rows):
             for node in range(1, tree.num_nodes):
                 if not bool(tree.is_real[row, node]):

@@ -18,7 +18,6 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.scored import ScoredTree
 from deft_policies.decoding.drafting import Sources
 from deft_policies.decoding.drafts.small_model import first_layers
-from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.kinds import DraftKind
@@ -29,6 +28,7 @@ from deft_policies.decoding.methods import Decoder, DraftModels, build_sources
 from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.presets import RIDES_IN_PREFILL, Overrides, Preset, preset_by_name
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
+from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import Verdict, Verifier
@@ -83,13 +83,15 @@ LENGTH_CHOICES = ((5,), (2,), (3, 3), (1, 6), (4, 2, 7), (5, 5, 5, 5), (1, 7, 3,
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     kinds = draw(st.lists(st.sampled_from(list(DraftKind)), min_size=1, max_size=4, unique=True))
-    levels = draw(st.integers(1, 7))
     shape = TreeShape(
-        levels=levels,
+        levels=draw(st.integers(1, 7)),
         top_k=draw(st.integers(1, 5)),
         num_guesses=draw(st.integers(1, 30)),
         is_fixed=draw(st.booleans()),
     )
+    if draw(st.integers(0, 3)) == 0:  # one in four is of fixed shape
+        template = TreeTemplate.harmonic(draw(st.integers(1, 6)), draw(st.integers(1, 3)))
+        shape = replace(TreeShape.of_template(template), is_fixed=shape.is_fixed)
     is_scripted = draw(st.booleans())
     return Case(
         seed=draw(st.integers(0, 1)),

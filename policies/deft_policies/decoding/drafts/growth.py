@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.kinds import DraftKind
+from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 from deft_policies.decoding.tree import DraftTree
 
 
@@ -22,6 +23,13 @@ class Growth:
     levels: int
     top_k: int
     num_guesses: int
+    template: TreeTemplate | None = None
+
+    @staticmethod
+    def of(kind: DraftKind, shape: TreeShape, levels: int) -> "Growth":
+        """At most so many levels of a shape."""
+        template = None if shape.template is None else shape.template.cut(levels)
+        return Growth(kind, levels, shape.top_k, shape.num_guesses, template)
 
     @property
     def num_candidates(self) -> int:

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
-from deft_policies.decoding.drafts.source import PassResult, Progress, TreeShape
+from deft_policies.decoding.drafts.source import PassResult, Progress
+from deft_policies.decoding.drafts.template import InnerNodes, fill_template, finish_template
 from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
 from deft_policies.decoding.kv_cache import Append, KVCache
 from deft_policies.decoding.llama import PassContext
+from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree
@@ -65,7 +67,7 @@ class HeadDrafts:
     def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
         """Draft behind the roots."""
         levels = shape.levels if shape.is_fixed else min(shape.levels, progress.depth)
-        growth = Growth(self.kind, levels, shape.top_k, shape.num_guesses)
+        growth = Growth.of(self.kind, shape, levels)
         soil = self.take_in(progress, shape)
 
         def step(*inputs: Tensor) -> Tensors:
@@ -144,7 +146,7 @@ class HeadDrafts:
         num_rows, num_positions = self._features.embeds.shape[:2]
         self._room = num_positions + length
         # A pass's pairs are written with their padding, which reaches past the committed ones.
-        needed = self._room + max(shape.levels * shape.top_k, length)
+        needed = self._room + max(shape.num_grown, length)
         if not self._cache.fits(num_rows, needed):
             self._runner.forget()
             self._cache = KVCache(
@@ -163,30 +165,48 @@ class HeadDrafts:
 
     def _grow_step(self, growth: Growth, soil: "Soil") -> DraftTree:
         """All levels of a tree, as a function of tensors alone."""
+        if growth.template is not None:
+            return self._fill(growth.template, soil)
         frontier = first_level(self._log_probs(soil.out), growth, self._drafted.first)
         hidden = soil.out[:, None].expand(-1, growth.top_k, -1)
         levels = [frontier.candidates]
-        for _ in range(1, growth.levels):
-            out = self.extend(frontier.tokens, frontier.ancestors, hidden, soil)
+        for level in range(1, growth.levels):
+            out = self.extend(frontier.tokens, frontier.ancestors, hidden, soil, level)
             frontier, parents = frontier.next_level(self._log_probs(out), growth)
             levels.append(frontier.candidates)
             hidden = out.gather(1, parents[:, :, None].expand(-1, -1, out.shape[2]))
         return finish_tree(soil.roots, levels, growth, soil.deepest)
 
-    def extend(self, tokens: Tensor, ancestors: Tensor, hidden: Tensor, soil: "Soil") -> Tensor:
-        """The head's output at the nodes of a level, [row, node, width].
+    def _fill(self, template: TreeTemplate, soil: "Soil") -> DraftTree:
+        """The tokens of a tree whose shape is given."""
+        hidden = soil.out[:, None]
 
-        `ancestors` is [row, node, level * node], over this level and those above it; `hidden` is
-        the head's output at the nodes' parents.
+        def go_on(inner: InnerNodes) -> Tensor:
+            nonlocal hidden
+            ancestors = inner.ancestors.expand(len(soil.out), -1, -1)
+            above = hidden[:, inner.above]
+            hidden = self.extend(inner.tokens, ancestors, above, soil, inner.depth)
+            return self._log_probs(hidden)
+
+        first = self._log_probs(soil.out)
+        tree = fill_template(template, soil.roots, first, go_on, self._drafted.first)
+        return finish_template(tree, self.kind, soil.deepest)
+
+    def extend(
+        self, tokens: Tensor, ancestors: Tensor, hidden: Tensor, soil: "Soil", level: int
+    ) -> Tensor:
+        """The head's output at nodes of a level (1 is the first), [row, node, width].
+
+        `ancestors` is [row, node, node so far], over all that were extended, these included;
+        `hidden` is the head's output at the nodes' parents.
         """
         num_rows, width = tokens.shape
-        above = ancestors.shape[2] // width - 1  # levels above this one
-        slot = self._room + above * width
+        slot = self._room + ancestors.shape[2] - width
         committed = self._visible((soil.length - 1)[:, None]).expand(-1, width, -1)
         if self._options.key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
         context = PassContext(
-            self.head.rotary((soil.start + above)[:, None].expand(-1, width), hidden),
+            self.head.rotary((soil.start + level - 1)[:, None].expand(-1, width), hidden),
             mask=torch.cat((committed, ancestors), dim=2)[:, None],
         )
         cache = self._cache.layer(0, num_rows, Append(slot + width, start=slot))

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.source import Progress, TreeShape
+from deft_policies.decoding.drafts.source import Progress
 from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.sampled import SampledChain, target_odds
 from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.target import TargetModel
 
 
@@ -39,7 +40,7 @@ class DrawnHeadDrafts(HeadDrafts):
             tokens.append(drawn + self._drafted.first)
             if level < levels:
                 everything = drawn.new_ones(len(drawn), 1, level, dtype=torch.bool)
-                hidden = self.extend(tokens[-1], everything, hidden, soil)
+                hidden = self.extend(tokens[-1], everything, hidden, soil, level)
         every = torch.cat((soil.roots[:, None], *tokens), dim=1)
         places = torch.arange(every.shape[1], device=every.device).expand_as(every)
         return SampledChain(

@@ -13,28 +13,10 @@ from torch import Tensor
 
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import Verdict
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """How a grower grows: `levels` sequential steps, `top_k` branches, the best `num_guesses` kept.
-
-    A tree never goes deeper than what is missing of the action, unless `is_fixed`: then it has the
-    same shape in every round, as Spec-VLA's has, and what is too deep is never accepted.
-    """
-
-    levels: int = 5
-    top_k: int = 8
-    num_guesses: int = 49
-    is_fixed: bool = False
-
-    @staticmethod
-    def chain(levels: int) -> "TreeShape":
-        """One branch."""
-        return TreeShape(levels, 1, levels)
 
 
 @dataclass(frozen=True)
