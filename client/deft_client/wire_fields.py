@@ -16,7 +16,12 @@ from deft_client.errors import (
 )
 from deft_client.wire_limits import WireLimits
 
-DTYPES = {"uint8": "|u1", "float32": "<f4", "float64": "<f8"}
+_LAYOUTS: dict[str, np.dtype[np.generic]] = {
+    "uint8": np.dtype("|u1"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+}
+_TOO_LARGE = 2**63
 
 
 def describe(value: object) -> str:
@@ -55,6 +60,10 @@ class FieldReader:
             return False
         return True
 
+    def has_any(self, names: frozenset[str]) -> bool:
+        """Is one of these fields there, be it null?"""
+        return not names.isdisjoint(self._left)
+
     def peek(self, name: str) -> object:
         """Return a field without taking it; None where there is none."""
         return self._left.get(name)
@@ -83,7 +92,7 @@ class FieldReader:
             raise MessageTooLargeError(
                 self.where(name), f"{len(value)} characters; at most {max_chars} are taken"
             )
-        if _printable(value) != value:
+        if not value.isascii() and _printable(value) != value:
             raise UnusableValueError(self.where(name), "is not valid UTF-8")
         return value
 
@@ -144,8 +153,9 @@ class FieldReader:
     def integers(self, name: str, max_items: int) -> tuple[int, ...]:
         """Take a list of integers that fit 64 bits."""
         items = self.items(name, max_items)
-        if set(map(type, items)) - {int} or any(abs(item) >= 2**63 for item in items):  # type: ignore[arg-type]
-            raise UnusableValueError(self.where(name), "must be a list of integers")
+        for item in items:
+            if type(item) is not int or not -_TOO_LARGE < item < _TOO_LARGE:
+                raise UnusableValueError(self.where(name), "must be a list of integers")
         return tuple(items)  # type: ignore[arg-type]
 
     def numbers(self, name: str, max_items: int) -> tuple[float, ...]:
@@ -192,7 +202,7 @@ class FieldReader:
         self.choice("dtype", (dtype,))
         shape = self._shape("shape", max_values)
         data = self.binary("data")
-        layout = np.dtype(DTYPES[dtype])
+        layout = _LAYOUTS[dtype]
         expected = math.prod(shape) * layout.itemsize
         if len(data) != expected:
             raise UnusableValueError(

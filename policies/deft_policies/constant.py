@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
-from deft_policies.base import ActRequest, Session
+from deft_policies.base import ActRequest, Session, immediate
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 
@@ -57,6 +57,7 @@ class ConstantPolicy:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
+    @immediate
     def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
         """Return the fixed actions."""
         return [ActionChunk(self.actions) for _ in batch]

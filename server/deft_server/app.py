@@ -13,6 +13,7 @@ from deft_policies.base import Policy
 from deft_server import health, routes, stream
 from deft_server.gate import Gate
 from deft_server.openapi import describe_bodies
+from deft_server.plain_route import PlainRoute
 from deft_server.policy_thread import LoadPolicy
 from deft_server.problems import answer_problem
 from deft_server.service import Service
@@ -41,7 +42,8 @@ class DeftApp(FastAPI):
         """Return the OpenAPI document, with the bodies that our routes read as raw bytes."""
         if self.openapi_schema is None:
             document = super().openapi()
-            describe_bodies(document, self.service.settings.wire_limits)
+            plain = {route.path for route in self.router.routes if isinstance(route, PlainRoute)}
+            describe_bodies(document, self.service.settings.wire_limits, plain)
         return super().openapi()
 
 
@@ -59,9 +61,9 @@ def create_app(
     load: LoadPolicy = policy if callable(policy) else lambda: policy
     service = Service(load, settings or Settings())
     app = DeftApp(service, starts_loaded=not is_loader)
+    app.router.routes += [routes.build_act_route(service), stream.build_route(service)]
     app.include_router(routes.build_router(service))
     app.include_router(health.build_router(service))
-    app.router.routes.append(stream.build_route(service))
     for protocol in protocols:
         app.router.routes.extend(protocol(service))
     app.add_exception_handler(HTTPException, answer_problem)

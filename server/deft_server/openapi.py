@@ -4,6 +4,7 @@ The routes take raw bytes, because nothing may stand between a frame and its dec
 bytes must be is written down here.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from deft_client.wire_limits import WireLimits
@@ -35,14 +36,16 @@ class _Operation:
     answer: str | None  # the schema of a JSON answer; None where it is plain text
     errors: tuple[str, ...] = _REFUSALS
     body: Json | None = None
+    summary: str = ""  # where FastAPI does not know the route
 
 
-def describe_bodies(document: Json, limits: WireLimits) -> None:
-    """Add the bodies of our own routes to a document that FastAPI made."""
+def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) -> None:
+    """Add the bodies of our routes to a document that FastAPI made, and the plain routes to it."""
     _child(_child(document, "components"), "schemas").update(_schemas(limits))
     reset_body = _body({"application/json": _reference("Reset")})
     operations = [
-        _Operation("/v1/act", "post", "ActAnswer", tuple(_ERRORS), _act_body()),
+        _Operation("/v1/act", "post", "ActAnswer", tuple(_ERRORS), _act_body(), _ACT),
+        _Operation("/act", "post", "Anything", ("401", "413"), _legacy_body(), _LEGACY_ACT),
         _Operation("/v1/reset", "post", "WasReset", body=reset_body),
         _Operation("/v1/info", "get", "ServerInfo"),
         _Operation("/v1/admin/reset_all", "post", "Ended"),
@@ -52,12 +55,16 @@ def describe_bodies(document: Json, limits: WireLimits) -> None:
     ]
     paths = _child(document, "paths")
     for operation in operations:
+        if operation.path not in paths and operation.path not in plain:
+            continue
         _describe(_child(_child(paths, operation.path), operation.method), operation)
 
 
 def _describe(described: Json, operation: _Operation) -> None:
     if operation.body is not None:
         described["requestBody"] = operation.body
+    if operation.summary:
+        described["summary"] = operation.summary
     content: Json = {"text/plain": {"schema": _TEXT}}
     if operation.answer is not None:
         content = {"application/json": {"schema": _reference(operation.answer)}}
@@ -70,6 +77,8 @@ def _describe(described: Json, operation: _Operation) -> None:
     described["responses"] = responses
 
 
+_ACT = "Answer one camera frame with the actions that follow it."
+_LEGACY_ACT = "Answer a client of OpenVLA; errors are the text `error`, see docs/protocols.md."
 _BINARY: Json = {"type": "string", "format": "binary"}
 _TEXT: Json = {"type": "string"}
 
@@ -86,6 +95,10 @@ def _act_body() -> Json:
     form = _child(content, "multipart/form-data")
     form["encoding"] = {"image": {"contentType": "image/png, image/jpeg"}}
     return body
+
+
+def _legacy_body() -> Json:
+    return _body({"application/json": _reference("LegacyAct")})
 
 
 def _body(schemas: dict[str, Json]) -> Json:
@@ -120,7 +133,15 @@ def _schemas(limits: WireLimits) -> Json:
     }
     form: Json = {"image": _BINARY, "instruction": instruction, "state": _TEXT, **options}
     count = {"type": "integer"}
+    array = {"__numpy__": _TEXT, "dtype": _TEXT, "shape": {"type": "array", "items": count}}
+    legacy: Json = {
+        "image": _object(array, tuple(array)),
+        "instruction": _TEXT,
+        "unnorm_key": _TEXT,
+    }
     return {
+        "Anything": {},
+        "LegacyAct": _object(legacy, ("image", "instruction"), open_ended=True),
         "Image": _image(),
         "ActRequest": _object(request, ("image", "instruction")),
         "ActForm": _object(form, ("image", "instruction"), open_ended=True),

@@ -2,20 +2,20 @@
 
 import time
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from deft_client import wire_json
 from deft_server.caller_watch import CallerWatch
 from deft_server.frame_bodies import encode_answer, wants_msgpack
 from deft_server.gate import ADMIN_PREFIX, caller_of
+from deft_server.plain_route import PlainRoute
 from deft_server.service import Service
 
 
-def build_router(service: Service) -> APIRouter:
-    """Return the routes around a service."""
-    router = APIRouter()
-    limits = service.settings.wire_limits
+def build_act_route(service: Service) -> PlainRoute:
+    """Return the route of `POST /v1/act`."""
 
     async def act(request: Request) -> Response:
         """Answer one camera frame with the actions that follow it."""
@@ -32,6 +32,14 @@ def build_router(service: Service) -> APIRouter:
         content, media_type = encode_answer(chunk, as_msgpack)
         return Response(content, media_type=media_type)
 
+    return PlainRoute("/v1/act", act, methods=["POST"])
+
+
+def build_router(service: Service) -> APIRouter:
+    """Return the other routes."""
+    router = APIRouter()
+    limits = service.settings.wire_limits
+
     async def reset(request: Request) -> Response:
         """End a session: the next frame under its id starts an episode."""
         session_id = wire_json.decode_reset(await request.body(), limits)
@@ -46,7 +54,6 @@ def build_router(service: Service) -> APIRouter:
         """End every session of every caller; for administrators."""
         return JSONResponse({"ended": service.reset_all()})
 
-    router.add_api_route("/v1/act", act, methods=["POST"])
     router.add_api_route("/v1/reset", reset, methods=["POST"])
     router.add_api_route("/v1/info", info, methods=["GET"])
     router.add_api_route(f"{ADMIN_PREFIX}/reset_all", reset_all, methods=["POST"])

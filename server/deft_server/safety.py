@@ -3,6 +3,7 @@
 Knows nothing of HTTP or queues. What the range is, the policy says (`LimitedPolicy`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -57,12 +58,12 @@ class SafetyGuard:
                 f"the policy's answer has shape {list(actions.shape)}, not "
                 f"[steps, {self._action_dim}]; it was withheld"
             )
-        if not np.isfinite(actions).all():
+        if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
             raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
         limits = self._limits_of(statistics_key)
         if limits is not None:
             _check_range(actions, limits)
-        step_limit = _first_match(self._step_limits, session)
+        step_limit = _first_match(self._step_limits, session) if self._step_limits else None
         if step_limit is None:
             return CheckedActions(actions)
         return self._limit_steps(actions, session.last_action, step_limit)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deft_client.types import ActionChunk
-from deft_policies.base import ActRequest, Policy
-from deft_server.attempts import Attempts, Failure
+from deft_policies.base import ActRequest, Policy, is_immediate
+from deft_server.attempts import Attempts, Failure, answer_batch
 from deft_server.batch_limit import BatchLimit
 from deft_server.errors import (
     DeadlineError,
@@ -75,6 +75,7 @@ class Scheduler:
         self._frames: dict[int, _Frame] = {}
         self._batch: list[_Frame] = []
         self._numbers = itertools.count(1)
+        self._is_immediate = False
         self._num_failed_batches = 0
         self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
@@ -107,6 +108,8 @@ class Scheduler:
 
     async def answer(self, request: ActRequest, ticket: Ticket) -> Answered:
         """Wait for the answer to a frame; cancelling gives up its place."""
+        if self._is_immediate:
+            return self._answer_here(request, ticket)
         frame = self._join(request, ticket)
         timer = None
         if ticket.deadline_s < math.inf:
@@ -142,6 +145,7 @@ class Scheduler:
         if thread is not self._thread:
             return
         self.policy = policy
+        self._is_immediate = is_immediate(policy)
         self._readiness.enter(Phase.READY)
         self._settled.set()
         logger.info("ready: policy %s", policy.info.policy)
@@ -174,6 +178,22 @@ class Scheduler:
                 queue_s = max(0.0, started_s - frame.joined_s)
                 frame.answer.set_result(Answered(answer, queue_s, len(batch)))
         self._pump()
+
+    def _answer_here(self, request: ActRequest, ticket: Ticket) -> Answered:
+        """Answer on the event loop, where the policy says that this takes no time.
+
+        So nothing ever waits, and there are no batches to form.
+        """
+        assert self.policy is not None
+        if ticket.deadline_s <= time.monotonic():
+            raise self._refusal(Verdict.TOO_LATE, ticket.deadline_s)
+        started_s = time.perf_counter()
+        attempts = answer_batch(self.policy, (request,))
+        self._note(attempts, 1, time.perf_counter() - started_s)
+        answer = attempts.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return Answered(answer, 0.0, 1)
 
     def _join(self, request: ActRequest, ticket: Ticket) -> _Frame:
         now_s = time.monotonic()

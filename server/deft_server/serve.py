@@ -18,6 +18,7 @@ import uvicorn
 
 from deft_policies.errors import PolicyError
 from deft_server.access import KeyFileError
+from deft_server.allocator import keep_freed_memory
 from deft_server.app import DeftApp, create_app
 from deft_server.command_line import read_command
 from deft_server.http_protocol import build_protocol
@@ -26,6 +27,7 @@ from deft_server.protocols import STANDARD_PROTOCOLS
 from deft_server.readiness import Phase
 from deft_server.service import Service
 from deft_server.settings import Settings, SettingsError
+from deft_server.websocket_protocol import FrameSocketProtocol
 
 SWITCH_INTERVAL_S = 0.0005
 BACKLOG = 2048
@@ -70,6 +72,7 @@ def run(app: DeftApp) -> ExitCode:
     # A policy that computes in Python shares the interpreter with the event loop; the usual 5 ms
     # between turns would add up to tens of milliseconds for a single /healthz.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     log = start_logging(settings)
     server = _Server(config, app.service)
     logger.info("listening on %s", _url(settings, listening))
@@ -116,6 +119,7 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         http=build_protocol(settings.header_timeout_s),
+        ws=FrameSocketProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -7,8 +7,7 @@ exceptions they raise (see `errors`) into its own way of saying so.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -39,6 +38,19 @@ from deft_server.waiting_line import Ticket
 Describe = Callable[[ServerInfo], Mapping[str, str]]
 
 
+class _InHand:
+    """Counts what is between `with` and its end. One for all: it knows only how many."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
+
 class Service:
     """The server without its protocols."""
 
@@ -52,7 +64,7 @@ class Service:
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
         self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
         self.decoder = FrameDecoder(settings.wire_limits)
-        self.num_in_hand = 0
+        self._in_hand = _InHand()
         self.on_start: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []  # called on a thread, may block
         self.describers: list[Describe] = []  # what protocols add to the details of `info`
@@ -78,14 +90,14 @@ class Service:
             details |= describe(info)
         return replace(info, details=details)
 
-    @contextmanager
-    def in_hand(self) -> Iterator[None]:
+    def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
-        self.num_in_hand += 1
-        try:
-            yield
-        finally:
-            self.num_in_hand -= 1
+        return self._in_hand
+
+    @property
+    def num_in_hand(self) -> int:
+        """How many requests were begun and not answered."""
+        return self._in_hand.count
 
     async def act(
         self,

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from deft_client.errors import WireError
@@ -33,9 +34,11 @@ from deft_server.compat.observations import oft_request, openvla_request
 from deft_server.compat.profiles import ACT_PROFILES, ActProfile, in_convention, prepare
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.gate import caller_of
+from deft_server.plain_route import PlainRoute
 from deft_server.problems import describe
 from deft_server.service import Service
 
+PATH = "/act"
 ERRORS_HEADER = "x-deft-errors"
 SESSION_HEADER = "x-deft-session"
 REASON_HEADER = "x-deft-reason"
@@ -46,7 +49,6 @@ _READERS = {ActProfile.OPENVLA: openvla_request, ActProfile.OFT: oft_request}
 
 def build_routes(service: Service) -> Sequence[BaseRoute]:
     """Return the route around a service."""
-    router = APIRouter()
     limits = service.settings.wire_limits
     profile, chain = service.settings.profile, service.settings.act_image_chain
 
@@ -80,8 +82,7 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
                 raise
             return _legacy_error(error, request)
 
-    router.add_api_route("/act", act, methods=["POST"])
-    return router.routes
+    return [PlainRoute(PATH, act, methods=["POST"])]
 
 
 class _NoBodyError(NotAnObjectError):

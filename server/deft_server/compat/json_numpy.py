@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError
@@ -110,10 +111,20 @@ def _revive(fields: dict[str, object]) -> object:
     text = fields[_MARKER]
     if not isinstance(text, str):
         raise MalformedMessageError(_MARKER, f"must be base64 text, got {type(text).__name__}")
+    return build_array(_binary(text), fields.get("dtype"), fields.get("shape"), _MARKER)
+
+
+def _binary(text: str) -> bytes:
+    """Return what base64 says.
+
+    Characters that are not of the alphabet are skipped, as the peer does; what is left must still
+    be exactly as long as the shape says. The strict decoder is thirty times quicker.
+    """
     try:
-        # Characters that are not of the alphabet are skipped, as the peer does; what is left must
-        # still be exactly as long as the shape says.
-        data = binascii.a2b_base64(text)
+        return pybase64.b64decode(text, validate=True)
+    except ValueError:
+        pass
+    try:
+        return binascii.a2b_base64(text)
     except ValueError as error:  # wrong padding, or not ASCII
         raise MalformedMessageError(_MARKER, f"not base64: {error}") from None
-    return build_array(data, fields.get("dtype"), fields.get("shape"), _MARKER)
