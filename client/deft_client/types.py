@@ -105,6 +105,17 @@ class PassTrace:
         """Accepted length + 1, the tau of the papers."""
         return len(self.path) + 1
 
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """How far each node's token is from the target's own in its place, in ids; 0 for the root.
+
+        The token of a node is judged against the prediction at its parent.
+        """
+        return tuple(
+            abs(token - self.predictions[parent]) if parent >= 0 else 0
+            for token, parent in zip(self.tokens, self.parents, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class DecodeTrace:
@@ -116,6 +127,7 @@ class DecodeTrace:
     margins: tuple[float, ...]  # gap between the two largest logits at each position
     passes: tuple[PassTrace, ...]
     guard: str = ""  # why the never-slower guard chose this method; empty when it did not act
+    rule: str = ""  # the acceptance rule with its numbers; empty where nothing was ever drafted
 
     @property
     def num_passes(self) -> int:

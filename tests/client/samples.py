@@ -54,6 +54,7 @@ def full_answer() -> ActionChunk:
         margins=(1.5, 0.125),
         passes=(prefill,),
         guard="speculation pays",
+        rule="ExactMatch()",
     )
     actions = np.array([[0.1, -0.2, np.pi], [1e-300, 0.0, 1.0]])
     timings = StageTimings(wire_ms=0.5, total_ms=12.25)

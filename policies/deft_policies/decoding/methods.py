@@ -131,10 +131,12 @@ class Decoder:
             length = common_length([row.space for row in rows])
             traces = plainly.decode(prompts, length, clock)
             cost = cost_of_plain(traces)
-            name, reason = self.preset.name, choice.reason
-            return _Found([replace(one, method=name, guard=reason) for one in traces], cost)
-        run = self._run(plan, prompts, rows, clock, wants_margins)
-        return _Found(run.read(self.preset.name, clock, choice.reason), run.cost(clock))
+        else:
+            run = self._run(plan, prompts, rows, clock, wants_margins)
+            traces, cost = run.read(clock), run.cost(clock)
+        name, rule = self.preset.name, str(self.preset.rule)
+        told = [replace(one, method=name, rule=rule, guard=choice.reason) for one in traces]
+        return _Found(told, cost)
 
     def _run(
         self,

@@ -44,8 +44,11 @@ class ActionRun:
         num_passes = tuple(sum(row) for row in is_open) if later else (0,) * len(self.tokens)
         return ActionCost(first.ms(clock), sum(one.ms(clock) for one in later), num_passes)
 
-    def read(self, method: str, clock: StageClock, guard: str = "") -> list[DecodeTrace]:
-        """Tell what happened in every row. Passes after a row was finished are left out of it."""
+    def read(self, clock: StageClock) -> list[DecodeTrace]:
+        """Tell what happened in every row, but not by which method and why.
+
+        Passes after a row was finished are left out of it.
+        """
         numbers = _read_together([self.tokens, self.own, *_columns(self.records)])
         tokens, own = numbers[:2]
         margins = [[]] * len(tokens) if self.margins is None else self.margins.tolist()
@@ -60,12 +63,11 @@ class ActionRun:
                     passes[row].append(one)
         return [
             DecodeTrace(
-                method=method,
+                method="",
                 tokens=tuple(tokens[row]),
                 predicted=tuple(own[row]),
                 margins=tuple(margins[row]),
                 passes=tuple(passes[row]),
-                guard=guard,
             )
             for row in range(len(tokens))
         ]

@@ -11,7 +11,6 @@ from deft_policies.decoding.acceptance.scored import ActionContext
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
-from deft_policies.decoding.drafts.source import TreeShape
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.kinds import DraftKind
@@ -32,6 +31,7 @@ from deft_policies.decoding.presets import (
     plan_of,
     preset_by_name,
 )
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError
@@ -131,6 +131,7 @@ def recomputed(trace: DecodeTrace) -> tuple[tuple[int, ...], list[int], float]:
         for node in one.path:
             assert one.parents[node] == above
             num_relaxed += one.tokens[node] != one.predictions[above]
+            assert one.distances[node] == abs(one.tokens[node] - one.predictions[above])
             tokens.append(one.tokens[node])
             above, kept = node, kept + 1
         assert one.bonus == one.predictions[above]
@@ -161,7 +162,7 @@ def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
         assert sum(lengths) + trace.num_passes == LENGTH
         assert trace.passes[0].is_prefill
         assert not any(one.is_prefill for one in trace.passes[1:])
-        assert trace.method == name
+        assert (trace.method, trace.rule) == (name, str(preset.rule))
         assert len(trace.margins) == LENGTH
     if preset.rule.is_exact:
         assert all(trace.relaxed_share == 0 for trace in traces)
@@ -243,7 +244,7 @@ def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
     seen = Seen(PROMPTS, histories, history, TARGET.widest_tree)
     timer = clock()
     drafting = PlannedDrafting(Sources((), ()), PLAIN, seen)
-    found = run_actions(state, PROMPTS, drafting, timer).read(preset.name, timer)
+    found = run_actions(state, PROMPTS, drafting, timer).read(timer)
     plain = AutoregressiveDecoder(TARGET, wants_margins=True).decode(PROMPTS, LENGTH, clock())
     for one, two in zip(found, plain, strict=True):
         assert (one.tokens, one.predicted) == (two.tokens, two.predicted)
