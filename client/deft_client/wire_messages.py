@@ -34,6 +34,10 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 
 Fields = dict[str, object]
 
+_OPTIONS = frozenset(("session_id", "deadline_ms", "statistics_key", "decoding", "radius", "trace"))
+_NO_OPTIONS = ActOptions()
+_RAW = ImageEncoding.RAW.value
+
 
 @dataclass(frozen=True, eq=False)
 class ActMessage:
@@ -83,9 +87,13 @@ def read_request(reader: FieldReader) -> ActMessage:
 def has_pictures(reader: FieldReader) -> bool:
     """Would reading this request decode a PNG or JPEG, and so take a while?"""
     cameras = reader.peek("cameras")
-    views = [reader.peek("image"), *(cameras.values() if isinstance(cameras, dict) else ())]
-    raw = ImageEncoding.RAW.value
-    return any(isinstance(one, dict) and one.get("encoding", raw) != raw for one in views)
+    if _is_picture(reader.peek("image")):
+        return True
+    return isinstance(cameras, dict) and any(map(_is_picture, cameras.values()))
+
+
+def _is_picture(view: object) -> bool:
+    return isinstance(view, dict) and view.get("encoding", _RAW) != _RAW
 
 
 def read_version(reader: FieldReader) -> None:
@@ -99,6 +107,8 @@ def read_version(reader: FieldReader) -> None:
 
 def read_options(reader: FieldReader) -> ActOptions:
     """Take the fields that say how a request is to be answered."""
+    if not reader.has_any(_OPTIONS):
+        return _NO_OPTIONS
     deadline_ms = reader.number("deadline_ms") if reader.has("deadline_ms") else None
     if deadline_ms is not None and not 0 < deadline_ms <= MAX_DEADLINE_MS:
         raise UnusableValueError(
@@ -133,8 +143,8 @@ def check_state(state: NDArray[np.generic], where: str) -> NDArray[np.float32]:
 def read_image(reader: FieldReader, name: str) -> Image:
     """Take one camera frame, raw or as PNG or JPEG."""
     child = reader.child(name)
-    spelling = child.take("encoding") if child.has("encoding") else ImageEncoding.RAW.value
-    if spelling == ImageEncoding.RAW.value:
+    spelling = child.take("encoding") if child.has("encoding") else _RAW
+    if spelling == _RAW:
         image = _read_raw_image(child, reader.where(name))
     elif spelling in (ImageEncoding.PNG.value, ImageEncoding.JPEG.value):
         image = decode_image(child.binary("data"), reader.where(name), reader.limits)
