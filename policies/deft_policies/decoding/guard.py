@@ -12,6 +12,8 @@ Decides and remembers only: it is told what things cost and reads no clock.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+_SAMPLES_NEEDED = 2
+
 
 @dataclass(frozen=True)
 class GuardSettings:
@@ -111,7 +113,7 @@ class Guard:
     def choose(self, sessions: Sequence[SessionAcceptance]) -> Choice:
         """Pick the plan of the next batch."""
         size = _size(sessions)
-        unknown = [plan for plan in self._plans if (plan, size) not in self._costs]
+        unknown = [plan for plan in self._plans if not self._is_known(plan, size)]
         if self._plain in unknown:
             return Choice(self._plain, "measuring plain decoding", is_trial=True)
         known = [plan for plan in self._plans if plan not in unknown]
@@ -152,6 +154,11 @@ class Guard:
         """The plan's price for these sessions together; they wait for the slowest of them."""
         passes = max(self._expected_passes(plan, session) for session in sessions)
         return self._costs[plan, _size(sessions)].price(passes)
+
+    def _is_known(self, plan: str, size: int) -> bool:
+        """Once is not enough: whatever runs for the first time warms things up."""
+        cost = self._costs.get((plan, size))
+        return cost is not None and cost.prefill_ms.count >= _SAMPLES_NEEDED
 
     def _expected_passes(self, plan: str, session: SessionAcceptance) -> float:
         """What the session needed lately, else what sessions usually need, else half of plain."""
