@@ -125,7 +125,10 @@ class Recorder:
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
-    """Write all of it with one call; a disk that takes only a part is full."""
-    written = file.write(data)
-    if written != len(data):
-        raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written")
+    """Write all of it; a disk may take it in parts before it says that it is full."""
+    left = memoryview(data)
+    while left:
+        written = file.write(left)
+        if not written:
+            raise OSError(errno.ENOSPC, f"{len(left)} of {len(data)} bytes were not written")
+        left = left[written:]

@@ -3,6 +3,7 @@
 Written by a thread of their own: a full pipe behind stderr must not stop the event loop.
 """
 
+import asyncio
 import json
 import logging
 import sys
@@ -43,6 +44,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({name: value for name, value in members.items() if value is not None})
 
 
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's tracebacks of requests that it cancelled itself while stopping."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
 def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueListener:
     """Send all log lines of the process to `stream` (stderr); stop the listener to flush them."""
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -57,6 +63,7 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     root.setLevel(level)
     # What uvicorn says at level info, we say ourselves.
     logging.getLogger("uvicorn").setLevel("DEBUG" if level == "DEBUG" else "WARNING")
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
     # It warns of every byte of every broken form; the caller is told, and that is enough.
     logging.getLogger("python_multipart").setLevel("ERROR")
     listener = QueueListener(queue, handler)

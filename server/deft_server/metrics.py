@@ -1,5 +1,7 @@
 """What the server counts and measures, for Prometheus. One registry per app, nothing global."""
 
+from collections.abc import Mapping
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -10,7 +12,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from deft_client.types import ActionChunk
+from deft_client.types import DecodeTrace
 from deft_server.histogram import LoopHistogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -98,14 +100,19 @@ class Metrics:
         """Count one HTTP request."""
         self._once(self.requests, route, str(status)).inc()
 
-    def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:
-        """Take in one answered frame."""
+    def observe_answer(
+        self,
+        spent_ms: Mapping[str, float],
+        trace: DecodeTrace | None,
+        queue_s: float,
+        total_s: float,
+    ) -> None:
+        """Take in one answered frame: its time by stage, its trace, and the server's own times."""
         self.act_seconds.observe(total_s)
         self.queue_seconds.observe(queue_s)
-        for stage, milliseconds in vars(chunk.timings).items():
-            if milliseconds and stage not in _NOT_STAGES:
+        for stage, milliseconds in spent_ms.items():
+            if stage not in _NOT_STAGES:
                 self._once(self.stage_seconds, stage.removesuffix("_ms")).inc(milliseconds / 1000)
-        trace = chunk.trace
         if trace is not None:
             self.passes.observe(trace.num_passes)
             self.accepted.inc(sum(trace.accepted_lengths))

@@ -1,12 +1,12 @@
 """Errors as application/problem+json, and their place in the log."""
 
-import json
 import logging
 import math
 
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
+from deft_client import errors, wire_json
 from deft_server import request_ids
 from deft_server.errors import PolicyFailedError, Problem, problem_of
 
@@ -36,18 +36,17 @@ def describe(error: Exception, connection: HTTPConnection | None = None) -> Prob
 
 def problem_body(problem: Problem) -> bytes:
     """Return a problem as JSON."""
-    members = {
-        "type": f"urn:deft:problem:{problem.kind.name}",
-        "title": problem.kind.title,
-        "status": problem.kind.status,
-        "detail": problem.detail,
-        "field": problem.field,
-        "request_id": request_ids.current.get() or None,
-        "retry_after_s": problem.retry_after_s,
-    }
-    return json.dumps(
-        {name: value for name, value in members.items() if value is not None}
-    ).encode()
+    return wire_json.encode_problem(
+        errors.Problem(
+            status=problem.kind.status,
+            title=problem.kind.title,
+            detail=problem.detail,
+            type=f"urn:deft:problem:{problem.kind.name}",
+            field=problem.field,
+            request_id=request_ids.current.get() or None,
+            retry_after_s=problem.retry_after_s,
+        )
+    )
 
 
 def problem_response(problem: Problem) -> Response:

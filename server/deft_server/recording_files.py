@@ -183,7 +183,10 @@ class EpisodeFiles:
         done = 0
         try:
             while done < len(record):
-                done += episode.file.write(record[done:]) or 0
+                written = episode.file.write(record[done:])
+                if not written:
+                    raise DiskFullError(f"{episode.path}: nothing more could be written")
+                done += written
         except OSError:
             if done:
                 episode.file.truncate(episode.num_bytes)

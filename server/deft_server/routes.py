@@ -26,7 +26,8 @@ def build_act_route(service: Service) -> PlainRoute:
         asked = await service.decoder.decode(content_type, body)
         caller = caller_of(request.scope)
         chunk = await CallerWatch(request.receive).run(
-            service.act(asked.observation, asked.options, caller, arrived_s)
+            service.act(asked.observation, asked.options, caller, arrived_s),
+            service.scheduler.answers_at_once,
         )
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
         content, media_type = encode_answer(chunk, as_msgpack)

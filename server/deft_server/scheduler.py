@@ -57,6 +57,7 @@ class _Frame:
 class Scheduler:
     """The frames that wait, and the batch that is with the policy thread.
 
+    `answers_at_once` is true where the policy is immediate: then nothing ever waits.
     `on_ready` is called when the policy is loaded, `on_fatal` when only a new process can help.
     """
 
@@ -75,7 +76,7 @@ class Scheduler:
         self._frames: dict[int, _Frame] = {}
         self._batch: list[_Frame] = []
         self._numbers = itertools.count(1)
-        self._is_immediate = False
+        self.answers_at_once = False
         self._num_failed_batches = 0
         self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
@@ -108,7 +109,7 @@ class Scheduler:
 
     async def answer(self, request: ActRequest, ticket: Ticket) -> Answered:
         """Wait for the answer to a frame; cancelling gives up its place."""
-        if self._is_immediate:
+        if self.answers_at_once:
             return self._answer_here(request, ticket)
         frame = self._join(request, ticket)
         timer = None
@@ -145,7 +146,7 @@ class Scheduler:
         if thread is not self._thread:
             return
         self.policy = policy
-        self._is_immediate = is_immediate(policy)
+        self.answers_at_once = is_immediate(policy)
         self._readiness.enter(Phase.READY)
         self._settled.set()
         logger.info("ready: policy %s", policy.info.policy)
@@ -180,10 +181,7 @@ class Scheduler:
         self._pump()
 
     def _answer_here(self, request: ActRequest, ticket: Ticket) -> Answered:
-        """Answer on the event loop, where the policy says that this takes no time.
-
-        So nothing ever waits, and there are no batches to form.
-        """
+        """Answer on the event loop, where the policy says that this takes no time."""
         assert self.policy is not None
         if ticket.deadline_s <= time.monotonic():
             raise self._refusal(Verdict.TOO_LATE, ticket.deadline_s)
@@ -258,17 +256,19 @@ class Scheduler:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
         self._metrics.batch_size.observe(size)
         self._metrics.batch_seconds.observe(service_s)
-        for failure in attempts.failures:
-            self._metrics.policy_failures.labels(failure.value).inc()
-        if not attempts.failures:
+        if attempts.failures:
+            for failure in attempts.failures:
+                self._metrics.policy_failures.labels(failure.value).inc()
+            if Failure.DEVICE in attempts.failures:
+                self._limit.gave_up(size)
+        else:
             self._limit.succeeded()
-        elif Failure.DEVICE in attempts.failures:
-            self._limit.gave_up(size)
         if self._limit.size != self._line.max_batch:
             logger.warning("batches now have at most %d frames", self._limit.size)
             self._line.max_batch = self._limit.size
             self._metrics.max_batch.set(self._limit.size)
-        self._judge(attempts)
+        if attempts.failures or self._num_failed_batches:
+            self._judge(attempts)
 
     def _judge(self, attempts: Attempts) -> None:
         broke = Failure.RAISED in attempts.failures or Failure.DEVICE in attempts.failures

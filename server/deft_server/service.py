@@ -57,6 +57,7 @@ class Service:
     def __init__(self, load: LoadPolicy, settings: Settings) -> None:
         self.settings = settings
         self.version = version("deft-vla")
+        self._versions = {"deft-vla": self.version, "deft-client": version("deft-client")}
         self.access = Access(settings.keys_file, settings.rate_per_s, settings.cors_origins)
         self.metrics = Metrics()
         self.events = EventBus()
@@ -88,7 +89,7 @@ class Service:
         details = dict(info.details)
         for describe in self.describers:
             details |= describe(info)
-        return replace(info, details=details)
+        return replace(info, versions={**self._versions, **info.versions}, details=details)
 
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
@@ -239,13 +240,14 @@ class Service:
         """Return the answer with the server's own stages filled in, and count it."""
         total_s = time.monotonic() - started_s
         chunk = answered.chunk
-        self.metrics.observe_answer(chunk, answered.queue_s, total_s)
+        spent = {stage: value for stage, value in vars(chunk.timings).items() if value}
+        self.metrics.observe_answer(spent, chunk.trace, answered.queue_s, total_s)
         own = {
             "wire_ms": (decoded_s - started_s) * 1000,
             "queue_ms": answered.queue_s * 1000,
             "total_ms": total_s * 1000,
         }
-        timings = StageTimings(**(vars(chunk.timings) | own))
+        timings = StageTimings(**(spent | own))
         return ActionChunk(chunk.actions, timings, chunk.trace, chunk.intervention)
 
     def _publish(

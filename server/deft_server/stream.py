@@ -49,7 +49,8 @@ class _Stream:
     async def _answer(self, message: Message, watch: CallerWatch, scope: Scope) -> Message:
         """Return the frame to send back."""
         try:
-            chunk = await watch.run(self._act(message, caller_of(scope)))
+            is_quick = self._service.scheduler.answers_at_once
+            chunk = await watch.run(self._act(message, caller_of(scope)), is_quick)
             return {"type": "websocket.send", "bytes": wire.encode_answer(chunk)}
         except CallerGoneError:
             raise

@@ -1,9 +1,9 @@
 """uvicorn's WebSocket protocol with a short way for camera frames.
 
 The parser of `websockets` copies a message three times and takes it apart piece by piece. Here a
-large message in one binary frame is recognised by its header, put together once and unmasked once.
-All else (the handshake, text, small messages, fragments, control frames, whatever is wrong) goes
-through that parser as before.
+large message in one binary frame is recognised by its header, unmasked while it arrives and put
+together once. All else (the handshake, text, small messages, fragments, control frames, whatever is
+wrong) goes through that parser as before. Short binary answers, too, are put together in one step.
 """
 
 import logging
@@ -18,6 +18,7 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
+from websockets.typing import BytesLike
 
 try:
     from websockets.speedups import apply_mask
@@ -27,6 +28,7 @@ except ImportError:  # no compiled wheel for this platform
 _HEADER = struct.Struct("!2sQ4s")
 _START = b"\x82\xff"  # the last frame of its message, binary; masked, length in the next 8 bytes
 _LARGE = 65536  # bytes; what is smaller has a shorter header and costs little to copy
+_BINARY, _TWO_BYTE_LENGTH = 0x82, 126
 _CONTROL = 0x8  # opcodes from here on may come between the fragments of a message
 
 
@@ -50,7 +52,7 @@ class FrameParser(ServerProtocol):
     def __init__(self, max_size: int, logger: logging.Logger | Any) -> None:
         self._most = max_size
         self._is_fragmented = False
-        self._parts: list[bytes | memoryview] = []  # of the large frame that is arriving
+        self._parts: list[bytes] = []  # of the large frame that is arriving
         self._mask = b""
         self._num_missing = 0
         super().__init__(max_size=max_size, logger=logger)
@@ -72,6 +74,14 @@ class FrameParser(ServerProtocol):
         if frame.opcode < _CONTROL:
             self._is_fragmented = not frame.fin
 
+    def send_binary(self, data: BytesLike, fin: bool = True) -> None:
+        """Send a binary frame."""
+        is_plain = fin and not self.extensions and not self.expect_continuation_frame
+        if is_plain and len(data) < _LARGE and self.state is State.OPEN:
+            self.writes.append(_short_header(len(data)) + bytes(data))
+        else:
+            super().send_binary(data, fin)
+
     def parse(self) -> Generator[None, None, None]:
         """Read with a reader that knows where frames begin."""
         self.reader = self._boundary = _BoundaryReader()
@@ -86,17 +96,26 @@ class FrameParser(ServerProtocol):
         return _LARGE <= int(_HEADER.unpack_from(data)[1]) <= self._most
 
     def _continue(self, data: bytes | bytearray | memoryview) -> None:
-        rest = data[self._num_missing :]
-        part = data[: self._num_missing] if rest else data
-        self._parts.append(part if isinstance(part, memoryview) else bytes(part))
+        """Take in more of a large frame; what came is unmasked while the rest is on its way."""
+        part, rest = data[: self._num_missing], data[self._num_missing :]
+        self._parts.append(apply_mask(part, self._mask))
+        shift = len(part) % len(self._mask)
+        self._mask = self._mask[shift:] + self._mask[:shift]
         self._num_missing -= len(part)
         if self._num_missing:
             return
-        masked, self._parts = b"".join(self._parts), []
+        message, self._parts = b"".join(self._parts), []
         if self.state is State.OPEN:  # nothing is taken in after a close
-            self.recv_frame(Frame(Opcode.BINARY, apply_mask(masked, self._mask)))
+            self.recv_frame(Frame(Opcode.BINARY, message))
         if rest:
             self.receive_data(bytes(rest))
+
+
+def _short_header(length: int) -> bytes:
+    """Return the header of a whole binary frame from a server, of less than 64 kB."""
+    if length < _TWO_BYTE_LENGTH:
+        return bytes((_BINARY, length))
+    return bytes((_BINARY, _TWO_BYTE_LENGTH, length >> 8, length & 0xFF))
 
 
 class _BoundaryReader(StreamReader):

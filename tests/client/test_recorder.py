@@ -4,12 +4,13 @@ import resource
 import signal
 import subprocess
 import sys
+from io import BytesIO
 
 import numpy as np
 import pytest
 
 from deft_client.images import ImageEncoding
-from deft_client.recorder import Recorder
+from deft_client.recorder import Recorder, _write
 from deft_client.recordings import Ending, find_episodes, read_episode
 from deft_client.types import ActionChunk, ActOptions, Observation
 from tests.client.samples import frame, full_answer
@@ -109,6 +110,25 @@ def test_a_disk_full_in_mid_step_keeps_the_steps_before_it(tmp_path, limit_file_
     episode = read_episode(recorder.path)
     assert len(episode.steps) == 1
     assert episode.ending is Ending.CUT_OFF
+
+
+class InParts(BytesIO):
+    """Takes seven bytes at a time, and then nothing more."""
+
+    room = 100
+
+    def write(self, data):
+        taken = bytes(data)[: min(7, self.room)]
+        self.room -= len(taken)
+        return super().write(taken)
+
+
+def test_a_disk_that_takes_a_step_in_parts_gets_all_of_it():
+    file = InParts()
+    _write(file, bytes(range(60)))
+    assert file.getvalue() == bytes(range(60))
+    with pytest.raises(OSError, match="20 of 60 bytes"):
+        _write(file, bytes(60))
 
 
 def test_an_episode_that_ends_with_an_exception_says_so(tmp_path):

@@ -159,6 +159,26 @@ def test_beyond_the_cap_the_oldest_closed_recordings_go(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in find_episodes(tmp_path)) < 25_000
 
 
+class SlowDisk(FileIO):
+    """A file that takes a hundred bytes at a time."""
+
+    def write(self, data: object) -> int:
+        return super().write(bytes(data)[:100])  # type: ignore[call-overload]
+
+
+def test_a_disk_that_takes_a_record_in_parts_gets_all_of_it(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    server.recording.build_files = lambda given: EpisodeFiles(
+        given, open_file=lambda path: SlowDisk(_new(path), "wb")
+    )
+    server.recording.start()
+    for step in range(3):
+        server.events.publish(answered("arm", step))
+    server.recording.stop()
+    episode = read_episode(find_episodes(tmp_path)[0])
+    assert [step.index for step in episode.steps] == [0, 1, 2]
+
+
 class FullDisk(FileIO):
     """A file on a disk with room for so many bytes, which it takes before it fails."""
 

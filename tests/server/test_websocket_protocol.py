@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from websockets.exceptions import InvalidState, ProtocolError
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.server import ServerProtocol
@@ -163,3 +164,25 @@ def test_nothing_is_taken_in_after_a_close():
     parser.fail(1011, "keepalive ping timeout")
     parser.receive_data(data[70_000:])
     assert parser.events_received() == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 125, 126, 127, 255, 256, 65_535, 65_536, 70_000])
+def test_answers_are_framed_as_the_parser_frames_them(size):
+    parsers = opened(FrameParser(MAX_SIZE, None)), opened(ServerProtocol(max_size=MAX_SIZE))
+    for parser in parsers:
+        parser.send_binary(pixels(size))
+        parser.send_binary(b"begun", fin=False)
+        parser.send_continuation(b"ended", fin=True)
+        parser.send_binary(bytearray(b"again"))
+    ours, theirs = (b"".join(parser.data_to_send()) for parser in parsers)
+    assert ours == theirs
+
+
+def test_answers_amid_fragments_and_after_a_close_are_refused_as_before():
+    parser = opened(FrameParser(MAX_SIZE, None))
+    parser.send_binary(b"begun", fin=False)
+    with pytest.raises(ProtocolError):
+        parser.send_binary(b"whole")
+    parser.send_close(1000)
+    with pytest.raises((InvalidState, ProtocolError)):
+        parser.send_binary(b"whole")

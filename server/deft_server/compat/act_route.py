@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,6 +32,7 @@ from deft_server.compat.json_numpy import (
     encode_reply,
 )
 from deft_server.compat.observations import oft_request, openvla_request
+from deft_server.compat.patience import act_patiently
 from deft_server.compat.profiles import ACT_PROFILES, ActProfile, in_convention, prepare
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.gate import caller_of
@@ -63,8 +65,11 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
             message = await asyncio.to_thread(prepare, message, chain, size)
         options = replace(message.options, session_id=session)
         caller = caller_of(request.scope)
+        # A client that understands a status can try again itself.
+        ask = service.act if _wants_problems(request) else partial(act_patiently, service)
         chunk = await CallerWatch(request.receive).run(
-            service.act(message.observation, options, caller, arrived_s)
+            ask(message.observation, options, caller, arrived_s),
+            service.scheduler.answers_at_once,
         )
         return _reply(chunk, profile, parsed.is_encoded)
 
@@ -78,7 +83,7 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
         except CallerGoneError:
             raise
         except (WireError, PolicyError, ServerError) as error:
-            if request.headers.get(ERRORS_HEADER) == "problem":
+            if _wants_problems(request):
                 raise
             return _legacy_error(error, request)
 
@@ -101,6 +106,10 @@ def _require_json(content_type: str, body: bytes) -> None:
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
         raise NotAnObjectError(body.decode("utf-8", "replace"))
+
+
+def _wants_problems(request: Request) -> bool:
+    return request.headers.get(ERRORS_HEADER) == "problem"
 
 
 def _reply(chunk: ActionChunk, profile: ActProfile, is_encoded: bool) -> bytes:

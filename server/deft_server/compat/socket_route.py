@@ -6,12 +6,13 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 
+from starlette.requests import HTTPConnection
 from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.types import Message as Event
+from starlette.types import Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError, WireError
 from deft_client.image_chain import ImageChain
@@ -30,44 +31,54 @@ from deft_server.compat.dialects import (
 )
 from deft_server.compat.frames import read_name
 from deft_server.compat.msgpack_numpy import PictureFoundError, pack, unpack
+from deft_server.compat.patience import act_patiently
 from deft_server.compat.profiles import prepare
 from deft_server.compat.vla_eval import Message, MessageType, looks_like_message, read_message
-from deft_server.errors import CallerGoneError, OverloadedError, ServerError
+from deft_server.errors import CallerGoneError, ServerError
 from deft_server.gate import caller_of
 from deft_server.problems import describe
 from deft_server.service import Service
 
 CLOSE_REASON = "Internal server error. Details in the previous frame."
 _ENDED_EPISODE = pack({"status": "reset successful"})
-_PATIENCE_S = 10.0  # neither client can retry, so a busy server lets their frame wait instead
 _KNOWN = (WireError, PolicyError, ServerError)
 
 
 def build_routes(service: Service) -> list[WebSocketRoute]:
     """Return the route around a service."""
 
-    async def serve(websocket: WebSocket) -> None:
-        await websocket.accept()
-        connection = _Connection(service, websocket)
+    return [WebSocketRoute("/", _Socket(service))]
+
+
+class _Socket:
+    """The route, as a plain ASGI application: called once per connection."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one robot until it leaves."""
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept"})
+        connection = _Connection(self._service, scope, receive, send)
         try:
             await connection.run()
-        except (CallerGoneError, WebSocketDisconnect):
+        except CallerGoneError:
             pass
         finally:
             connection.end_episode()
-
-    return [WebSocketRoute("/", serve)]
 
 
 class _Connection:
     """One robot, from its first frame until it hangs up. Each connection is a session."""
 
-    def __init__(self, service: Service, websocket: WebSocket) -> None:
+    def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         self._service = service
-        self._websocket = websocket
-        self._watch = CallerWatch(websocket.receive)
+        self._connection = HTTPConnection(scope)
+        self._raw_send = send
+        self._watch = CallerWatch(receive)
         self._limits = service.settings.wire_limits
-        self._caller: Caller = caller_of(websocket.scope)
+        self._caller: Caller = caller_of(scope)
         self._session_id = f"socket-{uuid.uuid4().hex[:12]}"
         self._openpi = OpenpiDialect(self._limits)
         self._vla_eval = VlaEvalDialect(self._limits)
@@ -81,7 +92,7 @@ class _Connection:
         except _KNOWN as error:
             await self._fail(error)
             return
-        await self._websocket.send_bytes(hello)
+        await self._send_frame(hello)
         goes_on = True
         while goes_on:
             event = await self._watch.next_message()
@@ -94,7 +105,7 @@ class _Connection:
         """Forget what the policy remembers of this robot."""
         self._service.reset(self._session_id, self._caller)
 
-    async def _answer(self, event: Mapping[str, object]) -> bool:
+    async def _answer(self, event: Event) -> bool:
         """Answer one frame; return whether the connection goes on."""
         arrived_s = time.monotonic()
         data = event.get("bytes")
@@ -106,7 +117,7 @@ class _Connection:
                 await self._answer_vla_eval(value, arrived_s)
             else:
                 await self._answer_openpi(value, arrived_s)
-        except (CallerGoneError, WebSocketDisconnect):
+        except CallerGoneError:
             raise
         except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
             await self._fail(error)
@@ -124,11 +135,11 @@ class _Connection:
             raise MalformedMessageError("frame", f"must be a map, got {brief(value)}")
         if value.get("endpoint") == "reset":
             self.end_episode()
-            await self._websocket.send_bytes(_ENDED_EPISODE)
+            await self._send_frame(_ENDED_EPISODE)
             return
         chunk = await self._act(self._openpi.request(value), arrived_s)
         infer_ms = (time.monotonic() - arrived_s) * 1000
-        await self._websocket.send_bytes(self._openpi.result(chunk, infer_ms))
+        await self._send_frame(self._openpi.result(chunk, infer_ms))
         self._openpi.prev_total_ms = (time.monotonic() - arrived_s) * 1000
 
     async def _answer_vla_eval(self, value: object, arrived_s: float) -> None:
@@ -143,9 +154,9 @@ class _Connection:
             except CallerGoneError:
                 raise
             except _KNOWN as error:
-                detail = describe(error, self._websocket).detail
+                detail = describe(error, self._connection).detail
                 reply = error_message(f"observation_failed: {detail}", message.seq)
-            await self._websocket.send_bytes(reply)
+            await self._send_frame(reply)
 
     async def _next_action(self, message: Message, arrived_s: float) -> bytes:
         action = self._vla_eval.planned_action()
@@ -159,22 +170,14 @@ class _Connection:
         if chain is not ImageChain.NONE:
             size = self._service.info.image_height
             message = await asyncio.to_thread(prepare, message, chain, size)
-        return await self._watch.run(self._act_patiently(message, arrived_s))
-
-    async def _act_patiently(self, message: ActMessage, arrived_s: float) -> ActionChunk:
-        """Ask the policy, and again while it is too busy and patience lasts."""
-        while True:
-            try:
-                return await self._service.act(
-                    message.observation, self._options, self._caller, arrived_s
-                )
-            except OverloadedError as error:
-                if time.monotonic() - arrived_s + error.retry_after_s > _PATIENCE_S:
-                    raise
-                await asyncio.sleep(error.retry_after_s)
+        is_quick = self._service.scheduler.answers_at_once
+        asking = act_patiently(
+            self._service, message.observation, self._options, self._caller, arrived_s
+        )
+        return await self._watch.run(asking, is_quick)
 
     def _read_options(self) -> ActOptions:
-        query = self._websocket.query_params
+        query = self._connection.query_params
         key = read_name(query.get("statistics_key"), "statistics_key", self._limits)
         decoding = read_name(query.get("decoding"), "decoding", self._limits)
         return replace(
@@ -183,6 +186,16 @@ class _Connection:
 
     async def _fail(self, error: Exception) -> None:
         """Tell an openpi client as its own server would: a text frame, then close code 1011."""
-        problem = describe(error, self._websocket)
-        await self._websocket.send_text(f"{problem.kind.title}: {problem.detail}")
-        await self._websocket.close(1011, CLOSE_REASON)
+        problem = describe(error, self._connection)
+        text = f"{problem.kind.title}: {problem.detail}"
+        await self._send({"type": "websocket.send", "text": text})
+        await self._send({"type": "websocket.close", "code": 1011, "reason": CLOSE_REASON})
+
+    async def _send(self, message: Event) -> None:
+        try:
+            await self._raw_send(message)
+        except OSError as error:
+            raise CallerGoneError("the caller left while we sent") from error
+
+    async def _send_frame(self, frame: bytes) -> None:
+        await self._send({"type": "websocket.send", "bytes": frame})

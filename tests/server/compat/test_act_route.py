@@ -2,7 +2,10 @@
 
 import base64
 import json
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -109,6 +112,23 @@ def test_frames_of_one_session_header_share_a_session() -> None:
             headers = {**JSON, "x-deft-session": session}
             assert client.post("/act", content=body, headers=headers).content != b'"error"'
     assert policy.num_sessions == 2
+
+
+def test_a_legacy_frame_waits_where_others_are_told_to_try_again() -> None:
+    """Every frame without a session is a newcomer's, and `"error"` would stop such a robot."""
+    policy = ThreeDatasets(default_key="bridge", gate=threading.Event())
+    body = act_capture("plain").request
+    app = build_app(policy, Settings(max_batch=1, newcomer_batches=1))
+    with TestClient(app) as client, ThreadPoolExecutor() as robots:
+        waiting = [robots.submit(client.post, "/act", content=body, headers=JSON) for _ in range(4)]
+        while app.service.num_in_hand < 4 or not app.service.scheduler.num_waiting:
+            time.sleep(0.001)
+        assert client.post("/act", content=body, headers=PROBLEM).status_code == 429
+        assert policy.gate is not None
+        policy.gate.set()
+        answers = [one.result(10).content for one in waiting]
+    assert len(policy.seen) == 4
+    assert b'"error"' not in answers
 
 
 def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:
