@@ -1,13 +1,12 @@
 """What the server adds to a policy's own time, alone, in company and under overload.
 
 `python -m scripts.bench_server` runs everything (about two minutes), naming sections runs those:
-added, health, sessions, overload. Every line ends in PASS or FAIL. Prints the load of the machine,
-because nothing here means much on a busy one.
+added, health, sessions, overload. Every line ends in PASS or FAIL; those without a limit are there
+to compare. Prints the load of the machine, because nothing here means much on a busy one.
 """
 
 import argparse
 import asyncio
-import base64
 import http.client
 import json
 import os
@@ -20,13 +19,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import psutil
-import websockets.asyncio.server
 import websockets.sync.client
 
-from deft_client import ActionChunk, Observation, PolicyClient
+from deft_client import ActionChunk, PolicyClient
 from deft_client.stream import StreamClient
 from deft_policies.base import ActRequest
 from deft_policies.constant import ConstantPolicy
@@ -35,13 +32,19 @@ from deft_server.app import create_app
 from deft_server.compat.msgpack_numpy import pack
 from deft_server.protocols import STANDARD_PROTOCOLS
 from deft_server.settings import LogFormat, LogLevel, Settings
-from scripts import bench_load
+from scripts import bench_load, bench_peers
 
 SIZE = 256  # pixels: 196,608 bytes a frame
 POLICY_MS = 20.0
 WARM_UP = 50
 MEGABYTE = 1024 * 1024
-BARE = "bare"
+
+
+class HandedOverPolicy(ConstantPolicy):
+    """Takes no time either, but does not say so: it is called on the policy thread."""
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+        return super().act(batch)
 
 
 class SleepingPolicy(ConstantPolicy):
@@ -62,7 +65,12 @@ class SpinningPolicy(ConstantPolicy):
         return super().act(batch)
 
 
-POLICIES = {"constant": ConstantPolicy, "sleeping": SleepingPolicy, "spinning": SpinningPolicy}
+POLICIES = {
+    "constant": ConstantPolicy,
+    "handed over": HandedOverPolicy,
+    "sleeping": SleepingPolicy,
+    "spinning": SpinningPolicy,
+}
 
 
 @dataclass(frozen=True)
@@ -143,76 +151,55 @@ def added_line(what: str, took_ms: np.ndarray, median_ms: float, p99_ms: float) 
 
 def bench_added(_: argparse.Namespace) -> list[Result]:
     observation, body = bench_load.frame(SIZE), bench_load.message(SIZE)
+    legacy_body = bench_peers.openvla_body(observation.image, observation.instruction)
+    openpi_body = pack({"observation/image": observation.image, "prompt": "lift the cup"})
+    with bench_peers.peer(bench_peers.WEBSOCKETS) as port:
+        bare = time_stream(f"ws://127.0.0.1:{port}/", openpi_body, greets=False)
+    with bench_peers.peer(bench_peers.FASTAPI) as port:
+        peers_act = time_posts(port, "/act", legacy_body, "application/json")
     with serving("constant") as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        connection.connect()
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-        def post(path: str, sent: bytes, content_type: str) -> bytes:
-            connection.request("POST", path, sent, {"content-type": content_type})
-            return connection.getresponse().read()
-
-        act = times_ms(lambda: post("/v1/act", body, "application/msgpack"), 2000)
-        legacy_body = openvla_body(observation)
-        legacy = times_ms(lambda: post("/act", legacy_body, "application/json"), 1000)
+        stream = time_stream(f"ws://127.0.0.1:{server.port}/v1/stream", body, greets=False)
+        openpi = time_stream(f"ws://127.0.0.1:{server.port}/", openpi_body, greets=True)
+        legacy = time_posts(server.port, "/act", legacy_body, "application/json")
+        act = time_posts(server.port, "/v1/act", body, "application/msgpack", 2000)
         with PolicyClient(server.url) as client:
             sdk = times_ms(lambda: client.act(observation), 2000)
         with StreamClient(server.url) as client:
             sdk_stream = times_ms(lambda: client.act(observation), 1000)
-        stream = time_stream(f"ws://127.0.0.1:{server.port}/v1/stream", body, greets=False)
-        openpi_body = pack({"observation/image": observation.image, "prompt": "lift the cup"})
-        openpi = time_stream(f"ws://127.0.0.1:{server.port}/", openpi_body, greets=True)
-    bare = time_bare_server(openpi_body)
+    with serving("handed over") as server:
+        handed = time_stream(f"ws://127.0.0.1:{server.port}/v1/stream", body, greets=False)
     return [
-        Result("for comparison: a bare websockets server", spread(bare), "-", True),
-        added_line("POST /v1/act, 2,000 in a row", act, 2.0, 10.0),
-        added_line("... through PolicyClient", sdk, 2.0, 10.0),
         added_line("/v1/stream, 1,000 in a row", stream, 0.4, np.inf),
-        added_line("... through StreamClient", sdk_stream, 0.4, np.inf),
         added_line("openpi WebSocket, 1,000 in a row", openpi, 0.4, np.inf),
+        Result("... a bare server with openpi's architecture", spread(bare), "-", True),
         added_line("OpenVLA POST /act, 1,000 in a row", legacy, 3.0, np.inf),
+        Result("... a bare server with OpenVLA's architecture", spread(peers_act), "-", True),
+        added_line("POST /v1/act, 2,000 in a row", act, 2.0, 10.0),
+        added_line("... through PolicyClient, its own time included", sdk, 2.0, 10.0),
+        Result(
+            "/v1/stream through StreamClient, its own time included", spread(sdk_stream), "-", True
+        ),
+        Result("/v1/stream, policy on its own thread", spread(handed), "-", True),
     ]
 
 
-def time_bare_server(body: bytes) -> np.ndarray:
-    """Time the least that a WebSocket server in Python takes here, with openpi's architecture.
+def time_posts(
+    port: int, path: str, body: bytes, content_type: str, count: int = 1000
+) -> np.ndarray:
+    """Time posts over one connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.connect()
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    It unpacks the frame and replies, in the event loop: no queue, no thread, no checks.
-    """
-    command = [sys.executable, "-m", "scripts.bench_server", "--serve", "bare"]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    port = int(child.stderr.readline())
-    try:
-        return time_stream(f"ws://127.0.0.1:{port}/", body, greets=False)
-    finally:
-        child.kill()
-        child.wait()
-        child.stderr.close()
+    def post() -> None:
+        connection.request("POST", path, body, {"content-type": content_type})
+        reply = connection.getresponse()
+        assert reply.status == 200, reply.read()
+        reply.read()
 
-
-async def serve_bare() -> None:
-    reply = pack({"actions": np.zeros((1, 7)), "server_timing": {"infer_ms": 0.0}})
-
-    async def answer(connection: websockets.asyncio.server.ServerConnection) -> None:
-        async for message in connection:
-            msgpack.unpackb(message, strict_map_key=False)
-            await connection.send(reply)
-
-    serving = websockets.asyncio.server.serve(answer, "127.0.0.1", 0, compression=None)
-    async with serving as server:
-        print(server.sockets[0].getsockname()[1], file=sys.stderr, flush=True)
-        await server.serve_forever()
-
-
-def openvla_body(observation: Observation) -> bytes:
-    """Return what OpenVLA's own client sends."""
-    image = {
-        "__numpy__": base64.b64encode(observation.image.tobytes()).decode(),
-        "dtype": "|u1",
-        "shape": list(observation.image.shape),
-    }
-    return json.dumps({"image": image, "instruction": observation.instruction}).encode()
+    took_ms = times_ms(post, count)
+    connection.close()
+    return took_ms
 
 
 def time_stream(url: str, body: bytes, greets: bool) -> np.ndarray:
@@ -360,11 +347,9 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--seconds", type=float, default=60, help="length of the overload [60]")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--serve", choices=[BARE, *POLICIES], help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=list(POLICIES), help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=json.loads, default={}, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve == BARE:
-        asyncio.run(serve_bare())
     if options.serve:
         return serve_policy(options.serve, options.settings)
     unknown = set(options.sections) - set(SECTIONS)

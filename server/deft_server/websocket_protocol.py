@@ -39,7 +39,7 @@ class FrameSocketProtocol(WebSocketsSansIOProtocol):
         self,
         config: Config,
         server_state: ServerState,
-        app_state: dict[str, Any],
+        app_state: dict[str, object],
         _loop: Any = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
