@@ -70,8 +70,8 @@ def _write(policy: OpenVLAPolicy, given: Namespace) -> None:
     chosen = islice(frames, given.limit)
     index = index_frames(policy, chosen, StoredActions(given.actions), given.batch)
     save_index(index, given.out)
-    megabytes = given.out.stat().st_size / 1e6
-    sys.stdout.write(f"{given.out}: {len(index.keys)} frames, {megabytes:.1f} MB\n")
+    kilobytes = given.out.stat().st_size / 1e3
+    sys.stdout.write(f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n")
 
 
 def _frames(given: Namespace) -> Iterator[StoredFrame]:
