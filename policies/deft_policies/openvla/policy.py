@@ -64,6 +64,7 @@ class PolicySettings:
     weight_bytes: WeightBytes = WeightBytes(4.0, 4.0)
     versions: tuple[tuple[str, str], ...] = ()
     details: tuple[tuple[str, str], ...] = ()
+    name: str = "openvla"
 
 
 @dataclass(eq=False)
@@ -124,7 +125,7 @@ class OpenVLAPolicy:
         statistics = self._parts.statistics[self._default_key or self._keys[0]]
         chains = type(self._parts.images.chain)
         return ServerInfo(
-            policy="openvla",
+            policy=self._settings.name,
             action_dim=statistics.action_dim,
             chunk_length=1,
             statistics_keys=self._keys,
