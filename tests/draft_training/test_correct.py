@@ -1,13 +1,14 @@
 """DAgger: the policy plays, the expert's answers are stored, and a still policy is led on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from deft_client.libero.conventions import OPEN
+from deft_client.libero.conventions import CLOSE, OPEN
 from deft_client.libero.demonstrations import find_demonstrations, load_demonstration
 from deft_client.libero.demos import DemoKey, DemosSettings, play
 from deft_client.libero.environment import EnvironmentSettings, Frame, LiberoEnvironment
@@ -27,7 +28,7 @@ from tests.libero.simulator import needs_simulator
 TAKEOVER = TakeoverSettings(stuck_steps=4, stuck_metres=0.005, steps=3, chance=0.0)
 FRAME = Frame(np.zeros((8, 8, 3), np.uint8), np.zeros(8, np.float32))
 NO_PLACE = np.zeros(3)
-LABEL = Label(np.full(7, 0.5), Phase.LIFT, NO_PLACE, NO_PLACE, NO_PLACE)
+LABEL = Label(np.array([0.5] * 6 + [OPEN]), Phase.LIFT, NO_PLACE, NO_PLACE, NO_PLACE)
 STILL = np.array([0, 0, 0, 0, 0, 0, 1.0])  # its gripper opens
 POLICY = ConstantPolicy(STILL[None])
 SIZES = PolicyModelConfig(32, 16, 16, 2, 2, 32, 32, 2, 2, 48)
@@ -38,12 +39,14 @@ def scene_at(x: float) -> Scene:
     return Scene(pose, 0.08, {}, {}, {})
 
 
-def led(places: Sequence[float], takeover: TakeoverSettings = TAKEOVER) -> list[bool]:
+def led(
+    places: Sequence[float], takeover: TakeoverSettings = TAKEOVER, label: Label = LABEL
+) -> list[bool]:
     """For each place of the gripper: did the expert lead there?"""
     learner = Learner(POLICY, "lift it", takeover, np.random.default_rng(0))
-    executed = [learner.act(FRAME, scene_at(x), LABEL) for x in places]
-    assert all(np.array_equal(one, LABEL.action) or one[-1] == OPEN for one in executed)
-    return [np.array_equal(one, LABEL.action) for one in executed]
+    executed = [learner.act(FRAME, scene_at(x), label) for x in places]
+    assert all(np.array_equal(one, label.action) or not one[:6].any() for one in executed)
+    return [np.array_equal(one, label.action) for one in executed]
 
 
 def test_a_policy_that_moves_is_left_alone():
@@ -52,6 +55,14 @@ def test_a_policy_that_moves_is_left_alone():
 
 def test_the_expert_leads_for_some_steps_where_nothing_moves():
     assert led([0.0] * 10) == [False] * 3 + [True] * 3 + [False] * 3 + [True]
+
+
+def test_the_expert_leads_where_the_gripper_does_the_opposite():
+    takeover = TakeoverSettings(wrong_steps=3, steps=2, chance=0.0)
+    closing = replace(LABEL, action=np.array([0.5] * 6 + [CLOSE]))
+    moving = [0.01 * step for step in range(8)]
+    assert led(moving, takeover, closing) == [False, False, True, True] * 2
+    assert led(moving, takeover, LABEL) == [False] * 8
 
 
 def test_now_and_then_it_leads_by_chance():

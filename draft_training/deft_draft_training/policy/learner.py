@@ -2,7 +2,8 @@
 
 It decides what is executed, so that the frames are those it will meet itself; what is stored are
 the expert's labels. Where it does not move any more the expert leads it on for a few steps, as an
-episode that hangs shows the same frame over and over.
+episode that hangs shows the same frame over and over; and so where its gripper does the opposite
+of what is needed, as an episode played out with empty fingers teaches nothing.
 """
 
 from collections import deque
@@ -29,6 +30,7 @@ class TakeoverSettings:
 
     stuck_steps: int = 12  # without moving further than this:
     stuck_metres: float = 0.15 * METRES_PER_UNIT
+    wrong_steps: int = 6  # in a row with the gripper the wrong way
     steps: int = 12
     chance: float = 0.01  # per step, so that what comes later is seen even by a poor policy
 
@@ -47,7 +49,7 @@ class Learner:
         self._takeover, self._generator = takeover, generator
         self._session = policy.open_session()
         self._places: deque[NDArray[np.float64]] = deque(maxlen=takeover.stuck_steps)
-        self._led = 0
+        self._led = self._num_wrong = 0
 
     @property
     def sigma(self) -> float:
@@ -57,17 +59,20 @@ class Learner:
     def act(self, frame: Frame, scene: Scene, label: Label) -> NDArray[np.float64]:
         """The policy's action, or the expert's while it leads."""
         request = ActRequest(Observation(frame.image, self._instruction), self._session)
-        answer = self._policy.act([request])[0].actions[0]
-        if not self._led and self._needs_help(scene):
-            self._led = self._takeover.steps
+        answer = to_robosuite(self._policy.act([request])[0].actions[0])
+        if not self._led and self._needs_help(scene, answer[-1] != label.action[-1]):
+            self._led, self._num_wrong = self._takeover.steps, 0
             self._places.clear()
         if self._led:
             self._led -= 1
             return label.action
-        return to_robosuite(answer)
+        return answer
 
-    def _needs_help(self, scene: Scene) -> bool:
+    def _needs_help(self, scene: Scene, is_wrong: bool) -> bool:
+        self._num_wrong = self._num_wrong + 1 if is_wrong else 0
         self._places.append(np.append(scene.gripper.position, scene.opening))
+        if self._num_wrong >= self._takeover.wrong_steps:
+            return True
         if self._generator.random() < self._takeover.chance:
             return True
         if len(self._places) < self._takeover.stuck_steps:
