@@ -13,8 +13,14 @@ from deft_server.settings import Settings
 
 
 @pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    """Where the lines of a started log go; the loggers are as before afterwards."""
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """Where the lines of a started log go; the loggers are as before afterwards.
+
+    A server that another test ran in this process may have given uvicorn's loggers handlers.
+    """
+    for name in ("uvicorn", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     root, server = logging.getLogger(), logging.getLogger("uvicorn.error")
     before = root.handlers[:], root.level, server.filters[:], logging.getLogger("uvicorn").level
     stream = io.StringIO()
