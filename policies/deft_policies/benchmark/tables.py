@@ -1,6 +1,6 @@
 """Tables of a benchmark as text that is also Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deft_policies.benchmark.roofline import Roofline
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
@@ -91,22 +91,13 @@ def decoding_table(decodings: Sequence[Decoding]) -> str:
 
 def position_table(decodings: Sequence[Decoding]) -> str:
     """Share of accepted drafts at each token of an action, and committed length by pass."""
-    decodings = [one for one in decodings if one.passes]
-    num_positions = max(len(one.drafted_by_position) for one in decodings)
-    num_passes = max(len(one.committed_by_pass) for one in decodings)
-    headings = [
+    return _two_series(
+        decodings,
         "drafted % at token / committed in pass",
-        *(f"t{index + 1}" for index in range(num_positions)),
-        *(f"pass {index + 1}" for index in range(num_passes)),
-    ]
-    rows = []
-    for one in decodings:
-        drafted = [f"{100 * share:.0f}" for share in one.drafted_by_position]
-        committed = [f"{length:.2f}" for length in one.committed_by_pass]
-        drafted += [""] * (num_positions - len(drafted))
-        committed += [""] * (num_passes - len(committed))
-        rows.append([one.name, *drafted, *committed])
-    return render(headings, rows)
+        lambda one: [f"{100 * share:.0f}" for share in one.drafted_by_position],
+        lambda one: [f"{length:.2f}" for length in one.committed_by_pass],
+        ("t{}", 1, "pass {}"),
+    )
 
 
 def length_table(decodings: Sequence[Decoding]) -> str:
@@ -114,21 +105,36 @@ def length_table(decodings: Sequence[Decoding]) -> str:
 
     What Spec-VLA's Tables 2 and 3 show; its Table 3 leaves the bonus out, so it is less by one.
     """
-    decodings = [one for one in decodings if one.passes]
-    num_lengths = max(len(one.accepted_shares) for one in decodings)
-    num_starts = max(len(one.committed_by_start) for one in decodings)
-    headings = [
+    return _two_series(
+        decodings,
         "% of drafted passes that accept n / committed from token",
-        *(f"n={length}" for length in range(num_lengths)),
-        *(f"t{index + 1}" for index in range(num_starts)),
-    ]
-    rows = []
-    for one in decodings:
-        shares = [f"{100 * share:.1f}" for share in one.accepted_shares]
-        shares += [""] * (num_lengths - len(shares))
-        starts = [f"{length:.2f}" if length else "" for length in one.committed_by_start]
-        rows.append([one.name, *shares, *starts, *[""] * (num_starts - len(starts))])
-    return render(headings, rows)
+        lambda one: [f"{100 * share:.1f}" for share in one.accepted_shares],
+        lambda one: [f"{length:.2f}" if length else "" for length in one.committed_by_start],
+        ("n={}", 0, "t{}"),
+    )
+
+
+def _two_series(
+    decodings: Sequence[Decoding],
+    title: str,
+    left: Callable[[Decoding], list[str]],
+    right: Callable[[Decoding], list[str]],
+    headings: tuple[str, int, str],
+) -> str:
+    """Two series of cells side by side, a row per method, short ones filled up.
+
+    `headings` are the left columns' format and first number, and the right columns' format.
+    """
+    lefts, first, rights = headings
+    rows = [(one.name, left(one), right(one)) for one in decodings if one.passes]
+    wide = max(len(cells) for _, cells, _ in rows)
+    deep = max(len(cells) for _, _, cells in rows)
+    names = [lefts.format(first + index) for index in range(wide)]
+    names += [rights.format(1 + index) for index in range(deep)]
+    return render(
+        [title, *names],
+        [[name, *a, *[""] * (wide - len(a)), *b, *[""] * (deep - len(b))] for name, a, b in rows],
+    )
 
 
 def _limit_cells(roofline: Roofline, stage: str, p50: float) -> list[str]:
