@@ -1,8 +1,8 @@
 """What the server adds to a policy's own time, alone, in company and under overload.
 
 `python -m scripts.bench_server` runs everything (about two minutes), naming sections runs those:
-added, health, sessions, overload. Every line ends in PASS or FAIL; those without a limit are there
-to compare. Prints the load of the machine, because nothing here means much on a busy one.
+added, health, idle, sessions, overload. Every line ends in PASS or FAIL; those without a limit are
+there to compare. Prints the load of the machine, because nothing here means much on a busy one.
 """
 
 import argparse
@@ -238,6 +238,17 @@ def bench_health(_: argparse.Namespace) -> list[Result]:
     return results
 
 
+def bench_idle(options: argparse.Namespace) -> list[Result]:
+    with serving("constant") as server:
+        before = server.process.cpu_times()
+        time.sleep(options.seconds / 3)
+        after = server.process.cpu_times()
+    spent_s = after.user + after.system - before.user - before.system
+    share = spent_s / (options.seconds / 3)
+    what = "a core, while nobody asks and nobody looks at the dashboard"
+    return [Result(what, f"{share:.2%}", "< 2%", share < 0.02)]
+
+
 def bench_sessions(options: argparse.Namespace) -> list[Result]:
     with serving("sleeping", max_batch=1) as server:
         alone = run_sessions(server, 1, options.seconds / 6)
@@ -337,6 +348,7 @@ async def watched(
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
     "added": bench_added,
     "health": bench_health,
+    "idle": bench_idle,
     "sessions": bench_sessions,
     "overload": bench_overload,
 }

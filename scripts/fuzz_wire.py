@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import httpx
 import msgpack
 import numpy as np
+import zmq
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
@@ -24,6 +25,7 @@ from deft_client.images import ImageEncoding, encode_image
 from deft_client.types import ActOptions, Observation
 from scripts.local_server import local_server
 from tests.server.compat.captures import act_captures, frames
+from tests.server.compat.groot_messages import FLAT, OBSERVATION, packed
 from tests.server.compat.mutations import mutate
 
 PATIENCE_S = 10.0
@@ -33,6 +35,9 @@ RESIDENT = re.compile(rb"^process_resident_memory_bytes (\S+)", re.MULTILINE)
 RESET = msgpack.packb({"endpoint": "reset"})
 FORM = "multipart/form-data; boundary=xyz"
 DONE = msgpack.packb({"status": "reset successful"})
+OFT, GROOT = "POST /act, OFT", "ZMQ, GR00T"
+GROOT_PORT = 18_555
+FLAGS = {OFT: ("--profile", "oft"), GROOT: ("--groot-port", str(GROOT_PORT))}
 Send = Callable[[bytes], str]
 
 
@@ -146,6 +151,32 @@ def _raw_socket(url: str, path: str) -> Iterator[Send]:
     yield _RawSocket(url, path).send
 
 
+@contextmanager
+def _zmq_requests(address: str) -> Iterator[Send]:
+    """Send requests as GR00T's clients do; each is answered, a bad one by an error."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        client.setsockopt(zmq.REQ_RELAXED, 1)  # a request without an answer does not end it all
+        client.setsockopt(zmq.REQ_CORRELATE, 1)
+        client.connect(address)
+
+        def send(message: bytes) -> str:
+            client.send(message)
+            try:
+                answer = msgpack.unpackb(client.recv())
+            except zmq.Again:
+                return "silence"
+            return "error" if isinstance(answer, dict) and "error" in answer else "answer"
+
+        yield send
+
+
+def _groot_requests() -> list[bytes]:
+    asked = [packed("get_action", data=data) for data in ({"observation": OBSERVATION}, FLAT)]
+    return [*asked, packed("ping"), packed("reset"), packed("get_modality_config")]
+
+
 def _frames() -> list[bytes]:
     """Return WebSocket frames as a robot sends them: whole, in fragments, and a ping amid them."""
     small, large = wire.encode_request(_own_message()), _camera_frame()
@@ -161,6 +192,7 @@ def _frames() -> list[bytes]:
 
 def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]]]:
     act = [one.request for one in act_captures() if one.request]
+    oft = [body.replace(b'"image"', b'"full_image"') for body in act]
     own, own_json = wire.encode_request(_own_message()), wire_json.encode_request(_own_message())
     sockets = lambda path, greets: lambda url: _websocket(url, path, greets)  # noqa: E731
     return {
@@ -170,6 +202,8 @@ def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]
         "WebSocket /v1/stream": ([own, _camera_frame()], sockets("/v1/stream", False)),
         "WebSocket /v1/stream, frames": (_frames(), lambda url: _raw_socket(url, "/v1/stream")),
         "POST /act": (act, lambda url: _http(url, "/act", "application/json")),
+        OFT: (oft, lambda url: _http(url, "/act", "application/json")),
+        GROOT: (_groot_requests(), lambda _: _zmq_requests(f"tcp://127.0.0.1:{GROOT_PORT}")),
         "WebSocket /, openpi": (list(frames("openpi").values()), sockets("/", True)),
         "WebSocket /, vla-eval": (list(frames("vlaeval").values()), sockets("/", True)),
     }
@@ -206,11 +240,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="messages per protocol")
     parser.add_argument("--protocol", action="append", choices=list(_originals()))
     options = parser.parse_args()
-    with local_server("--policy", "constant") as url:
-        passed = [_fuzz(one, options.count, url) for one in options.protocol or _originals()]
-        alive = httpx.get(f"{url}/healthz").status_code == 200
-    print("PASS" if alive and all(passed) else "FAIL")
-    return 0 if alive and all(passed) else 1
+    passed = []
+    for protocol in options.protocol or _originals():
+        with local_server("--policy", "constant", *FLAGS.get(protocol, ())) as url:
+            passed.append(_fuzz(protocol, options.count, url))
+            passed.append(httpx.get(f"{url}/healthz").status_code == 200)
+    print("PASS" if all(passed) else "FAIL")
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from deft_server.websocket_protocol import FrameParser
+from deft_server.websocket_protocol import FrameParser, FrameReceiver
 
 MAX_SIZE = 200_000
 HANDSHAKE = (
@@ -38,20 +38,53 @@ def opened(parser: ServerProtocol) -> ServerProtocol:
     return parser
 
 
-def read(parser: ServerProtocol, chunks: list[bytes]) -> Seen:
-    for chunk in chunks:
-        parser.receive_data(chunk)
+def seen(parser: ServerProtocol) -> Seen:
     frames = [(one.opcode, bytes(one.data), one.fin) for one in parser.events_received()]
     code = None if parser.close_sent is None else parser.close_sent.code
     return Seen(frames, b"".join(parser.data_to_send()), parser.state, code)
 
 
+class Owner:
+    """Has a receiver read for a parser, as a connection does."""
+
+    def __init__(self) -> None:
+        self.parser = FrameParser(MAX_SIZE, None)
+        opened(self.parser)
+        self.receiver = FrameReceiver(self)
+        self.num_large = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.parser.receive_data(data)
+
+    def frame_received(self, message: memoryview) -> None:
+        assert message.readonly
+        self.num_large += 1
+        if self.parser.state is State.OPEN:
+            self.parser.recv_frame(Frame(Opcode.BINARY, message))
+
+    def arrive(self, data: bytes) -> None:
+        """Fill the receiver's memory as the event loop does."""
+        while data:
+            room = self.receiver.get_buffer(-1)
+            size = min(len(room), len(data))
+            room[:size] = data[:size]
+            room.release()
+            data = data[size:]
+            self.receiver.buffer_updated(size)
+
+
 def short(chunks: list[bytes]) -> Seen:
-    return read(opened(FrameParser(MAX_SIZE, None)), chunks)
+    owner = Owner()
+    for chunk in chunks:
+        owner.arrive(chunk)
+    return seen(owner.parser)
 
 
 def plain(chunks: list[bytes]) -> Seen:
-    return read(opened(ServerProtocol(max_size=MAX_SIZE)), chunks)
+    parser = opened(ServerProtocol(max_size=MAX_SIZE))
+    for chunk in chunks:
+        parser.receive_data(chunk)
+    return seen(parser)
 
 
 def masked(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
@@ -149,21 +182,45 @@ def test_what_arrives_byte_by_byte_is_read_too():
 
 def test_large_frames_do_go_the_short_way():
     """Else the tests above would compare a parser with itself."""
-    parser = opened(FrameParser(MAX_SIZE, None))
-    data = masked(Opcode.BINARY, pixels(196_608))
-    parser.receive_data(data[:65_536])
-    assert not parser.reader.buffer
-    parser.receive_data(data[65_536:])
-    assert [bytes(one.data) for one in parser.events_received()] == [pixels(196_608)]
+    owner = Owner()
+    data = masked(Opcode.BINARY, pixels(196_608)) + masked(Opcode.BINARY, pixels(70_000, 1))
+    owner.arrive(data[:65_536])
+    assert not owner.parser.reader.buffer
+    owner.arrive(data[65_536:196_622])
+    owner.arrive(data[196_622:])
+    assert owner.num_large == 2
+    assert seen(owner.parser).frames == [
+        (Opcode.BINARY, pixels(196_608), True),
+        (Opcode.BINARY, pixels(70_000, 1), True),
+    ]
+
+
+def test_a_frame_that_was_handed_over_is_not_written_again():
+    owner = Owner()
+    for seed in range(3):
+        owner.arrive(masked(Opcode.BINARY, pixels(100_000, seed)))
+    frames = seen(owner.parser).frames
+    assert [data for _, data, _ in frames] == [pixels(100_000, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("most", [300_000, 2_000_000])
+def test_room_grows_with_what_arrives_not_with_what_is_claimed(most: int):
+    owner = Owner()
+    owner.parser._most = most
+    data = masked(Opcode.BINARY, pixels(most))
+    owner.arrive(data[:100])
+    assert len(owner.receiver.get_buffer(-1)) < 1 << 18
+    owner.arrive(data[100:])
+    assert seen(owner.parser).frames == [(Opcode.BINARY, pixels(most), True)]
 
 
 def test_nothing_is_taken_in_after_a_close():
-    parser = opened(FrameParser(MAX_SIZE, None))
+    owner = Owner()
     data = masked(Opcode.BINARY, pixels(100_000))
-    parser.receive_data(data[:70_000])
-    parser.fail(1011, "keepalive ping timeout")
-    parser.receive_data(data[70_000:])
-    assert parser.events_received() == []
+    owner.arrive(data[:70_000])
+    owner.parser.fail(1011, "keepalive ping timeout")
+    owner.arrive(data[70_000:])
+    assert owner.parser.events_received() == []
 
 
 @pytest.mark.parametrize("size", [0, 1, 125, 126, 127, 255, 256, 65_535, 65_536, 70_000])

@@ -110,7 +110,7 @@ class _Connection:
         arrived_s = time.monotonic()
         data = event.get("bytes")
         try:
-            if not isinstance(data, bytes):
+            if data is None:
                 raise MalformedMessageError("frame", "send binary frames, got text")
             value = await self._unpack(data)
             if looks_like_message(value):

@@ -16,32 +16,11 @@ from deft_server.compat.groot import read_call, read_observations
 from deft_server.compat.groot_socket import GrootSocket
 from deft_server.settings import Settings
 from tests.server.compat.fakes import ThreeDatasets
+from tests.server.compat.groot_messages import FLAT, FRAME, OBSERVATION, packed
 from tests.server.compat.mutations import mutate
 from tests.server.running import running
 
 zmq = pytest.importorskip("zmq")
-
-FRAME = np.arange(2 * 1 * 8 * 6 * 3, dtype=np.uint8).reshape(2, 1, 8, 6, 3)
-OBSERVATION = {
-    "video": {"image": FRAME, "wrist": FRAME[:, :, :4]},
-    "state": {"arm": np.zeros((2, 1, 7), np.float32), "hand": np.ones((2, 1, 1), np.float32)},
-    "language": {"annotation.human.action.task_description": [["lift"], ["push"]]},
-}
-FLAT = {
-    "video.image": FRAME[0],
-    "state.arm": np.zeros((1, 7), np.float32),
-    "annotation.human.action.task_description": ["lift"],
-}
-
-
-def as_npy(array: object) -> dict[str, object]:
-    file = BytesIO()
-    np.save(file, array)  # type: ignore[arg-type]
-    return {"__ndarray_class__": True, "as_npy": file.getvalue()}
-
-
-def packed(endpoint: str, **fields: object) -> bytes:
-    return bytes(msgpack.packb({"endpoint": endpoint, **fields}, default=as_npy))
 
 
 def revive(entries: dict[str, Any]) -> Any:
