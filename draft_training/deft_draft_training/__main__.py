@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from deft_draft_training.errors import TrainingError
+from deft_policies.errors import PolicyError
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return int(import_module(command.module).main(given[1:]))
-    except TrainingError as error:
+    except (TrainingError, PolicyError) as error:
         print(f"deft train {given[0]}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

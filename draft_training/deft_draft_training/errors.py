@@ -3,7 +3,8 @@
 TrainingError
 ├── ConfigError       a configuration that cannot be used; the message names the key
 ├── DataError         demonstrations, recordings or feature shards that cannot be read
-└── ResumeError       a run directory that does not belong to this configuration
+├── ResumeError       a run directory that does not belong to this configuration
+└── StorageError      a file that cannot be written, on a full disk for example
 """
 
 
@@ -21,3 +22,7 @@ class DataError(TrainingError):
 
 class ResumeError(TrainingError):
     """A run directory that was written by another configuration or code version."""
+
+
+class StorageError(TrainingError):
+    """A file that cannot be written; what was there before is unchanged."""

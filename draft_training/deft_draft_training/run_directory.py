@@ -5,7 +5,6 @@ the old state or the new one, never half of it.
 """
 
 import json
-import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deft_draft_training.board import Board, open_board, show
 from deft_draft_training.errors import ResumeError
+from deft_draft_training.files import explained, replacing, write_atomically
 
-_CONFIG, _STATE, _METRICS = "config.json", "state.pt", "metrics.jsonl"
+STATE_FILE = "state.pt"
+_CONFIG, _METRICS = "config.json", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,12 @@ class Progress:
 class RunDirectory:
     """Owns one directory; refuses one that another configuration wrote."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], with_board: bool = False) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        self._with_board = with_board
+        self._board: Board | None = None
+        with explained(path):
+            path.mkdir(parents=True, exist_ok=True)
         stored = path / _CONFIG
         wanted = json.loads(json.dumps(config))
         if stored.exists():
@@ -68,21 +73,18 @@ class RunDirectory:
             "numpy_rng": json.dumps(_numpy_state()),
             "python_rng": json.dumps(random.getstate()),
         }
-        partial = self.path / f"{_STATE}.{os.getpid()}"
-        with partial.open("wb") as file:
+        with replacing(self.path / STATE_FILE) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.path / _STATE)
 
     def load(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> tuple[Progress, dict[str, Tensor]]:
         """Restore the newest state, or report that the run starts at step 0."""
-        path = self.path / _STATE
+        path = self.path / STATE_FILE
         if not path.exists():
+            self._open_board(1)
             return Progress(), {}
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         module.load_state_dict(state["module"])
         for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
@@ -92,12 +94,20 @@ class RunDirectory:
         random.setstate((version, tuple(internal), gauss))
         progress = Progress(state["step"], state["samples"])
         self._cut_metrics(progress.step)
+        self._open_board(progress.step + 1)
         return progress, state["extra"]
+
+    def _open_board(self, first_step: int) -> None:
+        if self._with_board:
+            self._board = open_board(self.path / "tensorboard", first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line of metrics."""
-        with (self.path / _METRICS).open("a") as file:
+        path = self.path / _METRICS
+        with explained(path), path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
+        if self._board is not None:
+            show(self._board, step, values)
 
     def metrics(self) -> list[dict[str, float]]:
         """All lines written so far, in order."""
@@ -109,16 +119,6 @@ class RunDirectory:
         """Forget what a killed run logged after its last state: those steps happen again."""
         kept = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
         write_atomically(self.path / _METRICS, "".join(f"{one}\n" for one in kept).encode())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _numpy_state() -> list[Any]:

@@ -1,5 +1,6 @@
 """Demonstrations of nothing in particular, and a loaded tiny target, for training tests."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,28 +16,34 @@ from deft_client.libero.demonstrations import (
 )
 from deft_draft_training.heads.target import FeatureTarget
 from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions
+from deft_policies.openvla.options import OpenVLAOptions, Precision
 from tests.golden import TINY_OPENVLA, cases
 
 INSTRUCTIONS = ("pick up the butter", "open the top drawer")
 
 
-@lru_cache(maxsize=1)
-def tiny_target() -> FeatureTarget:
+@lru_cache
+def tiny_target(precision: Precision | None = None, device: str = "cpu") -> FeatureTarget:
     """The golden checkpoint as a target; loaded once, never changed."""
     key = cases()[0].statistics_key
-    options = OpenVLAOptions(checkpoint=str(TINY_OPENVLA), statistics_key=key)
+    options = OpenVLAOptions(
+        checkpoint=str(TINY_OPENVLA), statistics_key=key, precision=precision, device=device
+    )
     return FeatureTarget(load_policy(options))
 
 
-def write_demonstrations(folder: Path, episodes: int = 3, steps: int = 4) -> Path:
+def write_demonstrations(
+    folder: Path, episodes: int = 3, steps: int = 4, instructions: Sequence[str] = INSTRUCTIONS
+) -> Path:
     """Episodes whose frames drift slowly from one random picture to another."""
     for number in range(episodes):
-        save_demonstration(episode_path(folder, 0, number), _episode(number, steps))
+        instruction = instructions[number % len(instructions)]
+        episode = _episode(number, steps, instruction)
+        save_demonstration(episode_path(folder, 0, number), episode)
     return folder
 
 
-def _episode(number: int, steps: int) -> Demonstration:
+def _episode(number: int, steps: int, instruction: str) -> Demonstration:
     generator = np.random.default_rng(number)
     low, high = generator.integers(0, 256, (2, 4, 4, 3))
     mixes = np.linspace(0, 1, steps)[:, None, None, None]
@@ -50,7 +57,7 @@ def _episode(number: int, steps: int) -> Demonstration:
             task=0,
             episode=number,
             trial=number,
-            instruction=INSTRUCTIONS[number % 2],
+            instruction=instruction,
             succeeded=number != 2,
             assets="none",
             seed=0,

@@ -1,6 +1,10 @@
 """Heads learn, resume to the bit, share batches between processes, and come back from disk."""
 
+import errno
+import json
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
@@ -11,17 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from deft_draft_training.errors import DataError, ResumeError, TrainingError
+from deft_draft_training.errors import DataError, ResumeError, StorageError, TrainingError
 from deft_draft_training.heads.data import RecordedSamples, split_by_episode
 from deft_draft_training.heads.evaluate import DraftSetup, evaluate
 from deft_draft_training.heads.export import export_head
 from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer
+from deft_draft_training.heads.load import load_any_head
 from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.optimizer import OptimizerConfig
+from deft_draft_training.precision import TrainingPrecision
 from deft_policies.decoding.head_files import HeadLayout
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DraftModels
+from deft_policies.openvla.options import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 CONFIG = HeadFitConfig(
@@ -33,6 +40,12 @@ CONFIG = HeadFitConfig(
     save_every=10,
     log_every=10,
 )
+KILLED = replace(CONFIG, steps=24, save_every=5, log_every=5)
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +69,66 @@ def losses(directory: Path) -> list[str]:
     return (directory / "metrics.jsonl").read_text().splitlines()
 
 
+def values(name: str, directory: Path) -> list[float]:
+    return [json.loads(line)[name] for line in losses(directory)]
+
+
 @pytest.mark.parametrize("kind", list(HeadKind))
 def test_fitting_lowers_the_loss(tmp_path, shards, kind):
     config = replace(CONFIG, kind=kind)
     trainer(shards, config).run(tmp_path / "run")
-    first, *_, last = [
-        float(line.split('"loss": ')[1].split(",")[0]) for line in losses(tmp_path / "run")
-    ]
+    first, *_, last = values("loss", tmp_path / "run")
     assert last < 0.9 * first
 
 
-@pytest.mark.parametrize("killed_at", [3, 17])
-def test_a_killed_fit_resumes_to_the_same_weights(tmp_path, shards, killed_at):
-    config = replace(CONFIG, steps=20, save_every=5, log_every=5)
-    whole = trainer(shards, config).run(tmp_path / "whole")
-    killed = trainer(shards, config)
-    original = killed._step
+@pytest.mark.parametrize("kind", list(HeadKind))
+def test_a_head_of_a_bfloat16_target_is_fitted_in_either_precision(tmp_path, demos, kind):
+    target = tiny_target(Precision.BFLOAT16)
+    record(target, RecordConfig((demos,)), tmp_path / "shards")
+    for precision in TrainingPrecision:
+        config = replace(CONFIG, kind=kind, precision=precision)
+        store = RecordedSamples(tmp_path / "shards", target.fingerprint())
+        run = tmp_path / precision.value
+        head = HeadTrainer(config, target, store).run(run)
+        assert {one.dtype for one in head.parameters()} == {torch.float32}
+        first, *_, last = values("loss", run)
+        assert last < 0.9 * first
+        loaded = load_any_head(run, target)
+        assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
 
-    def stop(step: int) -> dict[str, float]:
-        if step == killed_at:
-            raise KeyboardInterrupt
-        return original(step)
 
-    killed._step = stop  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        killed.run(tmp_path / "cut")
-    resumed = trainer(shards, config).run(tmp_path / "cut")
+def test_a_fit_that_is_killed_five_times_ends_with_the_same_weights(tmp_path, shards):
+    whole = trainer(shards, KILLED).run(tmp_path / "whole")
+    script = str(Path(__file__).with_name("killed_fit.py"))
+    for killed_at in sorted(random.Random(6).sample(range(KILLED.steps), 5)):
+        command = [sys.executable, script, str(shards), str(tmp_path / "cut"), str(killed_at)]
+        ended = subprocess.run(command, env=ENVIRONMENT, check=False, timeout=120)
+        assert ended.returncode == -signal.SIGKILL
+    resumed = trainer(shards, KILLED).run(tmp_path / "cut")
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
+    tmp_path, shards, monkeypatch: pytest.MonkeyPatch
+):
+    whole = trainer(shards, KILLED).run(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        synced = iter(range(2))  # config.json and the first state still fit
+
+        def sync(number: int) -> None:
+            if next(synced, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "fsync", sync)
+        with pytest.raises(StorageError, match=r"state\.pt cannot be written: No space left"):
+            trainer(shards, KILLED).run(tmp_path / "cut")
+    left = sorted(one.name for one in (tmp_path / "cut").iterdir())
+    assert left == ["config.json", "metrics.jsonl", "state.pt"]
+    resumed = trainer(shards, KILLED).run(tmp_path / "cut")
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
 def test_another_configuration_does_not_resume(tmp_path, shards):
@@ -100,26 +144,17 @@ def test_two_processes_take_the_steps_that_one_takes(tmp_path, shards):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("two_processes.py")
-    root = Path(__file__).parents[2]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(root),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
             [sys.executable, str(script), str(shards), str(tmp_path / "two")],
-            env={**environment, "RANK": str(rank)},
+            env={**ENVIRONMENT, **address, "RANK": str(rank)},
         )
         for rank in range(2)
     ]
     assert [one.wait(timeout=120) for one in started] == [0, 0]
-    ones, twos = losses(tmp_path / "one"), losses(tmp_path / "two")
-    for one, two in zip(ones, twos, strict=True):
-        alone, shared = (float(text.split('"loss": ')[1].split(",")[0]) for text in (one, two))
+    ones, twos = values("loss", tmp_path / "one"), values("loss", tmp_path / "two")
+    for alone, shared in zip(ones, twos, strict=True):
         assert abs(alone - shared) < 1e-4
 
 

@@ -1,9 +1,12 @@
 """Recorded features are what the target computed, aligned with the tokens they lead to."""
 
+import errno
+import os
+
 import pytest
 import torch
 
-from deft_draft_training.errors import DataError
+from deft_draft_training.errors import DataError, StorageError
 from deft_draft_training.heads.observe import observations
 from deft_draft_training.heads.record import RecordConfig, estimate, record
 from deft_draft_training.heads.samples import collate
@@ -96,3 +99,30 @@ def test_damaged_missing_and_foreign_features_are_refused_by_name(tmp_path, fold
         list(iterate_shards(tmp_path, index.fingerprint))
     with pytest.raises(DataError, match=r"index.json is missing"):
         read_index(tmp_path / "elsewhere")
+
+
+def test_a_full_disk_leaves_what_was_recorded_and_recording_goes_on(
+    tmp_path, folder, monkeypatch: pytest.MonkeyPatch
+):
+    target, config = tiny_target(), RecordConfig((folder,), batch_size=2, samples_per_shard=4)
+    with monkeypatch.context() as patch:
+        synced = iter(range(3))  # a shard, the index, and a shard that the index never names
+
+        def sync(number: int) -> None:
+            if next(synced, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "fsync", sync)
+        with pytest.raises(StorageError, match=r"index\.json cannot be written: No space left"):
+            record(target, config, tmp_path / "cut")
+    assert read_index(tmp_path / "cut").num_samples == 4
+    whole = record(target, config, tmp_path / "whole")
+    assert record(target, config, tmp_path / "cut") == whole
+
+
+def test_shards_end_before_they_outgrow_memory(tmp_path, folder, monkeypatch: pytest.MonkeyPatch):
+    target = tiny_target()
+    bytes_per_sample = estimate(target, RecordConfig((folder,))).bytes_per_sample
+    monkeypatch.setattr("deft_draft_training.heads.record._SHARD_BYTES", 3 * bytes_per_sample)
+    index = record(target, RecordConfig((folder,), batch_size=2), tmp_path)
+    assert [one.num_samples for one in index.shards] == [4, 4, 4]

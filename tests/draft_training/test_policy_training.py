@@ -1,5 +1,7 @@
 """A small policy learns from samples made up here, and a killed run resumes to the bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from deft_draft_training.policy.data import PolicySamples, PromptTable, chosen_a
 from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer
 from deft_draft_training.policy.loss import PolicyLossConfig, soft_tokens, token_loss
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
+from deft_draft_training.precision import TrainingPrecision
 from deft_policies.decoding.vocabulary import TokenRange
 from deft_policies.openvla.image import ImageProcessor
 
@@ -57,9 +60,11 @@ def fit_config(steps: int, save_every: int = 10) -> PolicyFitConfig:
     )
 
 
-def test_training_learns_what_picture_and_prompt_say(tmp_path):
+@pytest.mark.parametrize("precision", list(TrainingPrecision))
+def test_training_learns_what_picture_and_prompt_say(tmp_path, precision):
     samples = made_up_samples()
-    trainer = PolicyTrainer(fit_config(70), CONFIG, samples, PROMPTS)
+    config = replace(fit_config(70), precision=precision)
+    trainer = PolicyTrainer(config, CONFIG, samples, PROMPTS)
     net = trainer.run(tmp_path / "run")
     pixels = ImageProcessor(CONFIG.image, ImageChain.NONE).pixel_values(list(samples.frames))
     prompt = torch.from_numpy(samples.prompt)

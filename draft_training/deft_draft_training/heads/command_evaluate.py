@@ -13,6 +13,7 @@ from deft_draft_training.heads.target import FeatureTarget
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import DraftModels
+from deft_policies.decoding.shapes import TreeShape
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     target = load_target(given)
     setups = [
-        *(_setup(directory, target) for directory in given.head),
+        *(_setup(directory, target, given.draft_tree) for directory in given.head),
         DraftSetup("previous", (DraftKind.PREVIOUS,)),
         DraftSetup("extrapolation", (DraftKind.EXTRAPOLATION,)),
     ]
@@ -45,11 +46,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _setup(directory: Path, target: FeatureTarget) -> DraftSetup:
+def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> DraftSetup:
     head = load_any_head(directory, target)
     if isinstance(head, MedusaHeads):
-        return DraftSetup(str(directory), (DraftKind.MEDUSA,), DraftModels(medusa=head))
-    return DraftSetup(str(directory), (DraftKind.HEAD,), DraftModels(head=head))
+        return DraftSetup(str(directory), (DraftKind.MEDUSA,), DraftModels(medusa=head), shape)
+    return DraftSetup(str(directory), (DraftKind.HEAD,), DraftModels(head=head), shape)
 
 
 def _describe(score: DraftScore) -> str:

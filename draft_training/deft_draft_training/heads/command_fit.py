@@ -23,19 +23,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stride", type=int, default=1, help="with --live: every how many steps")
     parser.add_argument("--config", type=Path, metavar="TOML", help="default: the published run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
     add_target_flags(parser)
     given = parser.parse_args(arguments)
     config = load_config(HeadFitConfig, given.config, given.overrides)
-    target = load_target(given)
-    store: SampleStore
-    if given.features is not None:
-        store = RecordedSamples(given.features, target.fingerprint())
-    else:
-        store = LiveSamples(target, tuple(given.live), given.stride)
-    workers = Workers.from_torchrun()
+    workers = Workers.from_torchrun()  # first: it says which GPU is this process's
     try:
+        target = load_target(given)
+        store: SampleStore
+        if given.features is not None:
+            store = RecordedSamples(given.features, target.fingerprint())
+        else:
+            store = LiveSamples(target, tuple(given.live), given.stride)
         trainer = HeadTrainer(config, target, store, workers)
-        trainer.run(given.out)
+        trainer.run(given.out, given.tensorboard)
     finally:
         workers.close()
     if workers.rank == 0:

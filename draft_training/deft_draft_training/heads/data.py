@@ -28,7 +28,7 @@ class SampleStore(Protocol):
 
 
 class RecordedSamples:
-    """Samples of a folder of shards, in memory."""
+    """Samples of a folder of shards, read from there when they are used."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         shards = iterate_shards(folder, fingerprint)

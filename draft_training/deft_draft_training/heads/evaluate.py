@@ -18,6 +18,7 @@ from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.presets import Overrides, preset_by_name
+from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.trace import StageClock
 from deft_policies.openvla.policy import OpenVLAPolicy
 
@@ -29,6 +30,7 @@ class DraftSetup:
     name: str
     drafts: tuple[DraftKind, ...]
     models: DraftModels = DraftModels()
+    shape: TreeShape | None = None  # None: the tree that the decoder takes first
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def evaluate(
         raise DataError("no episode is held out; lower the share that trains")
     for setup in sources:
         for radius in radii:
-            preset = preset_by_name("within-bins", Overrides(radius=radius, drafts=setup.drafts))
+            changes = Overrides(radius=radius, drafts=setup.drafts, shape=setup.shape)
+            preset = preset_by_name("within-bins", changes)
             decoder = build_decoder(policy.parts.target, preset, setup.models)
             traces = [trace for frames in held_out for trace in _decode(policy, decoder, frames)]
             yield score_traces(setup.name, radius, traces)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deft_draft_training.errors import TrainingError
+from deft_draft_training.files import explained
 from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.head_files import HeadLayout, load_head, save_head
 from deft_policies.decoding.medusa import MedusaHeads, load_medusa, save_medusa
@@ -17,15 +18,16 @@ def export_head(head: nn.Module, directory: Path, dtype: torch.dtype, layout: He
     """Write a head directory. Nothing is left behind, and nothing replaced, where it fails."""
     if directory.exists():
         raise TrainingError(f"{directory} exists; an export never overwrites, choose another")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        written = scratch / "head"
-        stored = _write(head.to(dtype), written, layout)
-        _compare(stored, written, layout)
-        written.replace(directory)
-    finally:
-        shutil.rmtree(scratch)
+    with explained(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        try:
+            written = scratch / "head"
+            stored = _write(head.to(dtype), written, layout)
+            _compare(stored, written, layout)
+            written.replace(directory)
+        finally:
+            shutil.rmtree(scratch)
 
 
 def _write(head: nn.Module, directory: Path, layout: HeadLayout) -> nn.Module:

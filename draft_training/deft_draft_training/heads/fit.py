@@ -29,6 +29,7 @@ from deft_draft_training.optimizer import (
     set_rate,
 )
 from deft_draft_training.policy.data import chosen_at
+from deft_draft_training.precision import TrainingPrecision, computing_in
 from deft_draft_training.run_directory import Progress, RunDirectory
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
@@ -50,6 +51,7 @@ class HeadFitConfig:
     mlp_width: int = 0  # 0: as the target
     loss: HeadLossConfig = field(default_factory=HeadLossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: TrainingPrecision = TrainingPrecision.FLOAT32
     steps: int = 20000
     batch_size: int = 16  # over all processes
     average_decay: float = 0.0
@@ -72,17 +74,18 @@ class HeadTrainer:
         self.config, self.target, self.store = config, target, store
         self.workers = workers or Workers.alone()
         self.split: Split = split_by_episode(store.episodes, config.held_out_share, config.seed)
-        self.head: EagleHead | MedusaHeads = build_head(config, target)
+        self.head: EagleHead | MedusaHeads = build_head(config, target).to(target.weight.device)
         self.optimizers = build_optimizers(self.head, config.optimizer)
         self.average = WeightAverage(self.head, config.average_decay)
 
-    def run(self, directory: Path) -> nn.Module:
+    def run(self, directory: Path, with_board: bool = False) -> nn.Module:
         """Train to the configured step and return the (averaged) head."""
         fingerprint = self.target.fingerprint()
-        run = RunDirectory(directory, {**plain(self.config), "target": fingerprint})
+        is_first = self.workers.rank == 0
+        described = {**plain(self.config), "target": fingerprint}
+        run = RunDirectory(directory, described, with_board and is_first)
         progress, extra = run.load(self.head, self.optimizers)
         self.average.restore(extra)
-        is_first = self.workers.rank == 0
         steps = tqdm(
             range(progress.step, self.config.steps),
             initial=progress.step,
@@ -107,7 +110,9 @@ class HeadTrainer:
         own = self.split.train[self.workers.share(chosen)]
         samples = self.store.get([int(number) for number in own])
         set_rate(self.optimizers, config.optimizer, step, config.steps)
-        parts = self._losses(collate(samples, self.target.table), step)
+        batch = collate(samples, self.target.table)
+        with computing_in(config.precision, batch.hidden.device):
+            parts = self._losses(batch, step)
         parts["loss"].backward()  # type: ignore[no-untyped-call]
         self.workers.average_gradients(self.head)
         norm = clip_gradients(self.head, config.optimizer.clip)

@@ -10,6 +10,7 @@ from deft_draft_training.config import build_config
 from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
 from deft_draft_training.heads.target import FeatureTarget
+from deft_draft_training.run_directory import STATE_FILE
 from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.head_files import load_head
 from deft_policies.decoding.medusa import MedusaHeads, is_medusa, load_medusa
@@ -35,7 +36,7 @@ def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
     """The head of a run directory: its average where one was kept, else its last weights."""
     try:
         stored = json.loads((run / "config.json").read_text())
-        state = torch.load(run / "state.pt", weights_only=True)
+        state = torch.load(run / STATE_FILE, map_location="cpu", weights_only=True)
     except (OSError, ValueError) as error:
         raise DataError(f"{run} is not a run of `deft train fit`: {error}") from error
     if stored.pop("target", None) != target.fingerprint():
@@ -48,9 +49,10 @@ def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
 
 
 def load_any_head(directory: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
-    """A head from a run directory or from an exported one."""
-    if (directory / "state.pt").exists():
-        return load_fitted(directory, target)
+    """A head from a run directory or from an exported one, as the target's decoder runs it."""
+    if (directory / STATE_FILE).exists():
+        like = target.weight
+        return load_fitted(directory, target).to(like.device, like.dtype)
     try:
         if is_medusa(directory):
             return load_medusa(directory, target.width, target.weight)

@@ -1,7 +1,7 @@
 """Records the target's features over observations into shards; a killed run goes on."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,8 +10,11 @@ import torch
 from tqdm import tqdm
 
 from deft_draft_training.heads.observe import SourcedObservation, observations
+from deft_draft_training.heads.samples import HeadSample
 from deft_draft_training.heads.shards import ShardIndex, ShardWriter
 from deft_draft_training.heads.target import FeatureTarget
+
+_SHARD_BYTES = 1 << 29  # a shard is written at the latest when it has grown to this
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,7 @@ def estimate(target: FeatureTarget, config: RecordConfig) -> SizeEstimate:
     total = sum(1 for _ in observations(config.sources, config.stride))
     first = next(observations(config.sources, config.stride))
     sample = target.sample([first.observation], [first.episode], _dtype(config))[0]
-    tensors = (sample.prompt_ids, sample.patches, sample.hidden, sample.tokens)
-    return SizeEstimate(total, sum(one.numel() * one.element_size() for one in tensors))
+    return SizeEstimate(total, _bytes([sample]))
 
 
 def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIndex:
@@ -58,18 +60,29 @@ def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIn
     writer = ShardWriter(folder, index)
     start = writer.index.next_observation
     rest = islice(observations(config.sources, config.stride), start, None)
+    samples: list[HeadSample] = []
+    size, last = min(config.batch_size, config.samples_per_shard), start - 1
     with tqdm(desc="record", unit="action", initial=start, file=sys.stderr) as bar:
-        for group in _groups(rest, config.samples_per_shard):
-            samples = []
-            for batch in _groups(iter(group), config.batch_size):
-                samples += target.sample(
-                    [one.observation for one in batch],
-                    [one.episode for one in batch],
-                    _dtype(config),
-                )
-                bar.update(len(batch))
-            writer.append(samples, group[-1].number)
+        for batch in _groups(rest, size):
+            samples += target.sample(
+                [one.observation for one in batch], [one.episode for one in batch], _dtype(config)
+            )
+            bar.update(len(batch))
+            last = batch[-1].number
+            if len(samples) >= config.samples_per_shard or _bytes(samples) >= _SHARD_BYTES:
+                writer.append(samples, last)
+                samples = []
+    if samples:
+        writer.append(samples, last)
     return writer.index
+
+
+def _bytes(samples: Sequence[HeadSample]) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for one in samples
+        for tensor in (one.prompt_ids, one.patches, one.hidden, one.tokens)
+    )
 
 
 def _dtype(config: RecordConfig) -> torch.dtype:

@@ -90,7 +90,7 @@ def collate(samples: Sequence[HeadSample], table: Tensor) -> HeadBatch:
 def _lay_out(sample: HeadSample, table: Tensor) -> tuple[Tensor, Tensor]:
     """Input embeddings and hidden states of one whole sequence."""
     ids = torch.cat([sample.prompt_ids, sample.tokens[:-1]]).to(table.device)
-    words = table[ids]
+    words = table[ids].float()  # the target may be bfloat16, a head is trained in float32
     patches = sample.patches.to(words)
     embeds = torch.cat([words[:1], patches, words[1:]])
     return embeds, sample.hidden.to(words)

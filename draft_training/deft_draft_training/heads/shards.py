@@ -13,15 +13,16 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from deft_draft_training.errors import DataError
+from deft_draft_training.files import explained, write_atomically
 from deft_draft_training.heads.samples import HeadSample
-from deft_draft_training.run_directory import write_atomically
 
 INDEX = "index.json"
 _FORMAT = 1
+_READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class ShardWriter:
 
     def __init__(self, folder: Path, index: ShardIndex) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         if (folder / INDEX).exists():
             stored = read_index(folder)
             if replace(stored, shards=()) != index:
@@ -113,21 +115,29 @@ def iterate_shards(folder: Path, fingerprint: str) -> Iterator[list[HeadSample]]
 
 
 def read_shard(folder: Path, entry: ShardEntry) -> list[HeadSample]:
-    """One shard's samples."""
+    """One shard's samples, mapped from the file: they may be more than memory holds."""
     path = folder / entry.name
     try:
-        data = path.read_bytes()
+        digest = _digest(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}) though {INDEX} names it; delete both its "
             "entry and those behind it, and record again"
         ) from error
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
+    if digest != entry.sha256:
         raise DataError(f"{path} is damaged: its checksum is not the one in {INDEX}; record again")
     try:
-        return _unpack(load(data))
+        return _unpack(load_file(path))
     except (SafetensorError, KeyError) as error:
         raise DataError(f"{path} is not a feature shard: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _pack(samples: Sequence[HeadSample]) -> dict[str, Tensor]:

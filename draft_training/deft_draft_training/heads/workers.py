@@ -19,6 +19,7 @@ class Workers:
 
     rank: int
     count: int
+    device: str = "cpu"  # on which they exchange numbers
 
     @staticmethod
     def alone() -> "Workers":
@@ -31,8 +32,12 @@ class Workers:
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count == 1:
             return Workers.alone()
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        return Workers(dist.get_rank(), count)
+        if not torch.cuda.is_available():
+            dist.init_process_group("gloo")
+            return Workers(dist.get_rank(), count)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # what "cuda" means from here on
+        dist.init_process_group("nccl")
+        return Workers(dist.get_rank(), count, "cuda")
 
     def share(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
         """This process's part of a batch: equal parts, so that means of means are means."""
@@ -60,7 +65,7 @@ class Workers:
         """The mean of each value over the processes."""
         if self.count == 1:
             return dict(values)
-        flat = torch.tensor(list(values.values()), dtype=torch.float64)
+        flat = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(flat)
         return dict(zip(values, (flat / self.count).tolist(), strict=True))
 

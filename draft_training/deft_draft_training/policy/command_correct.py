@@ -1,7 +1,7 @@
 """`deft train correct`: let a policy play in LIBERO and store what the expert would have done.
 
 The episodes it writes are demonstrations like any other (DAgger): pass them to `deft train policy`
-beside the first ones, with `--warm-start` and `--statistics-of`. A killed run goes on.
+beside the first ones, with `--warm-start` and `--tokens-of`. A killed run goes on.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Training samples of a policy in memory: frames of the model's size, labels and their weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -48,6 +48,11 @@ class PolicyBatch:
     weights: Tensor  # [row]
     prompts: Tensor  # [row, text], right-padded
     lengths: Tensor  # [row]
+
+    def to(self, device: torch.device) -> "PolicyBatch":
+        """The same batch on a device."""
+        moved = {one.name: getattr(self, one.name).to(device) for one in fields(self)}
+        return PolicyBatch(**moved)
 
 
 class PromptTable:

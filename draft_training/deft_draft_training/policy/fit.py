@@ -14,6 +14,7 @@ from tqdm import tqdm
 from deft_client.image_chain import ImageChain
 from deft_draft_training.averaging import WeightAverage
 from deft_draft_training.config import plain
+from deft_draft_training.errors import DataError
 from deft_draft_training.optimizer import (
     OptimizerConfig,
     build_optimizers,
@@ -24,7 +25,8 @@ from deft_draft_training.policy.augment import AugmentConfig, augment
 from deft_draft_training.policy.data import PolicyBatch, PolicySamples, PromptTable, chosen_at, take
 from deft_draft_training.policy.loss import PolicyLossConfig, position_loss, token_loss
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, initialise
-from deft_draft_training.run_directory import Progress, RunDirectory
+from deft_draft_training.precision import TrainingPrecision, computing_in
+from deft_draft_training.run_directory import STATE_FILE, Progress, RunDirectory
 from deft_policies.openvla.config import OpenVLAConfig
 from deft_policies.openvla.image import ImageProcessor
 
@@ -41,6 +43,7 @@ class PolicyFitConfig:
             rate=1.5e-3, muon_rate=2e-3, clip=1.0, warm_up_steps=50, decay_from=0.4
         )
     )
+    precision: TrainingPrecision = TrainingPrecision.FLOAT32
     steps: int = 2000
     batch_size: int = 48
     average_decay: float = 0.998
@@ -58,22 +61,27 @@ class PolicyTrainer:
         model_config: OpenVLAConfig,
         samples: PolicySamples,
         prompts: PromptTable,
+        device: torch.device | None = None,
     ) -> None:
         self.config, self.samples, self.prompts = config, samples, prompts
         self.net = PolicyNet(model_config, samples.positions.shape[1])
         initialise(self.net, config.seed)
+        self.device = device or torch.device("cpu")
+        self.net.to(self.device)
         self.optimizers = build_optimizers(self.net, config.optimizer)
         self.average = WeightAverage(self.net, config.average_decay)
         self._images = ImageProcessor(model_config.image, ImageChain.NONE)
         self._actions = model_config.vocabulary.tokens
 
-    def run(self, directory: Path, warm_start: Path | None = None) -> PolicyNet:
+    def run(
+        self, directory: Path, warm_start: Path | None = None, with_board: bool = False
+    ) -> PolicyNet:
         """Train to the configured step and return the averaged model.
 
         `warm_start` is another run's directory whose weights a new run begins with: what DAgger
         does when more data have come.
         """
-        run = RunDirectory(directory, plain(self.config))
+        run = RunDirectory(directory, plain(self.config), with_board)
         progress, extra = run.load(self.net, self.optimizers)
         if progress.step == 0 and warm_start is not None:
             self._begin_from(warm_start)
@@ -93,8 +101,21 @@ class PolicyTrainer:
         return self.net
 
     def _begin_from(self, directory: Path) -> None:
-        state = torch.load(directory / "state.pt", weights_only=True)
-        self.net.load_state_dict(state["module"])
+        path = directory / STATE_FILE
+        if not path.exists():
+            raise DataError(f"{path} is missing; a warm start needs the directory of a run")
+        weights = torch.load(path, map_location="cpu", weights_only=True)["module"]
+        other = sorted(
+            name
+            for name, tensor in self.net.state_dict().items()
+            if name not in weights or weights[name].shape != tensor.shape
+        )
+        if other:
+            raise DataError(
+                f"{path} is of another shape in {other[0]} ({len(other)} tensors in all); give "
+                "the same sizes"
+            )
+        self.net.load_state_dict(weights)
         self.average = WeightAverage(self.net, self.config.average_decay)
 
     def _step(self, step: int) -> Mapping[str, float]:
@@ -102,7 +123,8 @@ class PolicyTrainer:
         chosen = chosen_at(len(self.samples), config.batch_size, config.seed, step)
         batch = take(self.samples, self.prompts, chosen)
         set_rate(self.optimizers, config.optimizer, step, config.steps)
-        tokens, positions = self._losses(batch, step)
+        with computing_in(config.precision, self.device):
+            tokens, positions = self._losses(batch, step)
         loss = tokens + config.loss.position_weight * positions
         loss.backward()  # type: ignore[no-untyped-call]
         norm = clip_gradients(self.net, config.optimizer.clip)
@@ -122,7 +144,8 @@ class PolicyTrainer:
         seed = np.random.SeedSequence((self.config.seed, step)).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
         frames = augment(batch.frames, self.config.augment, generator)
-        pixels = self._images.pixel_values(list(frames.numpy()))
+        pixels = self._images.pixel_values(list(frames.numpy()), self.device)
+        batch = batch.to(self.device)
         output = self.net.read(self.net(pixels, batch.prompts, batch.lengths, batch.labels))
         tokens = token_loss(
             output.logits, batch.labels, batch.weights, self._actions, self.config.loss

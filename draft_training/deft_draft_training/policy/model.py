@@ -121,11 +121,12 @@ class PolicyNet(nn.Module):
         [row, dim] are the action tokens; all but the last are fed back, as when decoding.
         """
         rows, dims = labels.shape
+        steps = torch.arange(dims, device=labels.device)
         ids = torch.cat([prompts, prompts.new_zeros(rows, dims - 1)], dim=1)
-        ids = ids.scatter(1, lengths[:, None] + torch.arange(dims - 1), labels[:, :-1])
+        ids = ids.scatter(1, lengths[:, None] + steps[:-1], labels[:, :-1])
         hidden: Tensor = self.model(pixels, ids)
         first = self.config.num_patches + lengths - 1
-        wanted = (first[:, None] + torch.arange(dims))[..., None]
+        wanted = (first[:, None] + steps)[..., None]
         return hidden.gather(1, wanted.expand(-1, -1, hidden.shape[-1]))
 
     def read(self, hidden: Tensor) -> PolicyOutput:

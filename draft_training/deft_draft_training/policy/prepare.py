@@ -46,6 +46,14 @@ class Prepared:
     instructions: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """What the tokens of an earlier checkpoint mean, in its actions and in its prompts."""
+
+    statistics: ActionStatistics
+    tokenizer: Tokenizer
+
+
 def load_demonstrations(folders: Sequence[Path], only_succeeded: bool) -> list[Demonstration]:
     """Read all episodes of some folders, or only those that succeeded."""
     paths = [path for folder in folders for path in find_demonstrations(folder)]
@@ -60,17 +68,18 @@ def prepare(
     episodes: Sequence[Demonstration],
     sizes: PolicyModelConfig,
     statistics_key: str,
-    statistics: ActionStatistics | None = None,
+    kept: KeptTokens | None = None,
 ) -> Prepared:
-    """Build samples. Without given statistics they are taken from these episodes.
+    """Build samples. Statistics and tokenizer are made of these episodes unless some are kept.
 
-    Later rounds of DAgger must pass the first round's statistics: tokens mean what they mean.
+    A run that begins with another's weights must keep both: tokens mean what they mean. Words that
+    the tokenizer has not seen fall back to its smaller pieces.
     """
     if not episodes:
         raise DataError("none of the demonstrations succeeded; nothing to train on")
     instructions = tuple(sorted({one.header.instruction for one in episodes}))
-    statistics = statistics or measure_statistics(episodes)
-    tokenizer = build_tokenizer(instructions)
+    statistics = kept.statistics if kept else measure_statistics(episodes)
+    tokenizer = kept.tokenizer if kept else build_tokenizer(instructions)
     config = build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics})
     encoder = PromptEncoder(tokenizer, config.prompt_template, Path("the tokenizer made here"))
     prompts = PromptTable([encoder.encode(one) for one in instructions])

@@ -1,0 +1,80 @@
+"""`deft train policy` goes on from another run, also where a new task has joined."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deft_client.types import Observation
+from deft_draft_training.errors import ConfigError, DataError
+from deft_draft_training.policy.command_fit import main
+from deft_policies.base import ActRequest
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions
+from tests.draft_training.made_up import write_demonstrations
+
+SMALL = {
+    "image_size": 32,
+    "patch_size": 16,
+    "tower_width": 16,
+    "tower_depth": 2,
+    "tower_heads": 2,
+    "tower_mlp": 32,
+    "width": 32,
+    "num_layers": 2,
+    "heads": 2,
+    "mlp": 48,
+}
+KEPT = ("tokenizer.json", "dataset_statistics.json")
+
+
+def train(demos: Sequence[Path], name: str, *flags: str) -> Path:
+    """Train for two steps in the folder of the first demonstrations; return the checkpoint."""
+    folder = demos[0].parent
+    sizes = [f"--set=fit.model.{key}={value}" for key, value in SMALL.items()]
+    settings = ["--set=fit.steps=2", "--set=fit.batch_size=4", "--threads=1", *sizes]
+    where = [f"--run={folder / name}", f"--out={folder / f'{name}-checkpoint'}"]
+    assert main([*map(str, demos), *where, *settings, *flags]) == 0
+    return folder / f"{name}-checkpoint"
+
+
+@pytest.fixture
+def demos(tmp_path: Path) -> Path:
+    return write_demonstrations(tmp_path / "demos", episodes=2)
+
+
+@pytest.fixture
+def of_a_new_task(tmp_path: Path) -> Path:
+    return write_demonstrations(tmp_path / "new", episodes=2, instructions=["lift the milk, quick"])
+
+
+def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task: Path):
+    first = train([demos], "first")
+    flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
+    second = train([demos, of_a_new_task], "second", *flags)
+    for name in KEPT:
+        assert (second / name).read_bytes() == (first / name).read_bytes()
+    options = OpenVLAOptions(checkpoint=str(second), statistics_key="libero_object")
+    frame = Observation(np.zeros((32, 32, 3), np.uint8), "lift the milk, quick")
+    policy = load_policy(options)
+    (chunk,) = policy.act([ActRequest(frame, policy.open_session())])
+    assert chunk.actions.shape == (1, 7)
+
+
+def test_a_warm_start_must_say_whose_tokens_it_keeps(demos: Path):
+    with pytest.raises(ConfigError, match="give --tokens-of the checkpoint"):
+        train([demos], "second", f"--warm-start={demos}")
+
+
+def test_a_warm_start_of_another_size_is_refused(demos: Path):
+    first = train([demos], "first")
+    flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
+    with pytest.raises(DataError, match=r"state\.pt is of another shape in .* the same sizes"):
+        train([demos], "second", *flags, "--set=fit.model.num_layers=3")
+
+
+def test_a_warm_start_from_no_run_is_refused(demos: Path):
+    first = train([demos], "first")
+    with pytest.raises(DataError, match=r"state\.pt is missing; a warm start needs"):
+        train([demos], "second", f"--warm-start={demos}", f"--tokens-of={first}")

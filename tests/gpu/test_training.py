@@ -1,0 +1,52 @@
+"""Heads and policies train on the GPU as they do on the CPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deft_draft_training.heads.data import RecordedSamples
+from deft_draft_training.heads.fit import HeadKind, HeadTrainer
+from deft_draft_training.heads.load import load_any_head
+from deft_draft_training.heads.record import RecordConfig, record
+from deft_draft_training.policy.fit import PolicyTrainer
+from deft_draft_training.precision import TrainingPrecision
+from deft_policies.openvla.options import Precision
+from tests.draft_training.made_up import tiny_target, write_demonstrations
+from tests.draft_training.test_head_fit import CONFIG as HEAD_CONFIG
+from tests.draft_training.test_head_fit import values
+from tests.draft_training.test_policy_training import CONFIG, PROMPTS, fit_config, made_up_samples
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("precision", list(TrainingPrecision))
+@pytest.mark.parametrize("kind", list(HeadKind))
+def test_a_head_is_fitted_and_resumes(
+    tmp_path: Path, kind: HeadKind, precision: TrainingPrecision
+) -> None:
+    demos = write_demonstrations(tmp_path / "demos")
+    target = tiny_target(Precision.BFLOAT16, "cuda")
+    record(target, RecordConfig((demos,)), tmp_path / "shards")
+    config = replace(HEAD_CONFIG, kind=kind, precision=precision, average_decay=0.9)
+    store = RecordedSamples(tmp_path / "shards", target.fingerprint())
+    HeadTrainer(config, target, store).run(tmp_path / "run")
+    HeadTrainer(config, target, store).run(tmp_path / "run")  # nothing is left to do
+    first, *_, last = values("loss", tmp_path / "run")
+    assert last < 0.9 * first
+    loaded = load_any_head(tmp_path / "run", target)
+    assert {one.device.type for one in loaded.parameters()} == {"cuda"}
+
+
+def test_a_policy_takes_the_same_steps_as_on_the_cpu(tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    losses = []
+    for device in ("cpu", "cuda"):
+        trainer = PolicyTrainer(
+            fit_config(20), CONFIG, made_up_samples(), PROMPTS, torch.device(device)
+        )
+        trainer.run(tmp_path / device)
+        losses.append(values("loss", tmp_path / device))
+    assert np.allclose(*losses, rtol=0.02)
