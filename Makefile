@@ -27,7 +27,7 @@ LIBERO := $(VENV)/.libero-installed
 .PHONY: help install install-libero check test test-gpu demo serve eval-libero clean
 
 help:
-	@echo "make demo          serve a policy, send it frames, print what came back and how fast"
+	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
 	@echo "make test          run the tests (no GPU, no weights)"
 	@echo "make check         lint, formatting, types, import contracts"
 	@echo "make install       the environment alone; install-libero: client and simulator alone"

@@ -1,57 +1,45 @@
-"""`make demo`: serve a policy on this machine, send it camera frames, print what came back."""
+"""`make demo`: serve the policy that ships with Deft, play LIBERO against it, write a report.
 
+The same three episodes are played with plain decoding, with speculation that changes nothing
+(`lossless`), and with speculation that may be off by a little (`deft`).
+"""
+
+import shutil
 import sys
+from pathlib import Path
 
-import numpy as np
-
-from deft_client import ActionChunk, Observation, PolicyClient
-from deft_client.stream import StreamClient
+from deft_client import PolicyClient
+from deft_client.libero import evaluate_command, report_command
 from scripts.local_server import ServerDidNotStartError, local_server
 
-NUM_FRAMES = 300
-WARM_UP_FRAMES = 20
-INSTRUCTION = "pick up the alphabet soup and place it in the basket"
+FOLDER = Path("results/demo")
+DECODINGS = ("autoregressive", "lossless", "deft")
+SUITE, TASKS, TRIAL = "libero_object", "0,6,7", "40"  # trials from 40 were never trained on
 
 
 def main() -> int:
     """Run the demonstration; return its exit code."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
     print("starting the server ...", flush=True)
     try:
-        with local_server("--policy", "constant") as url:
-            show_round_trips(url)
+        with local_server("--policy", "tiny-libero") as url:
+            with PolicyClient(url) as client:
+                print(f"ready at {url}: {client.info().policy}", flush=True)
+            code = evaluate_command.main(
+                [
+                    *(SUITE, "--tasks", TASKS, "--trials", TRIAL, "--url", url, "--stream"),
+                    *("--decoding", *DECODINGS, "--video", "all", "--out", str(FOLDER)),
+                ]
+            )
     except ServerDidNotStartError as error:
         print(error, file=sys.stderr)
         return 1
-    print("\nTry it yourself: `make serve` in one terminal, `deft-client ping` in another.")
-    return 0
-
-
-def show_round_trips(url: str) -> None:
-    """Send frames both ways, and print the last action and how long the answers took."""
-    with PolicyClient(url) as policy:
-        info = policy.info()
-        shape = f"{info.chunk_length}x{info.action_dim}"
-        print(f"ready at {url}: policy {info.policy}, actions {shape}")
-        rows = {"POST /v1/act": send_frames(policy)}
-    with StreamClient(url) as policy:
-        rows["/v1/stream"] = send_frames(policy)
-    print(f"\nround trips of {NUM_FRAMES} frames of 256x256 pixels, in ms")
-    print(f"{'':<14}{'p50':>8}{'p95':>8}{'p99':>8}{'frames/s':>10}")
-    for name, chunks in rows.items():
-        spent_ms = [chunk.timings.round_trip_ms for chunk in chunks]
-        p50, p95, p99 = np.percentile(spent_ms, [50, 95, 99])
-        rate = 1000 * len(spent_ms) / sum(spent_ms)
-        print(f"{name:<14}{p50:>8.2f}{p95:>8.2f}{p99:>8.2f}{rate:>10.0f}")
-    print(f"\nlast action: {chunks[-1].actions[0].tolist()}")
-
-
-def send_frames(policy: PolicyClient) -> list[ActionChunk]:
-    """Return the answers to frames that differ from each other, without those that warm up."""
-    frames = np.random.default_rng(0).integers(0, 256, (8, 256, 256, 3), dtype=np.uint8)
-    chunks = []
-    for number in range(WARM_UP_FRAMES + NUM_FRAMES):
-        chunks.append(policy.act(Observation(frames[number % len(frames)], INSTRUCTION)))
-    return chunks[WARM_UP_FRAMES:]
+    if code == 0:
+        page = FOLDER / "report.html"
+        code = report_command.main([str(FOLDER), "--out", str(page)])
+        print(f"\nOpen {page.resolve()} for plots and videos.")
+        print("Try it yourself: `make serve` in one terminal, `make eval-libero` in another.")
+    return code
 
 
 if __name__ == "__main__":

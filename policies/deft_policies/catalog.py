@@ -14,6 +14,7 @@ from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.examination import Finding
 from deft_policies.openvla import options as openvla_options
+from deft_policies.tiny_libero import bundle
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ def find(name: str) -> CatalogEntry:
     return CATALOG[name]
 
 
+def default_for(flags: Sequence[str]) -> str:
+    """The policy of a command line that names none: OpenVLA if it says which weights.
+
+    Anything else is answered by the small policy that ships with Deft.
+    """
+    weights = ("--checkpoint", "--random-weights")
+    return "openvla" if any(flag.split("=")[0] in weights for flag in flags) else "tiny-libero"
+
+
 def _no_flags(_: _ArgumentGroup) -> None:
     """Take no flags."""
 
@@ -67,6 +77,18 @@ def _examine_openvla(namespace: Namespace) -> Sequence[Finding]:
     return examine(openvla_options.read_flags(namespace))
 
 
+def _load_tiny(namespace: Namespace) -> Policy:
+    from deft_policies.openvla.load import load_policy
+
+    return load_policy(bundle.complete(openvla_options.read_flags(namespace)))
+
+
+def _examine_tiny(namespace: Namespace) -> Sequence[Finding]:
+    from deft_policies.openvla.examine import examine
+
+    return examine(bundle.complete(openvla_options.read_flags(namespace)))
+
+
 CATALOG: dict[str, CatalogEntry] = {
     "constant": CatalogEntry(
         "answers every frame with the same action; no model", _no_flags, _load_constant
@@ -76,5 +98,11 @@ CATALOG: dict[str, CatalogEntry] = {
         openvla_options.add_flags,
         _load_openvla,
         _examine_openvla,
+    ),
+    "tiny-libero": CatalogEntry(
+        "a small OpenVLA for LIBERO's objects, with draft heads; ships with Deft",
+        openvla_options.add_flags,
+        _load_tiny,
+        _examine_tiny,
     ),
 }

@@ -10,8 +10,6 @@ from deft_policies import catalog
 from deft_policies.base import Policy
 from deft_policies.errors import PolicyError
 
-DEFAULT_POLICY = "openvla"
-
 
 @dataclass(frozen=True)
 class PolicyCommand:
@@ -25,10 +23,9 @@ class PolicyCommand:
         return self.entry.load(self.namespace)
 
 
-def parse_command(
-    parser: ArgumentParser, arguments: list[str], default: str = DEFAULT_POLICY
-) -> PolicyCommand:
+def parse_command(parser: ArgumentParser, arguments: list[str]) -> PolicyCommand:
     """Add `--policy` and that policy's flags to a parser, and parse."""
+    default = catalog.default_for(arguments)
     parser.add_argument("--policy", default=default, metavar="NAME", help=f"default: {default}")
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--policy", default=default)

@@ -12,8 +12,6 @@ from deft_server import settings_sources
 from deft_server.settings import Settings
 from deft_server.settings_sources import Source
 
-DEFAULT_POLICY = "constant"
-
 
 @dataclass(frozen=True)
 class ServeCommand:
@@ -41,7 +39,8 @@ def read_command(
     known = first.parse_known_args(arguments)[0]
     said = settings_sources.read_environment(environment)
     file = Source() if known.config is None else settings_sources.read_file(known.config)
-    name = known.policy or said.policy or file.policy or DEFAULT_POLICY
+    flags = [*file.policy_flags, *said.policy_flags, *arguments]
+    name = known.policy or said.policy or file.policy or catalog.default_for(flags)
     entry = catalog.find(name)
     parser.epilog = (
         "Every server setting may also be a line of the file, or DEFT_SERVER_NAME in the "
@@ -50,11 +49,15 @@ def read_command(
     _add_own_flags(parser)
     entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
     settings_sources.add_flags(parser)
-    options = parser.parse_args([*file.policy_flags, *said.policy_flags, *arguments])
+    options = parser.parse_args(flags)
     settings = settings_sources.build_settings(vars(options), said.settings, file.settings)
     return ServeCommand(name, entry, options, settings)
 
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", metavar="NAME", help=f"which policy [{DEFAULT_POLICY}]")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="which policy [openvla with a --checkpoint, else tiny-libero]",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")

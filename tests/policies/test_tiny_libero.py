@@ -1,0 +1,87 @@
+"""The policy that ships: it is whole, small, says what it said, and speculation changes nothing."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from deft_client.types import ActOptions, Observation
+from deft_policies import catalog
+from deft_policies.act import load_image
+from deft_policies.base import ActRequest
+from deft_policies.errors import PolicyError
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions
+from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.tiny_libero import bundle
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_libero"
+CLEAR_MARGIN = 1e-3  # below it, another processor may round to another token
+
+
+@cache
+def policy() -> OpenVLAPolicy:
+    return load_policy(bundle.complete(OpenVLAOptions(device="cpu", is_guarded=False)))
+
+
+def cases() -> list[dict[str, object]]:
+    """One episode's frames in order, with the answers of `deft act`."""
+    return [json.loads(line) for line in (GOLDEN / "cases.jsonl").read_text().splitlines()]
+
+
+def play(decoding: str) -> list[tuple[tuple[int, ...], int]]:
+    """Tokens and passes for the stored frames, as one robot's session."""
+    session, answers = policy().open_session(), []
+    for case in cases():
+        observation = Observation(load_image(GOLDEN / str(case["image"])), str(case["instruction"]))
+        options = ActOptions(decoding=decoding, want_trace=True)
+        trace = policy().act([ActRequest(observation, session, options)])[0].trace
+        assert trace is not None
+        answers.append((tuple(trace.tokens), trace.num_passes))
+    return answers
+
+
+def test_it_answers_as_it_did_when_it_was_shipped():
+    for case, (tokens, passes) in zip(cases(), play("autoregressive"), strict=True):
+        assert passes == 7
+        for dim, margin in enumerate(case["margins"]):
+            if margin < CLEAR_MARGIN:
+                break  # what follows depends on this token
+            assert tokens[dim] == case["tokens"][dim]
+
+
+def test_lossless_answers_equal_plain_decoding_in_fewer_passes():
+    plain, fast = play("autoregressive"), play("lossless")
+    assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]
+    assert sum(passes for _, passes in fast) < 0.75 * sum(passes for _, passes in plain)
+
+
+def test_relaxed_decoding_takes_fewer_passes_still():
+    assert sum(passes for _, passes in play("deft")) < sum(passes for _, passes in play("lossless"))
+
+
+def test_both_heads_are_there_so_every_method_can_be_asked_for():
+    methods = policy().info.decoding_methods
+    assert {"lossless", "deft", "spec-vla", "fly", "lvspec", "kerv-like"} <= set(methods)
+
+
+def test_it_stays_small():
+    def size(*folders: Path) -> int:
+        return sum(file.stat().st_size for folder in folders for file in folder.rglob("*"))
+
+    assert size(bundle.CHECKPOINT) <= 25e6
+    assert size(*bundle.HEADS) <= 10e6
+    assert sum(p.numel() for p in policy().parts.target.model.parameters()) <= 12e6
+
+
+def test_it_is_the_default_unless_other_weights_are_named():
+    assert catalog.default_for([]) == "tiny-libero"
+    assert catalog.default_for(["--port", "1", "--decoding=deft"]) == "tiny-libero"
+    assert catalog.default_for(["--checkpoint", "x"]) == "openvla"
+    assert catalog.default_for(["--random-weights=small"]) == "openvla"
+
+
+def test_another_checkpoint_under_its_name_is_refused():
+    with pytest.raises(PolicyError, match="use --policy openvla"):
+        bundle.complete(OpenVLAOptions(checkpoint="x"))
