@@ -105,6 +105,7 @@ class FrameReceiver(asyncio.BufferedProtocol):
         self._room: NDArray[np.uint8] | None = None
         self._stop = _MARGIN  # where the next byte goes
         self._end = 0  # where the large frame ends that is arriving; 0: none is
+        self._clear = _PAYLOAD  # up to where it is unmasked
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where to put what has arrived: never beyond a large frame's end."""
@@ -126,6 +127,8 @@ class FrameReceiver(asyncio.BufferedProtocol):
             self._end = _PAYLOAD + length
         if self._stop >= self._end:
             self._finish()
+        else:  # the rest is on its way: there is time for what has come
+            self._unmask(self._room, self._stop // _WORD * _WORD)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Pass this on."""
@@ -155,12 +158,20 @@ class FrameReceiver(asyncio.BufferedProtocol):
         room, end, self._room, self._end = self._room, self._end, None, 0
         rest = room[end : self._stop].tobytes()
         self._size = max(_FIRST_ROOM, _whole_words(end) + _WORD)
-        mask = room[_PAYLOAD - 4 : _PAYLOAD].tobytes()
-        words = room[_PAYLOAD : _whole_words(end)].view(np.uint64)
-        np.bitwise_xor(words, np.frombuffer(mask * 2, np.uint64), out=words)
+        self._unmask(room, _whole_words(end))
+        self._clear = _PAYLOAD
         self._owner.frame_received(room.data[_PAYLOAD:end].toreadonly())
         if rest:
             self._owner.data_received(rest)
+
+    def _unmask(self, room: NDArray[np.uint8], stop: int) -> None:
+        """Unmask whole words up to a place."""
+        if stop <= self._clear:
+            return
+        mask = room[_PAYLOAD - 4 : _PAYLOAD].tobytes()
+        words = room[self._clear : stop].view(np.uint64)
+        np.bitwise_xor(words, np.frombuffer(mask * 2, np.uint64), out=words)
+        self._clear = stop
 
     def _grow(self) -> None:
         """Make room for more of a large frame: as it comes, not as its header claims."""
