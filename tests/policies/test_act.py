@@ -138,5 +138,11 @@ def test_no_checkpoint_and_no_random_weights_say_what_to_give(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     case = golden.cases_with_image()[0]
-    assert act.main([str(case.image_path), "lift"]) == 1
+    assert act.main([str(case.image_path), "lift", "--policy", "openvla"]) == 1
     assert "give one of --checkpoint (a directory or hub id)" in capsys.readouterr().err
+
+
+def test_without_any_policy_the_one_that_ships_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    case = golden.cases_with_image()[0]
+    assert act.main([str(case.image_path), "lift"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 7

@@ -64,7 +64,8 @@ class HeadBatch:
         """
         steps = torch.arange(self.num_guesses - 1, device=guesses.device)
         index = (self.first[:, None] + steps)[:, :, None].expand(-1, -1, guesses.shape[2])
-        return self.hidden.scatter(1, index + 1, guesses.gather(1, index))
+        known = guesses.to(self.hidden.dtype).gather(1, index)
+        return self.hidden.scatter(1, index + 1, known)
 
 
 def collate(samples: Sequence[HeadSample], table: Tensor) -> HeadBatch:
