@@ -37,8 +37,8 @@ def explained(path: Path) -> Iterator[None]:
     """Say which file could not be written, and that nothing is lost."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save hides one in another
-        reason = getattr(error, "strerror", None) or error.__cause__ or error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise StorageError(
             f"{path} cannot be written: {reason}; what was there before is unchanged. Make room, "
             "and the same command goes on from there"

@@ -61,17 +61,19 @@ def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIn
     start = writer.index.next_observation
     rest = islice(observations(config.sources, config.stride), start, None)
     samples: list[HeadSample] = []
-    size, last = min(config.batch_size, config.samples_per_shard), start - 1
+    size, last, held_bytes = min(config.batch_size, config.samples_per_shard), start - 1, 0
     with tqdm(desc="record", unit="action", initial=start, file=sys.stderr) as bar:
         for batch in _groups(rest, size):
-            samples += target.sample(
+            fresh = target.sample(
                 [one.observation for one in batch], [one.episode for one in batch], _dtype(config)
             )
             bar.update(len(batch))
+            samples += fresh
+            held_bytes += _bytes(fresh)
             last = batch[-1].number
-            if len(samples) >= config.samples_per_shard or _bytes(samples) >= _SHARD_BYTES:
+            if len(samples) >= config.samples_per_shard or held_bytes >= _SHARD_BYTES:
                 writer.append(samples, last)
-                samples = []
+                samples, held_bytes = [], 0
     if samples:
         writer.append(samples, last)
     return writer.index
