@@ -25,6 +25,7 @@ from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.optimizer import OptimizerConfig
 from deft_draft_training.precision import TrainingPrecision
+from deft_draft_training.run_directory import STATE_FILE
 from deft_policies.decoding.head_files import HeadLayout
 from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DraftModels
@@ -41,6 +42,7 @@ CONFIG = HeadFitConfig(
     log_every=10,
 )
 KILLED = replace(CONFIG, steps=24, save_every=5, log_every=5)
+NEVER = -1
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -98,16 +100,23 @@ def test_a_head_of_a_bfloat16_target_is_fitted_in_either_precision(tmp_path, dem
 
 
 def test_a_fit_that_is_killed_five_times_ends_with_the_same_weights(tmp_path, shards):
-    whole = trainer(shards, KILLED).run(tmp_path / "whole")
-    script = str(Path(__file__).with_name("killed_fit.py"))
-    for killed_at in sorted(random.Random(6).sample(range(KILLED.steps), 5)):
-        command = [sys.executable, script, str(shards), str(tmp_path / "cut"), str(killed_at)]
-        ended = subprocess.run(command, env=ENVIRONMENT, check=False, timeout=120)
-        assert ended.returncode == -signal.SIGKILL
-    resumed = trainer(shards, KILLED).run(tmp_path / "cut")
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name]), name
+    """All in processes of their own: to the bit means with as many threads, too."""
+    killed_at = sorted(random.Random(6).sample(range(KILLED.steps), 5))
+    endings = [fit_and_die(shards, tmp_path / "cut", step) for step in [*killed_at, NEVER]]
+    assert endings == [-signal.SIGKILL] * 5 + [0]
+    assert fit_and_die(shards, tmp_path / "whole", NEVER) == 0
+    whole, cut = (torch.load(tmp_path / name / STATE_FILE) for name in ("whole", "cut"))
+    assert (whole["step"], cut["step"]) == (KILLED.steps, KILLED.steps)
+    for name, weight in whole["module"].items():
+        assert torch.equal(weight, cut["module"][name]), name
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+
+
+def fit_and_die(shards: Path, run: Path, killed_at: int) -> int:
+    """Fit in a process that kills itself before a step; return how it ended."""
+    script = str(Path(__file__).with_name("killed_fit.py"))
+    command = [sys.executable, script, str(shards), str(run), str(killed_at)]
+    return subprocess.run(command, env=ENVIRONMENT, check=False, timeout=120).returncode
 
 
 def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
