@@ -218,4 +218,4 @@ def test_the_rules_above_find_what_they_are_for():
     assert {"obs", "action_plan"} <= found
     assert "obs" not in words("observation")
     assert MACHINE_PATHS.search("see /" + "work/main/x")
-    assert not MACHINE_PATHS.search("tests/" + "work/x and ./opt/y")
+    assert not MACHINE_PATHS.search("tests/" + "work/x and ./" + "opt/y")
