@@ -11,11 +11,18 @@ from deft_draft_training.optimizer import OptimizerConfig
 from deft_draft_training.policy.augment import AugmentConfig, augment
 from deft_draft_training.policy.data import PolicySamples, PromptTable, chosen_at
 from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer
-from deft_draft_training.policy.loss import PolicyLossConfig, soft_tokens, token_loss
+from deft_draft_training.policy.loss import (
+    PolicyLossConfig,
+    nearest_taught,
+    soft_tokens,
+    taught_tokens,
+    token_loss,
+)
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
 from deft_draft_training.precision import TrainingPrecision
 from deft_policies.decoding.vocabulary import TokenRange
 from deft_policies.openvla.image import ImageProcessor
+from deft_policies.openvla.statistics import ActionStatistics
 
 SIZES = PolicyModelConfig(
     image_size=16,
@@ -29,7 +36,8 @@ SIZES = PolicyModelConfig(
     heads=2,
     mlp=48,
 )
-CONFIG = build_config(SIZES, num_words=20, statistics={})
+UNITS = ActionStatistics(q01=-np.ones(7), q99=np.ones(7), mask=np.ones(7, np.bool_))
+CONFIG = build_config(SIZES, num_words=20, statistics={"made-up": UNITS})
 ACTIONS = CONFIG.vocabulary.tokens
 PROMPTS = PromptTable([[1, 5, 6], [1, 5, 7, 8, 9]])
 
@@ -110,13 +118,32 @@ def test_every_sample_comes_once_an_epoch():
     assert sorted(seen) == list(range(12))
 
 
+ALL_TAUGHT = taught_tokens(TokenRange(10, 19), torch.tensor([12, 12]), 32, step=1)
+
+
 def test_soft_targets_stay_inside_the_action_range():
-    actions = TokenRange(10, 19)
-    targets = soft_tokens(torch.tensor([10, 15]), 32, actions, 2.0)
+    targets = soft_tokens(torch.tensor([10, 15]), ALL_TAUGHT, 2.0)
     torch.testing.assert_close(targets.sum(dim=-1), torch.ones(2))
     assert targets[:, :10].sum() == 0
     assert targets[:, 20:].sum() == 0
     assert targets[1].argmax() == 15
+
+
+def test_a_label_step_teaches_every_so_many_bins_from_standing_still_and_both_ends():
+    is_taught = taught_tokens(TokenRange(10, 19), torch.tensor([13, 16, 12]), 32, step=4)
+    taught = [row.nonzero().flatten().tolist() for row in is_taught]
+    assert taught == [[10, 13, 17, 19], [10, 12, 16, 19], list(range(10, 20))]
+    labels = torch.tensor([[15, 15, 15], [14, 13, 19], [10, 19, 10]])
+    moved = nearest_taught(labels, is_taught)
+    assert moved.tolist() == [[13, 16, 15], [13, 12, 19], [10, 19, 10]]
+    targets = soft_tokens(moved, is_taught, 2.0)
+    assert torch.equal(targets > 0, is_taught.expand(3, -1, -1))
+    assert torch.equal(targets.argmax(dim=-1), moved)
+
+
+def test_without_a_label_step_labels_are_as_they_were():
+    labels = torch.arange(10, 20).repeat(2, 1).T
+    assert torch.equal(nearest_taught(labels, ALL_TAUGHT), labels)
 
 
 def test_near_misses_cost_less_than_far_ones_but_not_for_the_gripper():
@@ -128,7 +155,7 @@ def test_near_misses_cost_less_than_far_ones_but_not_for_the_gripper():
         logits[0, :, 15] = 4.0
         logits[0, dim] = 0.0
         logits[0, dim, guess] = 4.0
-        return float(token_loss(logits, labels, torch.ones(1), TokenRange(10, 19), config))
+        return float(token_loss(logits, labels, torch.ones(1), ALL_TAUGHT, config))
 
     assert cost(16, dim=0) < cost(19, dim=0) - 0.1
     assert abs(cost(16, dim=1) - cost(19, dim=1)) < 1e-6

@@ -23,10 +23,17 @@ from deft_draft_training.optimizer import (
 )
 from deft_draft_training.policy.augment import AugmentConfig, augment
 from deft_draft_training.policy.data import PolicyBatch, PolicySamples, PromptTable, chosen_at, take
-from deft_draft_training.policy.loss import PolicyLossConfig, position_loss, token_loss
+from deft_draft_training.policy.loss import (
+    PolicyLossConfig,
+    nearest_taught,
+    position_loss,
+    taught_tokens,
+    token_loss,
+)
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, initialise
 from deft_draft_training.precision import TrainingPrecision, computing_in
 from deft_draft_training.run_directory import STATE_FILE, Progress, RunDirectory
+from deft_policies.openvla.action_codec import ActionCodec
 from deft_policies.openvla.config import OpenVLAConfig
 from deft_policies.openvla.image import ImageProcessor
 
@@ -71,7 +78,7 @@ class PolicyTrainer:
         self.optimizers = build_optimizers(self.net, config.optimizer)
         self.average = WeightAverage(self.net, config.average_decay)
         self._images = ImageProcessor(model_config.image, ImageChain.NONE)
-        self._actions = model_config.vocabulary.tokens
+        self._taught = _taught_tokens(model_config, config.loss.label_step).to(self.device)
 
     def run(
         self, directory: Path, warm_start: Path | None = None, with_board: bool = False
@@ -146,8 +153,14 @@ class PolicyTrainer:
         frames = augment(batch.frames, self.config.augment, generator)
         pixels = self._images.pixel_values(list(frames.numpy()), self.device)
         batch = batch.to(self.device)
-        output = self.net.read(self.net(pixels, batch.prompts, batch.lengths, batch.labels))
-        tokens = token_loss(
-            output.logits, batch.labels, batch.weights, self._actions, self.config.loss
-        )
+        labels = nearest_taught(batch.labels, self._taught)
+        output = self.net.read(self.net(pixels, batch.prompts, batch.lengths, labels))
+        tokens = token_loss(output.logits, labels, batch.weights, self._taught, self.config.loss)
         return tokens, position_loss(output.positions, batch.positions, batch.weights)
+
+
+def _taught_tokens(config: OpenVLAConfig, step: int) -> Tensor:
+    (statistics,) = config.statistics.values()
+    nothing = np.zeros(len(statistics.q01))
+    still = torch.from_numpy(ActionCodec(config.vocabulary).encode(nothing, statistics))
+    return taught_tokens(config.vocabulary.tokens, still, config.llm.vocab_size, step)
