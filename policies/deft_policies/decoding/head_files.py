@@ -13,11 +13,12 @@ from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.errors import CheckpointError
+from deft_policies.tensor_file import write_tensors
 
 _LAYER = "layers.0."
 _ATTENTION = _LAYER + "self_attn."
@@ -60,7 +61,7 @@ def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
     config = json.dumps(_config_of(head.sizes), indent=2) + "\n"
     (directory / "config.json").write_text(config)
     if layout is HeadLayout.SAFETENSORS:
-        save_file(tensors, directory / layout.value)
+        write_tensors(tensors, directory / layout.value)
     else:
         halves = {name: tensor.half() for name, tensor in tensors.items()}
         torch.save(halves, directory / layout.value)

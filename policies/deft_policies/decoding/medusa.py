@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.errors import CheckpointError
+from deft_policies.tensor_file import write_tensors
 
 _WEIGHTS = "model.safetensors"
 _FORMAT = "deft-medusa-1"
@@ -53,8 +54,7 @@ def save_medusa(heads: MedusaHeads, directory: Path) -> None:
         "num_heads": heads.sizes.num_heads,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: one.detach().cpu().contiguous() for name, one in heads.named_parameters()}
-    save_file(tensors, directory / _WEIGHTS)
+    write_tensors(dict(heads.named_parameters()), directory / _WEIGHTS)
 
 
 def is_medusa(directory: Path) -> bool:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import CheckpointError
+from deft_policies.tensor_file import write_tensors
 
 FORMAT = "deft-retrieval-1"
 
@@ -83,12 +83,9 @@ def build_index(entries: Iterable[tuple[Tensor, Tensor]], fingerprint: str) -> R
 
 def save_index(index: RetrievalIndex, path: Path) -> None:
     """Write one safetensors file, whole or not at all."""
-    tensors = {
-        "keys": index.keys.half().cpu().contiguous(),
-        "actions": index.actions.int().cpu().contiguous(),
-    }
+    tensors = {"keys": index.keys.half(), "actions": index.actions.int()}
     partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={"format": FORMAT, "fingerprint": index.fingerprint})
+    write_tensors(tensors, partial, metadata={"format": FORMAT, "fingerprint": index.fingerprint})
     partial.replace(path)
 
 

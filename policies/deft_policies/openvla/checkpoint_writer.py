@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -40,9 +39,11 @@ from deft_policies.openvla.config import (
 from deft_policies.openvla.prompt import PromptTemplate
 from deft_policies.openvla.statistics import STATISTICS_FILE, ActionStatistics
 from deft_policies.openvla.tensor_names import tensor_places
+from deft_policies.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 1024**3
 _TIMM_IDS = {TowerFamily.DINOV2: DINOV2_TIMM_ID, TowerFamily.SIGLIP: SIGLIP_TIMM_ID}
+_FORMAT = {"format": "pt"}  # what readers of Hugging Face's ask of a file
 _BICUBIC = 3  # in Pillow's numbering, which the processor's file uses
 
 Json = dict[str, object]
@@ -189,21 +190,16 @@ def _write_tensors(directory: Path, tensors: Mapping[str, Tensor], max_bytes: in
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        _save(shards[0], directory / MODEL_FILE)
+        write_tensors(shards[0], directory / MODEL_FILE, _FORMAT)
         return
     weight_map = {}
     for index, shard in enumerate(shards, start=1):
         file_name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        _save(shard, directory / file_name)
+        write_tensors(shard, directory / file_name, _FORMAT)
         weight_map.update(dict.fromkeys(shard, file_name))
     total = sum(tensor.nbytes for tensor in tensors.values())
     index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     _write_json(directory / INDEX_FILE, index_content)
-
-
-def _save(shard: Mapping[str, Tensor], path: Path) -> None:
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
-    save_file(own, path, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
