@@ -110,8 +110,8 @@ class Guard:
         self._num_actions = 0
         self._last_trial = 0
 
-    def choose(self, sessions: Sequence[SessionAcceptance]) -> Choice:
-        """Pick the plan of the next batch."""
+    def choose(self, sessions: Sequence[SessionAcceptance], may_try: bool = True) -> Choice:
+        """Pick the plan of the next batch; one that looks worse is tried only if that is fair."""
         size = _size(sessions)
         unknown = [plan for plan in self._plans if not self._is_known(plan, size)]
         if self._plain in unknown:
@@ -119,19 +119,24 @@ class Guard:
         known = [plan for plan in self._plans if plan not in unknown]
         prices = {plan: self.expected_ms(plan, sessions) for plan in known}
         best = self._cheapest(prices)
-        tried = self._worth_trying(unknown, prices, best, size)
+        tried = self._worth_trying(unknown, prices, best, size) if may_try else None
         if tried is not None:
             return Choice(tried, f"trying {tried} beside {best}", is_trial=True)
         against = f"{self._plain} {prices[self._plain]:.2f} ms"
         return Choice(best, f"{best} {prices[best]:.2f} ms expected, {against}")
 
     def learn(
-        self, choice: Choice, cost: ActionCost, sessions: Sequence[SessionAcceptance]
+        self, choice: Choice, cost: ActionCost, sessions: Sequence[SessionAcceptance | None]
     ) -> None:
-        """Take in what a batch has cost and needed."""
+        """Take in what a batch has cost and needed.
+
+        None stands for a session that had nothing to draft from, as at the start of an episode:
+        the passes it needed say nothing about those to come.
+        """
         self.learn_cost(choice.plan, cost)
         for session, passes in zip(sessions, cost.num_passes, strict=True):
-            self.learn_passes(choice.plan, passes, session)
+            if session is not None:
+                self.learn_passes(choice.plan, passes, session)
         if choice.is_trial:
             self._last_trial = self._num_actions
 
@@ -192,8 +197,12 @@ class Guard:
     def _interval(self, plan: str, prices: Mapping[str, float], best: str) -> float:
         """Actions to wait before trying a plan again, so that trials stay within their share.
 
-        Each of the plans that are not in use gets an equal part of the share.
+        Each of the plans that are not in use gets an equal part of the share. A plan whose drafts
+        nobody has seen yet, as after warming up, has no price worth believing, and waits no longer
+        than it must.
         """
+        if plan not in self._usual:
+            return self._settings.min_interval
         extra = max(prices[plan] - prices[best], 0.0)
         allowed = self._settings.explore_share * prices[best] / max(len(prices) - 1, 1)
         return max(extra / allowed if allowed > 0 else 0.0, float(self._settings.min_interval))

@@ -94,13 +94,17 @@ class Decoder:
         All rows must have actions of one length. No two rows may share a history.
         """
         sessions = [row.history.acceptance for row in rows]
+        remembering = [row.history.acceptance if row.history.own else None for row in rows]
         guard = self._guard(rows[0].space.length)
-        choice = guard.choose(sessions) if guard else Choice(self._plans[0].name, "")
+        if guard is not None:
+            choice = guard.choose(sessions, may_try=None not in remembering)
+        else:
+            choice = Choice(self._plans[0].name, "")
         found = self._carry_out(choice, prompts, rows, clock, wants_margins)
         for trace, row in zip(found.traces, rows, strict=True):
             row.history.append(trace.tokens, trace.predicted, self.preset.rule.drift_leak)
         if guard is not None:
-            guard.learn(choice, found.cost, sessions)
+            guard.learn(choice, found.cost, remembering)
             self._learn_hypothetically(guard, choice, rows)
         return found.traces
 

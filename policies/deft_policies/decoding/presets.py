@@ -56,6 +56,7 @@ _OUR_PLANS = (
     Plan("memory+branches", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape(3, 2, 8)),
     Plan("memory+chain", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape.chain(5)),
     Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,)),
+    Plan("memory+recycled", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS, DraftKind.RECYCLED)),
     Plan("memory-wide", _MEMORY, (DraftKind.PREVIOUS, DraftKind.RECYCLED)),
     Plan("head-chain", (), (DraftKind.HEAD,), TreeShape.chain(5)),
 )

@@ -119,6 +119,29 @@ def test_a_good_plan_that_was_slow_the_first_time_is_found_all_the_same() -> Non
     assert plans[-40:].count("head") > 35
 
 
+def test_after_warming_up_every_plan_is_tried_once_before_its_price_is_believed() -> None:
+    """At first a plan is taken to need half of plain's passes, which makes these look useless."""
+    plans = {f"plan-{index}": (12.0, 4.0, 6.0) for index in range(4)}
+    one = world(**plans, memory=(12.0, 4.0, 1.0))
+    for name, truth in one.truths.items():
+        for _ in range(2):
+            one.guard.learn_cost(name, ActionCost(truth.prefill_ms, truth.pass_ms * 6, (6,)))
+    chosen = [one.act().plan for _ in range(60)]
+    assert set(chosen) == set(one.truths)
+    assert chosen[-10:].count("memory") == 10
+
+
+def test_the_start_of_an_episode_is_no_trial_and_teaches_nothing_about_drafts() -> None:
+    one = world(head=(10.5, 3.0, 2.0))
+    for name in ("plain", "plain", "head", "head"):
+        one.guard.learn_cost(name, ActionCost(10.5, 18.0, (6,)))
+    for _ in range(40):
+        choice = one.guard.choose(one.sessions, may_try=False)
+        assert not choice.is_trial
+        one.guard.learn(choice, ActionCost(10.5, 18.0, (6,)), [None])
+    assert one.sessions[0].passes == {}
+
+
 def test_acceptance_that_improves_is_noticed() -> None:
     one = world(head=(10.5, 3.0, 6.0))
     for _ in range(300):
@@ -297,6 +320,22 @@ def test_warming_up_measures_every_plan_and_leaves_sessions_alone() -> None:
     assert "measuring" not in trace.guard
     assert "trying" not in trace.guard
     assert session.rows[0].history.num_draws == 1
+
+
+def test_no_plan_is_judged_by_an_action_that_has_none_before_it() -> None:
+    decoder = tiny_decoder()
+    plan = Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    preset = replace(preset_by_name("within-bins"), plans=(plan,), is_guarded=True)
+    guarded = build_decoder(fast_target(decoder), preset)
+    session = Session.of(1)
+    history, prompts = session.rows[0].history, random_prompts(decoder, [3])
+    for _ in range(12):
+        guarded.decode(prompts, session.rows, clock())
+        history.reset()
+    assert history.acceptance.passes == {}
+    for _ in range(24):
+        guarded.decode(prompts, session.rows, clock())
+    assert history.acceptance.passes["memory"].value < 1.0
 
 
 def test_an_unguarded_decoder_says_nothing() -> None:
