@@ -2,9 +2,9 @@
 
 python -m scripts.check_tiny_libero --out results/tiny_libero --lines docs/results/tiny_libero.jsonl
 
-Plays the same trials with plain decoding and with speculation, where the initial states have things
-and moved by some centimetres, and prints a row per run and PASS or FAIL per promise. A killed check
-goes on with the same command.
+Plays the same trials with plain decoding and with speculation, as they are and with things moved by
+some centimetres, and prints a row per run and PASS or FAIL per promise. A killed check goes on with
+the same command.
 """
 
 import argparse
