@@ -57,13 +57,13 @@ def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
 def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
     """Write `config.json` and the weights. The published layout is in float16, as its peers are."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(head)}
+    tensors = dict(named_weights(head))
     config = json.dumps(_config_of(head.sizes), indent=2) + "\n"
     (directory / "config.json").write_text(config)
     if layout is HeadLayout.SAFETENSORS:
         write_tensors(tensors, directory / layout.value)
     else:
-        halves = {name: tensor.half() for name, tensor in tensors.items()}
+        halves = {name: one.detach().cpu().half().contiguous() for name, one in tensors.items()}
         torch.save(halves, directory / layout.value)
 
 
