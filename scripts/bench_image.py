@@ -10,9 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_client.image_chain import ImageChain, crop_centre, resize_lanczos3, round_trip_jpeg
-from deft_policies.openvla.checkpoint_config import load_config
-from deft_policies.openvla.image import ImageProcessor
+from deft_client.image_chain import (
+    ImageChain,
+    crop_centre,
+    resize_lanczos3,
+    round_trip_jpeg,
+)
+from deft_policies.checkpoint.config import load_config
+from deft_policies.model.image import ImageProcessor
 from tests import slow_image_chain
 from tests.golden import TINY_OPENVLA, chain_image
 

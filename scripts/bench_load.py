@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import websockets.asyncio.client
 
-from deft_client import wire
 from deft_client.types import ActOptions, Observation
+from deft_client.wire import msgpack_codec as wire
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 
-from deft_client.libero.conventions import WAIT_STEPS, wait_action
-from deft_client.libero.environment import EnvironmentSettings, open_environment
-from deft_client.libero.expert import Expert
-from deft_client.libero.suites import SUITE_NAMES, find_suite, find_task
+from deft_client.libero.expert.expert import Expert
+from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
+from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
+from deft_client.libero.simulator.suites import SUITE_NAMES, find_suite, find_task
 
 SUITES = [name for name in SUITE_NAMES if name != "libero_90"]
 

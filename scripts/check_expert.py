@@ -2,7 +2,7 @@
 
 import sys
 
-from deft_client.libero.expert_check import main
+from deft_client.libero.commands.expert_check import main
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

@@ -20,12 +20,12 @@ import httpx
 import numpy as np
 
 from deft_client import ActOptions, Observation, PolicyClient
-from deft_client.libero import evaluate_command
-from deft_client.libero.report_summary import Summary, summarise
-from deft_client.libero.results import EpisodeRecord, Outcome
-from deft_client.libero.results_store import Run, load_run
-from deft_client.libero.statistics import Interval
-from deft_policies.act import load_image
+from deft_client.libero.commands import evaluate as evaluate_command
+from deft_client.libero.report.summary import Summary, summarise
+from deft_client.libero.results.records import EpisodeRecord, Outcome
+from deft_client.libero.results.statistics import Interval
+from deft_client.libero.results.store import Run, load_run
+from deft_policies.commands.act import load_image
 from scripts.local_server import local_server
 
 SUITE, TASKS, TRIALS = "libero_object", "0,6,7", "40-49"

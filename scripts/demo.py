@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from deft_client import PolicyClient
-from deft_client.libero import evaluate_command, report_command
+from deft_client.libero.commands import evaluate as evaluate_command
+from deft_client.libero.commands import report as report_command
 from scripts.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")

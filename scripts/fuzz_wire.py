@@ -20,9 +20,10 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
-from deft_client import wire, wire_json
-from deft_client.images import ImageEncoding, encode_image
 from deft_client.types import ActOptions, Observation
+from deft_client.wire import json_codec as wire_json
+from deft_client.wire import msgpack_codec as wire
+from deft_client.wire.images import ImageEncoding, encode_image
 from scripts.local_server import local_server
 from tests.server.compat.captures import act_captures, frames
 from tests.server.compat.groot_messages import FLAT, OBSERVATION, packed

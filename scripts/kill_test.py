@@ -1,7 +1,7 @@
 """Kill -9 an evaluation, its workers and its server at random: does any episode suffer?
 
 `python -m scripts.kill_test --kills 20 --episodes 30` plays the point world against `deft serve`,
-once undisturbed and once under fire, and compares what is on disk. See tests/libero/kills.py.
+once undisturbed and once under fire, and compares what is on disk (tests/client/libero/kills.py).
 """
 
 import argparse
@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.libero.kills import Scene, find_faults, torment
+from tests.client.libero.kills import Scene, find_faults, torment
 
 TARGETS = ("evaluation", "worker", "server")
 

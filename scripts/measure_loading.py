@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from deft_policies.openvla.checkpoint import load_model, open_checkpoint
-from tests.policies.openvla.checkpoint_files import write_large
+from deft_policies.checkpoint.open import load_model, open_checkpoint
+from tests.policies.checkpoint.checkpoint_files import write_large
 
 MIB = 1024**2
 

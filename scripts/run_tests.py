@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from deft_client.libero.errors import GraphicsError
-from deft_client.libero.graphics import Renderer, find_renderer
+from deft_client.libero.simulator.graphics import Renderer, find_renderer
 
 DEFAULT_MARKS = "not gpu and not checkpoint"
 

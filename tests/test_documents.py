@@ -14,7 +14,12 @@ import pytest
 from deft_client.errors import OverloadedError, Problem
 from scripts.local_server import local_server
 from tests.client.samples import frame
-from tests.repository import ROOT, documented_commands, documents, name_of
+from tests.repository import (
+    ROOT,
+    documented_commands,
+    documents,
+    name_of,
+)
 
 COMMANDS = documented_commands()
 MODULES = {"deft": "deft_server.__main__", "deft-client": "deft_client.__main__"}

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.repository import PACKAGES, ROOT, code, identifiers, name_of, texts, tracked, words
+from tests.repository import (
+    PACKAGES,
+    ROOT,
+    code,
+    identifiers,
+    name_of,
+    texts,
+    tracked,
+    words,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,12 +63,12 @@ MODEL_FACTS = {29871, 31743, 31744, 31745, 31872, 31999, 32000, 32001, 32064}
 
 # Where bytes become objects, or a library dictates the signature: {file: why}.
 UNTYPED_MAPS = {
-    "client/deft_client/libero/results.py": "JSON lines",
-    "client/deft_client/libero/standins/model.py": "JSON table",
+    "client/deft_client/libero/results/records.py": "JSON lines",
+    "client/deft_client/libero/simulator/standins/model.py": "JSON table",
     "draft_training/deft_draft_training/config.py": "TOML",
     "draft_training/deft_draft_training/run_directory.py": "JSON",
     "server/deft_server/app.py": "FastAPI's own signature",
-    "server/deft_server/settings_sources.py": "TOML and environment",
+    "server/deft_server/commands/settings_sources.py": "TOML and environment",
 }
 # The product's name for machines that are not ours, put together here so that this file is clean.
 _ROOTS = "|".join(("wo" + "rk", "fa" + "rm", "ro" + "ot", "opt"))

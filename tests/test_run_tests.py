@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from deft_client.libero.graphics import APT_LINE
+from deft_client.libero.simulator.graphics import APT_LINE
 from scripts import run_tests
 from tests.repository import ROOT
 

@@ -7,11 +7,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from deft_policies.decoding.graphs import Recording
-from deft_policies.decoding.steps import Step, Tensors
+from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.target import Prompts
-from deft_policies.openvla.checkpoint_config import load_config
-from deft_policies.openvla.config import (
+from deft_policies.model.graphs import Recording
+from deft_policies.model.layout import Step, Tensors
+from deft_policies.model.prompt import PromptTemplate
+from deft_policies.model.sizes import (
     ActionVocabulary,
     ImageProcessorConfig,
     LlamaConfig,
@@ -21,9 +22,8 @@ from deft_policies.openvla.config import (
     TowerConfig,
     TowerFamily,
 )
-from deft_policies.openvla.model import OpenVLAModel
-from deft_policies.openvla.prompt import PromptTemplate
-from deft_policies.openvla.statistics import ActionStatistics
+from deft_policies.model.statistics import ActionStatistics
+from deft_policies.model.vla import OpenVLAModel
 from tests import golden
 
 CPU = torch.device("cpu")

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.llama import LlamaDecoder, LlamaSizes
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.model.llama import LlamaDecoder, LlamaSizes
 
 LENGTH = 7
 WIDTH = 32

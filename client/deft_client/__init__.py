@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deft_client.action_queue import ActionQueue
     from deft_client.client import AsyncPolicyClient, PolicyClient
-    from deft_client.errors import DeftError, ProblemError, TransportError, WireError
-    from deft_client.images import ImageEncoding
+    from deft_client.errors import (
+        DeftError,
+        ProblemError,
+        TransportError,
+        WireError,
+    )
     from deft_client.recorder import Recorder
-    from deft_client.settings import ClientSettings, Retries, Timeouts, TlsFiles
+    from deft_client.settings import (
+        ClientSettings,
+        Retries,
+        Timeouts,
+        TlsFiles,
+    )
     from deft_client.stream import AsyncStreamClient, StreamClient
     from deft_client.types import (
         ActionChunk,
@@ -24,7 +33,8 @@ if TYPE_CHECKING:
         ServerInfo,
         StageTimings,
     )
-    from deft_client.wire_limits import WireLimits
+    from deft_client.wire.fields import WireLimits
+    from deft_client.wire.images import ImageEncoding
 
 __all__ = [
     "ActOptions",
@@ -56,7 +66,7 @@ _HOMES = {
     "action_queue": ("ActionQueue",),
     "client": ("AsyncPolicyClient", "PolicyClient"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),
-    "images": ("ImageEncoding",),
+    "wire.images": ("ImageEncoding",),
     "recorder": ("Recorder",),
     "settings": ("ClientSettings", "Retries", "Timeouts", "TlsFiles"),
     "stream": ("AsyncStreamClient", "StreamClient"),
@@ -64,7 +74,7 @@ _HOMES = {
         *("ActOptions", "ActionChunk", "DecodeTrace", "Observation"),
         *("PassTrace", "ServerInfo", "StageTimings"),
     ),
-    "wire_limits": ("WireLimits",),
+    "wire.fields": ("WireLimits",),
 }
 
 

@@ -16,10 +16,10 @@ class Command:
 COMMANDS = {
     "ping": Command("deft_client.commands.ping", "ask a server whether it is ready, and how far"),
     "act": Command("deft_client.commands.act", "send one picture, print the actions"),
-    "eval": Command("deft_client.libero.evaluate_command", "play LIBERO episodes, keep results"),
-    "report": Command("deft_client.libero.report_command", "results to a page, a table and CSV"),
-    "assets": Command("deft_client.libero.assets_command", "build, show or check LIBERO's assets"),
-    "demos": Command("deft_client.libero.demos_command", "record demonstrations with the expert"),
+    "eval": Command("deft_client.libero.commands.evaluate", "play LIBERO episodes, keep results"),
+    "report": Command("deft_client.libero.commands.report", "results to a page, a table and CSV"),
+    "assets": Command("deft_client.libero.commands.assets", "build, show or check LIBERO's assets"),
+    "demos": Command("deft_client.libero.commands.demos", "record demonstrations with the expert"),
 }
 
 

@@ -10,9 +10,8 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from deft_client import wire, wire_json
 from deft_client.errors import (
     AnswerTimeoutError,
     DeftError,
@@ -21,7 +20,29 @@ from deft_client.errors import (
     problem_error,
 )
 from deft_client.settings import ClientSettings, Retries
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
+from deft_client.wire import json_codec as wire_json
+from deft_client.wire import msgpack_codec as wire
+
+
+class ActingPolicy(Protocol):
+    """A policy as its caller sees it: `PolicyClient`, `StreamClient`, `Recorder`, or one's own."""
+
+    @property
+    def session_id(self) -> str:
+        """The session of acts and resets that name no other."""
+
+    def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
+        """Return the actions that follow an observation."""
+
+    def reset(self, session_id: str | None = None) -> None:
+        """Say that an episode starts."""
+
 
 ResultT = TypeVar("ResultT")
 RETRIED_STATUS = (429, 503)

@@ -27,7 +27,12 @@ from deft_client.calls import (
 )
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, TransportError
 from deft_client.settings import DEFAULT_URL, ClientSettings, check_url
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
 
 ResultT = TypeVar("ResultT")
 KEPT_OPEN = httpx.Limits(max_connections=100, keepalive_expiry=60.0)

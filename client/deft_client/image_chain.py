@@ -1,16 +1,13 @@
-"""What OpenVLA's LIBERO evaluation does to a frame before the model sees it, bit for bit.
+"""TensorFlow's antialiased Lanczos resize in numpy, bit for bit.
 
-Fine-tunes were trained on frames that had been through JPEG and TensorFlow's resize, and they
-notice the difference: PIL's or OpenCV's version of the same steps moves most pixels. So the steps
-here repeat TensorFlow's float32 arithmetic operation by operation. Knows nothing of models; frames
-are upright (the simulator's 180 degree turn belongs to the caller).
-
-Either the robot or the server runs the chain, never both: which one is an explicit option.
+The slow part of the LIBERO image chain. Knows nothing of the other steps.
 """
 
+import ctypes
 import io
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -19,14 +16,232 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
-from deft_client.image_lanczos import Columns, Floats, as_pixels, resize_to_columns
 from deft_client.types import Image
+
+_F32 = np.float32
+_PI = _F32(3.14159265359)
+_LANCZOS_RADIUS = _F32(3)
+_MAX_DOUBTFUL = 4096  # values summed in order at a time
+
+Floats = NDArray[np.float32]
+Columns = NDArray[np.float32]  # [column, row, channel]
+
+
+def resize_to_columns(image: Image, size: int) -> Columns:
+    """Resize to a square: float32, but whole numbers from 0 to 255.
+
+    Rows first, then columns, in float32 between them. Valid until this thread's next call.
+    """
+    height, width, _ = image.shape
+    return _find_resizer(height, width, size, threading.get_ident()).resize(image)
+
+
+def as_pixels(lines: Floats) -> NDArray[np.void]:
+    """A view with one item per pixel of three channels: transposing then moves whole pixels."""
+    return lines.view(np.dtype((np.void, 12)))
+
+
+class _Resizer:
+    """Lanczos3 for frames of one size. Keeps its buffers, so one thread at a time may use it.
+
+    TensorFlow adds one weighted input after the other. A matrix product adds in another order,
+    so its result may differ in the last bits; that matters only where it lies so close to the
+    middle between two whole numbers that it could round either way. Those few values are summed
+    again in TensorFlow's order.
+    """
+
+    def __init__(self, height: int, width: int, size: int) -> None:
+        self._down = _find_axis(height, size)
+        self._across = _find_axis(width, size)
+        # Distance to a middle below which the two orders could round apart. Each pass adds at
+        # most num_taps roundings of 2^-24, to either order, of sums below 255 x gain.
+        num_roundings = 2 * (self._down.num_taps + self._across.num_taps)
+        gain = self._down.gain * self._across.gain
+        self._doubt = _F32(1.01 * num_roundings * 2.0**-24 * 255 * gain)
+        self._rows = self._down.allocate(width * 3)
+        self._columns = self._across.allocate(size * 3)
+        self._narrowed = np.empty((size, width * 3), np.float32)
+        self._sums = np.empty((size, size * 3), np.float32)
+        self._rounded = np.empty((size, size * 3), np.float32)
+
+    def resize(self, image: Image) -> Columns:
+        """Resize a frame; the result is overwritten by the next call."""
+        self._down.inner(self._rows)[:] = image.reshape(len(image), -1)
+        self._down.sum(self._rows, out=self._narrowed)
+        as_pixels(self._across.inner(self._columns))[:] = as_pixels(self._narrowed).T
+        self._across.sum(self._columns, out=self._sums)
+        rounded = np.rint(self._sums, out=self._rounded)
+        error = np.subtract(self._sums, rounded, out=self._sums)
+        doubtful = np.flatnonzero(np.abs(error, out=error) > _F32(0.5) - self._doubt)
+        for first in range(0, len(doubtful), _MAX_DOUBTFUL):
+            some = doubtful[first : first + _MAX_DOUBTFUL]
+            rounded.flat[some] = np.rint(self._sum_in_order(image, some))
+        size = len(rounded)
+        return np.clip(rounded, 0, 255, out=rounded).reshape(size, size, 3)
+
+    def _sum_in_order(self, image: Image, places: NDArray[np.intp]) -> Floats:
+        """Values at flat places of the result, [place], as TensorFlow adds them."""
+        size = len(self._sums)
+        column, row, channel = np.unravel_index(places, (size, size, 3))
+        down, across = self._down, self._across
+        rows, columns = down.inputs[row], across.inputs[column]
+        values = image[rows[:, :, None], columns[:, None, :], channel[:, None, None]]
+        narrowed = _add_in_order(values.transpose(1, 0, 2) * down.weights[row].T[:, :, None])
+        return _add_in_order(narrowed.T * across.weights[column].T)
+
+
+def _add_in_order(terms: Floats) -> Floats:
+    """Sum along the first axis, one term after the other."""
+    total: Floats = terms[0].copy()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+@lru_cache(maxsize=16)
+def _find_resizer(height: int, width: int, size: int, thread: int) -> _Resizer:
+    return _Resizer(height, width, size)
+
+
+@dataclass(frozen=True, eq=False)
+class _Axis:
+    """The weighted sums along one axis.
+
+    As lists, for adding in order: `inputs` and `weights` of each output. As matrices: inputs come
+    in chunks of equal length, from each of which come equally many outputs (shrinking 256 to 224,
+    7 from each 8), and one matrix per chunk makes them from a window that reaches beyond it.
+    """
+
+    inputs: NDArray[np.intp]  # [output, tap]
+    weights: Floats  # [output, tap], 0 behind an output's last input
+    matrices: Floats  # [chunk, output of chunk, input of window]
+    chunk: int  # inputs per chunk
+    length: int  # inputs
+    before: int  # zeros in front of the input, for the first window
+    after: int
+
+    @property
+    def num_taps(self) -> int:
+        """Inputs per output, at most."""
+        return len(self.weights[0])
+
+    @property
+    def gain(self) -> float:
+        """How much larger than the inputs a sum can be."""
+        return float(np.abs(self.weights).sum(axis=1).max())
+
+    def allocate(self, num_values: int) -> Floats:
+        """Return room for the input and the zeros around it, [input, value]."""
+        return np.zeros((self.before + self.length + self.after, num_values), np.float32)
+
+    def inner(self, padded: Floats) -> Floats:
+        """Return a view of what is not padding."""
+        return padded[self.before : self.before + self.length]
+
+    def sum(self, padded: Floats, out: Floats) -> None:
+        """Make [output, value] from the padded [input, value], in whatever order is fastest."""
+        num_chunks, num_outputs, span = self.matrices.shape
+        line, value = padded.strides
+        windows = np.lib.stride_tricks.as_strided(
+            padded,
+            (num_chunks, span, padded.shape[1]),
+            (self.chunk * line, line, value),
+            writeable=False,
+        )
+        np.matmul(self.matrices, windows, out=out.reshape(num_chunks, num_outputs, -1))
+
+
+@lru_cache(maxsize=64)
+def _find_axis(length: int, size: int) -> _Axis:
+    spans = _lanczos_spans(length, size)
+    num_taps = max(len(span.weights) for span in spans)
+    weights = np.zeros((size, num_taps), np.float32)
+    for output, span in enumerate(spans):
+        weights[output, : len(span.weights)] = span.weights
+    starts = np.array([span.start for span in spans])
+    num_chunks = math.gcd(length, size)
+    chunk, per_chunk = length // num_chunks, size // num_chunks
+    # Where each output's inputs start and end, counted from its own chunk.
+    shifts = starts - chunk * (np.arange(size) // per_chunk)
+    first, last = int(shifts.min()), int(shifts.max()) + num_taps
+    matrices = np.zeros((size, last - first), np.float32)
+    for output, shift in enumerate(shifts - first):
+        matrices[output, shift : shift + num_taps] = weights[output]
+    return _Axis(
+        inputs=np.minimum(starts[:, None] + np.arange(num_taps), length - 1),
+        weights=weights,
+        matrices=matrices.reshape(num_chunks, per_chunk, -1),
+        chunk=chunk,
+        length=length,
+        before=-first,
+        after=max(0, last - chunk),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """The inputs that one output sums."""
+
+    start: int
+    weights: Floats  # [tap]
+
+
+def _lanczos_spans(length: int, size: int) -> list[_Span]:
+    inverse = _F32(1 / float(_F32(size) / _F32(length)))
+    stretch = max(inverse, _F32(1))
+    reach = _LANCZOS_RADIUS * stretch
+    sine = _find_sine()
+    spans = []
+    for output in range(size):
+        centre = _F32(output + 0.5) * inverse
+        start = max(math.ceil(centre - reach - _F32(0.5)), 0)
+        end = min(math.floor(centre + reach - _F32(0.5)), length - 1) + 1
+        places = np.arange(start, end).astype(np.float32) + _F32(0.5)
+        weights = _lanczos_kernel((places - centre) * (_F32(1) / stretch), sine)
+        total = _F32(0)
+        for one in weights:  # one after the other, like every sum here
+            total += one
+        spans.append(_Span(start, weights * (_F32(1) / total)))
+    return spans
+
+
+def _lanczos_kernel(offsets: Floats, sine: Callable[[float], float]) -> Floats:
+    """3 sin(pi x) sin(pi x / 3) / (pi x)^2, in the original's order of multiplications."""
+    distance = np.abs(offsets)
+    angle = _PI * distance
+    wide = np.array([sine(float(one)) for one in angle], np.float32)
+    narrow = np.array([sine(float(one)) for one in angle / _LANCZOS_RADIUS], np.float32)
+    kernel = np.ones_like(distance)
+    np.divide(
+        _LANCZOS_RADIUS * wide * narrow,
+        _PI * _PI * distance * distance,
+        out=kernel,
+        where=distance > _F32(1e-3),
+    )
+    kernel[distance > _LANCZOS_RADIUS] = 0
+    return kernel
+
+
+def _find_sine() -> Callable[[float], float]:
+    """The C library's float32 sine, which TensorFlow calls too.
+
+    Where it cannot be reached, the double-precision one: weights may then differ by one unit in
+    the last place.
+    """
+    try:
+        sine = ctypes.CDLL(None).sinf
+    except (AttributeError, OSError, TypeError):
+        return math.sin
+    sine.restype = ctypes.c_float
+    sine.argtypes = [ctypes.c_float]
+    found: Callable[[float], float] = sine
+    return found
+
 
 CROP_AREA = 0.9  # share of the frame that training with random crops leaves visible
 JPEG_QUALITY = 95
 MODEL_SIZE = 224
 
-_F32 = np.float32
 # Lines blended at a time: few enough for the processor's cache, enough to hide the calls.
 _BLOCK_LINES = 16
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from deft_client.acting import ActingPolicy
-from deft_client.images import ImageEncoding
+from deft_client.calls import ActingPolicy
 from deft_client.recordings import (
     SUFFIX,
     EpisodeHeader,
@@ -22,6 +21,7 @@ from deft_client.recordings import (
     encode_step,
 )
 from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.wire.images import ImageEncoding
 
 logger = logging.getLogger(__name__)
 

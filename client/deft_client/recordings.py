@@ -17,9 +17,10 @@ from typing import BinaryIO
 import msgpack
 
 from deft_client.errors import DeftError, WireError
-from deft_client.images import JPEG_QUALITY, ImageEncoding
 from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_client.wire import (
+from deft_client.wire.fields import FieldReader
+from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
+from deft_client.wire.msgpack_codec import (
     ActMessage,
     WireLimits,
     decode_answer,
@@ -27,7 +28,6 @@ from deft_client.wire import (
     encode_answer,
     encode_request,
 )
-from deft_client.wire_fields import FieldReader
 
 SUFFIX = ".deftrec"
 SIGNATURE = b"DEFTREC1"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deft_client.images import JPEG_QUALITY, ImageEncoding
-from deft_client.wire_limits import DEFAULT_LIMITS, WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
+from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

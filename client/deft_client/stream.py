@@ -13,7 +13,6 @@ import websockets.asyncio.client
 import websockets.sync.client
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from deft_client import wire_json
 from deft_client.calls import ACT_PATH, HttpReply, HttpRequest
 from deft_client.client import AsyncPolicyClient, PolicyClient, authorization
 from deft_client.errors import (
@@ -23,8 +22,8 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings
-from deft_client.wire_fields import FieldReader
-from deft_client.wire_limits import DEFAULT_LIMITS
+from deft_client.wire import json_codec as wire_json
+from deft_client.wire.fields import DEFAULT_LIMITS, FieldReader
 
 STREAM_PATH = "/v1/stream"
 CLOSE_TIMEOUT_S = 1.0

@@ -5,19 +5,85 @@ the old state or the new one, never half of it.
 """
 
 import json
+import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from deft_draft_training.board import Board, open_board, show
-from deft_draft_training.errors import ResumeError
-from deft_draft_training.files import explained, replacing, write_atomically
+from deft_draft_training.errors import ConfigError, ResumeError, StorageError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file beside its final name: a reader sees all of the old content or of the new."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with explained(path):
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file's content."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Say which file could not be written, and that nothing is lost."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(
+            f"{path} cannot be written: {reason}; what was there before is unchanged. Make room, "
+            "and the same command goes on from there"
+        ) from error
+
+
+class Board(Protocol):
+    """Where the numbers of a step are shown."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Show one number."""
+
+    def flush(self) -> None:
+        """Write what was shown so far."""
+
+
+def open_board(directory: Path, first_step: int) -> Board:
+    """Return a board that goes on at a step; what it showed of later ones is taken back."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "--tensorboard needs TensorBoard: pip install tensorboard, or leave the flag out "
+            "and plot metrics.jsonl"
+        ) from None
+    board: Board = SummaryWriter(str(directory), purge_step=first_step)
+    return board
+
+
+def show(board: Board, step: int, values: Mapping[str, float]) -> None:
+    """Show all numbers of a step."""
+    for name, value in values.items():
+        board.add_scalar(name, value, step)
+    board.flush()
+
 
 STATE_FILE = "state.pt"
 _CONFIG, _METRICS = "config.json", "metrics.jsonl"

@@ -2,12 +2,35 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
+
+
+class Verdict(Enum):
+    """What a finding means for serving."""
+
+    GOOD = "ok"
+    DOUBTFUL = "warning"  # it works, but perhaps not as wanted
+    BAD = "error"  # it will not work
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; the text says what was found and, if need be, the fix."""
+
+    subject: str
+    verdict: Verdict
+    text: str
 
 
 class Session(Protocol):

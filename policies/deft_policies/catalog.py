@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from deft_policies.base import Policy
+from deft_policies import tiny_libero as bundle
+from deft_policies.base import Finding, Policy
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError
-from deft_policies.examination import Finding
 from deft_policies.openvla import options as openvla_options
-from deft_policies.tiny_libero import bundle
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,18 @@ class Command:
 
 
 COMMANDS = {
-    "serve": Command("deft_server.serve", "answer observations over HTTP and WebSocket"),
-    "doctor": Command("deft_server.doctor", "say whether serving would work on this machine"),
-    "key": Command("deft_server.new_key", "make an API key for a robot or an administrator"),
-    "act": Command("deft_policies.act", "answer pictures without a server"),
+    "serve": Command("deft_server.commands.serve", "answer observations over HTTP and WebSocket"),
+    "doctor": Command(
+        "deft_server.commands.doctor", "say whether serving would work on this machine"
+    ),
+    "key": Command("deft_server.commands.key", "make an API key for a robot or an administrator"),
+    "act": Command("deft_policies.commands.act", "answer pictures without a server"),
     "bench": Command("deft_policies.benchmark.command", "measure where the time of an answer goes"),
-    "index": Command("deft_policies.index", "store frames and actions to draft from"),
+    "index": Command("deft_policies.commands.index", "store frames and actions to draft from"),
     "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),
-    "replay": Command("deft_server.replay", "run recorded frames through a policy and compare"),
+    "replay": Command(
+        "deft_server.commands.replay", "run recorded frames through a policy and compare"
+    ),
 }
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deft_client.image_chain import ImageChain
-from deft_client.images import ImageEncoding
-from deft_client.wire_limits import MAX_DECODABLE_PIXELS, WireLimits
+from deft_client.wire.fields import MAX_DECODABLE_PIXELS, WireLimits
+from deft_client.wire.images import ImageEncoding
 from deft_server.compat.profiles import ActProfile
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

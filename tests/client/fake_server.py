@@ -8,9 +8,10 @@ import httpx
 import websockets.sync.server
 from websockets.exceptions import ConnectionClosed
 
-from deft_client import wire, wire_json
 from deft_client.errors import Problem
 from deft_client.types import ServerInfo
+from deft_client.wire import json_codec as wire_json
+from deft_client.wire import msgpack_codec as wire
 from tests.client.samples import full_answer
 
 INFO = ServerInfo(

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from deft_client import PolicyClient, wire
+from deft_client import PolicyClient
 from deft_client.calls import retry_after_s
 from deft_client.client import AsyncPolicyClient
 from deft_client.errors import (
@@ -27,9 +27,10 @@ from deft_client.errors import (
     UnknownEndpointError,
     WireError,
 )
-from deft_client.images import ImageEncoding
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.types import ActOptions
+from deft_client.wire import msgpack_codec as wire
+from deft_client.wire.images import ImageEncoding
 from tests.client.fake_server import INFO, FakeServer, refusal
 from tests.client.samples import full_answer, full_message
 

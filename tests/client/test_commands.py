@@ -7,8 +7,9 @@ import threading
 import PIL.Image
 import pytest
 
-from deft_client import wire, wire_json
 from deft_client.__main__ import main
+from deft_client.wire import json_codec as wire_json
+from deft_client.wire import msgpack_codec as wire
 from tests.client.fake_server import ANSWER, INFO, streaming
 from tests.client.samples import frame, full_answer, saved
 

@@ -9,10 +9,10 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from deft_client.images import ImageEncoding
 from deft_client.recorder import Recorder, _write
 from deft_client.recordings import Ending, find_episodes, read_episode
 from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.wire.images import ImageEncoding
 from tests.client.samples import frame, full_answer
 
 

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from deft_client import wire_json
 from deft_client.errors import (
     AnswerTimeoutError,
     OverloadedError,
@@ -16,6 +15,7 @@ from deft_client.errors import (
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import AsyncStreamClient, StreamClient, stream_url
+from deft_client.wire import json_codec as wire_json
 from tests.client.fake_server import ANSWER, streaming
 from tests.client.samples import full_answer, full_message
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deft_client.libero.demonstrations import (
+from deft_client.libero.demonstrations.files import (
     PRIVILEGED,
     Demonstration,
     DemonstrationHeader,

@@ -8,22 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.libero.conventions import CLOSE, OPEN
-from deft_client.libero.demonstrations import find_demonstrations, load_demonstration
-from deft_client.libero.demos import DemoKey, DemosSettings, play
-from deft_client.libero.environment import EnvironmentSettings, Frame, LiberoEnvironment
-from deft_client.libero.expert_pick import Label, Phase
-from deft_client.libero.scene import Pose, Scene
-from deft_client.libero.suites import find_task
+from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
+from deft_client.libero.demonstrations.play import DemoKey, DemosSettings, play
+from deft_client.libero.expert.pick import Label, Phase
+from deft_client.libero.simulator.conventions import CLOSE, OPEN
+from deft_client.libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
+from deft_client.libero.simulator.scene import Pose, Scene
+from deft_client.libero.simulator.suites import find_task
 from deft_draft_training.errors import ConfigError
-from deft_draft_training.policy.command_correct import main
-from deft_draft_training.policy.command_fit import write_policy
-from deft_draft_training.policy.learner import Learner, TakeoverSettings
+from deft_draft_training.policy.correct import Learner, TakeoverSettings, main
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, initialise
-from deft_draft_training.policy.prepare import prepare
+from deft_draft_training.policy.prepare import prepare, write_policy
 from deft_policies.constant import ConstantPolicy
+from tests.client.libero.simulated import needs_simulator
 from tests.draft_training.made_up import write_demonstrations
-from tests.libero.simulator import needs_simulator
 
 TAKEOVER = TakeoverSettings(stuck_steps=4, stuck_metres=0.005, steps=3, chance=0.0)
 FRAME = Frame(np.zeros((8, 8, 3), np.uint8), np.zeros(8, np.float32))

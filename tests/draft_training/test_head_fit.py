@@ -15,7 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from deft_draft_training.errors import DataError, ResumeError, StorageError, TrainingError
+from deft_draft_training.errors import (
+    DataError,
+    ResumeError,
+    StorageError,
+    TrainingError,
+)
 from deft_draft_training.heads.data import RecordedSamples, split_by_episode
 from deft_draft_training.heads.evaluate import DraftSetup, evaluate
 from deft_draft_training.heads.export import export_head
@@ -23,12 +28,11 @@ from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer
 from deft_draft_training.heads.load import load_any_head
 from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
-from deft_draft_training.optimizer import OptimizerConfig
-from deft_draft_training.precision import TrainingPrecision
+from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.run_directory import STATE_FILE
-from deft_policies.decoding.head_files import HeadLayout
-from deft_policies.decoding.kinds import DraftKind
+from deft_policies.decoding.drafts.head_files import HeadLayout
 from deft_policies.decoding.methods import DraftModels
+from deft_policies.decoding.plan import DraftKind
 from deft_policies.openvla.options import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 

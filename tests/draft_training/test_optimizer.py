@@ -1,9 +1,9 @@
 import torch
 from torch import nn
 
-from deft_draft_training.averaging import WeightAverage
 from deft_draft_training.optimizer import (
     OptimizerConfig,
+    WeightAverage,
     build_optimizers,
     orthogonalise,
     rate_fraction,

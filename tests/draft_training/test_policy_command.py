@@ -8,7 +8,7 @@ import pytest
 
 from deft_client.types import Observation
 from deft_draft_training.errors import ConfigError, DataError
-from deft_draft_training.policy.command_fit import main
+from deft_draft_training.policy.prepare import main
 from deft_policies.base import ActRequest
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions

@@ -7,22 +7,32 @@ import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
-from deft_draft_training.optimizer import OptimizerConfig
-from deft_draft_training.policy.augment import AugmentConfig, augment
-from deft_draft_training.policy.data import PolicySamples, PromptTable, chosen_at
-from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer
-from deft_draft_training.policy.loss import (
+from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
+from deft_draft_training.policy.data import (
+    AugmentConfig,
+    PolicySamples,
+    PromptTable,
+    augment,
+    chosen_at,
+)
+from deft_draft_training.policy.fit import (
+    PolicyFitConfig,
     PolicyLossConfig,
+    PolicyTrainer,
     nearest_taught,
     soft_tokens,
     taught_tokens,
     token_loss,
 )
-from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
-from deft_draft_training.precision import TrainingPrecision
-from deft_policies.decoding.vocabulary import TokenRange
-from deft_policies.openvla.image import ImageProcessor
-from deft_policies.openvla.statistics import ActionStatistics
+from deft_draft_training.policy.model import (
+    PolicyModelConfig,
+    PolicyNet,
+    build_config,
+    initialise,
+)
+from deft_policies.decoding.tree import TokenRange
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.statistics import ActionStatistics
 
 SIZES = PolicyModelConfig(
     image_size=16,

@@ -11,13 +11,18 @@ from deft_draft_training.heads.data import RecordedSamples
 from deft_draft_training.heads.fit import HeadKind, HeadTrainer
 from deft_draft_training.heads.load import load_any_head
 from deft_draft_training.heads.record import RecordConfig, record
+from deft_draft_training.optimizer import TrainingPrecision
 from deft_draft_training.policy.fit import PolicyTrainer
-from deft_draft_training.precision import TrainingPrecision
 from deft_policies.openvla.options import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 from tests.draft_training.test_head_fit import CONFIG as HEAD_CONFIG
 from tests.draft_training.test_head_fit import values
-from tests.draft_training.test_policy_training import CONFIG, PROMPTS, fit_config, made_up_samples
+from tests.draft_training.test_policy_training import (
+    CONFIG,
+    PROMPTS,
+    fit_config,
+    made_up_samples,
+)
 
 pytestmark = pytest.mark.gpu
 

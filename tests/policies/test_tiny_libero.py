@@ -8,13 +8,13 @@ import pytest
 
 from deft_client.types import ActOptions, Observation
 from deft_policies import catalog
-from deft_policies.act import load_image
+from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActRequest
+from deft_policies.commands.act import load_image
 from deft_policies.errors import PolicyError
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
 from deft_policies.openvla.policy import OpenVLAPolicy
-from deft_policies.tiny_libero import bundle
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_libero"
 CLEAR_MARGIN = 1e-3  # below it, another processor may round to another token

@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client import wire
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
+from deft_client.wire import msgpack_codec as wire
 from deft_policies.base import ActionLimits, ActRequest, Session
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError
-from deft_server.access import Caller
+from deft_server.serving.access import Caller
 
 MSGPACK = {"content-type": wire.CONTENT_TYPE}
 PATIENCE_S = 10.0  # how long a fake waits for its test before it gives up

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from deft_server.websocket_protocol import FrameSocketProtocol
+from deft_server.http.websocket_protocol import FrameSocketProtocol
 
 
 @contextmanager

@@ -15,8 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from deft_policies.constant import ConstantPolicy
-from deft_server.app import create_app
-from deft_server.protocols import STANDARD_PROTOCOLS
+from deft_server.app import STANDARD_PROTOCOLS, create_app
 from deft_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]

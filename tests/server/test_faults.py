@@ -15,8 +15,8 @@ import httpx
 import pytest
 from websockets.sync.client import connect as open_stream
 
-from deft_client import wire
 from deft_client.types import ActOptions
+from deft_client.wire import msgpack_codec as wire
 from tests.server.fakes import MSGPACK, packed
 from tests.server.process import ServerProcess, serving
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from deft_client import wire_json
 from deft_client.client import PolicyClient
 from deft_client.commands.connection import (
     UsageError,
@@ -15,8 +14,14 @@ from deft_client.commands.connection import (
     reported,
 )
 from deft_client.errors import WireError
-from deft_client.images import ImageEncoding, decode_image
-from deft_client.types import ActionChunk, ActOptions, Image, Observation
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Image,
+    Observation,
+)
+from deft_client.wire import json_codec as wire_json
+from deft_client.wire.images import ImageEncoding, decode_image
 
 
 def main(arguments: list[str]) -> int:

@@ -4,8 +4,11 @@ Every held-out action is decoded in session order, once per source and radius, s
 draft from the session's history see what they would see on a robot.
 """
 
+import argparse
+import json
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +16,19 @@ import torch
 
 from deft_client.types import DecodeTrace, Observation
 from deft_draft_training.errors import DataError
+from deft_draft_training.heads.load import add_target_flags, load_any_head, load_target
 from deft_draft_training.heads.observe import observations
+from deft_draft_training.heads.target import FeatureTarget
+from deft_policies.decoding.drafts.medusa import MedusaHeads
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
+from deft_policies.decoding.methods import (
+    Decoder,
+    DecodeRow,
+    DraftModels,
+    build_decoder,
+)
+from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.presets import Overrides, preset_by_name
-from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.trace import StageClock
 from deft_policies.openvla.policy import OpenVLAPolicy
 
@@ -116,3 +126,66 @@ def _decode(
         prompts = parts.target.read(pixels, [parts.encoder.encode(frame.instruction)])
         traces += decoder.decode(prompts, [row], StageClock(parts.target.device))
     return traces
+
+
+def main(arguments: list[str]) -> int:
+    """Print a table, and write JSON lines where asked to."""
+    parser = argparse.ArgumentParser(prog="deft train evaluate", description=__doc__)
+    parser.add_argument("sources", nargs="+", type=Path, help="folders of episodes")
+    parser.add_argument("--head", type=Path, action="append", default=[], metavar="DIR")
+    parser.add_argument("--radii", default="0-15", help="such as 0,5,9 or 0-15 (default)")
+    parser.add_argument("--episodes", help="numbers of held-out episodes (default: all given)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON lines")
+    add_target_flags(parser)
+    given = parser.parse_args(arguments)
+    target = load_target(given)
+    setups = [
+        *(_setup(directory, target, given.draft_tree) for directory in given.head),
+        DraftSetup("previous", (DraftKind.PREVIOUS,)),
+        DraftSetup("extrapolation", (DraftKind.EXTRAPOLATION,)),
+    ]
+    chosen = frozenset(_numbers(given.episodes)) if given.episodes else None
+    scores = []
+    sys.stdout.write(_row("source", "r", "length", "passes", "relaxed", "accepted at 1..7"))
+    for score in evaluate(
+        target.policy, tuple(given.sources), setups, _numbers(given.radii), chosen
+    ):
+        scores.append(score)
+        sys.stdout.write(_describe(score))
+        sys.stdout.flush()
+    if given.json is not None:
+        given.json.write_text("".join(json.dumps(asdict(one)) + "\n" for one in scores))
+    return 0
+
+
+def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> DraftSetup:
+    head = load_any_head(directory, target)
+    if isinstance(head, MedusaHeads):
+        return DraftSetup(str(directory), (DraftKind.MEDUSA,), DraftModels(medusa=head), shape)
+    return DraftSetup(str(directory), (DraftKind.HEAD,), DraftModels(head=head), shape)
+
+
+def _describe(score: DraftScore) -> str:
+    shares = " ".join(f"{share:.2f}" for share in score.accepted_by_position)
+    return _row(
+        score.source,
+        str(score.radius),
+        f"{score.committed_length:.2f}",
+        f"{score.passes:.2f}",
+        f"{score.relaxed_share:.2f}",
+        shares,
+    )
+
+
+def _row(*cells: str) -> str:
+    name, *rest, last = cells
+    return f"{name:<28}" + "".join(f"{cell:>9}" for cell in rest) + f"   {last}\n"
+
+
+def _numbers(text: str) -> Sequence[int]:
+    """`0,3-5` to 0, 3, 4, 5."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found.extend(range(int(low), int(high or low) + 1))
+    return found

@@ -1,6 +1,8 @@
 """Writes a fitted head as the server loads it, reads it back and compares before it is there."""
 
+import argparse
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -8,10 +10,11 @@ import torch
 from torch import nn
 
 from deft_draft_training.errors import TrainingError
-from deft_draft_training.files import explained
-from deft_policies.decoding.eagle import EagleHead
-from deft_policies.decoding.head_files import HeadLayout, load_head, save_head
-from deft_policies.decoding.medusa import MedusaHeads, load_medusa, save_medusa
+from deft_draft_training.heads.load import add_target_flags, load_fitted, load_target
+from deft_draft_training.run_directory import explained
+from deft_policies.decoding.drafts.eagle import EagleHead
+from deft_policies.decoding.drafts.head_files import HeadLayout, load_head, save_head
+from deft_policies.decoding.drafts.medusa import MedusaHeads, load_medusa, save_medusa
 
 
 def export_head(head: nn.Module, directory: Path, dtype: torch.dtype, layout: HeadLayout) -> None:
@@ -54,3 +57,23 @@ def _compare(head: nn.Module, directory: Path, layout: HeadLayout) -> None:
         expected = weight.half().to(weight.dtype) if is_half else weight
         if not torch.equal(expected, loaded.state_dict()[name]):
             raise TrainingError(f"{directory}: {name} reads back differently; disk trouble?")
+
+
+_LAYOUTS = {"safetensors": HeadLayout.SAFETENSORS, "published": HeadLayout.PUBLISHED}
+
+
+def main(arguments: list[str]) -> int:
+    """Write the head, read it back, compare."""
+    parser = argparse.ArgumentParser(prog="deft train export", description=__doc__)
+    parser.add_argument("run", type=Path, help="run directory of `deft train fit`")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
+    parser.add_argument("--layout", choices=list(_LAYOUTS), default="safetensors")
+    parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
+    add_target_flags(parser)
+    given = parser.parse_args(arguments)
+    head = load_fitted(given.run, load_target(given))
+    dtype = torch.float32 if given.float32 else torch.bfloat16
+    export_head(head, given.out, dtype, _LAYOUTS[given.layout])
+    size = sum(path.stat().st_size for path in given.out.iterdir())
+    sys.stdout.write(f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n")
+    return 0

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from deft_draft_training.averaging import WeightAverage
 from deft_draft_training.config import plain
 from deft_draft_training.heads.data import SampleStore, Split, split_by_episode
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
@@ -24,15 +23,17 @@ from deft_draft_training.heads.target import FeatureTarget
 from deft_draft_training.heads.workers import Workers
 from deft_draft_training.optimizer import (
     OptimizerConfig,
+    TrainingPrecision,
+    WeightAverage,
     build_optimizers,
     clip_gradients,
+    computing_in,
     set_rate,
 )
 from deft_draft_training.policy.data import chosen_at
-from deft_draft_training.precision import TrainingPrecision, computing_in
 from deft_draft_training.run_directory import Progress, RunDirectory
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 
 
 class HeadKind(Enum):

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows it by)
 from torch import Tensor
 
 from deft_draft_training.heads.samples import HeadBatch
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import TokenRange
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deft_client.libero.demonstrations import find_demonstrations, load_demonstration
+from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
 from deft_client.recordings import find_episodes, iterate_steps
 from deft_client.types import Observation
 from deft_draft_training.errors import DataError

@@ -1,5 +1,7 @@
 """Records the target's features over observations into shards; a killed run goes on."""
 
+import argparse
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +11,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from deft_draft_training.errors import DataError
+from deft_draft_training.heads.load import add_target_flags, load_target
 from deft_draft_training.heads.observe import SourcedObservation, observations
 from deft_draft_training.heads.samples import HeadSample
 from deft_draft_training.heads.shards import ShardIndex, ShardWriter
@@ -94,3 +98,42 @@ def _dtype(config: RecordConfig) -> torch.dtype:
 def _groups(items: Iterator[SourcedObservation], size: int) -> Iterator[list[SourcedObservation]]:
     while group := list(islice(items, size)):
         yield group
+
+
+_MEGABYTE = 1e6
+
+
+def main(arguments: list[str]) -> int:
+    """Say how large it will be, then record what is not there yet."""
+    parser = argparse.ArgumentParser(prog="deft train record", description=__doc__)
+    parser.add_argument("sources", nargs="+", type=Path, help="folders of episodes")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of shards")
+    parser.add_argument("--stride", type=int, default=1, help="every how many steps (default 1)")
+    parser.add_argument("--batch-size", type=int, default=8, help="frames at a time (default 8)")
+    parser.add_argument("--float32", action="store_true", help="twice the size of bfloat16")
+    add_target_flags(parser)
+    given = parser.parse_args(arguments)
+    config = RecordConfig(
+        tuple(given.sources),
+        given.stride,
+        given.batch_size,
+        dtype="float32" if given.float32 else "bfloat16",
+    )
+    target = load_target(given)
+    size = estimate(target, config)
+    megabytes = size.total_bytes / _MEGABYTE
+    sys.stderr.write(f"{size.num_observations} actions, {megabytes:,.1f} MB in {given.out}\n")
+    _check_room(given.out, size.total_bytes)
+    index = record(target, config, given.out)
+    sys.stdout.write(f"{given.out}: {index.num_samples} actions in {len(index.shards)} shards\n")
+    return 0
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise DataError(
+            f"{folder} has room for {free / _MEGABYTE:,.0f} MB, the features need "
+            f"{needed / _MEGABYTE:,.0f} MB; raise --stride, or fit with live features"
+        )

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from deft_draft_training.errors import DataError
-from deft_draft_training.files import explained, write_atomically
 from deft_draft_training.heads.samples import HeadSample
+from deft_draft_training.run_directory import explained, write_atomically
 
 INDEX = "index.json"
 _FORMAT = 1

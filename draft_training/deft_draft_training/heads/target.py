@@ -9,7 +9,7 @@ from torch import Tensor
 from deft_client.types import ActOptions, Observation
 from deft_draft_training.heads.samples import HeadSample
 from deft_policies.base import ActRequest
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import TokenRange
 from deft_policies.openvla.policy import OpenVLAPolicy
 
 _AUTOREGRESSIVE = ActOptions(decoding="autoregressive", want_trace=True)

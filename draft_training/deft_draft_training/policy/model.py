@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deft_policies.openvla.config import (
+from deft_policies.model.prompt import PromptTemplate
+from deft_policies.model.sizes import (
     ActionVocabulary,
     ImageProcessorConfig,
     LlamaConfig,
@@ -16,9 +17,8 @@ from deft_policies.openvla.config import (
     TowerConfig,
     TowerFamily,
 )
-from deft_policies.openvla.model import OpenVLAModel
-from deft_policies.openvla.prompt import PromptTemplate
-from deft_policies.openvla.statistics import ActionStatistics
+from deft_policies.model.statistics import ActionStatistics
+from deft_policies.model.vla import OpenVLAModel
 
 _PREFIXES = {
     TowerFamily.DINOV2: "vision_backbone.featurizer",

@@ -3,31 +3,40 @@
 Loading decodes and resizes every frame once, by the very processor the policy will use.
 """
 
+import argparse
+import json
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from deft_client.image_chain import ImageChain
-from deft_client.libero.demonstrations import (
+from deft_client.libero.demonstrations.files import (
     PRIVILEGED,
     Demonstration,
     find_demonstrations,
     load_demonstration,
 )
-from deft_draft_training.errors import DataError
+from deft_draft_training.config import load_config
+from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.policy.data import PolicySamples, PromptTable
-from deft_draft_training.policy.model import PolicyModelConfig, build_config
+from deft_draft_training.policy.fit import PolicyFitConfig, PolicyTrainer
+from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config
+from deft_policies.checkpoint.config import load_config as load_checkpoint_config
+from deft_policies.checkpoint.tokenizer import build_tokenizer
+from deft_policies.checkpoint.writer import write_checkpoint
+from deft_policies.errors import PolicyError
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.prompt import PromptEncoder, load_tokenizer
+from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.statistics import ActionStatistics
 from deft_policies.openvla.action_codec import ActionCodec
-from deft_policies.openvla.checkpoint_tokenizer import build_tokenizer
-from deft_policies.openvla.config import OpenVLAConfig
-from deft_policies.openvla.image import ImageProcessor
-from deft_policies.openvla.prompt import PromptEncoder
-from deft_policies.openvla.statistics import ActionStatistics
 
 _DECIMETRES = 10.0  # positions of a few decimetres become numbers of order one
 
@@ -146,3 +155,90 @@ def _samples(
         weights=np.array([_PHASE_WEIGHTS.get(phase, 1.0) for phase in phases], np.float32),
         prompt=np.full(len(episode), instructions.index(episode.header.instruction)),
     )
+
+
+@dataclass(frozen=True)
+class PolicyRunConfig:
+    """A run: the data set's name and the training itself."""
+
+    statistics_key: str = "libero_object"
+    fit: PolicyFitConfig = field(default_factory=PolicyFitConfig)
+
+
+def main(arguments: list[str]) -> int:
+    """Train, or go on training, and write the checkpoint at the end."""
+    parser = argparse.ArgumentParser(prog="deft train policy", description=__doc__)
+    parser.add_argument("demos", nargs="+", type=Path, help="folders of demonstrations")
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new checkpoint")
+    parser.add_argument("--config", type=Path, metavar="TOML")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument(
+        "--warm-start", type=Path, metavar="DIR", help="begin with the weights of another run"
+    )
+    parser.add_argument(
+        "--tokens-of",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint whose statistics and tokenizer to keep",
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="[%(default)s]"
+    )
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
+    parser.add_argument("--float32", action="store_true", help="store float32, not bfloat16")
+    given = parser.parse_args(arguments)
+    if given.out.exists():
+        raise ConfigError(f"{given.out} exists; checkpoints are never overwritten")
+    if given.warm_start and not given.tokens_of:
+        raise ConfigError(
+            "a warm start keeps what tokens mean: give --tokens-of the checkpoint of that run"
+        )
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    config = load_config(PolicyRunConfig, given.config, given.overrides)
+    kept = _kept_tokens(given.tokens_of, config.statistics_key)
+    episodes = load_demonstrations(given.demos, only_succeeded=given.warm_start is None)
+    prepared = prepare(episodes, config.fit.model, config.statistics_key, kept)
+    sys.stderr.write(
+        f"{len(episodes)} episodes, {len(prepared.samples)} frames, "
+        f"{len(prepared.instructions)} instructions\n"
+    )
+    trainer = PolicyTrainer(
+        config.fit,
+        prepared.config,
+        prepared.samples,
+        prepared.prompts,
+        torch.device(given.device),
+    )
+    net = trainer.run(given.run, given.warm_start, given.tensorboard)
+    dtype = torch.float32 if given.float32 else torch.bfloat16
+    write_policy(net, prepared, given.out, dtype)
+    sys.stdout.write(f"{given.out}\n")
+    return 0
+
+
+def write_policy(net: PolicyNet, prepared: Prepared, directory: Path, dtype: torch.dtype) -> None:
+    """Write what inference uses; the auxiliary head stays behind."""
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in net.model.named_tensors().items()
+    }
+    write_checkpoint(directory, prepared.config, tensors, prepared.tokenizer)
+    names = json.dumps(list(prepared.instructions), indent=2) + "\n"
+    (directory / "instructions.json").write_text(names)
+
+
+def _kept_tokens(checkpoint: Path | None, key: str) -> KeptTokens | None:
+    if checkpoint is None:
+        return None
+    try:
+        config = load_checkpoint_config(checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
+    except PolicyError as error:
+        raise DataError(str(error)) from error
+    if key not in config.statistics:
+        known = ", ".join(config.statistics)
+        raise DataError(f"{checkpoint} has no statistics {key!r}; it has {known}")
+    return KeptTokens(config.statistics[key], tokenizer)

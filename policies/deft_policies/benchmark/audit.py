@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deft_policies.benchmark.frames import Frame
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.maximum import first_maximum, top_gap
+from deft_policies.decoding.choosing import first_maximum, top_gap
 from deft_policies.decoding.trace import StageClock
 from deft_policies.openvla.policy import OpenVLAPolicy
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from deft_client.recordings import find_episodes, iterate_steps
 from deft_client.types import Image, Observation
-from deft_policies.act import load_image, read_cases
 from deft_policies.base import Policy
+from deft_policies.commands.act import load_image, read_cases
 from deft_policies.errors import PolicyError
 
 _INSTRUCTIONS = (

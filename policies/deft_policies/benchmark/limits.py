@@ -15,20 +15,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_policies.benchmark.device import measure_rates
 from deft_policies.benchmark.frames import Frame, generate_frames, with_statistics_key
 from deft_policies.benchmark.roofline import CostModel
-from deft_policies.benchmark.runs import Contender, replay
+from deft_policies.benchmark.runs import Contender, measure_rates, replay
 from deft_policies.benchmark.scripted import SPEC_VLA_RELAXED, SPEC_VLA_STRICT
 from deft_policies.benchmark.scripted_policy import Script, find_answers, script_policy
 from deft_policies.benchmark.summary import summarise_speed
 from deft_policies.benchmark.tables import render
-from deft_policies.commands import run_command
+from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
+from deft_policies.commands.parse import run_command
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization
 from deft_policies.openvla.policy import OpenVLAPolicy, PolicySettings
 from deft_policies.openvla.target import OpenVLATarget
-from deft_policies.openvla.transformers_baseline import BaselineLoop, TransformersPolicy
 
 PROG = "bench_gpu"
 PLAIN = "autoregressive"

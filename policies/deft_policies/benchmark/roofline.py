@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from deft_client.types import DecodeTrace
-from deft_policies.benchmark.device import DeviceRates
+from deft_policies.benchmark.cost import (
+    Cost,
+    PassTokens,
+    WeightBytes,
+    decoder_cost,
+    vision_cost,
+)
 from deft_policies.benchmark.frames import Frame
-from deft_policies.benchmark.runs import Run
-from deft_policies.openvla.cost import Cost, PassTokens, WeightBytes, decoder_cost, vision_cost
+from deft_policies.benchmark.runs import DeviceRates, Run
 from deft_policies.openvla.policy import OpenVLAPolicy
 
 _NOTHING = Cost(0.0, 0.0)

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from deft_policies.decoding.drafts.source import Grower, Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.shapes import TreeShape
+from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
 
 # Spec-VLA's Table 2, LIBERO-Goal: share of passes by accepted length 0..5.
 SPEC_VLA_STRICT = (0.5024, 0.3328, 0.1396, 0.0223, 0.0019, 0.0)

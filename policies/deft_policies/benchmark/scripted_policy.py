@@ -6,27 +6,31 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    DecodeTrace,
+    Observation,
+    ServerInfo,
+)
 from deft_policies.base import ActRequest, Session
 from deft_policies.benchmark.frames import Frame
 from deft_policies.benchmark.scripted import Dice, ScriptedChains, ScriptedHead
+from deft_policies.decoding.acceptance.sampled import Sampling
 from deft_policies.decoding.action_space import ActionSpace
-from deft_policies.decoding.drafting import Sources
+from deft_policies.decoding.drafts.combine import Sources
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.graphs import CudaRecorder, RecordedRunner
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import Decoder, DecodeRow
-from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
 from deft_policies.decoding.presets import preset_by_name
-from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.shapes import TreeShape
-from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import StageClock
+from deft_policies.model.graphs import CudaRecorder, RecordedRunner
+from deft_policies.model.layout import EagerRunner, StepRunner
+from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.decoders import Decoders, DecodingChoice
-from deft_policies.openvla.model import OpenVLAModel
 from deft_policies.openvla.policy import OpenVLAPolicy, OpenVLASession, PolicySettings
 from deft_policies.openvla.target import OpenVLATarget
 

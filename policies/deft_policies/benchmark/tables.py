@@ -1,9 +1,52 @@
 """Tables of a benchmark as text that is also Markdown."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from deft_policies.benchmark.audit import AuditReport, describe
 from deft_policies.benchmark.roofline import Roofline
+from deft_policies.benchmark.runs import DeviceRates
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Everything a benchmark found; what could not be measured for this policy is empty."""
+
+    details: Mapping[str, str]
+    speeds: tuple[Speed, ...]
+    baseline: str | None  # the name in `speeds` that ratios refer to
+    decodings: tuple[Decoding, ...] = ()
+    rooflines: tuple[Roofline, ...] = ()  # in the order of `speeds`
+    rates: DeviceRates | None = None
+    audit: AuditReport | None = None
+
+    def render(self) -> str:
+        """Tables and verdicts, as text that is also Markdown."""
+        found = [speed for speed in self.speeds if speed.name == self.baseline]
+        parts = [
+            "  ".join(f"{name}={value}" for name, value in self.details.items()),
+            speed_table(self.speeds, found[0] if found else None),
+        ]
+        for index, speed in enumerate(self.speeds):
+            roofline = self.rooflines[index] if self.rooflines else None
+            parts.append(stage_table(speed, roofline))
+        if self.rates is not None:
+            parts.append(_say_rates(self.rates))
+        if self.decodings:
+            parts += [table(self.decodings) for table in _DECODING_TABLES]
+        if self.audit is not None:
+            parts.append(describe(self.audit))
+        return "\n\n".join(parts)
+
+
+def _say_rates(rates: DeviceRates) -> str:
+    return (
+        f"limits: {rates.description} copies {rates.bytes_per_s / 1e9:.1f} GB/s and multiplies "
+        f"{rates.flops_per_s / 1e12:.3f} TFLOP/s, measured now; a model that fits into the "
+        "processor's cache may read faster than that"
+    )
+
 
 Rows = list[list[str]]
 
@@ -112,6 +155,9 @@ def length_table(decodings: Sequence[Decoding]) -> str:
         lambda one: [f"{length:.2f}" if length else "" for length in one.committed_by_start],
         ("n={}", 0, "t{}"),
     )
+
+
+_DECODING_TABLES = (decoding_table, length_table, position_table)
 
 
 def _two_series(

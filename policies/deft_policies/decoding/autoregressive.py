@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.decoding.maximum import first_maximum, top_gap
-from deft_policies.decoding.sampling import Greedy, TokenChooser
+from deft_policies.decoding.acceptance.sampled import Greedy, TokenChooser
+from deft_policies.decoding.choosing import first_maximum, top_gap
 from deft_policies.decoding.target import Prompts, Scores, TargetModel
 from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.decoding.tree import DraftTree

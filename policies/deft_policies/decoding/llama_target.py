@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deft_policies.decoding import layout
-from deft_policies.decoding.kv_cache import Append, KVCache
-from deft_policies.decoding.llama import LlamaDecoder, take_rows
-from deft_policies.decoding.llama_passes import LlamaPasses, PassInput, Projection
-from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.model import layout
+from deft_policies.model.kv_cache import Append, KVCache
+from deft_policies.model.layout import EagerRunner, StepRunner, Tensors
+from deft_policies.model.llama import LlamaDecoder, take_rows
+from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 
 _PROMPT_BUCKET = 16
 _READ_BUCKET = 64

@@ -6,38 +6,34 @@ from dataclasses import dataclass, replace
 import torch
 
 from deft_client.types import DecodeTrace
+from deft_policies.decoding.acceptance.sampled import RatioVerifier, position_noise
 from deft_policies.decoding.acceptance.scored import ActionContext
+from deft_policies.decoding.acceptance.verify import Verifier
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors, common_length
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
-from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.head_draws import DrawnHeadDrafts
-from deft_policies.decoding.drafts.medusa import MedusaDrafts
+from deft_policies.decoding.drafts.combine import PlannedDrafting, Seen, Sources
+from deft_policies.decoding.drafts.eagle import EagleHead
+from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
+from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
 from deft_policies.decoding.drafts.memory import (
     Extrapolation,
     NgramLookup,
     PreviousAction,
     Recycled,
 )
-from deft_policies.decoding.drafts.retrieval import Retrieval
+from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
 from deft_policies.decoding.drafts.source import Grower, Guesser
-from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.guard import ActionCost, Choice, Guard
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
-from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
-from deft_policies.decoding.medusa import MedusaHeads
-from deft_policies.decoding.plan import PLAIN, Plan
+from deft_policies.decoding.plan import PLAIN, DraftKind, KeyMask, Plan, RopeOffset
 from deft_policies.decoding.presets import Preset
 from deft_policies.decoding.records import ActionRun, cost_of_plain
-from deft_policies.decoding.retrieval import RetrievalIndex
-from deft_policies.decoding.sampled import RatioVerifier, position_noise
 from deft_policies.decoding.speculative import RunState, run_actions
-from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.trace import StageClock
-from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError
+from deft_policies.model.layout import EagerRunner, StepRunner
 
 _WARM_UP_RUNS = 3
 

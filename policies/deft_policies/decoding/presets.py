@@ -18,12 +18,10 @@ from deft_policies.decoding.acceptance.distance import (
     WithinLimits,
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
+from deft_policies.decoding.acceptance.sampled import Sampling
+from deft_policies.decoding.acceptance.verify import TieBreak
 from deft_policies.decoding.acceptance.visual import VisualRelevance
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.plan import PLAIN, Plan
-from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.shapes import TreeShape
-from deft_policies.decoding.verify import TieBreak
+from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
 from deft_policies.errors import RequestError, UnknownDecodingError
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.decoding.drafts.source import PassResult
 from deft_policies.decoding.guard import ActionCost
-from deft_policies.decoding.kinds import SOURCE_KINDS
+from deft_policies.decoding.plan import SOURCE_KINDS
 from deft_policies.decoding.trace import StageClock
 
 

@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
+from deft_policies.decoding.acceptance.verify import Verdict, Verifier, verdict_without_guesses
+from deft_policies.decoding.choosing import first_maximum, top_gap
 from deft_policies.decoding.drafts.source import PassResult, Progress
-from deft_policies.decoding.maximum import first_maximum, top_gap
 from deft_policies.decoding.records import ActionRun, PassRecord
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
+from deft_policies.decoding.target import (
+    PromptFeatures,
+    Prompts,
+    Scores,
+    TargetModel,
+)
 from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import Verdict, Verifier, verdict_without_guesses
 
 
 class Drafting(Protocol):

@@ -5,8 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
 
 
 @dataclass(frozen=True)

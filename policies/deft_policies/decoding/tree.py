@@ -8,6 +8,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class TokenRange:
+    """The ids first..last, both included; adjacent ids in an action range are adjacent bins."""
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def contains(self, tokens: Tensor) -> Tensor:
+        """True, elementwise, for the ids inside the range."""
+        return (self.first <= tokens) & (tokens <= self.last)
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """Guessed continuations of a batch of sequences, as parallel tensors over nodes.
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
-from deft_policies.openvla.config import ActionVocabulary
-from deft_policies.openvla.statistics import ActionStatistics
+from deft_policies.model.sizes import ActionVocabulary
+from deft_policies.model.statistics import ActionStatistics
 
 # An arm's action: three of translation, three of rotation, and the gripper.
 _POSE = (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 3 + (DimensionGroup.GRIP,)

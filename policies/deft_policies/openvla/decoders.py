@@ -5,14 +5,18 @@ from dataclasses import dataclass, replace
 
 from deft_client.types import ActOptions, DecodeTrace
 from deft_policies.decoding import autoregressive
+from deft_policies.decoding.acceptance.sampled import Sampling
 from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.methods import Decoder, DecodeRow, DraftModels, build_decoder
+from deft_policies.decoding.methods import (
+    Decoder,
+    DecodeRow,
+    DraftModels,
+    build_decoder,
+)
+from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.presets import DEFAULT_METHOD, Overrides, preset_by_name
-from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import StageClock
 from deft_policies.errors import RequestError

@@ -5,18 +5,14 @@ from pathlib import Path
 
 import torch
 
+from deft_policies.base import Finding, Verdict
+from deft_policies.checkpoint.memory import check_memory, estimate_memory, find_free_bytes
+from deft_policies.checkpoint.open import open_checkpoint
 from deft_policies.errors import PolicyError
-from deft_policies.examination import Finding, Verdict
-from deft_policies.openvla.checkpoint import open_checkpoint
-from deft_policies.openvla.checkpoint_memory import (
-    check_memory,
-    estimate_memory,
-    find_free_bytes,
-)
+from deft_policies.model.quantization import check_quantization
+from deft_policies.model.statistics import find_statistics_key
 from deft_policies.openvla.load import choose_device, choose_dtype
 from deft_policies.openvla.options import OpenVLAOptions
-from deft_policies.openvla.quantization import check_quantization
-from deft_policies.openvla.statistics import find_statistics_key
 
 _GIB = 1024**3
 

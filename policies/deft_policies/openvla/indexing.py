@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deft_client.libero.demonstrations import find_demonstrations, load_demonstration
+from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
 from deft_client.recordings import find_episodes, iterate_steps
 from deft_client.types import Observation
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.retrieval import RetrievalIndex, build_index, frame_keys
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex, build_index, frame_keys
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import StageClock
 from deft_policies.errors import PolicyError

@@ -6,21 +6,23 @@ from pathlib import Path
 
 import torch
 
+from deft_policies.benchmark.cost import WeightBytes
+from deft_policies.checkpoint.config import load_config
+from deft_policies.checkpoint.open import load_model, open_checkpoint
+from deft_policies.decoding.acceptance.sampled import Sampling
+from deft_policies.decoding.drafts.head_files import load_head
+from deft_policies.decoding.drafts.medusa import is_medusa, load_medusa
+from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.drafts.small_model import self_draft_target
-from deft_policies.decoding.graphs import CudaRecorder, RecordedRunner
-from deft_policies.decoding.head_files import load_head
-from deft_policies.decoding.medusa import is_medusa, load_medusa
 from deft_policies.decoding.methods import DraftModels
-from deft_policies.decoding.retrieval import load_index
-from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.errors import CheckpointError, DeviceError
-from deft_policies.openvla.checkpoint import load_model, open_checkpoint
-from deft_policies.openvla.checkpoint_config import load_config
-from deft_policies.openvla.cost import WeightBytes
+from deft_policies.model.graphs import CudaRecorder, RecordedRunner
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import EagerRunner, StepRunner
+from deft_policies.model.quantization import check_quantization, quantize_linears
+from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
+from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.decoders import DecodingChoice
-from deft_policies.openvla.image import ImageProcessor
-from deft_policies.openvla.model import OpenVLAModel
 from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization
 from deft_policies.openvla.policy import (
     OpenVLAPolicy,
@@ -28,8 +30,6 @@ from deft_policies.openvla.policy import (
     PolicySettings,
     PromptSource,
 )
-from deft_policies.openvla.quantization import check_quantization, quantize_linears
-from deft_policies.openvla.random_weights import NAMED_SIZES, WordIds, build_random_model
 from deft_policies.openvla.target import OpenVLATarget
 
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}

@@ -6,8 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
-from deft_policies.decoding.shapes import TreeShape, TreeTemplate
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
 
 
 class Precision(Enum):

@@ -16,19 +16,19 @@ from deft_client.types import (
     ServerInfo,
 )
 from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.benchmark.cost import WeightBytes
+from deft_policies.decoding.acceptance.sampled import Sampling
 from deft_policies.decoding.action_space import ActionSpace
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.methods import DecodeRow, DraftModels
 from deft_policies.decoding.presets import METHOD_NAMES
-from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.errors import DeviceError, UnusableObservationError
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
-from deft_policies.openvla.cost import WeightBytes
 from deft_policies.openvla.decoders import Decoders, DecodingChoice
-from deft_policies.openvla.image import ImageProcessor
-from deft_policies.openvla.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.target import OpenVLATarget
 
 # Ids of the prompts whose passes are recorded beforehand, one for each bucket of usual lengths. The

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.steps import StepRunner, Tensors
 from deft_policies.decoding.target import Prompts
-from deft_policies.openvla.model import OpenVLAModel
+from deft_policies.model.layout import StepRunner, Tensors
+from deft_policies.model.vla import OpenVLAModel
 
 _BESIDE_PATCHES = 1  # patches come right after the first id
 

@@ -1,5 +1,31 @@
-"""The small policy that ships with Deft, so that a server does something right after installing.
+"""Where the files of tiny-libero lie, and the options that load them."""
 
-`checkpoint/` is an OpenVLA in Hugging Face layout, `eagle/` and `medusa/` are its draft heads;
-README.md is the model card.
-"""
+from dataclasses import replace
+from pathlib import Path
+
+from deft_policies.errors import PolicyError
+from deft_policies.openvla.options import OpenVLAOptions, Precision
+
+FOLDER = Path(__file__).parent
+CHECKPOINT = FOLDER / "checkpoint"
+HEADS = (FOLDER / "eagle", FOLDER / "medusa")
+STATISTICS_KEY = "libero_object"
+
+
+def complete(options: OpenVLAOptions) -> OpenVLAOptions:
+    """Fill in what tiny-libero is made of; everything else stays as it was asked for.
+
+    float32 unless asked otherwise: the model is small, and lossless then means equal to the bit.
+    """
+    if options.checkpoint is not None or options.random_weights is not None:
+        raise PolicyError(
+            "tiny-libero brings its own checkpoint; for another one use --policy openvla"
+        )
+    return replace(
+        options,
+        name="tiny-libero",
+        checkpoint=str(CHECKPOINT),
+        statistics_key=options.statistics_key or STATISTICS_KEY,
+        draft_heads=options.draft_heads or HEADS,
+        precision=options.precision or Precision.FLOAT32,
+    )

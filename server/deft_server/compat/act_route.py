@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -18,12 +20,10 @@ from starlette.routing import BaseRoute
 from deft_client.errors import WireError
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk
-from deft_client.wire_limits import WireLimits
-from deft_client.wire_messages import ActMessage
+from deft_client.wire.fields import WireLimits
+from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.caller_watch import CallerWatch
-from deft_server.compat.arrays import brief
-from deft_server.compat.frames import read_name
+from deft_server.compat.frames import brief, read_name
 from deft_server.compat.json_numpy import (
     ActBody,
     NotAnObjectError,
@@ -33,12 +33,44 @@ from deft_server.compat.json_numpy import (
 )
 from deft_server.compat.observations import oft_request, openvla_request
 from deft_server.compat.patience import act_patiently
-from deft_server.compat.profiles import ACT_PROFILES, ActProfile, in_convention, prepare
+from deft_server.compat.profiles import (
+    ACT_PROFILES,
+    ActProfile,
+    in_convention,
+    prepare,
+)
 from deft_server.errors import CallerGoneError, ServerError
-from deft_server.gate import caller_of
-from deft_server.plain_route import PlainRoute
-from deft_server.problems import describe
-from deft_server.service import Service
+from deft_server.http.caller_watch import CallerWatch
+from deft_server.http.gate import caller_of
+from deft_server.http.plain_route import PlainRoute
+from deft_server.http.problems import describe
+from deft_server.serving.service import Service
+
+
+def build_config_routes(service: Service) -> Sequence[BaseRoute]:
+    """Return the route around a service."""
+    router = APIRouter()
+    settings = service.settings
+
+    async def config(request: Request) -> JSONResponse:
+        """Show the batching settings; an attempt to change them is refused with the reason."""
+        current = {
+            "max_batch_size": settings.max_batch,
+            "max_wait_time": settings.max_wait_ms / 1000,
+        }
+        errors = [
+            f"{name} is set when the server starts (--max-batch, --max-wait-ms)"
+            if name in current
+            else f"unknown key: {name}"
+            for name in request.query_params
+        ]
+        if errors:
+            return JSONResponse({"errors": errors}, status_code=422)
+        return JSONResponse({"applied": {}, "config": current})
+
+    router.add_api_route("/config", config, methods=["GET"])
+    return router.routes
+
 
 PATH = "/act"
 ERRORS_HEADER = "x-deft-errors"

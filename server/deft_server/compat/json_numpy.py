@@ -14,8 +14,8 @@ import pybase64
 from numpy.typing import NDArray
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError
-from deft_client.wire_limits import DEFAULT_LIMITS, WireLimits
-from deft_server.compat.arrays import build_array
+from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
+from deft_server.compat.frames import build_array
 
 _MARKER = "__numpy__"
 _ENCODED = "encoded"

@@ -15,9 +15,9 @@ from deft_client.errors import (
     UnsupportedMessageError,
     UnusableValueError,
 )
-from deft_client.images import check_image_size, decode_image
-from deft_client.wire_limits import DEFAULT_LIMITS, WireLimits
-from deft_server.compat.arrays import brief, build_array, safe_dtype
+from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
+from deft_client.wire.images import check_image_size, decode_image
+from deft_server.compat.frames import brief, build_array, safe_dtype
 
 _MAX_MAP_ENTRIES = 1024
 _SCALARS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}

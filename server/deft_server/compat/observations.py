@@ -10,10 +10,10 @@ import numpy as np
 
 from deft_client.errors import MessageTooLargeError, UnusableValueError
 from deft_client.types import ActOptions, Image, Observation
-from deft_client.wire_limits import WireLimits
-from deft_client.wire_messages import ActMessage
-from deft_server.compat.arrays import brief
+from deft_client.wire.fields import WireLimits
+from deft_client.wire.messages import ActMessage
 from deft_server.compat.frames import (
+    brief,
     missing,
     read_frame,
     read_name,

@@ -7,9 +7,9 @@ import asyncio
 import time
 
 from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_server.access import Caller
 from deft_server.errors import OverloadedError
-from deft_server.service import Service
+from deft_server.serving.access import Caller
+from deft_server.serving.service import Service
 
 PATIENCE_S = 10.0
 _SHORTEST_PAUSE_S = 0.005  # while nothing was measured, the line promises a place at once

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.image_chain import ImageChain
-from deft_client.wire_messages import ActMessage
+from deft_client.wire.messages import ActMessage
 
 
 class ActProfile(Enum):

@@ -17,27 +17,29 @@ from starlette.types import Receive, Scope, Send
 from deft_client.errors import MalformedMessageError, WireError
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk, ActOptions
-from deft_client.wire_messages import ActMessage
+from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.access import Caller
-from deft_server.caller_watch import CallerWatch
-from deft_server.compat.arrays import brief
 from deft_server.compat.dialects import (
+    Message,
+    MessageType,
     OpenpiDialect,
     VlaEvalDialect,
     action_message,
     error_message,
     first_frame,
+    looks_like_message,
+    read_message,
 )
-from deft_server.compat.frames import read_name
+from deft_server.compat.frames import brief, read_name
 from deft_server.compat.msgpack_numpy import PictureFoundError, pack, unpack
 from deft_server.compat.patience import act_patiently
 from deft_server.compat.profiles import prepare
-from deft_server.compat.vla_eval import Message, MessageType, looks_like_message, read_message
 from deft_server.errors import CallerGoneError, ServerError
-from deft_server.gate import caller_of
-from deft_server.problems import describe
-from deft_server.service import Service
+from deft_server.http.caller_watch import CallerWatch
+from deft_server.http.gate import caller_of
+from deft_server.http.problems import describe
+from deft_server.serving.access import Caller
+from deft_server.serving.service import Service
 
 CLOSE_REASON = "Internal server error. Details in the previous frame."
 _ENDED_EPISODE = pack({"status": "reset successful"})

@@ -12,8 +12,8 @@ from PIL import Image as pillow  # noqa: N813
 
 from deft_client.types import DecodeTrace, Image
 from deft_server.dashboard.history import History, SessionHistory
-from deft_server.events import Event
-from deft_server.service import Service
+from deft_server.serving.events import Event
+from deft_server.serving.service import Service
 
 MAX_VIEWERS = 16
 PUSH_S = 0.1

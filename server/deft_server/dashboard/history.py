@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deft_client.types import DecodeTrace, Image, PassTrace
-from deft_server.events import Event, FinishedAction
+from deft_server.serving.events import Event, FinishedAction
 
 MAX_POINTS = 240
 MAX_SESSIONS = 64

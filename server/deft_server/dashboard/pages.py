@@ -15,9 +15,14 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from deft_server.dashboard.feed import PUSH_S, Feed, TooManyViewersError, Viewer
+from deft_server.dashboard.feed import (
+    PUSH_S,
+    Feed,
+    TooManyViewersError,
+    Viewer,
+)
 from deft_server.errors import AccessError, ForbiddenError
-from deft_server.service import Service
+from deft_server.serving.service import Service
 
 WRONG_KEY = 4401
 TOO_MANY = 4429

@@ -8,16 +8,14 @@ from torch import Tensor
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.action_space import ActionSpace
-from deft_policies.decoding.drafting import Sources
+from deft_policies.decoding.drafts.combine import Sources
 from deft_policies.decoding.drafts.source import Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DecodeRow
-from deft_policies.decoding.shapes import TreeShape
+from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.trace import StageClock
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
 from tests.tiny_target import CPU, LENGTH
 
 # (row, position, tokens committed so far) -> candidate tokens for that position

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deft_client.types import ActOptions
-from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset
 from deft_policies.errors import CheckpointError
 from deft_policies.openvla.decoders import DecodingChoice
 from deft_policies.openvla.load import load_policy

@@ -13,24 +13,28 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.acceptance.scored import ActionContext
+from deft_policies.decoding.acceptance.verify import Verifier
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
-from deft_policies.decoding.drafting import PlannedDrafting, Seen
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.combine import PlannedDrafting, Seen
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.llama import LlamaDecoder
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.methods import DraftModels, build_sources
-from deft_policies.decoding.plan import PLAIN, Plan
+from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.presets import PRESETS, RIDES_IN_PREFILL, Preset
-from deft_policies.decoding.retrieval import RetrievalIndex
-from deft_policies.decoding.shapes import TreeShape, TreeTemplate
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.verify import Verifier
+from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import clock
-from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
+from tests.tiny_target import (
+    ACTIONS,
+    LENGTH,
+    NUM_PATCHES,
+    WIDTH,
+    tiny_decoder,
+)
 
 META = torch.device("meta")
 NUM_ROWS = 2

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinDrift
 from deft_policies.decoding.acceptance.rule import AcceptanceRule
 from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
-from deft_policies.decoding.drafting import Sources
+from deft_policies.decoding.drafts.combine import Sources
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory
-from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import Decoder
-from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.plan import DraftKind, Plan
 from deft_policies.decoding.presets import preset_by_name
 from tests.policies.decoding.scripts import (
     AnswerTarget,

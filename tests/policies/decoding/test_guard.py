@@ -15,12 +15,16 @@ from deft_policies.decoding.guard import (
     GuardSettings,
     SessionAcceptance,
 )
-from deft_policies.decoding.kinds import DraftKind
 from deft_policies.decoding.methods import DraftModels, build_decoder
-from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.plan import DraftKind, Plan
 from deft_policies.decoding.presets import Overrides, preset_by_name
 from tests.policies.decoding.scripts import Session, clock, tokens_of
-from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
+from tests.tiny_target import (
+    fast_target,
+    greedy,
+    random_prompts,
+    tiny_decoder,
+)
 
 PLAIN_PASSES = 6
 

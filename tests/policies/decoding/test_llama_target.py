@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.graphs import RecordedRunner
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.steps import EagerRunner, StepRunner
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.openvla.model import OpenVLAModel
+from deft_policies.model.graphs import RecordedRunner
+from deft_policies.model.layout import EagerRunner, StepRunner
+from deft_policies.model.vla import OpenVLAModel
 from tests.tiny_openvla import (
     CPU,
     ReplayingRecorder,

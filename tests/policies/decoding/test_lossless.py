@@ -16,23 +16,37 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deft_policies.decoding.acceptance.scored import ScoredTree
-from deft_policies.decoding.drafting import Sources
+from deft_policies.decoding.acceptance.verify import Verdict, Verifier
+from deft_policies.decoding.drafts.combine import Sources
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.drafts.small_model import first_layers
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.llama import LlamaDecoder
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.methods import Decoder, DraftModels, build_sources
-from deft_policies.decoding.plan import Plan
-from deft_policies.decoding.presets import RIDES_IN_PREFILL, Overrides, Preset, preset_by_name
-from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
-from deft_policies.decoding.shapes import TreeShape, TreeTemplate
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
+from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.presets import (
+    RIDES_IN_PREFILL,
+    Overrides,
+    Preset,
+    preset_by_name,
+)
+from deft_policies.decoding.target import (
+    PromptFeatures,
+    Prompts,
+    Scores,
+    TargetModel,
+)
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import Verdict, Verifier
-from tests.policies.decoding.scripts import Guess, ScriptedDrafts, Session, clock, tokens_of
+from deft_policies.model.llama import LlamaDecoder
+from tests.policies.decoding.scripts import (
+    Guess,
+    ScriptedDrafts,
+    Session,
+    clock,
+    tokens_of,
+)
 from tests.tiny_target import (
     ACTIONS,
     LENGTH,

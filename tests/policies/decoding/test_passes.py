@@ -8,13 +8,13 @@ import torch
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.scored import ActionContext
+from deft_policies.decoding.acceptance.verify import Verifier
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.drafting import PlannedDrafting, Seen, Sources
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.combine import PlannedDrafting, Seen, Sources
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.methods import (
     Decoder,
     DecodeRow,
@@ -22,7 +22,7 @@ from deft_policies.decoding.methods import (
     build_decoder,
     num_changed,
 )
-from deft_policies.decoding.plan import PLAIN, Plan
+from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
 from deft_policies.decoding.presets import (
     METHOD_NAMES,
     PRESETS,
@@ -31,11 +31,14 @@ from deft_policies.decoding.presets import (
     plan_of,
     preset_by_name,
 )
-from deft_policies.decoding.shapes import TreeShape
 from deft_policies.decoding.speculative import RunState, run_actions
-from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError
-from tests.policies.decoding.scripts import ScriptedDrafts, Session, clock, tokens_of
+from tests.policies.decoding.scripts import (
+    ScriptedDrafts,
+    Session,
+    clock,
+    tokens_of,
+)
 from tests.tiny_target import (
     CPU,
     LENGTH,

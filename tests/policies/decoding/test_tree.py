@@ -7,10 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.drafts.combine import (
+    cut,
+    join,
+    tree_of_guesses,
+    trimmed,
+)
 from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
-from deft_policies.decoding.drafts.merge import cut, join, tree_of_guesses, trimmed
 from deft_policies.decoding.drafts.source import Guesses, Progress
-from deft_policies.decoding.kinds import DraftKind
+from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.tree import DraftTree
 from tests.policies.decoding.trees import random_tree
 from tests.tiny_target import LENGTH, path_to

@@ -9,11 +9,10 @@ import torch
 from deft_policies.decoding.acceptance.distance import WithinBins
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
+from deft_policies.decoding.acceptance.verify import TieBreak, Verdict, Verifier
 from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import TieBreak, Verdict, Verifier
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
 from tests.tiny_target import CPU, LENGTH
 
 PAGE = Path(__file__).parents[3] / "docs" / "decoding.md"

@@ -8,8 +8,7 @@ import torch
 from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
 from deft_policies.decoding.action_space import ActionSpace, DimensionGroup, SpaceTensors
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
 from tests.tiny_target import CPU, LENGTH, path_to
 
 VOCABULARY = TokenRange(0, 59)

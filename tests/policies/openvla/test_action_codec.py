@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
+from deft_policies.model.sizes import ActionVocabulary
+from deft_policies.model.statistics import ActionStatistics
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale, normalise
-from deft_policies.openvla.checkpoint_config import load_config
-from deft_policies.openvla.config import ActionVocabulary
-from deft_policies.openvla.statistics import ActionStatistics
 from tests import golden
 
 CODEC = ActionCodec(ActionVocabulary(text_vocab_size=32000))

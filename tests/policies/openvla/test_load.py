@@ -11,8 +11,8 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes, save_medusa
-from deft_policies.decoding.retrieval import RetrievalIndex, save_index
+from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes, save_medusa
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.errors import CheckpointError, DeviceError, RequestError
 from deft_policies.openvla.load import load_float32_twin, load_policy
 from deft_policies.openvla.options import (

@@ -9,26 +9,26 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, LimitedPolicy
-from deft_policies.decoding.graphs import RecordedRunner
-from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.steps import StepRunner
+from deft_policies.decoding.acceptance.sampled import Sampling
 from deft_policies.errors import (
     DeviceError,
     RequestError,
     UnknownDecodingError,
     UnknownStatisticsKeyError,
 )
+from deft_policies.model.graphs import RecordedRunner
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import StepRunner
+from deft_policies.model.prompt import PromptEncoder
+from deft_policies.model.random_weights import WordIds
+from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.decoders import DecodingChoice
-from deft_policies.openvla.image import ImageProcessor
-from deft_policies.openvla.model import OpenVLAModel
 from deft_policies.openvla.policy import (
     OpenVLAPolicy,
     OpenVLASession,
     PolicyParts,
     PolicySettings,
 )
-from deft_policies.openvla.prompt import PromptEncoder
-from deft_policies.openvla.random_weights import WordIds
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
 from tests.tiny_openvla import ReplayingRecorder, golden_model, tiny_model

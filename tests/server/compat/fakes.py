@@ -7,12 +7,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
 from deft_policies.base import ActRequest, Session
 from deft_policies.constant import ConstantPolicy, ConstantSession
 from deft_policies.errors import UnknownStatisticsKeyError
-from deft_server.app import DeftApp, create_app
-from deft_server.protocols import peer_routes
+from deft_server.app import DeftApp, create_app, peer_routes
 from deft_server.settings import Settings
 
 KEYS = ("libero_spatial", "lab_arm_no_noops", "bridge")

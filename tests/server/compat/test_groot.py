@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 
 from deft_client.errors import WireError
-from deft_client.wire_limits import DEFAULT_LIMITS as LIMITS
+from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
 from deft_server.app import create_app
-from deft_server.compat.groot import read_call, read_observations
-from deft_server.compat.groot_socket import GrootSocket
+from deft_server.compat.groot import GrootSocket, read_call, read_observations
 from deft_server.settings import Settings
 from tests.server.compat.fakes import ThreeDatasets
-from tests.server.compat.groot_messages import FLAT, FRAME, OBSERVATION, packed
+from tests.server.compat.groot_messages import (
+    FLAT,
+    FRAME,
+    OBSERVATION,
+    packed,
+)
 from tests.server.compat.mutations import mutate
 from tests.server.running import running
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, WireError
-from deft_client.wire_limits import WireLimits
-from deft_server.compat.arrays import SAFE_DTYPES
+from deft_client.wire.fields import WireLimits
+from deft_server.compat.frames import SAFE_DTYPES
 from deft_server.compat.json_numpy import (
     NotAnObjectError,
     NotJsonError,

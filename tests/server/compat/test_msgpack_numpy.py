@@ -11,9 +11,9 @@ from deft_client.errors import (
     UnusableValueError,
     WireError,
 )
-from deft_client.wire_limits import WireLimits
+from deft_client.wire.fields import WireLimits
+from deft_server.compat.dialects import MessageType, looks_like_message, read_message
 from deft_server.compat.msgpack_numpy import pack, unpack
-from deft_server.compat.vla_eval import MessageType, looks_like_message, read_message
 from tests.server.compat.captures import frame, frames
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from deft_client.errors import WireError
-from deft_client.wire_limits import DEFAULT_LIMITS as LIMITS
+from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
+from deft_server.compat.dialects import read_message
 from deft_server.compat.json_numpy import decode_act_body
 from deft_server.compat.msgpack_numpy import unpack
 from deft_server.compat.observations import (
@@ -18,7 +19,6 @@ from deft_server.compat.observations import (
     openvla_request,
     vla_eval_request,
 )
-from deft_server.compat.vla_eval import read_message
 from tests.server.compat.captures import act_captures, frames
 from tests.server.compat.mutations import mutate
 

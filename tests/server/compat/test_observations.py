@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from deft_client.errors import MessageTooLargeError, WireError
-from deft_client.wire_limits import DEFAULT_LIMITS as LIMITS
-from deft_client.wire_limits import WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
+from deft_client.wire.fields import WireLimits
+from deft_server.compat.dialects import read_message
 from deft_server.compat.json_numpy import decode_act_body
 from deft_server.compat.msgpack_numpy import unpack
 from deft_server.compat.observations import (
@@ -14,7 +15,6 @@ from deft_server.compat.observations import (
     openvla_request,
     vla_eval_request,
 )
-from deft_server.compat.vla_eval import read_message
 from tests.server.compat.captures import act_capture, act_captures, frame
 
 FRAME = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)

@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_server.compat.profiles import OPENPI, VLA_EVAL, ActProfile, in_convention
+from deft_server.compat.profiles import (
+    OPENPI,
+    VLA_EVAL,
+    ActProfile,
+    in_convention,
+)
 from deft_server.settings import Settings
 from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import running

@@ -10,8 +10,7 @@ from fastapi.testclient import TestClient
 
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision
-from deft_server.app import create_app
-from deft_server.protocols import peer_routes
+from deft_server.app import create_app, peer_routes
 from tests.golden import TINY_OPENVLA
 from tests.server.compat.captures import act_capture, act_captures
 

@@ -21,7 +21,7 @@ from deft_server.dashboard.history import (
     History,
     speculation_of,
 )
-from deft_server.events import FinishedAction, SessionEnded
+from deft_server.serving.events import FinishedAction, SessionEnded
 from tests.server.dashboard.talkative import TalkativePolicy
 
 FRAME = Observation(np.zeros((4, 4, 3), np.uint8), "lift")

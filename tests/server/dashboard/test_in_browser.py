@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deft_client import wire
 from deft_client.types import ActOptions, Observation
-from deft_server.app import DeftApp, create_app
-from deft_server.protocols import STANDARD_PROTOCOLS
+from deft_client.wire import msgpack_codec as wire
+from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
 from tests.server.running import running

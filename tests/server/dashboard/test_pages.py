@@ -12,12 +12,11 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
-from deft_client import wire
 from deft_client.types import ActOptions, Observation
-from deft_server.app import DeftApp, create_app
+from deft_client.wire import msgpack_codec as wire
+from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
 from deft_server.dashboard.feed import MAX_VIEWERS
 from deft_server.dashboard.pages import TOO_MANY, WRONG_KEY
-from deft_server.protocols import STANDARD_PROTOCOLS
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
 

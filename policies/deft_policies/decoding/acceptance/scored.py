@@ -9,8 +9,7 @@ from torch import Tensor
 
 from deft_policies.decoding.action_space import SpaceTensors
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
 
 
 @dataclass(frozen=True)

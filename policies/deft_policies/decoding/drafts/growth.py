@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.shapes import TreeShape, TreeTemplate
+from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
 from deft_policies.decoding.tree import DraftTree
 
 

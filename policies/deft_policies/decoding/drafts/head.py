@@ -5,18 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.acceptance.sampled import SampledChain, Sampling, target_odds
+from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
 from deft_policies.decoding.drafts.source import PassResult, Progress
 from deft_policies.decoding.drafts.template import InnerNodes, fill_template, finish_template
-from deft_policies.decoding.eagle import EagleHead
-from deft_policies.decoding.kinds import DraftKind, KeyMask, RopeOffset
-from deft_policies.decoding.kv_cache import Append, KVCache
-from deft_policies.decoding.llama import PassContext
-from deft_policies.decoding.shapes import TreeShape, TreeTemplate
-from deft_policies.decoding.steps import EagerRunner, StepRunner, Tensors
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.model.kv_cache import Append, KVCache
+from deft_policies.model.layout import EagerRunner, StepRunner, Tensors
+from deft_policies.model.llama import PassContext
 
 
 @dataclass(frozen=True)
@@ -225,6 +224,48 @@ class Soil:
     length: Tensor  # committed positions
     start: Tensor  # rotary position of the roots' children
     deepest: Tensor  # levels that are of use
+
+
+class DrawnHeadDrafts(HeadDrafts):
+    """A head whose chains are drawn at the target's temperature, odds and all."""
+
+    def __init__(
+        self, head: EagleHead, target: TargetModel, options: HeadOptions, sampling: Sampling
+    ) -> None:
+        super().__init__(head, target, options)
+        self._temperature = sampling.temperature
+        self._generator = torch.Generator(head.fc.weight.device)
+        self._generator.manual_seed(sampling.seed)
+
+    @torch.no_grad()
+    def grow(self, progress: Progress, shape: TreeShape) -> SampledChain:
+        """Draw a chain behind the roots."""
+        soil = self.take_in(progress, TreeShape.chain(shape.levels))
+        levels = min(shape.levels, progress.depth)
+        tokens: list[Tensor] = []
+        odds: list[Tensor] = []
+        hidden = soil.out[:, None]
+        for level in range(1, levels + 1):
+            logits = self._target.logits(hidden[:, 0], self._drafted)
+            odds.append(target_odds(logits, self._temperature))
+            # The largest of p / noise is an exact draw; multinomial() would make the host wait.
+            noise = torch.empty_like(odds[-1]).exponential_(generator=self._generator)
+            drawn = (odds[-1] / noise).argmax(dim=1, keepdim=True)
+            tokens.append(drawn + self._drafted.first)
+            if level < levels:
+                everything = drawn.new_ones(len(drawn), 1, level, dtype=torch.bool)
+                hidden = self.extend(tokens[-1], everything, hidden, soil, level)
+        every = torch.cat((soil.roots[:, None], *tokens), dim=1)
+        places = torch.arange(every.shape[1], device=every.device).expand_as(every)
+        return SampledChain(
+            tokens=every,
+            parents=places - 1,
+            is_real=(places <= soil.deepest[:, None]) | (places == 0),
+            log_probs=torch.zeros_like(every, dtype=torch.float32),
+            sources=torch.where(places == 0, -1, self.kind.number),
+            odds=torch.stack((torch.zeros_like(odds[0]), *odds), dim=1),
+            first_token=self._drafted.first,
+        )
 
 
 def _behind(prompt: Tensor, pairs: Tensor, start: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from deft_policies.decoding.drafts.source import Guesses, Progress
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.kinds import DraftKind
+from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.vocabulary import TokenRange
+from deft_policies.decoding.tree import TokenRange
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.choosing import first_maximum
 from deft_policies.decoding.drafts.source import PassResult, Progress
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.llama import LlamaDecoder
 from deft_policies.decoding.llama_target import LlamaTarget
-from deft_policies.decoding.maximum import first_maximum
-from deft_policies.decoding.shapes import TreeShape
-from deft_policies.decoding.steps import StepRunner
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
+from deft_policies.decoding.plan import DraftKind, TreeShape
+from deft_policies.decoding.target import (
+    PromptFeatures,
+    Prompts,
+    Scores,
+    TargetModel,
+)
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
+from deft_policies.model.layout import StepRunner
+from deft_policies.model.llama import LlamaDecoder
 
 
 def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:

@@ -11,12 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from deft_policies.decoding.acceptance.verify import Verdict
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.shapes import TreeShape
+from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import Verdict
 
 
 @dataclass(frozen=True)

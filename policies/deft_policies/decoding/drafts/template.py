@@ -7,8 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.kinds import DraftKind
-from deft_policies.decoding.shapes import Path, TreeTemplate
+from deft_policies.decoding.plan import DraftKind, Path, TreeTemplate
 from deft_policies.decoding.tree import DraftTree
 
 

@@ -1,0 +1,119 @@
+"""`deft-client assets`: build the stand-ins, look at a task's scene, check that all tasks run."""
+
+import argparse
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from PIL import Image as PillowImage
+
+from deft_client.libero.demonstrations.pool import end_with_parent
+from deft_client.libero.errors import SimulationError
+from deft_client.libero.results.errors import SelectionError
+from deft_client.libero.results.selection import parse_numbers
+from deft_client.libero.simulator.assets import cache_folder, find_assets
+from deft_client.libero.simulator.assets_check import Problem, check_task
+from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
+from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
+from deft_client.libero.simulator.graphics import Renderer
+from deft_client.libero.simulator.standins.build import build
+from deft_client.libero.simulator.suites import NUM_TRIALS, Task, find_suite
+
+CHECKED_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+
+
+def main(arguments: list[str]) -> int:
+    """Run one of the jobs; 1 if something is wrong with the assets, 2 if asked wrongly."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.job(options))
+    except SelectionError as error:
+        sys.stderr.write(f"deft-client assets: {error}\n")
+        return 2
+    except SimulationError as error:
+        sys.stderr.write(f"deft-client assets: {error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("deft-client assets", description=__doc__)
+    jobs = parser.add_subparsers(required=True, metavar="JOB")
+
+    one = jobs.add_parser("build", help="write the stand-ins into a folder")
+    one.add_argument("folder", type=Path)
+    one.set_defaults(job=_build)
+
+    one = jobs.add_parser("show", help="render the scene of a task to a PNG file")
+    one.add_argument("task", help="suite and number, such as libero_goal/3")
+    one.add_argument("--out", type=Path, default=Path("scene.png"), help="default: %(default)s")
+    one.add_argument("--trial", type=int, default=0, help="initial state (default: %(default)s)")
+    one.add_argument("--size", type=int, default=512, help="pixels (default: %(default)s)")
+    _add_assets(one)
+    one.set_defaults(job=_show)
+
+    one = jobs.add_parser("check", help="load tasks, take initial states, see that things stand")
+    one.add_argument("--suite", choices=CHECKED_SUITES, help="default: all four")
+    one.add_argument("--tasks", metavar="LIST", help="task numbers (default: all)")
+    one.add_argument("--trials", default=f"0-{NUM_TRIALS - 1}", metavar="LIST",
+                     help="initial states (default: %(default)s)")  # fmt: skip
+    one.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    _add_assets(one)
+    one.set_defaults(job=_check)
+    return parser
+
+
+def _add_assets(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--assets", type=Path, metavar="DIR",
+                        help="default: LIBERO's own if installed, else the stand-ins")  # fmt: skip
+
+
+def _build(options: argparse.Namespace) -> int:
+    build(options.folder)
+    sys.stdout.write(f"wrote {find_assets(options.folder, options.folder).label} assets to ")
+    sys.stdout.write(f"{options.folder}\n")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    name, _, number = options.task.partition("/")
+    suite = find_suite(name)
+    task = suite.task(parse_numbers(number or "0", len(suite.tasks), "the task")[0])
+    settings = EnvironmentSettings(frame_size=options.size, assets_folder=options.assets)
+    environment = open_environment(task, settings)
+    try:
+        environment.restart(options.trial)
+        for _ in range(WAIT_STEPS):
+            environment.advance(wait_action())
+        PillowImage.fromarray(environment.frame().image).save(options.out)
+    finally:
+        environment.close()
+    sys.stdout.write(f"{task.instruction} ({environment.assets.label}): {options.out}\n")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    trials = parse_numbers(options.trials, NUM_TRIALS, "--trials")
+    tasks: list[Task] = []
+    for name in [options.suite] if options.suite else CHECKED_SUITES:
+        suite = find_suite(name)
+        numbers = options.tasks or f"0-{len(suite.tasks) - 1}"
+        tasks += [suite.task(one) for one in parse_numbers(numbers, len(suite.tasks), "--tasks")]
+    settings = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=options.assets)
+    label = find_assets(options.assets, cache_folder()).label
+    sys.stdout.write(f"{label} assets, {len(tasks)} tasks, {len(trials)} initial states each\n")
+    num_problems = 0
+    with ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent) as executor:
+        checks = {task: executor.submit(check_task, task, trials, settings) for task in tasks}
+        for task, check in checks.items():
+            num_problems += _report(task, check.result())
+    sys.stdout.write(f"{num_problems} problems\n")
+    return 1 if num_problems else 0
+
+
+def _report(task: Task, problems: list[Problem]) -> int:
+    sys.stdout.write(f"{task.suite}/{task.number} {'ok' if not problems else ''}\n")
+    for problem in problems:
+        sys.stdout.write(f"  {problem}\n")
+    sys.stdout.flush()
+    return len(problems)

@@ -1,0 +1,161 @@
+"""`deft-client demos`: record demonstrations of a suite with the scripted expert."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from deft_client.libero.demonstrations.files import find_demonstrations, load_header, write_hdf5
+from deft_client.libero.demonstrations.play import DemosSettings, episode_keys
+from deft_client.libero.demonstrations.pool import (
+    DemoResult,
+    DemosJob,
+    missing_keys,
+    record,
+)
+from deft_client.libero.errors import SimulationError
+from deft_client.libero.expert.motion import NoiseSettings
+from deft_client.libero.results.errors import SelectionError
+from deft_client.libero.results.selection import parse_numbers
+from deft_client.libero.simulator.environment import EnvironmentSettings
+from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
+
+
+def main(arguments: list[str]) -> int:
+    """Record what is missing; 1 if something broke, 2 if asked wrongly."""
+    options = _parser().parse_args(arguments)
+    try:
+        job = _job(options)
+        _record(job)
+        if options.hdf5 is not None:
+            _convert(job, options.hdf5)
+    except SelectionError as error:
+        sys.stderr.write(f"deft-client demos: {error}\n")
+        return 2
+    except SimulationError as error:
+        sys.stderr.write(f"deft-client demos: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("deft-client demos", description=__doc__)
+    add = parser.add_argument
+    noise = NoiseSettings()
+    add("suite", choices=SUITE_NAMES, help="which suite's tasks to play")
+    add("--out", type=Path, required=True, metavar="DIR", help="where the episodes go")
+    add("--tasks", metavar="LIST", help="task numbers such as 0,3-5 (default: all)")
+    add(
+        "--trials",
+        default="0-39",
+        metavar="LIST",
+        help="initial states to start from; 40-49 are kept for evaluation (default: %(default)s)",
+    )
+    add("--episodes", type=int, default=40, help="episodes per task (default: %(default)s)")
+    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of noise and placements (default: %(default)s)")
+    add(
+        "--noise",
+        type=float,
+        default=noise.sigma,
+        metavar="SIGMA",
+        help="largest standard deviation of an episode's jitter, in action units "
+        "(default: %(default)s)",
+    )
+    add(
+        "--pushes",
+        type=float,
+        default=noise.push_chance,
+        metavar="CHANCE",
+        help="chance per step that a random push begins (default: %(default)s)",
+    )
+    add(
+        "--slips",
+        type=float,
+        default=noise.slip_chance,
+        metavar="CHANCE",
+        help="chance per step that the gripper errs for a moment (default: %(default)s)",
+    )
+    add(
+        "--widen",
+        type=float,
+        default=0.0,
+        metavar="METRES",
+        help="move things by up to this much in every other episode (default: %(default)s)",
+    )
+    add("--size", type=int, default=256, help="pixels of a frame's side (default: %(default)s)")
+    add(
+        "--encoding",
+        choices=("jpeg", "png"),
+        default="jpeg",
+        help="jpeg (quality 95) or lossless png (default: %(default)s)",
+    )
+    add(
+        "--assets",
+        type=Path,
+        metavar="DIR",
+        help="LIBERO's assets (default: the real ones if installed, else stand-ins)",
+    )
+    add("--hdf5", type=Path, metavar="DIR", help="also write LIBERO's HDF5 files there")
+    return parser  # fmt: skip
+
+
+def _job(options: argparse.Namespace) -> DemosJob:
+    suite = find_suite(options.suite)
+    count = len(suite.tasks)
+    for name in ("episodes", "workers", "size"):
+        if getattr(options, name) < 1:
+            raise SelectionError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    settings = DemosSettings(
+        suite=suite.name,
+        tasks=tuple(range(count))
+        if options.tasks is None
+        else parse_numbers(options.tasks, count, "--tasks"),
+        episodes=options.episodes,
+        trials=parse_numbers(options.trials, NUM_TRIALS, "--trials"),
+        seed=options.seed,
+        noise=NoiseSettings(options.noise, options.pushes, slip_chance=options.slips),
+        widen_metres=options.widen,
+        frame_size=options.size,
+        encoding=options.encoding,
+    )
+    environment = EnvironmentSettings(frame_size=options.size, assets_folder=options.assets)
+    return DemosJob(settings, options.out, environment, options.workers)
+
+
+def _record(job: DemosJob) -> None:
+    total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
+    say = sys.stdout.write
+    say(f"{job.settings.suite}: {total - missing} of {total} episodes are there\n")
+    started_s = time.monotonic()
+    results: list[DemoResult] = []
+
+    def report(result: DemoResult) -> None:
+        results.append(result)
+        left_s = (time.monotonic() - started_s) / len(results) * (missing - len(results))
+        outcome = "succeeded" if result.succeeded else "failed"
+        say(
+            f"[{total - missing + len(results)}/{total}] task {result.key.task} episode "
+            f"{result.key.episode} {outcome} in {result.num_steps} steps, "
+            f"{result.num_bytes / 2**20:.2f} MB, {left_s / 60:.1f} min left\n"
+        )
+        sys.stdout.flush()
+
+    record(job, report)
+    _summarise(job)
+
+
+def _summarise(job: DemosJob) -> None:
+    for task in job.settings.tasks:
+        paths = list(find_demonstrations(job.folder, [task]))
+        succeeded = sum(load_header(path).succeeded for path in paths)
+        size = sum(path.stat().st_size for path in paths) / 2**20
+        sys.stdout.write(
+            f"task {task}: {succeeded} of {len(paths)} episodes succeeded, {size:.1f} MB\n"
+        )
+
+
+def _convert(job: DemosJob, folder: Path) -> None:
+    for task in job.settings.tasks:
+        path = write_hdf5(job.folder, job.settings.suite, task, folder)
+        sys.stdout.write(f"{path}\n")

@@ -1,0 +1,93 @@
+"""`deft-client report RESULTS...`: one self-contained HTML page, a markdown table and a CSV."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from deft_client.libero.report.page import build_page
+from deft_client.libero.report.summary import summarise
+from deft_client.libero.report.tables import (
+    compare_all,
+    episodes_csv,
+    markdown_tables,
+    terminal_table,
+)
+from deft_client.libero.report.view import build_views, short_names
+from deft_client.libero.results.errors import EvaluationError, ResultsError, SelectionError
+from deft_client.libero.results.header import HEADER_FILE
+from deft_client.libero.results.records import EpisodeKey
+from deft_client.libero.results.store import Run, load_run
+
+DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
+
+
+def main(arguments: list[str]) -> int:
+    """Write the report; return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _report(options)
+    except SelectionError as error:
+        code, line = ASKED_WRONGLY, str(error)
+    except EvaluationError as error:
+        code, line = FAILED, str(error)
+    except OSError as error:
+        code, line = FAILED, f"cannot write the report: {error}"
+    sys.stderr.write(f"deft-client report: {line}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("deft-client report", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULTS",
+        help="folders that `deft-client eval` wrote: runs, or folders of runs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE",
+        help="the page; FILE.md and FILE.csv are written beside it (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--episode", metavar="SUITE:TASK:TRIAL",
+        help="whose actions to draw (default: the first that went differently)",
+    )  # fmt: skip
+    return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    runs = [run for path in options.results for run in load_runs(path)]
+    key = _episode(options.episode, runs) if options.episode else None
+    out: Path = options.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    compared = list(compare_all(runs, short_names(runs)))
+    summaries = [summarise(run) for run in runs]
+    out.write_text(build_page(build_views(runs, out.parent), compared, key), "utf-8")
+    out.with_suffix(".md").write_text(markdown_tables(summaries, compared), "utf-8")
+    out.with_suffix(".csv").write_text(episodes_csv(runs), "utf-8")
+    sys.stdout.write(terminal_table(summaries))
+    names = ", ".join(str(out.with_suffix(suffix)) for suffix in (out.suffix, ".md", ".csv"))
+    sys.stdout.write(f"wrote {names}\n")
+    return DONE
+
+
+def load_runs(path: Path) -> list[Run]:
+    """The run in a folder, or those in its folders in the order in which they were started."""
+    if (path / HEADER_FILE).is_file():
+        return [load_run(path)]
+    runs = [load_run(header.parent) for header in path.glob(f"*/{HEADER_FILE}")]
+    if not runs:
+        raise ResultsError(
+            f"{path} holds no results: there is no {HEADER_FILE} in it or in its folders. "
+            "Give a folder that `deft-client eval` wrote"
+        )
+    return sorted(runs, key=lambda run: (run.header.created, run.header.name))
+
+
+def _episode(text: str, runs: list[Run]) -> EpisodeKey:
+    suite, _, numbers = text.partition(":")
+    task, _, trial = numbers.partition(":")
+    if not (task.isdecimal() and trial.isdecimal()):
+        raise SelectionError(f"--episode takes SUITE:TASK:TRIAL, got {text!r}")
+    key = EpisodeKey(suite, int(task), int(trial))
+    if not any(record.key == key for run in runs for record in run.records):
+        raise SelectionError(f"--episode {text}: no run has that episode")
+    return key

@@ -1,0 +1,259 @@
+"""Demonstrations on disk: one checksummed file per episode, readable with numpy and Pillow alone.
+
+A file is an uncompressed npz (docs/demonstrations.md describes every member). Actions are in the
+training data's dialect: six numbers as the simulator takes them, then the gripper, 1 open and
+0 close, so that `conventions.to_robosuite` gives back what was executed.
+"""
+
+import hashlib
+import importlib
+import io
+import json
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as PillowImage
+
+from deft_client.libero.errors import DemonstrationError
+from deft_client.libero.simulator.assets import write_atomically
+from deft_client.libero.simulator.conventions import to_robosuite
+from deft_client.libero.simulator.suites import find_task
+from deft_client.types import Image
+
+FORMAT = 1
+SUFFIX = ".npz"
+JPEG_QUALITY = 95
+
+# Columns of `privileged`: what auxiliary losses may learn, in metres in the world frame.
+PRIVILEGED = (
+    *("gripper_x", "gripper_y", "gripper_z", "opening"),
+    *("object_x", "object_y", "object_z"),
+    *("goal_x", "goal_y", "goal_z"),
+    *("target_x", "target_y", "target_z"),
+)
+
+
+@dataclass(frozen=True)
+class DemonstrationHeader:
+    """How an episode came about."""
+
+    suite: str
+    task: int
+    episode: int
+    trial: int
+    instruction: str
+    succeeded: bool
+    assets: str
+    seed: int
+    noise_sigma: float  # of this episode, in action units
+    widened_metres: float
+    frame_size: int
+    encoding: str  # "jpeg" or "png"
+    phases: tuple[str, ...]  # names of the numbers in `phase`
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstration:
+    """One episode; row i of every array belongs to the frame the expert saw before step i."""
+
+    header: DemonstrationHeader
+    encoded: Sequence[bytes]  # [step] JPEG or PNG files, upright
+    labels: NDArray[np.float32]  # [step, 7] the expert's clean action
+    executed: NDArray[np.float32]  # [step, 7] what was executed, noise included
+    state: NDArray[np.float32]  # [step, 8] what a policy may know of the robot
+    privileged: NDArray[np.float32]  # [step, PRIVILEGED]
+    phase: NDArray[np.uint8]  # [step] index into header.phases
+    simulator: NDArray[np.float64]  # [step, state] as LIBERO stores states
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def frame(self, step: int) -> Image:
+        """The picture of a step, uint8 [size, size, 3]."""
+        return decode_frame(self.encoded[step])
+
+    def frames(self) -> NDArray[np.uint8]:
+        """All pictures, [step, size, size, 3]; about 0.2 MB each at 256 pixels."""
+        return np.stack([self.frame(step) for step in range(len(self))])
+
+
+def encode_frame(image: Image, encoding: str) -> bytes:
+    """A picture as a JPEG (quality 95, colour at half resolution) or a PNG file."""
+    buffer = io.BytesIO()
+    picture = PillowImage.fromarray(image)
+    if encoding == "png":
+        picture.save(buffer, "PNG", compress_level=6)
+    else:
+        picture.save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=2)
+    return buffer.getvalue()
+
+
+def decode_frame(content: bytes) -> Image:
+    """The picture in a JPEG or PNG file."""
+    with PillowImage.open(io.BytesIO(content)) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def save_demonstration(path: Path, demonstration: Demonstration) -> None:
+    """Write an episode so that the file is either whole or not there."""
+    arrays = _arrays(demonstration)
+    header = {**asdict(demonstration.header), "sha256": _checksum(arrays)}
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, buffer.getvalue())
+
+
+def load_demonstration(path: Path) -> Demonstration:
+    """Read an episode and check that nothing in it has changed; DemonstrationError otherwise."""
+    arrays = _members(path, None)
+    header, checksum = _header(path, arrays.pop("header", None))
+    if _checksum(arrays) != checksum:
+        raise DemonstrationError(f"{path} is damaged: its checksum does not fit; delete it")
+    ends = [0, *(int(end) for end in arrays["frame_ends"])]
+    content = arrays["frames"].tobytes()
+    encoded = [content[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    try:
+        return Demonstration(
+            header,
+            encoded,
+            labels=arrays["labels"].astype(np.float32, copy=False),
+            executed=arrays["executed"].astype(np.float32, copy=False),
+            state=arrays["state"].astype(np.float32, copy=False),
+            privileged=arrays["privileged"].astype(np.float32, copy=False),
+            phase=arrays["phase"].astype(np.uint8, copy=False),
+            simulator=arrays["simulator"].astype(np.float64, copy=False),
+        )
+    except KeyError as error:
+        raise DemonstrationError(f"{path} has no {error}; it is not a demonstration") from error
+
+
+def load_header(path: Path) -> DemonstrationHeader:
+    """Only how an episode came about, without its frames; nothing else is checked."""
+    return _header(path, _members(path, "header").get("header"))[0]
+
+
+def find_demonstrations(folder: Path, tasks: Sequence[int] | None = None) -> Iterator[Path]:
+    """Episode files below a folder, in order of task and episode."""
+    wanted = None if tasks is None else {task_folder(folder, task) for task in tasks}
+    for path in sorted(folder.glob(f"task*/episode*{SUFFIX}")):
+        if wanted is None or path.parent in wanted:
+            yield path
+
+
+def task_folder(folder: Path, task: int) -> Path:
+    """Where a task's episodes lie."""
+    return folder / f"task{task:02d}"
+
+
+def episode_path(folder: Path, task: int, episode: int) -> Path:
+    """Where an episode lies."""
+    return task_folder(folder, task) / f"episode{episode:04d}{SUFFIX}"
+
+
+def _arrays(demonstration: Demonstration) -> dict[str, NDArray[np.generic]]:
+    ends = np.cumsum([len(one) for one in demonstration.encoded], dtype=np.int64)
+    return {
+        "frames": np.frombuffer(b"".join(demonstration.encoded), dtype=np.uint8),
+        "frame_ends": ends,
+        "labels": demonstration.labels,
+        "executed": demonstration.executed,
+        "state": demonstration.state,
+        "privileged": demonstration.privileged,
+        "phase": demonstration.phase,
+        "simulator": demonstration.simulator,
+    }
+
+
+def _checksum(arrays: Mapping[str, NDArray[np.generic]]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _members(path: Path, only: str | None) -> dict[str, NDArray[np.generic]]:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files if only in (None, name)}
+    except FileNotFoundError as error:
+        raise DemonstrationError(f"no demonstration at {path}") from error
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise DemonstrationError(f"{path} is damaged: {error}; delete it") from error
+
+
+def _header(path: Path, packed: NDArray[np.generic] | None) -> tuple[DemonstrationHeader, str]:
+    if packed is None:
+        raise DemonstrationError(f"{path} has no header; it is not a demonstration")
+    try:
+        entries = json.loads(packed.tobytes())
+        version, checksum = entries["format"], str(entries.pop("sha256"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DemonstrationError(f"{path} has an unreadable header: {error}") from error
+    known = {field.name for field in fields(DemonstrationHeader)}
+    if version != FORMAT or set(entries) != known:
+        raise DemonstrationError(
+            f"{path} is of format {version}, this version reads {FORMAT}; record it again"
+        )
+    entries["phases"] = tuple(entries["phases"])
+    return DemonstrationHeader(**entries), checksum
+
+
+def write_hdf5(demonstrations: Path, suite: str, task: int, folder: Path) -> Path:
+    """Write the succeeded episodes of a task as `<task name>_demo.hdf5`; the path written.
+
+    As in LIBERO's files, pictures are upside down and mirrored, actions are robosuite's, and the
+    gripper's value is -1 open, +1 close. Executed actions are stored, and clean ones beside them.
+    """
+    try:
+        h5py = importlib.import_module("h5py")
+    except ImportError as error:
+        raise DemonstrationError("HDF5 needs the package h5py: pip install h5py") from error
+    wanted = find_task(suite, task)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{wanted.name}_demo.hdf5"
+    aside = path.with_suffix(".part")
+    with h5py.File(aside, "w") as file:
+        data = file.create_group("data")
+        number = total = 0
+        for source in find_demonstrations(demonstrations, [task]):
+            demonstration = load_demonstration(source)
+            if demonstration.header.succeeded:
+                _write_episode(data.create_group(f"demo_{number}"), demonstration)
+                number, total = number + 1, total + len(demonstration)
+        data.attrs["num_demos"], data.attrs["total"] = number, total
+        data.attrs["bddl_file_name"] = f"{suite}/{wanted.bddl_file}"
+        data.attrs["problem_info"] = f'{{"language_instruction": "{wanted.instruction}"}}'
+    aside.replace(path)
+    return path
+
+
+def _write_episode(group: Any, demonstration: Demonstration) -> None:
+    steps = len(demonstration)
+    group.attrs["num_samples"] = steps
+    group.attrs["init_state"] = demonstration.simulator[0]
+    group["actions"] = _robosuite(demonstration.executed)
+    group["clean_actions"] = _robosuite(demonstration.labels)
+    group["states"] = demonstration.simulator
+    group["dones"] = np.arange(steps) == steps - 1
+    group["rewards"] = (np.arange(steps) == steps - 1).astype(np.uint8)
+    observed = group.create_group("obs")
+    frames = demonstration.frames()[:, ::-1, ::-1]
+    observed.create_dataset("agentview_rgb", data=frames, compression="gzip", compression_opts=4)
+    observed["ee_pos"] = demonstration.state[:, :3]
+    observed["ee_ori"] = demonstration.state[:, 3:6]
+    observed["ee_states"] = demonstration.state[:, :6]
+    observed["gripper_states"] = demonstration.state[:, 6:]
+
+
+def _robosuite(actions: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
+    return np.stack([to_robosuite(action.astype(np.float64)) for action in actions])

@@ -1,0 +1,175 @@
+"""Plays the missing episodes of one run: hands them out, keeps what comes back, stops when lost.
+
+The only place that decides what trouble means. A worker that died or a server that did not answer
+costs a try of that episode; after the last try it is Errored, never Failed. While the server is
+away nothing is handed out, and if it stays away the evaluation stops with what it has.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deft_client.errors import DeftError
+from deft_client.libero.evaluation.messages import (
+    Finished,
+    Heartbeat,
+    Hopeless,
+    Job,
+    ServerTrouble,
+    Warned,
+    WorkerSettings,
+)
+from deft_client.libero.evaluation.pool import (
+    Died,
+    News,
+    Worker,
+    WorkerPool,
+)
+from deft_client.libero.evaluation.progress import Progress
+from deft_client.libero.policies.source import check_server
+from deft_client.libero.results.errors import EvaluationStoppedError
+from deft_client.libero.results.records import EpisodeKey, EpisodeRecord, Outcome
+from deft_client.libero.results.store import ResultsStore
+
+_LISTEN_S = 0.25
+_PROBE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much trouble is borne."""
+
+    tries: int = 3  # per episode
+    patience_s: float = 30.0  # for a server that does not answer
+    errored_in_a_row: int = 5  # episodes, before the evaluation gives up
+
+
+class Evaluation:
+    """One sitting of one run."""
+
+    def __init__(
+        self,
+        store: ResultsStore,
+        settings: WorkerSettings,
+        progress: Progress,
+        limits: Limits | None = None,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._progress = progress
+        self._limits = limits or Limits()
+        self._pending: list[EpisodeKey] = []
+        self._tries: Counter[EpisodeKey] = Counter()
+        self._troubled: dict[EpisodeKey, EpisodeRecord] = {}  # waiting for the server, or a try
+        self._server_lost_s: float | None = None
+        self._next_probe_s = 0.0
+        self._errored_in_a_row = 0
+        self._deaths_in_a_row = 0
+
+    def play(self, keys: Sequence[EpisodeKey], num_workers: int) -> None:
+        """Play the episodes of `keys` that have no result yet.
+
+        Raises EvaluationStoppedError or ResultsError when it cannot go on; the results up to then
+        are on disk.
+        """
+        done = {record.key for record in self._store.resumed}
+        self._pending = [key for key in keys if key not in done]
+        if not self._pending:
+            return
+        with WorkerPool(self._settings, min(num_workers, len(self._pending))) as pool:
+            while self._pending or any(worker.job for worker in pool.workers):
+                self._look_for_server()
+                if self._server_lost_s is None:
+                    self._hand_out(pool)
+                for news in pool.listen(_LISTEN_S):
+                    self._handle(news)
+                self._progress.draw()
+
+    def _hand_out(self, pool: WorkerPool) -> None:
+        for worker in pool.idle:
+            if self._pending:
+                key = self._pending.pop(self._choose(worker, pool))
+                self._tries[key] += 1
+                pool.assign(worker, Job(key, self._tries[key]))
+
+    def _choose(self, worker: Worker, pool: WorkerPool) -> int:
+        """The next episode of the task the worker has open; else of one nobody has open."""
+        tasks = [(key.suite, key.task) for key in self._pending]
+        if worker.task in tasks:
+            return tasks.index(worker.task)
+        opened = {other.task for other in pool.workers}
+        return next((index for index, task in enumerate(tasks) if task not in opened), 0)
+
+    def _handle(self, news: News) -> None:
+        worker, report = news.worker, news.report
+        if isinstance(report, Died):
+            self._after_death(worker, report.reason)
+            return
+        self._deaths_in_a_row = 0
+        if isinstance(report, Heartbeat):
+            self._progress.heard(report.round_trip_ms)
+        elif isinstance(report, Warned):
+            self._progress.say(report.text)
+        elif isinstance(report, Hopeless):
+            raise EvaluationStoppedError(report.reason)
+        elif isinstance(report, Finished):
+            worker.job = None
+            self._keep(report.record)
+        else:
+            self._after_trouble(worker, report)
+
+    def _after_trouble(self, worker: Worker, report: ServerTrouble) -> None:
+        worker.job = None
+        self._try_again(report.record)
+        if self._server_lost_s is None:
+            self._server_lost_s = self._next_probe_s = time.monotonic()
+
+    def _after_death(self, worker: Worker, reason: str) -> None:
+        self._deaths_in_a_row += 1
+        if worker.job is not None:
+            self._try_again(EpisodeRecord(worker.job.key, "", Outcome.ERRORED, error=reason))
+        if self._deaths_in_a_row > self._limits.tries + self._limits.errored_in_a_row:
+            raise EvaluationStoppedError(f"workers die before they do anything: {reason}")
+
+    def _try_again(self, record: EpisodeRecord) -> None:
+        tries = f"try {self._tries[record.key]} of {self._limits.tries}"
+        self._progress.say(f"{record.key}, {tries}: {record.error}")
+        if self._tries[record.key] >= self._limits.tries:
+            self._keep(record)
+        else:
+            self._troubled[record.key] = record
+            self._pending.insert(0, record.key)
+
+    def _keep(self, record: EpisodeRecord) -> None:
+        self._store.append(record)
+        self._troubled.pop(record.key, None)
+        self._progress.count(record)
+        errored = record.outcome is Outcome.ERRORED
+        self._errored_in_a_row = self._errored_in_a_row + 1 if errored else 0
+        if self._errored_in_a_row >= self._limits.errored_in_a_row:
+            raise EvaluationStoppedError(
+                f"{self._errored_in_a_row} episodes in a row Errored, the last with: {record.error}"
+            )
+
+    def _look_for_server(self) -> None:
+        """After trouble, find out whether the server is there, for as long as patience lasts."""
+        now_s = time.monotonic()
+        if self._server_lost_s is None or now_s < self._next_probe_s:
+            return
+        self._next_probe_s = now_s + _PROBE_EVERY_S
+        try:
+            check_server(self._settings.source)
+        except DeftError as error:
+            if now_s - self._server_lost_s > self._limits.patience_s:
+                self._give_up(error)
+            return
+        self._server_lost_s = None
+
+    def _give_up(self, error: DeftError) -> None:
+        for record in list(self._troubled.values()):
+            self._pending.remove(record.key)
+            self._keep(record)
+        raise EvaluationStoppedError(
+            f"the server stayed away for {self._limits.patience_s:.0f} s: {error}"
+        )

@@ -1,0 +1,170 @@
+"""Plays episodes inside a worker process and says how each of them ended."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from deft_client.errors import (
+    AccessDeniedError,
+    ConflictError,
+    DeftError,
+    RefusedRequestError,
+    UnknownEndpointError,
+)
+from deft_client.libero.errors import SimulationError
+from deft_client.libero.evaluation import simulators
+from deft_client.libero.evaluation.episode import (
+    EpisodeLog,
+    EpisodePlan,
+    EpisodePolicy,
+    play_in_lock_step,
+)
+from deft_client.libero.evaluation.messages import (
+    Finished,
+    Heartbeat,
+    Hopeless,
+    Job,
+    Pacing,
+    Report,
+    ServerTrouble,
+    VideoChoice,
+    Warned,
+    WorkerSettings,
+)
+from deft_client.libero.evaluation.realtime import RealTimePlayer
+from deft_client.libero.evaluation.video import Caption, write_video
+from deft_client.libero.policies.source import build_policy
+from deft_client.libero.results.errors import EvaluationError, PeerAnswerError, VideoError
+from deft_client.libero.results.records import EpisodeRecord, Outcome
+from deft_client.libero.simulator.environment import Environment
+
+_HEARTBEAT_S = 0.5
+# The same request would be refused again, in every episode.
+_HOPELESS = (RefusedRequestError, AccessDeniedError, UnknownEndpointError, ConflictError)
+
+Send = Callable[[Report], None]
+
+
+class Player:
+    """Keeps the environment of one task open from episode to episode."""
+
+    def __init__(self, settings: WorkerSettings, send: Send) -> None:
+        self._settings = settings
+        self._send = send
+        self._environment: Environment | None = None
+        self._policy: EpisodePolicy | None = None
+
+    def play(self, job: Job) -> Report:
+        """Play one episode and say how it ended."""
+        started_s = time.monotonic()
+        log = EpisodeLog()
+        error = ""
+        try:
+            environment, policy = self._open(job)
+            self._run(environment, policy, job, log)
+        except (SimulationError, *_HOPELESS) as trouble:
+            return Hopeless(str(trouble))
+        except PeerAnswerError as trouble:
+            error = str(trouble)
+        except EvaluationError as trouble:
+            return Hopeless(str(trouble))
+        except DeftError as trouble:
+            error = str(trouble)
+        record = self._record(job, log, error, time.monotonic() - started_s)
+        return ServerTrouble(record) if error else Finished(record)
+
+    def _open(self, job: Job) -> tuple[Environment, EpisodePolicy]:
+        settings = self._settings
+        task = simulators.find_suite(settings.simulator, job.key.suite).task(job.key.task)
+        if self._environment is None or self._policy is None or self._environment.task != task:
+            self._close()
+            opened = simulators.open_environment(settings.simulator, task, settings.environment)
+            self._environment = opened
+            self._policy = build_policy(settings.source, opened)
+        return self._environment, self._policy
+
+    def _close(self) -> None:
+        if self._policy is not None:
+            self._policy.close()
+        if self._environment is not None:
+            self._environment.close()
+        self._policy = self._environment = None
+
+    def _run(
+        self, environment: Environment, policy: EpisodePolicy, job: Job, log: EpisodeLog
+    ) -> None:
+        plan = self._plan(job)
+        pulse = _Pulse(self._send)
+        if self._settings.pacing is Pacing.LOCK_STEP:
+            play_in_lock_step(environment, policy, plan, log, pulse.beat)
+            return
+        player = RealTimePlayer(environment, policy)
+        try:
+            player.play(plan, log, pulse.beat)
+        finally:
+            player.close()
+
+    def _plan(self, job: Job) -> EpisodePlan:
+        settings, key = self._settings, job.key
+        return EpisodePlan(
+            trial=key.trial,
+            step_limit=settings.step_limit,
+            session_id=f"{settings.folder.name}-{key.suite}-{key.task}-{key.trial}-{job.number}",
+            executed_steps=settings.executed_steps,
+            seed=settings.seed,
+            keeps_images=settings.video is not VideoChoice.NONE,
+        )
+
+    def _record(self, job: Job, log: EpisodeLog, error: str, wall_s: float) -> EpisodeRecord:
+        outcome = Outcome.SUCCEEDED if log.has_succeeded else Outcome.FAILED
+        outcome = Outcome.ERRORED if error else outcome
+        environment = self._environment
+        assets = getattr(environment, "assets", None)
+        return EpisodeRecord(
+            key=job.key,
+            instruction="" if environment is None else environment.task.instruction,
+            outcome=outcome,
+            actions=np.stack(log.actions) if log.actions else np.zeros((0, 7)),
+            answers=tuple(log.answers),
+            held_steps=log.held_steps,
+            late_steps=log.late_steps,
+            wall_s=wall_s,
+            finished_s=time.time(),
+            assets="" if assets is None else str(assets.label),
+            video="" if error else self._video(job, log, outcome),
+            error=error,
+        )
+
+    def _video(self, job: Job, log: EpisodeLog, outcome: Outcome) -> str:
+        choice = self._settings.video
+        if choice is VideoChoice.NONE or (
+            choice is VideoChoice.FAILURES and outcome is Outcome.SUCCEEDED
+        ):
+            return ""
+        name = f"videos/task{job.key.task:02d}-trial{job.key.trial:02d}-{outcome.value}.mp4"
+        assert self._environment is not None
+        try:
+            caption = Caption(
+                self._environment.task.instruction, outcome, self._settings.step_limit
+            )
+            write_video(self._settings.folder / name, log, caption)
+        except VideoError as error:
+            self._send(Warned(str(error)))
+            return ""
+        return name
+
+
+class _Pulse:
+    """Tells the evaluation, not too often, how far an episode is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._next_s = time.monotonic()
+
+    def beat(self, log: EpisodeLog) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            newest = log.answers[-1].timings.round_trip_ms if log.answers else 0.0
+            self._send(Heartbeat(len(log.actions), newest))
+            self._next_s = now_s + _HEARTBEAT_S

@@ -1,0 +1,116 @@
+"""A simulator of one point on a table, for trying the evaluation without LIBERO or a GPU.
+
+The point goes where actions push it; an episode succeeds when it rests in the circle. Use it with
+`--environment deft_client.libero.point_world:open_environment`; `solve` is a policy that always
+gets there. It is also the example to follow for connecting another simulator.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.libero.errors import UnknownSuiteError
+from deft_client.libero.evaluation.episode import EpisodePolicy
+from deft_client.libero.simulator.environment import (
+    Environment,
+    EnvironmentSettings,
+    Frame,
+    StepResult,
+)
+from deft_client.libero.simulator.suites import NUM_TRIALS, Suite, Task
+from deft_client.types import ActionChunk, Image, Observation
+
+SUITE = "point_world"
+_TASKS = ("push_the_point_left", "push_the_point_away", "push_the_point_to_the_corner")
+_STEP_LIMIT = 80
+_METRES_PER_ACTION = 0.02
+_REACH = 0.03  # metres between point and circle at which the goal holds
+_EDGE = 0.5  # metres from the middle of the table
+_CIRCLES = np.array([[-0.35, 0.0, 0.0], [0.0, 0.35, 0.0], [0.33, 0.33, 0.0]])  # [task, xyz]
+_BACKGROUND, _CIRCLE, _POINT = (236, 232, 224), (90, 160, 110), (190, 60, 50)
+
+
+def find_suite(name: str) -> Suite:
+    """The suites of this simulator, as `--environment` asks for them."""
+    if name != SUITE:
+        raise UnknownSuiteError(name, [SUITE])
+    tasks = tuple(Task(SUITE, number, task) for number, task in enumerate(_TASKS))
+    return Suite(SUITE, _STEP_LIMIT, SUITE, tasks)
+
+
+def open_environment(task: Task, settings: EnvironmentSettings) -> "PointWorld":
+    """Build a task's table."""
+    return PointWorld(task, settings)
+
+
+def solve(environment: Environment) -> EpisodePolicy:
+    """A policy that pushes the point straight into the circle."""
+    if not isinstance(environment, PointWorld):
+        raise TypeError(f"solves only PointWorld, got {type(environment).__name__}")
+    return _Solver(environment)
+
+
+class PointWorld:
+    """One table. The circle is the task's, the start is the trial's."""
+
+    def __init__(self, task: Task, settings: EnvironmentSettings) -> None:
+        self.task = task
+        self.num_trials = NUM_TRIALS
+        self.circle = _CIRCLES[task.number]
+        self.point = np.zeros(3)
+        self._settings = settings
+        self._is_closed = False
+
+    def reset(self, trial: int) -> Frame:
+        """Put the point where the trial has it."""
+        rng = np.random.default_rng((self._settings.seed, self.task.number, trial))
+        self.point = np.append(rng.uniform(-_EDGE / 2, _EDGE / 2, size=2), 0.0)
+        self._is_closed = False
+        return self._frame()
+
+    def step(self, action: NDArray[np.float64]) -> StepResult:
+        """Push the point; closing the gripper inside the circle is the goal."""
+        self.point = np.clip(self.point + action[:3] * _METRES_PER_ACTION, -_EDGE, _EDGE)
+        self._is_closed = bool(action[6] > 0)
+        away = float(np.linalg.norm(self.point[:2] - self.circle[:2]))
+        return StepResult(self._frame(), self._is_closed and away < _REACH)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _frame(self) -> Frame:
+        size = self._settings.frame_size
+        image = np.full((size, size, 3), _BACKGROUND, dtype=np.uint8)
+        _paint_disc(image, self.circle, 0.05, _CIRCLE)
+        _paint_disc(image, self.point, 0.025, _POINT)
+        fingers = 0.0 if self._is_closed else 0.04
+        state = np.concatenate([self.point, np.zeros(3), [fingers, -fingers]]).astype(np.float32)
+        cameras = {"wrist": image} if self._settings.wrist_camera else {}
+        return Frame(image, state, cameras)
+
+
+class _Solver:
+    """Knows where point and circle are. Its answers are in robosuite's units."""
+
+    def __init__(self, world: PointWorld) -> None:
+        self._world = world
+
+    def start(self, session_id: str) -> None:
+        """Nothing to forget."""
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """One action straight ahead."""
+        away = (self._world.circle - self._world.point) / _METRES_PER_ACTION
+        push = away / max(1.0, float(np.abs(away).max()))
+        return ActionChunk(np.concatenate([push, np.zeros(3), [1.0]])[None])
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _paint_disc(
+    image: Image, centre: NDArray[np.float64], radius: float, colour: tuple[int, int, int]
+) -> None:
+    size = len(image)
+    metres = np.linspace(-_EDGE, _EDGE, size)
+    away = (metres[None, :] - centre[0]) ** 2 + (-metres[:, None] - centre[1]) ** 2
+    image[away < radius**2] = colour

@@ -1,0 +1,203 @@
+"""From the options of an evaluation to its runs: one per suite, decoding method and pacing."""
+
+import platform
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+from deft_client.libero.evaluation import simulators
+from deft_client.libero.evaluation.messages import Pacing, VideoChoice, WorkerSettings
+from deft_client.libero.policies.source import PolicySource
+from deft_client.libero.results.errors import ProfileError
+from deft_client.libero.results.header import RunHeader
+from deft_client.libero.results.records import EpisodeKey
+from deft_client.libero.results.selection import select_episodes
+from deft_client.libero.simulator.environment import EnvironmentSettings
+from deft_client.libero.simulator.suites import Suite
+from deft_client.types import ServerInfo
+
+_SIMULATOR_PACKAGES = ("hf-libero", "libero", "robosuite", "mujoco", "bddl")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What was asked for, checked as far as that is possible without a server."""
+
+    suites: Sequence[str]
+    folder: Path
+    source: PolicySource
+    simulator: str = simulators.LIBERO
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    tasks: str | None = None
+    trials: str | None = None
+    num_episodes: int | None = None
+    decodings: Sequence[str | None] = (None,)  # None: the server's own choice
+    pacings: Sequence[Pacing] = (Pacing.LOCK_STEP,)
+    step_limit: int | None = None  # None: the suite's
+    seed: int = 7
+    video: VideoChoice = VideoChoice.NONE
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run that is to be started or continued."""
+
+    header: RunHeader
+    settings: WorkerSettings
+    keys: tuple[EpisodeKey, ...]
+
+
+def plan_runs(wishes: Wishes, info: ServerInfo | None) -> list[PlannedRun]:
+    """Every run of the evaluation, in the order in which they are played."""
+    assets = simulators.describe_assets(wishes.simulator, wishes.environment)
+    runs = []
+    for name in wishes.suites:
+        suite = simulators.find_suite(wishes.simulator, name)
+        keys = select_episodes(suite, wishes.tasks, wishes.trials, wishes.num_episodes)
+        for decoding in wishes.decodings:
+            for pacing in wishes.pacings:
+                settings = _settings(wishes, suite, decoding, pacing, info)
+                header = _header(suite, settings, assets, info)
+                settings = replace(settings, folder=wishes.folder / _slug(header.name))
+                runs.append(PlannedRun(header, settings, keys))
+    return runs
+
+
+def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | None) -> str | None:
+    """The key to ask for: the one given, else the suite's own if the server has it.
+
+    Checkpoints fine-tuned on LIBERO name their statistics after the suite, some of them with
+    `_no_noops`. A server of another project does not tell which it has: it gets the suite's.
+    """
+    if asked is not None:
+        if info is not None and asked not in info.statistics_keys:
+            known = ", ".join(info.statistics_keys) or "none"
+            raise ProfileError(f"the server has no statistics key {asked!r}; it has: {known}")
+        return asked
+    if info is None:
+        return suite.statistics_key
+    for key in (suite.statistics_key, f"{suite.statistics_key}_no_noops"):
+        if key in info.statistics_keys:
+            return key
+    return info.default_statistics_key
+
+
+def _settings(
+    wishes: Wishes, suite: Suite, decoding: str | None, pacing: Pacing, info: ServerInfo | None
+) -> WorkerSettings:
+    if decoding is not None and info is not None and decoding not in info.decoding_methods:
+        known = ", ".join(info.decoding_methods) or "none"
+        raise ProfileError(f"the server has no decoding {decoding!r}; it has: {known}")
+    source, profile = wishes.source, wishes.source.profile
+    key = choose_statistics_key(source.options.statistics_key, suite, info)
+    options = replace(source.options, decoding=decoding, statistics_key=key)
+    return WorkerSettings(
+        folder=wishes.folder,
+        source=replace(source, options=options),
+        simulator=wishes.simulator,
+        environment=replace(wishes.environment, wrist_camera=profile.wrist_camera),
+        pacing=pacing,
+        step_limit=wishes.step_limit or suite.step_limit,
+        executed_steps=profile.executed_steps,
+        seed=wishes.seed,
+        video=wishes.video,
+    )
+
+
+def _header(
+    suite: Suite, settings: WorkerSettings, assets: str, info: ServerInfo | None
+) -> RunHeader:
+    now = datetime.now(timezone.utc)
+    return RunHeader(
+        run=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
+        created=f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        name=" ".join([suite.name, *_name_parts(settings, info)]),
+        suite=suite.name,
+        assets=assets,
+        options=_options(settings),
+        versions=dict(_versions(settings.simulator)),
+        server=_server(settings, info),
+        notes={
+            "url": "" if settings.source.factory else settings.source.url,
+            "machine": f"{platform.machine()} {platform.system()}, Python "
+            f"{platform.python_version()}",
+        },
+    )
+
+
+def _name_parts(settings: WorkerSettings, info: ServerInfo | None) -> Iterator[str]:
+    source = settings.source
+    if source.factory:
+        yield source.name
+    else:
+        if source.profile.name != "deft":
+            yield source.profile.name
+        decoding = source.options.decoding or (info.decoding if info else "")
+        if decoding:
+            yield decoding
+        if source.options.radius is not None:
+            yield f"r{source.options.radius}"
+    if source.stream:
+        yield "stream"
+    if settings.environment.widen_metres > 0:
+        yield f"widened-{100 * settings.environment.widen_metres:g}cm"
+    if settings.pacing is Pacing.REAL_TIME:
+        yield "real-time"
+    if source.network_delay_ms > 0:
+        yield f"delay{source.network_delay_ms:g}ms"
+
+
+def _options(settings: WorkerSettings) -> dict[str, str]:
+    """Everything that was decided on this side and that changes what a result means."""
+    source = settings.source
+    return {
+        "decoding": source.options.decoding or "",
+        "environment": settings.simulator,
+        "environment_seed": str(settings.environment.seed),
+        "executed_steps": str(settings.executed_steps or "all"),
+        "frame_size": str(settings.environment.frame_size),
+        "gripper": source.profile.gripper.value,
+        "image_chain_of_client": source.profile.client_chain.value,
+        "network_delay_ms": f"{source.network_delay_ms:g}",
+        "pacing": settings.pacing.value,
+        "policy": source.name or "server",
+        "policy_factory": source.factory,
+        "profile": source.profile.name,
+        "radius": "" if source.options.radius is None else str(source.options.radius),
+        "seed": str(settings.seed),
+        "statistics_key": source.options.statistics_key or "",
+        "step_limit": str(settings.step_limit),
+        "transport": "websocket" if source.stream else "request",
+        "widen_metres": f"{settings.environment.widen_metres:g}",
+    }
+
+
+def _server(settings: WorkerSettings, info: ServerInfo | None) -> Mapping[str, str]:
+    if info is None:
+        return {}
+    described = {
+        "policy": info.policy,
+        "image": f"{info.image_height}x{info.image_width}",
+        "image_chain": info.image_chain,
+        **{f"version of {name}": version for name, version in info.versions.items()},
+    }
+    if not settings.source.options.decoding:
+        described["decoding"] = info.decoding
+    return described
+
+
+def _versions(simulator: str) -> Iterator[tuple[str, str]]:
+    packages = ("deft-client", *(_SIMULATOR_PACKAGES if simulator == simulators.LIBERO else ()))
+    for package in packages:
+        try:
+            yield package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)

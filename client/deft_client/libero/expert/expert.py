@@ -1,0 +1,169 @@
+"""The scripted expert: for any scene of a task, the action that brings the goal nearer.
+
+It reads the simulator's privileged state and is a pure function of it, given how the episode
+began: `label` can therefore correct any state, whoever brought it about. Only `attempt` carries
+anything from step to step: a `Watch` raises it when nothing moves, and the next best grasp is
+tried.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deft_client.libero.errors import SimulationError
+from deft_client.libero.expert.fixtures import (
+    PullDrawer,
+    PushPlate,
+    PushShut,
+    TurnKnob,
+)
+from deft_client.libero.expert.geometry import build_clouds, pinch
+from deft_client.libero.expert.grasps import GraspFinder, category
+from deft_client.libero.expert.motion import Aim, steer
+from deft_client.libero.expert.pick import (
+    Label,
+    Phase,
+    PickAndPlace,
+    Place,
+)
+from deft_client.libero.simulator.environment import LiberoEnvironment
+from deft_client.libero.simulator.scene import (
+    Goal,
+    Pose,
+    Scene,
+    Vector,
+)
+
+_SPACING = 0.088  # metres between the middles of things that share a region
+_OPEN_DRAWER = -0.12  # metres along the slide; fully open is -0.16
+_STUCK_STEPS = 25
+_STUCK_METRES = 0.004
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """The expert for one episode; `start` is the scene after the idle steps."""
+
+    goals: tuple[Goal, ...]
+    start: Scene
+    finder: GraspFinder
+
+    @classmethod
+    def for_episode(cls, environment: LiberoEnvironment) -> "Expert":
+        """An expert for the episode the environment has just begun (after the idle steps)."""
+        start, goals = environment.scene(), environment.goals()
+        for goal in goals:
+            if not _is_known(goal, start):
+                raise SimulationError(
+                    f"the expert cannot do task {environment.task.number} of "
+                    f"{environment.task.suite}: it knows no way to reach {goal}"
+                )
+        return cls(goals, start, GraspFinder(build_clouds(start, environment.boxes())))
+
+    def label(self, scene: Scene, attempt: int = 0) -> Label:
+        """What to do in this scene."""
+        pairs = list(zip(self.goals, scene.goals_held, strict=True))
+        # What is to be shut comes last: something may have to go in first.
+        for goal, held in sorted(pairs, key=lambda pair: pair[0].predicate == "close"):
+            if not held:
+                return self._let_go(goal, scene) or self._work(goal, scene, attempt)
+        return self._retreat(scene)
+
+    def _let_go(self, goal: Goal, scene: Scene) -> Label | None:
+        """Open the fingers first where they still hold what an earlier goal was about."""
+        for other in self.goals:
+            if other.subject == goal.subject or other.subject not in self.finder.clouds:
+                continue
+            pose = scene.bodies[other.subject]
+            held = pinch(self.finder.clouds[other.subject].at(pose), scene.gripper)
+            if held is not None and scene.opening < held.width + 0.012:
+                aim = Aim(scene.gripper.position, scene.gripper.rotation, closed=False)
+                at = pose.position
+                return Label(steer(scene, aim), Phase.RELEASE, aim.position, at, at)
+        return None
+
+    def _work(self, goal: Goal, scene: Scene, attempt: int) -> Label:
+        if goal.predicate == "open":
+            return PullDrawer(parent(goal.subject, scene), goal.subject).label(scene)
+        if goal.predicate == "close":
+            return PushShut(parent(goal.subject, scene), goal.subject).label(scene)
+        if goal.predicate == "turnon":
+            return TurnKnob(goal.subject, f"{goal.subject}_button").label(scene)
+        return self._put(goal, goal.target or "", scene, attempt)
+
+    def _put(self, goal: Goal, target: str, scene: Scene, attempt: int) -> Label:
+        start = self.finder.clouds[goal.subject].at(self.start.bodies[goal.subject])
+        rest = float(start[:, 2].min())
+        if category(goal.subject) == "plate":
+            return PushPlate(goal.subject, target, rest).label(scene)
+        drawer = drawer_joint(target, scene)
+        if drawer is not None and scene.joints[drawer] > _OPEN_DRAWER:
+            return PullDrawer(parent(target, scene), target).label(scene)
+        up = self.start.bodies[goal.subject].rotation[2]
+        skill = PickAndPlace(goal.subject, rest, up, self.finder)
+        return skill.label(scene, self._place(goal, target, scene), attempt)
+
+    def _place(self, goal: Goal, target: str, scene: Scene) -> Place:
+        if target in scene.bodies:
+            position = scene.bodies[target].position
+            return Place(position, float(position[2]) + 0.006, 0.008)
+        position = scene.regions[target].position
+        if goal.predicate == "in":
+            return Place(position, float(position[2]) - 0.03)
+        rack = next((name for name in scene.bodies if target.startswith(name)), "")
+        if category(rack) == "wine_rack":
+            # Up the slope from the trough; the goal holds as soon as the bottle touches the shelf.
+            position = position + 0.03 * scene.bodies[rack].rotation[:, 1]
+            return Place(position, float(position[2]) - 0.02)
+        return Place(position + self._aside(goal, scene.regions[target]), float(position[2]))
+
+    def _aside(self, goal: Goal, region: Pose) -> Vector:
+        """Room for everything that is to stand on one region: side by side along its x axis."""
+        sharing = [one.subject for one in self.goals if one.target == goal.target]
+        place = sharing.index(goal.subject) - (len(sharing) - 1) / 2
+        return np.asarray(_SPACING * place * region.rotation[:, 0])
+
+    def _retreat(self, scene: Scene) -> Label:
+        up = scene.gripper.position + np.array([0.0, 0.0, 0.1])
+        aim = Aim(up, scene.gripper.rotation, closed=False)
+        return Label(steer(scene, aim), Phase.RETREAT, up, up, up)
+
+
+@dataclass
+class Watch:
+    """Counts attempts: one more whenever the hand stays where it is for too long."""
+
+    attempt: int = 0
+    _places: list[np.ndarray] = field(default_factory=list)
+
+    def see(self, scene: Scene) -> int:
+        """Take note of a scene; the attempt to pass to `label`."""
+        self._places.append(np.append(scene.gripper.position, scene.opening))
+        recent = self._places[-_STUCK_STEPS:]
+        if len(recent) == _STUCK_STEPS and np.ptp(recent, axis=0).max() < _STUCK_METRES:
+            self.attempt += 1
+            self._places.clear()
+        return self.attempt
+
+
+def _is_known(goal: Goal, scene: Scene) -> bool:
+    """Whether there is a skill for a goal. Doors and what lies behind them are beyond it."""
+    if goal.predicate in ("open", "close"):
+        return drawer_joint(goal.subject, scene) is not None
+    if goal.predicate in ("in", "on"):
+        return goal.target is not None and not goal.target.startswith("microwave")
+    return goal.predicate == "turnon"
+
+
+def parent(region: str, scene: Scene) -> str:
+    """The body a region belongs to: `wooden_cabinet_1` for `wooden_cabinet_1_top_region`."""
+    for name in scene.bodies:
+        if region.startswith(name):
+            return name
+    raise SimulationError(f"no body of this scene has a region {region}")
+
+
+def drawer_joint(region: str, scene: Scene) -> str | None:
+    """The joint that moves a region, if it is a drawer's."""
+    joint = region.replace("_region", "_level")
+    return joint if joint in scene.joints else None

@@ -1,0 +1,182 @@
+"""What the expert does to things that do not leave their place: drawers, knobs, plates, doors.
+
+Each skill is a pure function of the scene, as in `expert_pick`: where the hand is relative to the
+handle and how far its fingers are apart decide what comes next.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deft_client.libero.expert.geometry import TIP
+from deft_client.libero.expert.motion import (
+    UP,
+    Aim,
+    downward,
+    pointing,
+    steer,
+    turn_to,
+)
+from deft_client.libero.expert.pick import Label, Phase, funnel
+from deft_client.libero.simulator.scene import Scene, Vector
+
+_HANDLE_OUT = 0.116  # from a drawer's region to the middle of its bar
+_BAR_WIDTH = 0.016  # fingers nearer than this hold the bar
+_STAND_OFF = 0.10
+_KNOB_GRIP = 0.038  # height of the knob's bar above the stove's origin
+_KNOB_BAR = 0.034  # fingers nearer than this hold the bar
+_KNOB_LEAN = np.array([-0.2, 0.0, 0.0])  # keeps the wrist away from the robot's base
+_TURN_LEAD = 0.3  # radians the hand leads the knob by
+_SHUT_LEAN = 0.6
+_PLATE_FLOOR = 0.004
+_PRESS = 0.008  # how far below itself the pushing hand aims, so as not to ride over the rim
+_INSIDE = 0.025  # where on the plate the fingers come down, from its middle
+_FLAT = np.array([1.0, 1.0, 0.0])
+
+
+@dataclass(frozen=True, eq=False)
+class PullDrawer:
+    """Opens a drawer: pinches its bar from the front, one finger above, one below, and pulls."""
+
+    cabinet: str
+    region: str
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, front = scene.gripper, -scene.bodies[self.cabinet].rotation[:, 1]
+        bar = scene.regions[self.region].position + _HANDLE_OUT * front
+        rotation = pointing(-front, UP)
+        offset = hand.position - bar
+        out = float(offset @ front)
+        aside = float(np.linalg.norm(offset - out * front))
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        near = aside < 0.014 and abs(out) < 0.016 and turn < 0.4
+        if near and scene.opening < _BAR_WIDTH:
+            aim = Aim(hand.position + 0.1 * front, rotation, closed=True, speed=0.7)
+            return _label(scene, aim, Phase.PULL, bar)
+        if aside < 0.010 and abs(out) < 0.012 and turn < 0.3:
+            return _label(scene, Aim(bar, rotation, closed=True), Phase.CLOSE, bar)
+        misfit = max(aside - 0.005, 0.08 * (turn - 0.12), 0.0)
+        if scene.opening < 0.05:
+            misfit = max(misfit, 0.03)
+        wanted = funnel(misfit, _STAND_OFF)
+        position = bar + wanted * front
+        if out < wanted - 0.02:  # first away from the cabinet, then sideways
+            position = hand.position + (wanted - out) * front
+        phase = Phase.DESCEND if misfit < 0.02 else Phase.APPROACH
+        return _label(scene, Aim(position, rotation, closed=False), phase, bar)
+
+
+@dataclass(frozen=True, eq=False)
+class TurnKnob:
+    """Turns a stove on: takes the bar on its knob from above and turns the hand."""
+
+    stove: str
+    joint: str
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, stove = scene.gripper, scene.bodies[self.stove]
+        angle = scene.joints[self.joint]
+        # At angle 0 the bar lies along the stove's x axis; the fingers close across it.
+        across = stove.rotation @ np.array([-np.sin(angle), np.cos(angle), 0.0])
+        knob = stove.position + _KNOB_GRIP * UP
+        rotation = downward(across, _KNOB_LEAN)
+        error = float(np.linalg.norm((hand.position - knob)[:2]))
+        above = float(hand.position[2] - knob[2])
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        level = -0.012 < above < 0.018
+        if level and error < 0.025 and scene.opening < _KNOB_BAR and turn < 0.9:
+            further = _about_up(_TURN_LEAD) @ hand.rotation
+            return _label(scene, Aim(knob, further, closed=True), Phase.TURN, knob)
+        if level and error < 0.015 and turn < 0.25:
+            return _label(scene, Aim(knob, rotation, closed=True, speed=0.3), Phase.CLOSE, knob)
+        misfit = max(error - 0.006, 0.05 * (turn - 0.1), 0.0)
+        if scene.opening < 0.05:
+            misfit = max(misfit, 0.02)
+        return _descend(scene, knob, rotation, funnel(misfit, 0.06))
+
+
+@dataclass(frozen=True, eq=False)
+class PushPlate:
+    """Pushes a plate along the table, closed fingers against its rim from the inside.
+
+    From the outside there is often no room behind it.
+    """
+
+    plate: str
+    region: str
+    table: float  # height of what the plate lies on
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, plate = scene.gripper, scene.bodies[self.plate].position
+        way = (scene.regions[self.region].position - plate) * _FLAT
+        left = float(np.linalg.norm(way))
+        ahead = way / left if left > 1e-3 else np.array([1.0, 0.0, 0.0])
+        rotation = downward(np.cross(UP, ahead))
+        start = plate + _INSIDE * ahead
+        start[2] = self.table + TIP + _PLATE_FLOOR - 0.003
+        offset = (hand.position - plate) * _FLAT
+        along = float(offset @ ahead)
+        aside = offset - along * ahead
+        inside = float(np.linalg.norm(aside)) < 0.02 and 0.0 < along < 0.055
+        if hand.position[2] < start[2] + 0.004 and inside:
+            step = min(left + 0.02, 0.05) * ahead - 0.7 * aside
+            position = hand.position + step - _PRESS * UP
+            return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, plate)
+        error = float(np.linalg.norm((hand.position - start)[:2]))
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        misfit = max(error - 0.01, 0.05 * (turn - 0.2), 0.0)
+        if scene.opening > 0.02:
+            misfit = max(misfit, 0.015)
+        return _descend(scene, start, rotation, funnel(misfit, 0.09), closed=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PushShut:
+    """Shuts a drawer: pushes its bar with closed fingers, the palm leaning outwards."""
+
+    cabinet: str
+    region: str
+
+    def label(self, scene: Scene) -> Label:
+        """The action for a scene."""
+        hand, front = scene.gripper, -scene.bodies[self.cabinet].rotation[:, 1]
+        bar = scene.regions[self.region].position + _HANDLE_OUT * front
+        rotation = downward(np.cross(UP, front), -_SHUT_LEAN * front)
+        offset = hand.position - bar
+        out = float(offset @ front)
+        aside = float(np.linalg.norm((offset - out * front)[:2]))
+        if aside < 0.04 and 0.0 < out < 0.08 and offset[2] < 0.02 and scene.opening < 0.02:
+            position = hand.position - 0.04 * front
+            position[2] = bar[2] + 0.004
+            return _label(scene, Aim(position, rotation, closed=True), Phase.PUSH, bar)
+        start = bar + 0.05 * front + 0.004 * UP
+        error = float(np.linalg.norm((hand.position - start)[:2]))
+        turn = float(np.linalg.norm(turn_to(rotation, hand)))
+        misfit = max(error - 0.012, 0.05 * (turn - 0.2), 0.0)
+        if scene.opening > 0.02:
+            misfit = max(misfit, 0.015)
+        return _descend(scene, start, rotation, funnel(misfit, 0.16), closed=True)
+
+
+def _descend(
+    scene: Scene, goal: Vector, rotation: Vector, height: float, closed: bool = False
+) -> Label:
+    """Above a point, as high as the funnel says, sideways only when high enough."""
+    hand = scene.gripper.position
+    above = goal[2] + height
+    share = float(np.clip(1.0 - (above - hand[2] - 0.01) / 0.04, 0.0, 1.0))
+    position = np.array([*(hand[:2] + share * (goal - hand)[:2]), above])
+    phase = Phase.DESCEND if height < 0.05 else Phase.APPROACH
+    return _label(scene, Aim(position, rotation, closed), phase, goal)
+
+
+def _label(scene: Scene, aim: Aim, phase: Phase, handled: Vector) -> Label:
+    return Label(steer(scene, aim), phase, aim.position, handled, aim.position)
+
+
+def _about_up(angle: float) -> Vector:
+    sine, cosine = np.sin(angle), np.cos(angle)
+    return np.array([[cosine, -sine, 0.0], [sine, cosine, 0.0], [0.0, 0.0, 1.0]])

@@ -1,0 +1,168 @@
+"""Where an evaluation's answers come from: a server of some profile, or a policy in the process.
+
+A `PolicySource` is plain data, so that it can be handed to worker processes; each of them builds
+its own connection from it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
+
+import httpx
+
+from deft_client.client import PolicyClient, timed, transport_error
+from deft_client.errors import DeftError, ServerUnreachableError
+from deft_client.libero.evaluation.episode import EpisodePolicy
+from deft_client.libero.policies.deft import DeftPolicy
+from deft_client.libero.policies.openpi import OpenPiPolicy
+from deft_client.libero.policies.openvla import OftPolicy, OpenVlaPolicy
+from deft_client.libero.policies.profiles import PROFILES, Profile, ProfilePolicy, Protocol
+from deft_client.libero.results.selection import load_function
+from deft_client.libero.simulator.environment import Environment
+from deft_client.settings import DEFAULT_URL, ClientSettings
+from deft_client.stream import StreamClient
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
+
+PROBE_TIMEOUT_S = 2.0
+
+PolicyFactory = Callable[[Environment], EpisodePolicy]
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """How to reach the policy and what to ask of it.
+
+    `stream` sends observations to a Deft server through its WebSocket.
+    `factory` is `module:function` for a policy in the worker's own process, empty for a server;
+    `name` is what reports call that policy.
+    `network_delay_ms` is added to every round trip, half before and half after.
+    """
+
+    url: str = DEFAULT_URL
+    profile: Profile = PROFILES["deft"]
+    options: ActOptions = field(default_factory=lambda: ActOptions(want_trace=True))
+    settings: ClientSettings = field(default_factory=ClientSettings)
+    stream: bool = False
+    factory: str = ""
+    name: str = ""
+    network_delay_ms: float = 0.0
+
+
+def build_policy(source: PolicySource, environment: Environment) -> EpisodePolicy:
+    """Connect; nothing is sent before the first episode starts."""
+    policy: EpisodePolicy
+    if source.factory:
+        factory: PolicyFactory = load_function(source.factory, "--policy")
+        policy = TimedPolicy(factory(environment))
+    else:
+        policy = ProfilePolicy(_build_peer(source), source.profile)
+    if source.network_delay_ms > 0:
+        policy = DelayedPolicy(policy, source.network_delay_ms)
+    return policy
+
+
+def _build_peer(source: PolicySource) -> EpisodePolicy:
+    answer_s = source.settings.timeouts.answer_s
+    key = source.options.statistics_key
+    if source.profile.protocol is Protocol.OPENVLA:
+        return OpenVlaPolicy(source.url, key, answer_s)
+    if source.profile.protocol is Protocol.OFT:
+        return OftPolicy(source.url, None, answer_s)
+    if source.profile.protocol is Protocol.OPENPI:
+        return OpenPiPolicy(source.url, answer_s, source.settings.api_key)
+    client_class = StreamClient if source.stream else PolicyClient
+    return DeftPolicy(client_class(source.url, source.settings), source.options)
+
+
+def describe_server(source: PolicySource) -> ServerInfo | None:
+    """What the server says about itself; None for servers of other projects, which do not.
+
+    Raises what the client raises when there is no server.
+    """
+    if source.factory:
+        load_function(source.factory, "--policy")  # better now than in every worker
+        return None
+    with PolicyClient(source.url, source.settings) as client:
+        if source.profile.protocol is Protocol.DEFT:
+            return client.info()
+        try:
+            return client.info()
+        except ServerUnreachableError:
+            raise
+        except DeftError:
+            return None
+
+
+def check_server(source: PolicySource) -> None:
+    """Return if the server would answer an observation now; raise DeftError otherwise."""
+    if source.factory:
+        return
+    if source.profile.protocol is Protocol.DEFT:
+        timeouts = replace(
+            source.settings.timeouts, connect_s=PROBE_TIMEOUT_S, answer_s=PROBE_TIMEOUT_S
+        )
+        with PolicyClient(source.url, replace(source.settings, timeouts=timeouts)) as client:
+            client.ping()
+        return
+    parts = urlsplit(source.url)
+    url = f"http{'s' if parts.scheme in ('https', 'wss') else ''}://{parts.netloc}/"
+    try:
+        httpx.get(url, timeout=PROBE_TIMEOUT_S)  # any answer will do: somebody is there
+    except httpx.TransportError as error:
+        raise transport_error(error, source.url) from error
+
+
+class TimedPolicy:
+    """A policy in this process, whose round trip is the call."""
+
+    def __init__(self, policy: EpisodePolicy) -> None:
+        self._policy = policy
+
+    def start(self, session_id: str) -> None:
+        """Begin an episode."""
+        self._policy.start(session_id)
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """Answer, and say how long it took."""
+        started = time.perf_counter()
+        return timed(self._policy.act(observation), started)
+
+    def close(self) -> None:
+        """Free what the policy holds."""
+        self._policy.close()
+
+
+class DelayedPolicy:
+    """A policy at the far end of a slow network."""
+
+    def __init__(
+        self,
+        policy: EpisodePolicy,
+        delay_ms: float,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._policy = policy
+        self._delay_ms = delay_ms
+        self._sleep = sleep
+
+    def start(self, session_id: str) -> None:
+        """Begin an episode; nobody waits for the network here."""
+        self._policy.start(session_id)
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """Answer, later."""
+        self._sleep(self._delay_ms / 2000)
+        chunk = self._policy.act(observation)
+        self._sleep(self._delay_ms / 2000)
+        round_trip_ms = chunk.timings.round_trip_ms + self._delay_ms
+        return replace(chunk, timings=replace(chunk.timings, round_trip_ms=round_trip_ms))
+
+    def close(self) -> None:
+        """Close the policy's connection."""
+        self._policy.close()

@@ -1,0 +1,196 @@
+"""The numbers of a run, computed from its episodes and nothing else.
+
+Errored episodes count neither as success nor as failure. Latencies are those of every answer of
+every episode that was played to its end.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from deft_client.libero.results.header import RunHeader
+from deft_client.libero.results.records import (
+    STAGES,
+    Answer,
+    EpisodeKey,
+    EpisodeRecord,
+    Outcome,
+)
+from deft_client.libero.results.statistics import (
+    Interval,
+    Percentiles,
+    percentiles,
+    wilson_interval,
+)
+from deft_client.libero.results.store import Run
+
+STEPS_PER_S = 20
+
+
+@dataclass(frozen=True)
+class Successes:
+    """How a set of episodes ended."""
+
+    num_succeeded: int
+    num_failed: int
+    num_errored: int
+
+    @property
+    def num_judged(self) -> int:
+        """Episodes that say something of the policy."""
+        return self.num_succeeded + self.num_failed
+
+    @property
+    def share(self) -> float:
+        """Succeeded over judged; NaN when nothing was judged."""
+        return self.num_succeeded / self.num_judged if self.num_judged else float("nan")
+
+    @property
+    def interval(self) -> Interval:
+        """95% Wilson interval of the share."""
+        return wilson_interval(self.num_succeeded, self.num_judged)
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """One task of the suite."""
+
+    suite: str
+    number: int
+    instruction: str
+    successes: Successes
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What speculation did, over all answers that came with a trace."""
+
+    num_answers: int
+    num_passes: int
+    num_tokens: int
+    num_relaxed: int
+    committed_by_position: Mapping[int, Percentiles]  # committed length of passes that start there
+    accepted_counts: Mapping[int, int]  # accepted length -> passes
+
+    @property
+    def passes_per_action(self) -> float:
+        """Target passes per answer, the prefill included."""
+        return self.num_passes / self.num_answers
+
+    @property
+    def committed_length(self) -> float:
+        """Mean committed length: tokens per pass."""
+        return self.num_tokens / self.num_passes
+
+    @property
+    def relaxed_share(self) -> float:
+        """Share of the executed tokens that are not the target's own choice."""
+        return self.num_relaxed / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run."""
+
+    header: RunHeader
+    successes: Successes
+    tasks: tuple[TaskSummary, ...]
+    stages: Mapping[str, Percentiles]  # stages that took time, in the order of StageTimings
+    num_steps: int
+    num_answers: int
+    held_share: float  # of the steps
+    late_share: float  # of the steps; the simulator's own slowness in real time
+    control_rate: float  # fresh actions per second
+    drafting: Drafting | None  # None when no answer came with a trace
+
+    @property
+    def is_real_time(self) -> bool:
+        """Whether the simulator went on without waiting."""
+        return self.header.options.get("pacing") == "real-time"
+
+    @property
+    def round_trip(self) -> Percentiles:
+        """What the client measured around every answer."""
+        return self.stages.get("round_trip_ms", percentiles([]))
+
+
+def summarise(run: Run, keys: AbstractSet[EpisodeKey] | None = None) -> Summary:
+    """The numbers of a run, or of some of its episodes."""
+    records = [one for one in run.records if keys is None or one.key in keys]
+    played = [one for one in records if one.outcome is not Outcome.ERRORED]
+    answers = [answer for one in played for answer in one.answers]
+    num_steps = sum(one.num_steps for one in played)
+    num_held = sum(one.held_steps for one in played)
+    return Summary(
+        header=run.header,
+        successes=count_outcomes(records),
+        tasks=tuple(_tasks(records)),
+        stages=_stages(answers),
+        num_steps=num_steps,
+        num_answers=len(answers),
+        held_share=num_held / num_steps if num_steps else 0.0,
+        late_share=sum(one.late_steps for one in played) / num_steps if num_steps else 0.0,
+        control_rate=_control_rate(run.header, answers, num_steps, num_held),
+        drafting=_drafting(answers),
+    )
+
+
+def count_outcomes(records: Iterable[EpisodeRecord]) -> Successes:
+    """How often each outcome occurred."""
+    outcomes = [record.outcome for record in records]
+    return Successes(
+        outcomes.count(Outcome.SUCCEEDED),
+        outcomes.count(Outcome.FAILED),
+        outcomes.count(Outcome.ERRORED),
+    )
+
+
+def _tasks(records: Sequence[EpisodeRecord]) -> Iterable[TaskSummary]:
+    by_task: dict[tuple[str, int], list[EpisodeRecord]] = defaultdict(list)
+    for record in records:
+        by_task[record.key.suite, record.key.task].append(record)
+    for (suite, number), ones in sorted(by_task.items()):
+        instruction = next((one.instruction for one in ones if one.instruction), "")
+        yield TaskSummary(suite, number, instruction, count_outcomes(ones))
+
+
+def _stages(answers: Sequence[Answer]) -> dict[str, Percentiles]:
+    columns = {stage: [getattr(one.timings, stage) for one in answers] for stage in STAGES}
+    return {stage: percentiles(values) for stage, values in columns.items() if any(values)}
+
+
+def _control_rate(
+    header: RunHeader, answers: Sequence[Answer], num_steps: int, num_held: int
+) -> float:
+    """In lock-step, how many actions a second the answers would sustain; in real time, how many
+    fresh ones a second reached the simulator."""
+    if header.options.get("pacing") == "real-time":
+        return STEPS_PER_S * (num_steps - num_held) / num_steps if num_steps else 0.0
+    spent_ms = sum(answer.timings.round_trip_ms for answer in answers)
+    return 1000 * num_steps / spent_ms if spent_ms else 0.0
+
+
+def _drafting(answers: Sequence[Answer]) -> Drafting | None:
+    traced = [answer for answer in answers if answer.accepted and answer.num_tokens]
+    if not traced:
+        return None
+    by_position: dict[int, list[float]] = defaultdict(list)
+    accepted_counts: dict[int, int] = defaultdict(int)
+    for answer in traced:
+        position = 0
+        for accepted in answer.accepted:
+            committed = min(accepted + 1, answer.num_tokens - position)
+            by_position[position].append(committed)
+            accepted_counts[accepted] += 1
+            position += committed
+    return Drafting(
+        num_answers=len(traced),
+        num_passes=sum(len(answer.accepted) for answer in traced),
+        num_tokens=sum(answer.num_tokens for answer in traced),
+        num_relaxed=sum(answer.num_relaxed for answer in traced),
+        committed_by_position={
+            position: percentiles(lengths) for position, lengths in sorted(by_position.items())
+        },
+        accepted_counts=dict(sorted(accepted_counts.items())),
+    )

@@ -1,0 +1,226 @@
+"""The same numbers as text: for the terminal, for a pull request (markdown), for a sheet (CSV)."""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from deft_client.libero.report.summary import Successes, Summary
+from deft_client.libero.results.records import EpisodeRecord, Outcome
+from deft_client.libero.results.statistics import mcnemar_exact
+from deft_client.libero.results.store import Run
+
+LUCK = 0.05  # p-values below it are called a difference
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Paired by (suite, task, trial), over episodes that were judged in both runs."""
+
+    first: str
+    second: str
+    num_pairs: int
+    both: int
+    only_first: int
+    only_second: int
+    neither: int
+    num_same_actions: int  # pairs whose actions agree to the last bit
+    p_value: float
+    have_same_assets: bool
+
+    @property
+    def difference(self) -> float:
+        """Success of the second minus success of the first, in shares; NaN without pairs."""
+        if not self.num_pairs:
+            return float("nan")
+        return (self.only_second - self.only_first) / self.num_pairs
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers allow to say."""
+        if not self.num_pairs:
+            return "no trial was judged in both"
+        if not self.have_same_assets:
+            return "different assets: not comparable"
+        if self.num_same_actions == self.num_pairs:
+            return "identical actions"
+        if self.p_value >= LUCK:
+            return "no difference shown"
+        return f"{self.first if self.only_first > self.only_second else self.second} is better"
+
+
+def compare_all(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Comparison]:
+    """Every pair of runs of one suite, in the order given, by the names given."""
+    named = zip(runs, names, strict=True)
+    for (first, first_name), (second, second_name) in combinations(named, 2):
+        if first.header.suite == second.header.suite:
+            yield compare(first, second, first_name, second_name)
+
+
+def compare(first: Run, second: Run, first_name: str, second_name: str) -> Comparison:
+    """Pair two runs and test the difference with McNemar's exact test."""
+    others = {record.key: record for record in second.records if _is_judged(record)}
+    pairs = [
+        (record, others[record.key])
+        for record in first.records
+        if _is_judged(record) and record.key in others
+    ]
+    wins = [(_won(one), _won(other)) for one, other in pairs]
+    only_first, only_second = wins.count((True, False)), wins.count((False, True))
+    return Comparison(
+        first=first_name,
+        second=second_name,
+        num_pairs=len(pairs),
+        both=wins.count((True, True)),
+        only_first=only_first,
+        only_second=only_second,
+        neither=wins.count((False, False)),
+        num_same_actions=sum(np.array_equal(one.actions, other.actions) for one, other in pairs),
+        p_value=mcnemar_exact(only_first, only_second),
+        have_same_assets=first.header.assets == second.header.assets,
+    )
+
+
+def _is_judged(record: EpisodeRecord) -> bool:
+    return record.outcome is not Outcome.ERRORED
+
+
+def _won(record: EpisodeRecord) -> bool:
+    return record.outcome is Outcome.SUCCEEDED
+
+
+_LEFT = 1  # columns of text, before the columns of numbers
+
+
+def success_text(successes: Successes) -> str:
+    """`87.5% (35/40)`, or a dash where nothing was judged."""
+    if not successes.num_judged:
+        return "–"
+    return f"{100 * successes.share:.1f}% ({successes.num_succeeded}/{successes.num_judged})"
+
+
+def interval_text(successes: Successes) -> str:
+    """`73.9–94.5`, in percent."""
+    interval = successes.interval
+    return f"{100 * interval.low:.1f}–{100 * interval.high:.1f}" if successes.num_judged else "–"
+
+
+def terminal_table(summaries: Sequence[Summary]) -> str:
+    """A table with aligned columns."""
+    rows = [_RUN_COLUMNS, *(_run_cells(summary) for summary in summaries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_RUN_COLUMNS))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < _LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def markdown_tables(summaries: Sequence[Summary], comparisons: Iterable[Comparison]) -> str:
+    """All tables of the report."""
+    parts = [_markdown(_RUN_COLUMNS, [_run_cells(one) for one in summaries])]
+    parts.append(_markdown(_TASK_COLUMNS, [row for one in summaries for row in _task_rows(one)]))
+    parts.append(_markdown(_STAGE_COLUMNS, [row for one in summaries for row in _stage_rows(one)]))
+    compared = [_comparison_cells(one) for one in comparisons]
+    if compared:
+        parts.append(_markdown(_COMPARISON_COLUMNS, compared))
+    return "\n".join(parts)
+
+
+def episodes_csv(runs: Iterable[Run]) -> str:
+    """One row per episode."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(
+        ("name", "run", "assets", "suite", "task", "trial", "instruction", "outcome", "steps",
+         "answers", "mean_round_trip_ms", "passes", "relaxed_tokens", "tokens", "held_steps",
+         "late_steps", "wall_s", "video", "error")
+    )  # fmt: skip
+    for run in runs:
+        for one in run.records:
+            spent = [answer.timings.round_trip_ms for answer in one.answers]
+            writer.writerow(
+                (run.header.name, run.header.run, one.assets, one.key.suite, one.key.task,
+                 one.key.trial, one.instruction, one.outcome.value, one.num_steps,
+                 len(one.answers), f"{sum(spent) / len(spent):.3f}" if spent else "",
+                 sum(len(answer.accepted) for answer in one.answers),
+                 sum(answer.num_relaxed for answer in one.answers),
+                 sum(answer.num_tokens for answer in one.answers),
+                 one.held_steps, one.late_steps, f"{one.wall_s:.3f}", one.video, one.error)
+            )  # fmt: skip
+    return stream.getvalue()
+
+
+_RUN_COLUMNS = (
+    "run", "success", "95%", "errored", "p50 ms", "p95 ms", "p99 ms", "actions/s", "passes",
+    "committed", "relaxed", "held",
+)  # fmt: skip
+_TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
+_STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
+_COMPARISON_COLUMNS = (
+    "first", "second", "pairs", "both", "only first", "only second", "neither", "difference",
+    "McNemar p", "same actions", "verdict",
+)  # fmt: skip
+
+
+def _run_cells(summary: Summary) -> tuple[str, ...]:
+    drafting, trip = summary.drafting, summary.round_trip
+    return (
+        summary.header.name,
+        success_text(summary.successes),
+        interval_text(summary.successes),
+        str(summary.successes.num_errored),
+        *(f"{value:.1f}" if trip.count else "–" for value in (trip.p50, trip.p95, trip.p99)),
+        f"{summary.control_rate:.1f}" if summary.control_rate else "–",
+        f"{drafting.passes_per_action:.2f}" if drafting else "–",
+        f"{drafting.committed_length:.2f}" if drafting else "–",
+        f"{100 * drafting.relaxed_share:.1f}%" if drafting else "–",
+        f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
+    )
+
+
+def _task_rows(summary: Summary) -> Iterable[tuple[str, ...]]:
+    for task in summary.tasks:
+        yield (
+            summary.header.name,
+            str(task.number),
+            task.instruction,
+            success_text(task.successes),
+            interval_text(task.successes),
+            str(task.successes.num_errored),
+        )
+
+
+def _stage_rows(summary: Summary) -> Iterable[tuple[str, ...]]:
+    for stage, spread in summary.stages.items():
+        values = (spread.p50, spread.p95, spread.p99, spread.mean)
+        name = stage.removesuffix("_ms").replace("_", " ")
+        yield (summary.header.name, name, *(f"{value:.2f}" for value in values))
+
+
+def _comparison_cells(one: Comparison) -> tuple[str, ...]:
+    return (
+        one.first,
+        one.second,
+        str(one.num_pairs),
+        str(one.both),
+        str(one.only_first),
+        str(one.only_second),
+        str(one.neither),
+        f"{100 * one.difference:+.1f} points" if one.num_pairs else "–",
+        f"{one.p_value:.3g}" if one.num_pairs else "–",
+        f"{one.num_same_actions}/{one.num_pairs}",
+        one.verdict,
+    )
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    escaped = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"

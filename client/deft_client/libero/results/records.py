@@ -1,0 +1,194 @@
+"""What one episode leaves behind, and how it becomes one line of JSON and back.
+
+Columns instead of rows: an episode has hundreds of answers, and naming every number once per
+answer would make the line five times as long. Actions keep every bit, because two runs are
+compared to the last one.
+"""
+
+import base64
+import json
+import zlib
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.libero.results.errors import ResultsDamagedError
+from deft_client.types import StageTimings
+
+STAGES = tuple(one.name for one in fields(StageTimings))
+_MS_DECIMALS = 3
+
+
+class Outcome(Enum):
+    """How an episode ended. ERRORED means that something broke: it says nothing of the policy."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    ERRORED = "errored"
+
+
+@dataclass(frozen=True, order=True)
+class EpisodeKey:
+    """Which episode; at most one result per key and run."""
+
+    suite: str
+    task: int
+    trial: int
+
+    def __str__(self) -> str:
+        return f"{self.suite} task {self.task} trial {self.trial}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered observation.
+
+    `asked_step` is the step whose frame was sent, `used_step` the first step that executed the
+    answer; in lock-step they are equal. `accepted` has the accepted length of every pass and is
+    empty when the server sent no trace.
+    """
+
+    asked_step: int
+    used_step: int
+    timings: StageTimings
+    accepted: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_relaxed: int = 0
+    method: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeRecord:
+    """One finished episode. `error` is empty unless it Errored."""
+
+    key: EpisodeKey
+    instruction: str
+    outcome: Outcome
+    actions: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 7)))  # [step, dim]
+    answers: tuple[Answer, ...] = ()
+    held_steps: int = 0  # steps that repeated an action because no newer answer had come
+    late_steps: int = 0  # real-time steps for which the simulator itself was too slow
+    wall_s: float = 0.0
+    finished_s: float = 0.0  # when, in seconds since 1970; puts episodes in the order of playing
+    assets: str = ""
+    video: str = ""  # relative to the folder of the run
+    error: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps after the wait, executed actions included."""
+        return len(self.actions)
+
+
+def encode_record(record: EpisodeRecord, run: str) -> bytes:
+    """One line of JSON, newline included."""
+    fields_of_line = {
+        "run": run,
+        "suite": record.key.suite,
+        "task": record.key.task,
+        "trial": record.key.trial,
+        "outcome": record.outcome.value,
+        "instruction": record.instruction,
+        "steps": record.num_steps,
+        "held_steps": record.held_steps,
+        "late_steps": record.late_steps,
+        "wall_s": round(record.wall_s, 3),
+        "finished_s": round(record.finished_s, 3),
+        "assets": record.assets,
+        "video": record.video,
+        "error": record.error,
+        "answers": _encode_answers(record.answers),
+        "actions": _encode_actions(record.actions),
+    }
+    text = json.dumps(fields_of_line, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
+    """The record in a line of run `run`; `place` names file and line in errors."""
+    try:
+        values = json.loads(line)
+        if values["run"] != run:
+            raise ResultsDamagedError(
+                f"{place} belongs to run {values['run']!r}, the folder to run {run!r}; "
+                "move the line to a folder of its own run or delete it"
+            )
+        return EpisodeRecord(
+            key=EpisodeKey(str(values["suite"]), int(values["task"]), int(values["trial"])),
+            instruction=str(values["instruction"]),
+            outcome=Outcome(values["outcome"]),
+            actions=_decode_actions(values["actions"]),
+            answers=_decode_answers(values["answers"]),
+            held_steps=int(values["held_steps"]),
+            late_steps=int(values["late_steps"]),
+            wall_s=float(values["wall_s"]),
+            finished_s=float(values["finished_s"]),
+            assets=str(values["assets"]),
+            video=str(values["video"]),
+            error=str(values["error"]),
+        )
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        raise ResultsDamagedError(
+            f"{place} is no episode ({type(error).__name__}: {error}); "
+            "delete that line and run the same command again: the episode is redone"
+        ) from error
+
+
+def _encode_answers(answers: tuple[Answer, ...]) -> dict[str, Any]:
+    """Columns; one that holds nothing but its default is left out."""
+    columns: dict[str, Any] = {"asked_step": [one.asked_step for one in answers]}
+    if any(one.used_step != one.asked_step for one in answers):
+        columns["used_step"] = [one.used_step for one in answers]
+    for stage in STAGES:
+        values = [round(getattr(one.timings, stage), _MS_DECIMALS) for one in answers]
+        if any(values):
+            columns[stage] = values
+    if any(one.accepted for one in answers):
+        columns["accepted"] = [list(one.accepted) for one in answers]
+        columns["num_tokens"] = [one.num_tokens for one in answers]
+        columns["num_relaxed"] = [one.num_relaxed for one in answers]
+        methods = [one.method for one in answers]
+        columns["method"] = methods[0] if len(set(methods)) == 1 else methods
+    return columns
+
+
+def _decode_answers(columns: dict[str, Any]) -> tuple[Answer, ...]:
+    asked = columns["asked_step"]
+    count = len(asked)
+    method = columns.get("method", "")
+    stages = [stage for stage in STAGES if stage in columns]
+    rows = zip(
+        asked,
+        columns.get("used_step", asked),
+        columns.get("accepted", [()] * count),
+        columns.get("num_tokens", [0] * count),
+        columns.get("num_relaxed", [0] * count),
+        [method] * count if isinstance(method, str) else method,
+        *(columns[stage] for stage in stages),
+        strict=True,
+    )
+    return tuple(
+        Answer(
+            asked_step=row[0],
+            used_step=row[1],
+            timings=StageTimings(**dict(zip(stages, row[6:], strict=True))),
+            accepted=tuple(row[2]),
+            num_tokens=row[3],
+            num_relaxed=row[4],
+            method=row[5],
+        )
+        for row in rows
+    )
+
+
+def _encode_actions(actions: NDArray[np.float64]) -> dict[str, Any]:
+    packed = zlib.compress(np.ascontiguousarray(actions, dtype="<f8").tobytes(), 9)
+    return {"shape": list(actions.shape), "zlib_f8": base64.b64encode(packed).decode()}
+
+
+def _decode_actions(packed: dict[str, Any]) -> NDArray[np.float64]:
+    raw = zlib.decompress(base64.b64decode(packed["zlib_f8"], validate=True))
+    return np.frombuffer(raw, dtype="<f8").reshape(packed["shape"]).astype(np.float64)

@@ -1,0 +1,134 @@
+"""Which assets an environment uses: LIBERO's real ones where they lie, else our stand-ins.
+
+Nothing is ever downloaded. The label names the choice in every result, because success rates on
+different assets must not be compared.
+"""
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from deft_client.libero.errors import AssetsError, SimulationError, SimulatorMissingError
+
+
+def cache_folder(chosen: Path | None = None) -> Path:
+    """The cache folder, made if missing: `chosen`, or $DEFT_CACHE_DIR, or a temporary one."""
+    if chosen is None and os.environ.get("DEFT_CACHE_DIR"):
+        chosen = Path(os.environ["DEFT_CACHE_DIR"])
+    folder = chosen or Path(tempfile.gettempdir()) / f"deft-cache-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise SimulationError(
+            f"cannot use {folder} as cache: {error}; set DEFT_CACHE_DIR to a folder of yours"
+        ) from error
+    if chosen is None and owner != os.getuid():
+        raise SimulationError(f"{folder} belongs to user {owner}; set DEFT_CACHE_DIR")
+    return folder.resolve()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that readers see the old content or the new, never a part of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+class AssetsKind(Enum):
+    """REAL are LIBERO's meshes and textures, STAND_IN our primitives."""
+
+    REAL = "real"
+    STAND_IN = "stand-in"
+
+
+@dataclass(frozen=True)
+class Assets:
+    """A folder of assets and what it holds; `version` changes whenever a description does."""
+
+    kind: AssetsKind
+    folder: Path
+    version: str
+
+    @property
+    def label(self) -> str:
+        """How results and reports name it, e.g. `stand-in 3f9a01c2`."""
+        return f"{self.kind.value} {self.version}"
+
+
+REQUIRED_FOLDERS = (
+    "scenes",
+    "stable_hope_objects",
+    "stable_scanned_objects",
+    "turbosquid_objects",
+    "articulated_objects",
+)
+
+
+def libero_folder() -> Path:
+    """LIBERO's inner package folder, found without importing it (the import asks questions)."""
+    spec = importlib.util.find_spec("libero")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        inner = Path(location) / "libero"
+        if (inner / "bddl_files").is_dir():
+            return inner
+    raise SimulatorMissingError("LIBERO is not installed; run `make install-libero`")
+
+
+def find_assets(chosen: Path | None, cache: Path) -> Assets:
+    """The assets in `chosen`; without one, the real assets if LIBERO has them, else stand-ins."""
+    if chosen is not None:
+        return describe_assets(chosen)
+    for folder in _real_folders():
+        if all((folder / name).is_dir() for name in REQUIRED_FOLDERS):
+            return describe_assets(folder)
+    return stand_in_assets(cache)
+
+
+def stand_in_assets(cache: Path) -> Assets:
+    """Our own assets, generated into the cache on first use."""
+    from deft_client.libero.simulator.standins.build import build_in_cache
+
+    return describe_assets(build_in_cache(cache))
+
+
+def describe_assets(folder: Path) -> Assets:
+    """Check that a folder can serve as assets and name its version, or raise AssetsError."""
+    for name in REQUIRED_FOLDERS:
+        if not (folder / name).is_dir():
+            raise AssetsError(
+                f"{folder} is not a LIBERO assets folder: it has no readable {name}/. "
+                "Give the folder that holds scenes/, or leave it out to use the stand-ins"
+            )
+    marker = folder / "deft_stand_ins.txt"
+    try:
+        if marker.is_file():
+            return Assets(AssetsKind.STAND_IN, folder, marker.read_text("utf-8").strip())
+        return Assets(AssetsKind.REAL, folder, _digest(folder))
+    except OSError as error:
+        raise AssetsError(f"assets in {folder} cannot be read: {error}") from error
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.xml")):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _real_folders() -> list[Path]:
+    """Where LIBERO itself would look before it downloads anything."""
+    home = Path(os.path.expanduser("~"))
+    return [libero_folder() / "assets", home / ".cache" / "libero" / "assets"]

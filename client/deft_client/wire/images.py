@@ -1,0 +1,125 @@
+"""Camera frames to and from PNG and JPEG. Judges a picture by its header before decoding it."""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from enum import Enum
+from io import BytesIO
+
+import numpy as np
+
+from deft_client.errors import (
+    MessageTooLargeError,
+    UnsupportedMessageError,
+    UnusableValueError,
+)
+from deft_client.types import Image
+from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+JPEG_SIGNATURE = b"\xff\xd8\xff"
+JPEG_QUALITY = 95
+
+# Pillow's decoders raise these for damaged files, depending on where the damage is.
+_DAMAGED = (
+    OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError,
+    struct.error, zlib.error, UserWarning,
+)  # fmt: skip
+_COLOUR_MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
+
+
+class ImageEncoding(Enum):
+    """How a frame travels. JPEG changes pixels; raw and PNG do not."""
+
+    RAW = "raw"
+    PNG = "png"
+    JPEG = "jpeg"
+
+
+def encode_image(image: Image, encoding: ImageEncoding, quality: int = JPEG_QUALITY) -> bytes:
+    """Return the bytes of a frame; `quality` matters to JPEG only."""
+    if encoding is ImageEncoding.RAW:
+        return image.tobytes()
+    import PIL.Image  # not needed for raw frames, and slow to import
+
+    buffer = BytesIO()
+    picture = PIL.Image.fromarray(image)
+    if encoding is ImageEncoding.PNG:
+        picture.save(buffer, "PNG", compress_level=1)
+    else:
+        picture.save(buffer, "JPEG", quality=quality, subsampling=0)
+    return buffer.getvalue()
+
+
+def decode_image(data: bytes, field: str, limits: WireLimits = DEFAULT_LIMITS) -> Image:
+    """Return the pixels of a PNG or JPEG file.
+
+    Size limits are applied to what the header claims, before anything is decompressed. Greyscale,
+    palette and transparent pictures become RGB (transparency is dropped); EXIF rotation is ignored.
+    """
+    height, width = _claimed_size(data, field)
+    check_image_size(height, width, field, limits)
+    # The decoders themselves, not PIL.Image.open: that one only warns of sizes it finds suspicious.
+    from PIL.JpegImagePlugin import JpegImageFile
+    from PIL.PngImagePlugin import PngImageFile
+
+    decoder = PngImageFile if data.startswith(PNG_SIGNATURE) else JpegImageFile
+    try:
+        with decoder(BytesIO(data)) as picture:
+            if picture.size != (width, height):
+                raise UnusableValueError(field, "the picture has two headers that contradict")
+            if picture.mode not in _COLOUR_MODES:
+                raise UnusableValueError(
+                    field, f"must be 8-bit RGB or greyscale, got colour mode {picture.mode}"
+                )
+            return np.asarray(picture.convert("RGB"))
+    except _DAMAGED as error:
+        raise UnusableValueError(field, f"the picture is damaged: {error}") from error
+
+
+def check_image_size(height: int, width: int, field: str, limits: WireLimits) -> None:
+    """Refuse a frame that is empty or beyond the limits."""
+    if height < 1 or width < 1:
+        raise UnusableValueError(field, f"must have height and width, got {height}x{width}")
+    if max(height, width) > limits.max_image_side or height * width > limits.max_image_pixels:
+        raise MessageTooLargeError(
+            field,
+            f"{height}x{width} pixels; at most {limits.max_image_side} a side "
+            f"and {limits.max_image_pixels} in all are taken: scale it down",
+        )
+
+
+def _claimed_size(data: bytes, field: str) -> tuple[int, int]:
+    """Return height and width as the header states them."""
+    if data.startswith(PNG_SIGNATURE):
+        if len(data) < 24 or data[12:16] != b"IHDR":
+            raise UnusableValueError(field, "the PNG ends before its header does")
+        width, height = struct.unpack(">II", data[16:24])
+        return height, width
+    if data.startswith(JPEG_SIGNATURE):
+        for marker, start in _jpeg_segments(data):
+            if marker in _JPEG_FRAME_MARKERS and start + 7 <= len(data):
+                height, width = struct.unpack(">HH", data[start + 3 : start + 7])
+                return height, width
+        raise UnusableValueError(field, "the JPEG has no frame header")
+    raise UnsupportedMessageError(field, "neither PNG nor JPEG; send one of these, or raw pixels")
+
+
+# SOF0 to SOF15, without the three in that range that mean something else (DHT, JPG, DAC).
+_JPEG_FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_BARE_MARKERS = frozenset(range(0xD0, 0xDA)) | {0x01}
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield each marker and where its length field starts, up to the first scan."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # padding
+            at += 1
+            continue
+        yield marker, at + 2
+        if marker == 0xDA:
+            return
+        bare = marker in _JPEG_BARE_MARKERS
+        at += 2 if bare else 2 + int.from_bytes(data[at + 2 : at + 4], "big")

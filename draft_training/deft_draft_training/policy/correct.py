@@ -1,0 +1,216 @@
+"""`deft train correct`: let a policy play in LIBERO and store what the expert would have done.
+
+The episodes it writes are demonstrations like any other (DAgger): pass them to `deft train policy`
+beside the first ones, with `--warm-start` and `--tokens-of`. A killed run goes on.
+"""
+
+import argparse
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from deft_client.libero.demonstrations.play import Actor, DemoKey, DemosSettings, episode_keys
+from deft_client.libero.demonstrations.pool import (
+    DemoResult,
+    DemosJob,
+    missing_keys,
+    record,
+)
+from deft_client.libero.errors import SimulationError
+from deft_client.libero.expert.pick import Label
+from deft_client.libero.results.errors import SelectionError
+from deft_client.libero.results.selection import parse_numbers
+from deft_client.libero.simulator.conventions import METRES_PER_UNIT, to_robosuite
+from deft_client.libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
+from deft_client.libero.simulator.scene import Scene
+from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
+from deft_client.types import Observation
+from deft_draft_training.errors import ConfigError, DataError
+from deft_policies.base import ActRequest, Policy
+from deft_policies.checkpoint.config import load_config
+from deft_policies.errors import PolicyError
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions, Precision
+
+
+@dataclass(frozen=True)
+class TakeoverSettings:
+    """When the expert leads, and for how long."""
+
+    stuck_steps: int = 12  # without moving further than this:
+    stuck_metres: float = 0.15 * METRES_PER_UNIT
+    wrong_steps: int = 6  # in a row with the gripper the wrong way
+    steps: int = 12
+    chance: float = 0.01  # per step, so that what comes later is seen even by a poor policy
+
+
+class Learner:
+    """Plays one episode with a policy."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        instruction: str,
+        takeover: TakeoverSettings,
+        generator: np.random.Generator,
+    ) -> None:
+        self._policy, self._instruction = policy, instruction
+        self._takeover, self._generator = takeover, generator
+        self._session = policy.open_session()
+        self._places: deque[NDArray[np.float64]] = deque(maxlen=takeover.stuck_steps)
+        self._led = self._num_wrong = 0
+
+    @property
+    def sigma(self) -> float:
+        """Nothing is added to what the policy says."""
+        return 0.0
+
+    def act(self, frame: Frame, scene: Scene, label: Label) -> NDArray[np.float64]:
+        """The policy's action, or the expert's while it leads."""
+        request = ActRequest(Observation(frame.image, self._instruction), self._session)
+        answer = to_robosuite(self._policy.act([request])[0].actions[0])
+        if not self._led and self._needs_help(scene, answer[-1] != label.action[-1]):
+            self._led, self._num_wrong = self._takeover.steps, 0
+            self._places.clear()
+        if self._led:
+            self._led -= 1
+            return label.action
+        return answer
+
+    def _needs_help(self, scene: Scene, is_wrong: bool) -> bool:
+        self._num_wrong = self._num_wrong + 1 if is_wrong else 0
+        self._places.append(np.append(scene.gripper.position, scene.opening))
+        if self._num_wrong >= self._takeover.wrong_steps:
+            return True
+        if self._generator.random() < self._takeover.chance:
+            return True
+        if len(self._places) < self._takeover.stuck_steps:
+            return False
+        return bool(np.ptp(np.stack(self._places), axis=0).max() < self._takeover.stuck_metres)
+
+
+@dataclass(frozen=True)
+class LearnerFactory:
+    """Makes learners in whichever process it is called; each loads the policy once."""
+
+    checkpoint: Path
+    statistics_key: str
+    takeover: TakeoverSettings = field(default_factory=TakeoverSettings)
+
+    def __call__(
+        self, environment: LiberoEnvironment, settings: DemosSettings, key: DemoKey
+    ) -> Actor:
+        """A learner for the episode that has just begun."""
+        policy = _Loaded.policy(self.checkpoint, self.statistics_key)
+        generator = np.random.default_rng((settings.seed, key.task, key.episode))
+        return Learner(policy, environment.task.instruction, self.takeover, generator)
+
+
+class _Loaded:
+    """The policy this process has loaded."""
+
+    _checkpoint: Path | None = None
+    _policy: Policy | None = None
+
+    @classmethod
+    def policy(cls, checkpoint: Path, statistics_key: str) -> Policy:
+        if cls._policy is None or cls._checkpoint != checkpoint:
+            options = OpenVLAOptions(
+                checkpoint=str(checkpoint),
+                statistics_key=statistics_key,
+                device="cpu",
+                precision=Precision.FLOAT32,
+                decoding="autoregressive",
+                num_threads=1,
+            )
+            cls._policy, cls._checkpoint = load_policy(options), checkpoint
+        return cls._policy
+
+
+def main(arguments: list[str]) -> int:
+    """Record what is missing."""
+    given = _parser().parse_args(arguments)
+    try:
+        job = _job(given)
+        _record(job)
+    except SelectionError as error:
+        raise ConfigError(str(error)) from error
+    except (SimulationError, PolicyError) as error:
+        raise DataError(str(error)) from error
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="deft train correct", description=__doc__)
+    add = parser.add_argument
+    add("suite", choices=SUITE_NAMES)
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="the policy that plays")
+    add("--statistics-key", metavar="KEY", help="default: the suite's name")
+    add("--out", type=Path, required=True, metavar="DIR", help="where the episodes go")
+    add("--tasks", metavar="LIST", help="task numbers such as 0,3-5 (default: all)")
+    add("--trials", default="0-39", metavar="LIST", help="initial states (default: %(default)s)")
+    add("--episodes", type=int, default=40, help="per task (default: %(default)s)")
+    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--widen", type=float, default=0.0, metavar="METRES", help="as for deft-client demos")
+    add("--size", type=int, default=256, help="pixels of a frame's side (default: %(default)s)")
+    add(
+        "--lead",
+        type=float,
+        default=TakeoverSettings().chance,
+        metavar="CHANCE",
+        help="per step, of the expert leading for a moment (default: %(default)s)",
+    )
+    add("--assets", type=Path, metavar="DIR", help="LIBERO's assets")
+    return parser
+
+
+def _job(given: argparse.Namespace) -> DemosJob:
+    key = given.statistics_key or given.suite
+    statistics = load_config(given.checkpoint).statistics
+    if key not in statistics:
+        known = ", ".join(statistics)
+        raise ConfigError(f"{given.checkpoint} has no statistics {key!r}; it has {known}")
+    for name in ("episodes", "workers", "size"):
+        if getattr(given, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(given, name)}")
+    count = len(find_suite(given.suite).tasks)
+    tasks = parse_numbers(given.tasks, count, "--tasks") if given.tasks else tuple(range(count))
+    settings = DemosSettings(
+        suite=given.suite,
+        tasks=tasks,
+        episodes=given.episodes,
+        trials=parse_numbers(given.trials, NUM_TRIALS, "--trials"),
+        seed=given.seed,
+        widen_metres=given.widen,
+        frame_size=given.size,
+        actor=f"{given.checkpoint.resolve().name} ({key})",
+    )
+    environment = EnvironmentSettings(frame_size=given.size, assets_folder=given.assets)
+    takeover = TakeoverSettings(chance=given.lead)
+    learner = LearnerFactory(given.checkpoint.resolve(), key, takeover)
+    return DemosJob(settings, given.out, environment, given.workers, learner)
+
+
+def _record(job: DemosJob) -> None:
+    total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
+    results: list[DemoResult] = []
+    with tqdm(total=total, initial=total - missing, unit="episode", file=sys.stderr) as bar:
+
+        def report(result: DemoResult) -> None:
+            results.append(result)
+            bar.update()
+            bar.set_postfix(succeeded=f"{sum(one.succeeded for one in results)}/{len(results)}")
+
+        record(job, report)
+    steps = sum(one.num_steps for one in results)
+    succeeded = sum(one.succeeded for one in results)
+    sys.stdout.write(
+        f"{len(results)} new episodes with {steps} labelled frames in {job.folder}; the policy, "
+        f"led on where it stood still, succeeded in {succeeded}\n"
+    )

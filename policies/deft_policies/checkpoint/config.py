@@ -1,0 +1,228 @@
+"""Reads an OpenVLA checkpoint's configuration from its JSON files.
+
+The published 7B leaves most sizes out of `config.json`; the defaults here are those of the
+classes it was saved with.
+"""
+
+from pathlib import Path
+
+from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.errors import CheckpointError
+from deft_policies.model.prompt import PromptTemplate
+from deft_policies.model.sizes import (
+    DEFAULT_NUM_BINS,
+    ActionVocabulary,
+    ImageProcessorConfig,
+    LlamaConfig,
+    Normalization,
+    OpenVLAConfig,
+    ResizeStrategy,
+    TowerConfig,
+    TowerFamily,
+)
+from deft_policies.model.statistics import load_statistics
+
+CONFIG_FILE = "config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+MODEL_TYPE = "openvla"
+DINOV2_TIMM_ID = "vit_large_patch14_reg4_dinov2.lvd142m"
+SIGLIP_TIMM_ID = "vit_so400m_patch14_siglip_224"
+# Absent from the published text_config, so the default of the saving library counts.
+_RMS_NORM_EPS = 1e-6
+_PAD_TO_MULTIPLE_OF = 64
+_FUSED_BACKBONES = ("dinosiglip", "dinoclip")
+_TOWER_PREFIXES = ("vision_backbone.featurizer", "vision_backbone.fused_featurizer")
+
+# width, depth, heads and MLP width that timm's names stand for.
+_TIMM_SIZES = {
+    "vit_large_patch14_reg4_dinov2": (TowerFamily.DINOV2, (1024, 24, 16, 4096)),
+    "vit_so400m_patch14_siglip_224": (TowerFamily.SIGLIP, (1152, 27, 16, 4304)),
+    "vit_so400m_patch14_siglip_384": (TowerFamily.SIGLIP, (1152, 27, 16, 4304)),
+}
+
+
+def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
+    """Read the configuration of a checkpoint directory.
+
+    `name` is what the user called it (a hub id, say); like the directory's own name it tells the
+    first release apart.
+    """
+    fields = JsonFields.load(
+        directory / CONFIG_FILE,
+        "expected a directory in OpenVLA's Hugging Face layout",
+    )
+    _check_architecture(fields)
+    towers = _read_towers(fields)
+    llm = _read_llm(fields.section("text_config"))
+    return OpenVLAConfig(
+        llm=llm,
+        towers=towers,
+        image=_read_image_processor(directory, towers),
+        vocabulary=_read_vocabulary(fields, llm),
+        prompt_template=_find_template(fields, directory, name),
+        statistics=load_statistics(fields),
+    )
+
+
+def _read_vocabulary(fields: JsonFields, llm: LlamaConfig) -> ActionVocabulary:
+    padding = fields.integer("pad_to_multiple_of", _PAD_TO_MULTIPLE_OF)
+    num_bins = fields.integer("n_action_bins", DEFAULT_NUM_BINS)
+    if not 2 <= num_bins <= llm.vocab_size - padding:
+        raise fields.error(
+            "n_action_bins", f"is {num_bins}, expected 2 to {llm.vocab_size - padding}"
+        )
+    return ActionVocabulary(llm.vocab_size - padding, num_bins)
+
+
+def _check_architecture(fields: JsonFields) -> None:
+    model_type = fields.text("model_type", "unknown")
+    if model_type != MODEL_TYPE:
+        raise CheckpointError(
+            f"{fields.path}: model_type is {model_type!r}, expected {MODEL_TYPE!r}; give an "
+            "OpenVLA checkpoint in its Hugging Face layout"
+        )
+
+
+def _read_towers(fields: JsonFields) -> tuple[TowerConfig, ...]:
+    backbone = fields.text("vision_backbone_id", "siglip-vit-so400m")
+    ids = fields.texts("timm_model_ids", (SIGLIP_TIMM_ID,))
+    is_fused = fields.flag("use_fused_vision_backbone", backbone.startswith(_FUSED_BACKBONES))
+    expected = 2 if is_fused else 1
+    if len(ids) != expected:
+        raise fields.error("timm_model_ids", f"has {len(ids)} entries, expected {expected}")
+    sizes = fields.integers("image_sizes", (224,) * expected)
+    if len(sizes) != expected or len(set(sizes)) != 1:
+        raise fields.error("image_sizes", f"must be {expected} equal sizes, got {list(sizes)}")
+    if any(fields.optional_texts("timm_override_act_layers")):
+        raise fields.error("timm_override_act_layers", "is set; only timm's own are supported")
+    towers = tuple(_read_tower(fields, index, sizes[0]) for index in range(expected))
+    if len({tower.num_patches for tower in towers}) != 1:
+        raise fields.error("vision_sizes", "gives the towers different numbers of patches")
+    return towers
+
+
+def _read_tower(fields: JsonFields, index: int, image_size: int) -> TowerConfig:
+    timm_id = fields.texts("timm_model_ids", (SIGLIP_TIMM_ID,))[index]
+    known = _TIMM_SIZES.get(timm_id.partition(".")[0])
+    if known is None:
+        raise fields.error(
+            "timm_model_ids", f"names {timm_id!r}; known: {', '.join(sorted(_TIMM_SIZES))}"
+        )
+    family, (width, depth, heads, mlp) = known
+    sizes = fields.section("vision_sizes").section(family.value)
+    tower = TowerConfig(
+        family=family,
+        prefix=_TOWER_PREFIXES[index],
+        width=sizes.integer("width", width),
+        depth=sizes.integer("depth", depth),
+        heads=sizes.integer("heads", heads),
+        mlp=sizes.integer("mlp", mlp),
+        image_size=image_size,
+        patch_size=sizes.integer("patch_size", 14),
+    )
+    if tower.width % tower.heads:
+        raise sizes.error("heads", f"must divide the width {tower.width}")
+    return tower
+
+
+def _read_llm(fields: JsonFields) -> LlamaConfig:
+    for key, only in (("model_type", "llama"), ("hidden_act", "silu")):
+        if fields.text(key, only) != only:
+            raise fields.error(key, f"is {fields.text(key)!r}; only {only!r} is supported")
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if fields.flag(key, False):
+            raise fields.error(key, "is true; only false is supported")
+    if fields.has("rope_scaling"):
+        raise fields.error("rope_scaling", "is set; only unscaled rotary positions are supported")
+    width = fields.integer("hidden_size", 4096)
+    heads = fields.integer("num_attention_heads", 32)
+    # Newer savers nest the angle base in rope_parameters.
+    rope_theta = fields.section("rope_parameters").number("rope_theta", 10000.0)
+    return LlamaConfig(
+        vocab_size=fields.integer("vocab_size"),
+        width=width,
+        mlp=fields.integer("intermediate_size", 11008),
+        num_layers=fields.integer("num_hidden_layers", 32),
+        heads=heads,
+        kv_heads=fields.integer("num_key_value_heads", heads),
+        head_width=fields.integer("head_dim", width // heads),
+        rms_norm_eps=fields.number("rms_norm_eps", _RMS_NORM_EPS),
+        rope_theta=fields.number("rope_theta", rope_theta),
+        max_positions=fields.integer("max_position_embeddings", 2048),
+    )
+
+
+def _read_image_processor(directory: Path, towers: tuple[TowerConfig, ...]) -> ImageProcessorConfig:
+    fields = JsonFields.load(
+        directory / PREPROCESSOR_FILE, "copy it from the checkpoint this one was fine-tuned from"
+    )
+    strategy = fields.text("image_resize_strategy", ResizeStrategy.LETTERBOX.value)
+    try:
+        resize = ResizeStrategy(strategy)
+    except ValueError:
+        known = ", ".join(one.value for one in ResizeStrategy)
+        raise fields.error("image_resize_strategy", f"is {strategy!r}; known: {known}") from None
+    normalizations = _read_normalizations(fields)
+    if len(normalizations) != len(towers):
+        raise fields.error(
+            "tvf_normalize_params",
+            f"has {len(normalizations)} entries for {len(towers)} vision towers",
+        )
+    return ImageProcessorConfig(
+        resize=resize,
+        size=towers[0].image_size,
+        is_stretched=_is_stretched(fields, resize, towers[0].image_size),
+        letterbox_fill=_read_fill(fields),
+        normalizations=normalizations,
+    )
+
+
+def _is_stretched(fields: JsonFields, resize: ResizeStrategy, size: int) -> bool:
+    """True if the file asks for height and width, false if for the shorter side alone."""
+    if not fields.has("tvf_resize_params"):
+        return resize is ResizeStrategy.NAIVE
+    asked = {_read_sides(section) for section in fields.sections("tvf_resize_params")}
+    if asked not in ({(size,)}, {(size, size)}):
+        raise fields.error("tvf_resize_params", f"must ask every tower for size {size}")
+    return asked == {(size, size)}
+
+
+def _read_sides(fields: JsonFields) -> tuple[int, ...]:
+    return fields.integers("size") if fields.is_list("size") else (fields.integer("size"),)
+
+
+def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:
+    # The rounded constants the model was trained with are in tvf_normalize_params; `means` and
+    # `stds` of the same file are the unrounded ones.
+    if fields.has("tvf_normalize_params"):
+        sections = fields.sections("tvf_normalize_params")
+        pairs = [(one.numbers("mean"), one.numbers("std")) for one in sections]
+    else:
+        pairs = list(zip(fields.rows("means"), fields.rows("stds"), strict=False))
+    if not all(len(mean) == len(std) == 3 and 0.0 not in std for mean, std in pairs):
+        raise fields.error("tvf_normalize_params", "must hold three means and stds per tower")
+    return tuple(
+        Normalization((mean[0], mean[1], mean[2]), (std[0], std[1], std[2])) for mean, std in pairs
+    )
+
+
+def _read_fill(fields: JsonFields) -> tuple[int, int, int]:
+    if fields.has("tvf_letterbox_fill"):
+        fill = fields.integers("tvf_letterbox_fill")
+    elif fields.has("means"):
+        # One fill for all towers: the original computes it per tower and keeps the last.
+        fill = tuple(int(255 * mean) for mean in fields.rows("means")[-1])
+    else:
+        fill = (0, 0, 0)
+    if len(fill) != 3:
+        raise fields.error("tvf_letterbox_fill", "must hold three channels")
+    return fill[0], fill[1], fill[2]
+
+
+def _find_template(fields: JsonFields, directory: Path, name: str) -> PromptTemplate:
+    # The peers look for "v01" in the path alone; the language model tells the same story even
+    # when somebody renamed the folder.
+    names = (directory.name, name)
+    is_first_release = any("openvla-v01" in one for one in names)
+    is_vicuna = fields.text("llm_backbone_id", "vicuna-v15-7b").startswith("vicuna")
+    return PromptTemplate.V01 if is_first_release or is_vicuna else PromptTemplate.OPENVLA

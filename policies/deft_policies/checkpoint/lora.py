@@ -1,0 +1,149 @@
+"""Unmerged LoRA adapters in PEFT's layout: low-rank changes that are added to weights at load."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.checkpoint.reader import (
+    CheckpointReader,
+    Shape,
+    list_names,
+    read_header,
+)
+from deft_policies.errors import CheckpointError
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Names of the two matrices whose scaled product changes one weight."""
+
+    down: str  # [rank, in]
+    up: str  # [out, rank]
+    scale: float
+
+
+class LoraAdapter:
+    """Changes to some weights of a model, under the published names of these weights."""
+
+    def __init__(self, directory: Path, reader: CheckpointReader, fields: JsonFields) -> None:
+        self._directory = directory
+        self._reader = reader
+        self._base = fields.text("base_model_name_or_path", "")
+        self._replaced: dict[str, str] = {}
+        self._factors = self._pair_factors(fields)
+
+    @staticmethod
+    def load(directory: Path) -> "LoraAdapter":
+        """Read an adapter directory's configuration and headers."""
+        remedy = f"copy the adapter's {ADAPTER_CONFIG_FILE} and {ADAPTER_FILE}"
+        fields = JsonFields.load(directory / ADAPTER_CONFIG_FILE, remedy)
+        _check_kind(fields)
+        reader = CheckpointReader(read_header(directory / ADAPTER_FILE))
+        return LoraAdapter(directory, reader, fields)
+
+    @property
+    def base(self) -> str:
+        """The checkpoint that the adapter was trained on, as its trainer called it."""
+        return self._base
+
+    @property
+    def targets(self) -> frozenset[str]:
+        """Published names of the weights that change."""
+        return frozenset(self._factors) | frozenset(self._replaced)
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise `CheckpointError` unless every change fits the weight it is for."""
+        path = self._directory / ADAPTER_FILE
+        foreign = self.targets - set(shapes)
+        if foreign:
+            raise CheckpointError(
+                f"{path} changes weights that the base does not have: {list_names(foreign)}; "
+                f"give the base it was trained on ({self._base or 'not named in its config'})"
+            )
+        wrong = [name for name in self.targets if self._shape_of_change(name) != shapes[name]]
+        if wrong:
+            raise CheckpointError(
+                f"{path} has changes of another shape than the base's weights: "
+                f"{list_names(wrong)}; give the base it was trained on"
+            )
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight with its change, in float32 so that it is rounded only once."""
+        if name in self._replaced:
+            return self._reader.tensor(self._replaced[name], weight.device)
+        factors = self._factors.get(name)
+        if factors is None:
+            return weight
+        down = self._reader.tensor(factors.down, weight.device, torch.float32)
+        up = self._reader.tensor(factors.up, weight.device, torch.float32)
+        return weight.float() + (up @ down) * factors.scale
+
+    def _shape_of_change(self, name: str) -> Shape:
+        stored = self._reader.stored
+        if name in self._replaced:
+            return stored[self._replaced[name]].shape
+        factors = self._factors[name]
+        up, down = stored[factors.up].shape, stored[factors.down].shape
+        return (up[0], down[1]) if len(up) == len(down) == 2 and up[1] == down[0] else ()
+
+    def _pair_factors(self, fields: JsonFields) -> dict[str, _Factors]:
+        sides: dict[str, dict[str, str]] = {}
+        for stored_name in self._reader.stored:
+            name = stored_name.removeprefix(_PREFIX)
+            match = _FACTOR.fullmatch(name)
+            if match is None:
+                # Modules that were trained whole; PEFT saves them beside the factors.
+                self._replaced[name.replace(".modules_to_save", "")] = stored_name
+            else:
+                sides.setdefault(match["module"], {})[match["side"]] = stored_name
+        lonely = [module for module, found in sides.items() if len(found) != 2]
+        if lonely:
+            raise CheckpointError(
+                f"{self._directory / ADAPTER_FILE} has only one of two factors for "
+                f"{list_names(lonely)}; save the adapter again"
+            )
+        return {
+            f"{module}.weight": _Factors(found["A"], found["B"], _scale(fields, module))
+            for module, found in sides.items()
+        }
+
+
+def is_adapter(directory: Path) -> bool:
+    """True if the directory holds an adapter instead of a whole model."""
+    return (directory / ADAPTER_CONFIG_FILE).exists()
+
+
+def _check_kind(fields: JsonFields) -> None:
+    kind = fields.text("peft_type", "LORA")
+    if kind != "LORA":
+        raise fields.error("peft_type", f"is {kind!r}; only LORA adapters can be merged")
+    for key in ("use_dora", "fan_in_fan_out"):
+        if fields.flag(key, False):
+            raise fields.error(key, "is true; merge the adapter with PEFT before loading")
+    if fields.text("bias", "none") != "none":
+        raise fields.error("bias", "is not none; merge the adapter with PEFT before loading")
+
+
+def _scale(fields: JsonFields, module: str) -> float:
+    rank = _by_pattern(fields.section("rank_pattern"), module, fields.number("r"))
+    alpha = _by_pattern(fields.section("alpha_pattern"), module, fields.number("lora_alpha"))
+    return alpha / math.sqrt(rank) if fields.flag("use_rslora", False) else alpha / rank
+
+
+def _by_pattern(patterns: JsonFields, module: str, default: float) -> float:
+    """The value of the first pattern that the module's name ends in, as PEFT matches them."""
+    for pattern in patterns.keys():  # noqa: SIM118 - JsonFields is no mapping
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return patterns.number(pattern)
+    return default

@@ -1,0 +1,100 @@
+"""Says before loading whether a model fits: what it needs, and what is free."""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deft_policies.checkpoint.tensor_names import tensor_places
+from deft_policies.errors import DeviceError
+from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.openvla.options import Quantization
+
+_GIB = 1024**3
+# Activations, key/value cache and what the libraries take beside the weights.
+_WORKING_SHARE = 0.05
+_WORKING_BYTES = 256 * 1024**2
+_MATRIX_BITS = {Quantization.INT8: 8, Quantization.INT4: 5, Quantization.FP8: 8}  # with scales
+_MATRIX_BITS_CPU = {**_MATRIX_BITS, Quantization.INT4: 9}  # there int4 is kept in bytes
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that loading and running a model takes at its worst moment.
+
+    `staging` is the largest tensor on its way from the file to its place.
+    """
+
+    weights: int
+    staging: int
+
+    @property
+    def total(self) -> int:
+        """Weights, staging and room to work."""
+        working = max(_WORKING_BYTES, int(_WORKING_SHARE * self.weights))
+        return self.weights + self.staging + working
+
+
+def estimate_memory(
+    config: OpenVLAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization = Quantization.NONE,
+) -> MemoryNeed:
+    """Add up what a model of this configuration needs on its device."""
+    quantized_bits = _MATRIX_BITS_CPU if device.type == "cpu" else _MATRIX_BITS
+    total_bits, largest = 0, 0
+    for place in tensor_places(config):
+        if place.parameter is None:
+            continue
+        num_items = math.prod(place.shape)
+        is_matrix = ".layers." in place.parameter and len(place.shape) == 2
+        bits = quantized_bits.get(quantization, 0) if is_matrix else 0
+        total_bits += num_items * (bits or 8 * dtype.itemsize)
+        largest = max(largest, num_items * dtype.itemsize)
+    return MemoryNeed(weights=total_bits // 8, staging=largest)
+
+
+def check_memory(need: MemoryNeed, device: torch.device, free_bytes: int | None = None) -> None:
+    """Raise `DeviceError` if the device has less free memory than the model needs.
+
+    Without `free_bytes` the device is asked; where it cannot say, nothing is refused.
+    """
+    free = find_free_bytes(device) if free_bytes is None else free_bytes
+    if free is not None and need.total > free:
+        raise DeviceError(
+            f"the model needs about {need.total / _GIB:.1f} GiB on {device}, "
+            f"{free / _GIB:.1f} GiB are free; use bfloat16 or a quantization, or a larger device"
+        )
+
+
+def find_free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken, or None where it cannot be known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    if device.type != "cpu":
+        return None
+    known = [bytes_ for bytes_ in (_free_of_machine(), _free_of_container()) if bytes_ is not None]
+    return min(known, default=None)
+
+
+def _free_of_machine(path: Path = Path("/proc/meminfo")) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _free_of_container(directory: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the control group may still take; pages of files it has read can be given up."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int((directory / "memory.max").read_text())
+        used = int((directory / "memory.current").read_text())
+        lines = (directory / "memory.stat").read_text().splitlines()
+        statistics = dict(line.split()[:2] for line in lines)
+        return limit - used + int(statistics["inactive_file"])
+    return None

@@ -1,0 +1,250 @@
+"""An OpenVLA checkpoint, opened and checked, and the way from it to a model in memory.
+
+Everything that can be wrong with the files is found before the first weight is read.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deft_policies.checkpoint.config import CONFIG_FILE, load_config
+from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.checkpoint.lora import ADAPTER_CONFIG_FILE, LoraAdapter, is_adapter
+from deft_policies.checkpoint.memory import check_memory, estimate_memory
+from deft_policies.checkpoint.reader import (
+    CheckpointReader,
+    Shape,
+    StoredTensor,
+    list_names,
+)
+from deft_policies.checkpoint.tensor_names import TensorPlace, tensor_places
+from deft_policies.errors import CheckpointError
+from deft_policies.model.prompt import TOKENIZER_FILE, PromptEncoder
+from deft_policies.model.quantization import check_quantization, quantize_linears
+from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.statistics import STATISTICS_FILE, parse_statistics
+from deft_policies.model.vla import OpenVLAModel, allocate
+from deft_policies.openvla.options import Quantization
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model")
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointSource:
+    """`directory` holds the weights; `overlay` is the adapter's own directory, if there is one.
+
+    What an adapter's directory also holds (statistics, tokenizer) comes before the base's.
+    """
+
+    name: str
+    directory: Path
+    overlay: Path | None = None
+
+    def find(self, file_name: str) -> Path:
+        """The directory whose file counts."""
+        if self.overlay is not None and (self.overlay / file_name).exists():
+            return self.overlay
+        return self.directory
+
+
+def locate_checkpoint(
+    name: str, adapter: str | None = None, download: Callable[[str], Path] | None = None
+) -> CheckpointSource:
+    """Find the files of what the user named: existing directories, else hub ids.
+
+    A directory that is an adapter itself leads to its base, unless it is named as the adapter.
+    """
+    fetch = download or download_snapshot
+    directory = _locate(name, fetch)
+    if adapter is not None:
+        return CheckpointSource(name, directory, _locate(adapter, fetch))
+    if not is_adapter(directory):
+        return CheckpointSource(name, directory)
+    base = LoraAdapter.load(directory).base
+    if not base:
+        raise CheckpointError(
+            f"{directory / ADAPTER_CONFIG_FILE} names no base_model_name_or_path; write the "
+            "directory or hub id of the model that the adapter was trained on there"
+        )
+    beside = directory / base
+    return CheckpointSource(
+        base, _locate(str(beside) if beside.is_dir() else base, fetch), directory
+    )
+
+
+def download_snapshot(hub_id: str) -> Path:
+    """Fetch a model's files from the hub, or find them in its cache."""
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{hub_id} is no directory here and could not be fetched from the hub ({reason}); "
+            "give the path of a local copy, or connect to the network"
+        ) from None
+
+
+def _locate(name: str, download: Callable[[str], Path]) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give the directory that holds {path.name}")
+    if _HUB_ID.fullmatch(name):
+        return download(name)
+    raise CheckpointError(
+        f"there is no directory {path}; give a checkpoint directory or a hub id such as "
+        "openvla/openvla-7b"
+    )
+
+
+# Buffers that older savers wrote beside the weights; they follow from the configuration.
+_DERIVED = ".rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint whose files fit together."""
+
+    source: CheckpointSource
+    config: OpenVLAConfig
+    encoder: PromptEncoder
+    reader: CheckpointReader
+    adapter: LoraAdapter | None = None
+
+    def weight(self, name: str, device: torch.device) -> Tensor:
+        """Read one tensor by its published name, with the adapter's change if there is one.
+
+        May be a view of the file: copy what is to stay.
+        """
+        tensor = self.reader.tensor(name, device)
+        return tensor if self.adapter is None else self.adapter.merge(name, tensor)
+
+
+def open_checkpoint(name: str, adapter: str | None = None) -> Checkpoint:
+    """Open a directory or hub id and check all of it; the weights stay where they are.
+
+    `adapter` is the directory of an unmerged LoRA adapter for it. A directory that is an adapter
+    itself finds its base by its own configuration.
+    """
+    source = locate_checkpoint(name, adapter)
+    config = _load_config(source)
+    tokenizer = source.find(TOKENIZER_FILE)
+    encoder = PromptEncoder.load(
+        tokenizer, config.prompt_template, config.vocabulary.text_vocab_size
+    )
+    reader = CheckpointReader.open(source.directory)
+    check_tensors(source.directory, reader.stored, tensor_places(config))
+    return Checkpoint(source, config, encoder, reader, _load_adapter(source, reader))
+
+
+def check_tensors(
+    directory: Path, stored: Mapping[str, StoredTensor], places: Sequence[TensorPlace]
+) -> None:
+    """Raise `CheckpointError` unless the tensors are those that the configuration asks for.
+
+    Tensors that inference never uses may be missing.
+    """
+    shapes = {place.name: place.shape for place in places}
+    missing = [
+        place.name for place in places if place.parameter is not None and place.name not in stored
+    ]
+    unexpected = [name for name in stored if name not in shapes and not name.endswith(_DERIVED)]
+    wrong = [
+        f"{name} {_say(stored[name].shape)} instead of {_say(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    problems = [
+        f"{len(names)} {problem}: {list_names(names)}"
+        for problem, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of the wrong shape", wrong),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the tensors in {directory} do not fit its {CONFIG_FILE}: {'; '.join(problems)}; "
+            f"restore the {CONFIG_FILE} and weight files of one and the same model"
+        )
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization = Quantization.NONE,
+) -> OpenVLAModel:
+    """Build the model on a device, part by part, so that little more than the model is in memory.
+
+    Raises `DeviceError` beforehand if the device cannot hold or compute it.
+    """
+    check_quantization(quantization, device, dtype)
+    check_memory(estimate_memory(checkpoint.config, device, dtype, quantization), device)
+    with torch.device("meta"):
+        model = OpenVLAModel(checkpoint.config).to(dtype)
+    places = [place for place in tensor_places(checkpoint.config) if place.parameter is not None]
+    for prefix, part in _parts(model):
+        allocate(part, device)
+        fill_part(checkpoint, part, prefix, places)
+        if prefix.startswith("decoder.layers."):
+            quantize_linears(part, quantization, device)
+    checkpoint.reader.close()
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def fill_part(
+    checkpoint: Checkpoint, part: nn.Module, prefix: str, places: Sequence[TensorPlace]
+) -> None:
+    """Copy the weights of one submodule from the checkpoint; `prefix` is its name and a dot."""
+    parameters = dict(part.named_parameters())
+    for place in places:
+        if place.parameter is None or not place.parameter.startswith(prefix):
+            continue
+        parameter = parameters[place.parameter.removeprefix(prefix)]
+        parameter[place.rows].copy_(checkpoint.weight(place.name, parameter.device))
+
+
+def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules that together hold every weight, each decoder layer by itself."""
+    for name, part in model.named_children():
+        if name != "decoder":
+            yield f"{name}.", part
+    for name, part in model.decoder.named_children():
+        if name != "layers":
+            yield f"decoder.{name}.", part
+    for index, layer in enumerate(model.decoder.layers):
+        yield f"decoder.layers.{index}.", layer
+
+
+def _load_config(source: CheckpointSource) -> OpenVLAConfig:
+    config = load_config(source.directory, source.name)
+    own = source.find(STATISTICS_FILE)
+    if own == source.directory:
+        return config
+    statistics = JsonFields.load(own / STATISTICS_FILE, f"restore {STATISTICS_FILE}")
+    return replace(config, statistics=parse_statistics(statistics))
+
+
+def _load_adapter(source: CheckpointSource, reader: CheckpointReader) -> LoraAdapter | None:
+    if source.overlay is None:
+        return None
+    adapter = LoraAdapter.load(source.overlay)
+    adapter.check({name: tensor.shape for name, tensor in reader.stored.items()})
+    return adapter
+
+
+def _say(shape: Shape) -> str:
+    return "x".join(str(size) for size in shape)

@@ -1,0 +1,191 @@
+"""`deft act`: answer pictures without a server, one JSON line each."""
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from PIL import Image as PillowImage
+from PIL import UnidentifiedImageError
+
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Image,
+    Observation,
+    StageTimings,
+)
+from deft_policies.base import ActRequest, Policy, Session
+from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
+from deft_policies.errors import PolicyError
+
+PROG = "deft act"
+_STAGES = ("prepare", "vision", "prefill", "draft", "verify", "commit", "finish", "total")
+
+
+class CaseError(PolicyError):
+    """A line of the input, or a picture it names, that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One picture and what to do. Cases of one session are frames of one robot, in order."""
+
+    image: Path
+    instruction: str
+    statistics_key: str | None = None
+    session_id: str | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Answer one picture from the command line, or a file of them; return the exit code."""
+    parser = ArgumentParser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Answer pictures with actions, one JSON line each, without a server.",
+    )
+    parser.add_argument("image", nargs="?", type=Path, help="a picture (with INSTRUCTION)")
+    parser.add_argument("instruction", nargs="?", help="what to do")
+    parser.add_argument("--input", type=Path, metavar="JSONL", help="lines with image, instruction")
+    parser.add_argument("--output", type=Path, metavar="JSONL", help="default: standard output")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="pictures per pass")
+
+    def run() -> int:
+        command = parse_command(parser, arguments)
+        given = command.namespace
+        if (given.input is None) == (given.instruction is None) or given.batch < 1:
+            parser.error("give either IMAGE and INSTRUCTION, or --input; --batch must be 1 or more")
+        if given.input is None:
+            cases = [Case(given.image, given.instruction)]
+        else:
+            cases = read_cases(given.input)
+        return _answer(command, cases)
+
+    return run_command(PROG, run)
+
+
+def read_cases(path: Path) -> list[Case]:
+    """Read and check every line before anything slow happens."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [
+        _read_case(line, f"{path}:{number}", path.parent)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+
+
+def load_image(path: Path) -> Image:
+    """Read a picture as RGB."""
+    try:
+        with PillowImage.open(path) as picture:
+            return np.array(picture.convert("RGB"))
+    except (OSError, UnidentifiedImageError, PillowImage.DecompressionBombError) as error:
+        raise CaseError(f"{path} cannot be read as a picture: {error}") from None
+
+
+def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iterator[str]:
+    """Yield one JSON line per case, in order."""
+    sessions: dict[str, Session] = {}
+    start = 0
+    while start < len(cases):
+        batch = _next_batch(cases, start, batch_size)
+        requests = [_request(policy, case, sessions) for case in batch]
+        for request in requests:
+            policy.check(request.observation, request.options)
+        for chunk in policy.act(requests):
+            yield json.dumps(_describe(chunk))
+        start += len(batch)
+
+
+def _answer(command: PolicyCommand, cases: list[Case]) -> int:
+    policy = command.load()
+    if len(cases) > 1:
+        policy.warm_up()  # so that the first line's times are like the others
+    given = command.namespace
+    with _open_output(given.output) as output:
+        for line in answer_cases(policy, cases, given.batch):
+            output.write(line + "\n")
+            output.flush()
+    return 0
+
+
+@contextmanager
+def _open_output(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    with path.open("w", encoding="utf-8") as file:
+        yield file
+
+
+def _next_batch(cases: Sequence[Case], start: int, batch_size: int) -> Sequence[Case]:
+    """As many cases as fit, but never two frames of one session."""
+    seen: set[str] = set()
+    for index in range(start, min(start + batch_size, len(cases))):
+        name = cases[index].session_id
+        if name in seen:
+            return cases[start:index]
+        if name is not None:
+            seen.add(name)
+    return cases[start : start + batch_size]
+
+
+def _request(policy: Policy, case: Case, sessions: dict[str, Session]) -> ActRequest:
+    session = policy.open_session()
+    if case.session_id is not None:
+        session = sessions.setdefault(case.session_id, session)
+    options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
+    return ActRequest(Observation(load_image(case.image), case.instruction), session, options)
+
+
+def _describe(chunk: ActionChunk) -> dict[str, object]:
+    actions = chunk.actions.tolist()
+    described: dict[str, object] = {
+        "tokens": [],
+        "action": actions[0] if len(actions) == 1 else actions,
+        "margins": [],
+        "passes": 0,
+        "accepted": [],
+        "ms": _milliseconds(chunk.timings),
+    }
+    if chunk.trace is not None:
+        described["tokens"] = list(chunk.trace.tokens)
+        described["margins"] = list(chunk.trace.margins)
+        described["passes"] = chunk.trace.num_passes
+        described["accepted"] = list(chunk.trace.accepted_lengths)
+    return described
+
+
+def _milliseconds(timings: StageTimings) -> dict[str, float]:
+    return {stage: round(getattr(timings, f"{stage}_ms"), 3) for stage in _STAGES}
+
+
+def _read_case(line: str, where: str, folder: Path) -> Case:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise CaseError(f"{where} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CaseError(f"{where} must be an object with image and instruction, got {fields!r}")
+    allowed = {"image", "instruction", "statistics_key", "session_id"}
+    if unknown := sorted(set(fields) - allowed):
+        raise CaseError(f"{where} has unknown fields {unknown}; known: {sorted(allowed)}")
+    for name in ("image", "instruction"):
+        if not isinstance(fields.get(name), str):
+            raise CaseError(f"{where}: {name} must be a string, got {fields.get(name)!r}")
+    for name in ("statistics_key", "session_id"):
+        if not isinstance(fields.get(name), str | None):
+            raise CaseError(f"{where}: {name} must be a string, got {fields[name]!r}")
+    image = Path(fields["image"])
+    if not image.exists() and (folder / image).exists():
+        image = folder / image  # paths may be relative to the file that names them
+    if not image.exists():
+        raise CaseError(f"{where}: image {fields['image']} does not exist")
+    return Case(
+        image, fields["instruction"], fields.get("statistics_key"), fields.get("session_id")
+    )

@@ -1,0 +1,80 @@
+"""`deft index`: make a retrieval index of recordings or demonstrations, to draft from."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from deft_policies.commands.parse import parse_command, run_command
+from deft_policies.decoding.drafts.retrieval import save_index
+from deft_policies.errors import PolicyError
+from deft_policies.openvla.indexing import (
+    StoredActions,
+    StoredFrame,
+    demonstrated_frames,
+    index_frames,
+    recorded_frames,
+)
+from deft_policies.openvla.policy import OpenVLAPolicy
+
+PROG = "deft index"
+
+
+def main(arguments: list[str]) -> int:
+    """Build the index and write it; return the exit code."""
+    parser = _build_parser()
+
+    def run() -> int:
+        command = parse_command(parser, arguments)
+        given = command.namespace
+        if (given.recording is None) == (given.demonstrations is None):
+            parser.error("give either --recording or --demonstrations")
+        if min(given.every, given.batch, given.limit or 1) < 1:
+            parser.error("--every, --batch and --limit must be 1 or more")
+        policy = command.load()
+        if not isinstance(policy, OpenVLAPolicy):
+            raise PolicyError(f"only openvla drafts from an index, got {policy.info.policy!r}")
+        _write(policy, given)
+        return 0
+
+    return run_command(PROG, run)
+
+
+def _build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Store frames by what they look like, with the actions that belong to them; "
+        "serve with --retrieval-index FILE to draft from them.",
+    )
+    parser.add_argument("--recording", type=Path, metavar="DIR", help="made by deft serve --record")
+    parser.add_argument(
+        "--demonstrations", type=Path, metavar="DIR", help="made by deft-client demos"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the index")
+    parser.add_argument(
+        "--actions",
+        choices=[one.value for one in StoredActions],
+        default=StoredActions.OWN.value,
+        help="own: let the policy answer every frame (default); recorded: what was done",
+    )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th frame")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most so many frames")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="frames per pass")
+    return parser
+
+
+def _write(policy: OpenVLAPolicy, given: Namespace) -> None:
+    frames = islice(_frames(given), 0, None, given.every)
+    chosen = islice(frames, given.limit)
+    index = index_frames(policy, chosen, StoredActions(given.actions), given.batch)
+    save_index(index, given.out)
+    kilobytes = given.out.stat().st_size / 1e3
+    sys.stdout.write(f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n")
+
+
+def _frames(given: Namespace) -> Iterator[StoredFrame]:
+    if given.recording is not None:
+        return recorded_frames(given.recording)
+    return demonstrated_frames(given.demonstrations)

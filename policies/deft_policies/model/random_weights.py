@@ -1,0 +1,148 @@
+"""Models with random weights, built where they run: speed does not depend on values.
+
+What they answer is noise. Nothing is read from disk, so the full-size model can be measured
+without a checkpoint.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deft_policies.model.prompt import PromptTemplate
+from deft_policies.model.sizes import (
+    ActionVocabulary,
+    ImageProcessorConfig,
+    LlamaConfig,
+    Normalization,
+    OpenVLAConfig,
+    ResizeStrategy,
+    TowerConfig,
+    TowerFamily,
+)
+from deft_policies.model.statistics import ActionStatistics
+from deft_policies.model.vla import OpenVLAModel
+
+STATISTICS_KEY = "random"
+_HALVES = (0.5, 0.5, 0.5)
+
+
+def openvla_7b() -> OpenVLAConfig:
+    """The sizes of the published 7B."""
+    return OpenVLAConfig(
+        llm=LlamaConfig(
+            vocab_size=32064,
+            width=4096,
+            mlp=11008,
+            num_layers=32,
+            heads=32,
+            kv_heads=32,
+            head_width=128,
+        ),
+        towers=(
+            TowerConfig(
+                TowerFamily.DINOV2,
+                "vision_backbone.featurizer",
+                width=1024,
+                depth=24,
+                heads=16,
+                mlp=4096,
+            ),
+            TowerConfig(
+                TowerFamily.SIGLIP,
+                "vision_backbone.fused_featurizer",
+                width=1152,
+                depth=27,
+                heads=16,
+                mlp=4304,
+            ),
+        ),
+        image=ImageProcessorConfig(
+            resize=ResizeStrategy.NAIVE,
+            size=224,
+            is_stretched=True,
+            letterbox_fill=(127, 127, 127),
+            normalizations=(Normalization(_HALVES, _HALVES),) * 2,
+        ),
+        vocabulary=ActionVocabulary(text_vocab_size=32000),
+        prompt_template=PromptTemplate.OPENVLA,
+        statistics={STATISTICS_KEY: unit_statistics()},
+    )
+
+
+def openvla_small() -> OpenVLAConfig:
+    """A model that answers on a laptop, with the 7B's ratio of decoder to towers."""
+    sizes = openvla_7b()
+    dino, siglip = sizes.towers
+    return OpenVLAConfig(
+        llm=LlamaConfig(
+            vocab_size=1088,
+            width=256,
+            mlp=688,
+            num_layers=12,
+            heads=8,
+            kv_heads=8,
+            head_width=32,
+        ),
+        towers=(
+            TowerConfig(dino.family, dino.prefix, width=96, depth=5, heads=3, mlp=384),
+            TowerConfig(siglip.family, siglip.prefix, width=96, depth=5, heads=3, mlp=384),
+        ),
+        image=sizes.image,
+        vocabulary=ActionVocabulary(text_vocab_size=1024),
+        prompt_template=sizes.prompt_template,
+        statistics=sizes.statistics,
+    )
+
+
+NAMED_SIZES: Mapping[str, Callable[[], OpenVLAConfig]] = MappingProxyType(
+    {"openvla-7b": openvla_7b, "small": openvla_small}
+)
+
+
+def unit_statistics() -> ActionStatistics:
+    """Seven dimensions from -1 to 1, the gripper from 0 to 1 as it is."""
+    low, high = np.full(7, -1.0), np.ones(7)
+    low[6] = 0.0
+    return ActionStatistics(low, high, np.arange(7) < 6)
+
+
+@torch.no_grad()
+def build_random_model(
+    config: OpenVLAConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> OpenVLAModel:
+    """Allocate and fill on the device; activations keep their size through every layer."""
+    model = OpenVLAModel.empty(config, device, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        _fill(name, parameter, generator)
+    return model.requires_grad_(False)
+
+
+def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    is_scale = name.rsplit(".", 1)[-1] in ("scale1", "scale2") or "norm" in name
+    if is_scale and not name.endswith("bias"):
+        parameter.fill_(1.0)
+    elif parameter.dim() == 1:
+        parameter.zero_()
+    else:
+        fan_in = 1 if "embedding" in name else parameter[0].numel()
+        parameter.normal_(std=min(1.0, fan_in**-0.5), generator=generator)
+
+
+class WordIds:
+    """Prompt ids without a tokenizer: one per character pair, always the same for the same text.
+
+    As many as a real tokenizer would give, within a few.
+    """
+
+    def __init__(self, num_ids: int) -> None:
+        self._num_ids = num_ids
+
+    def encode(self, instruction: str) -> tuple[int, ...]:
+        """Ids of an instruction, the first one standing for the beginning."""
+        pieces = [instruction[i : i + 4].encode() for i in range(0, len(instruction), 4)]
+        wrapped = range(2, 16)  # what the prompt puts around an instruction
+        return (1, *wrapped, *(sum(piece) % self._num_ids for piece in pieces), 3)

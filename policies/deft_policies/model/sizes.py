@@ -1,0 +1,163 @@
+"""Everything about an OpenVLA model that is not a weight. Knows nothing of files.
+
+`checkpoint_config` reads it from a checkpoint's JSON files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from deft_policies.decoding.tree import TokenRange
+from deft_policies.model.prompt import PromptTemplate
+from deft_policies.model.statistics import ActionStatistics
+
+DEFAULT_NUM_BINS = 256
+LAYER_NORM_EPS = 1e-6
+
+
+class TowerFamily(Enum):
+    """What kind of vision transformer a tower is; the value names it in `vision_sizes`."""
+
+    DINOV2 = "dinov2"
+    SIGLIP = "siglip"
+
+
+class ProjectorKind(Enum):
+    """Layers between patches and decoder: three for fused towers, two for a single one."""
+
+    FUSED = "fused"
+    PLAIN = "plain"
+
+
+class ResizeStrategy(Enum):
+    """How a frame becomes a square, by the checkpoint's processor."""
+
+    NAIVE = "resize-naive"
+    LETTERBOX = "letterbox"
+    CROP = "resize-crop"
+
+
+@dataclass(frozen=True)
+class TowerConfig:
+    """Sizes of one vision transformer. Its last block and final norm are never used."""
+
+    family: TowerFamily
+    prefix: str  # of its tensors' names, without the trailing dot
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+    image_size: int = 224
+    patch_size: int = 14
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of one image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_registers(self) -> int:
+        """Register tokens; with the class token they come before the patches."""
+        return 4 if self.family is TowerFamily.DINOV2 else 0
+
+    @property
+    def has_class_token(self) -> bool:
+        """True if a class token (and registers) are dropped from the output."""
+        return self.family is TowerFamily.DINOV2
+
+    @property
+    def has_layer_scale(self) -> bool:
+        """True if each residual branch is scaled by a learnt vector."""
+        return self.family is TowerFamily.DINOV2
+
+    @property
+    def has_attention_pool(self) -> bool:
+        """True if the checkpoint carries a pooling head (which inference never uses)."""
+        return self.family is TowerFamily.SIGLIP
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks whose output counts: all but the last."""
+        return self.depth - 1
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of the decoder."""
+
+    vocab_size: int  # rows of the embedding and of the head, padding included
+    width: int
+    mlp: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_positions: int = 2048
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Mean and standard deviation of the three channels that one tower sees."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class ImageProcessorConfig:
+    """How the checkpoint's own processor turns a frame into pixel values.
+
+    `is_stretched`: both sides become `size`, whatever the frame's ratio; otherwise the shorter
+    one does, and the middle of the longer one is kept.
+    """
+
+    resize: ResizeStrategy
+    size: int
+    letterbox_fill: tuple[int, int, int]
+    normalizations: tuple[Normalization, ...]  # [tower]
+    is_stretched: bool = True
+
+
+@dataclass(frozen=True)
+class ActionVocabulary:
+    """Where the action tokens lie: the last `num_bins` ids of the text vocabulary.
+
+    Ids grow as values fall: the last id is the lowest bin.
+    """
+
+    text_vocab_size: int
+    num_bins: int = DEFAULT_NUM_BINS
+
+    @property
+    def tokens(self) -> TokenRange:
+        """Ids that stand for bins."""
+        return TokenRange(self.text_vocab_size - self.num_bins, self.text_vocab_size - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenVLAConfig:
+    """All that the modules, the processor and the codec need to know of a checkpoint."""
+
+    llm: LlamaConfig
+    towers: tuple[TowerConfig, ...]
+    image: ImageProcessorConfig
+    vocabulary: ActionVocabulary
+    prompt_template: PromptTemplate
+    statistics: Mapping[str, ActionStatistics]
+
+    @property
+    def projector(self) -> ProjectorKind:
+        """Fused where two towers look at the frame."""
+        return ProjectorKind.FUSED if len(self.towers) > 1 else ProjectorKind.PLAIN
+
+    @property
+    def vision_width(self) -> int:
+        """Features of one patch, all towers side by side."""
+        return sum(tower.width for tower in self.towers)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of one image, the same in every tower."""
+        return self.towers[0].num_patches

@@ -1,0 +1,101 @@
+"""One vision transformer for both towers: DINOv2 with registers and LayerScale, and SigLIP.
+
+A tower yields what its second-to-last block returns, without the final norm. The last block, the
+final norm and SigLIP's pooling head are in every checkpoint and are never used, so they are not
+here.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft_policies.model.sizes import LAYER_NORM_EPS, ProjectorKind, TowerConfig
+
+
+class Projector(nn.Module):
+    """An MLP: three layers for the fused towers (inner width 4 x vision), two for a single one."""
+
+    def __init__(self, vision_width: int, width: int, kind: ProjectorKind) -> None:
+        super().__init__()
+        is_fused = kind is ProjectorKind.FUSED
+        inner = 4 * vision_width if is_fused else width
+        self.fc1 = nn.Linear(vision_width, inner)
+        self.fc2 = nn.Linear(inner, width)
+        self.fc3 = nn.Linear(width, width) if is_fused else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[row, patch, vision_width] to [row, patch, width]."""
+        projected: Tensor = self.fc2(functional.gelu(self.fc1(patches)))
+        if self.fc3 is None:
+            return projected
+        deeper: Tensor = self.fc3(functional.gelu(projected))
+        return deeper
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each scaled per channel where the tower has LayerScale."""
+
+    def __init__(self, sizes: TowerConfig) -> None:
+        super().__init__()
+        width, eps = sizes.width, LAYER_NORM_EPS
+        self.num_heads = sizes.heads
+        self.norm1 = nn.LayerNorm(width, eps=eps)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width, eps=eps)
+        self.mlp_in = nn.Linear(width, sizes.mlp)
+        self.mlp_out = nn.Linear(sizes.mlp, width)
+        self.scale1 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
+        self.scale2 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[row, token, width] in and out."""
+        mixed = self._attend(self.norm1(tokens))
+        tokens = tokens + (mixed if self.scale1 is None else mixed * self.scale1)
+        lowered: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.norm2(tokens))))
+        return tokens + (lowered if self.scale2 is None else lowered * self.scale2)
+
+    def _attend(self, tokens: Tensor) -> Tensor:
+        fused = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1)).transpose(1, 3)
+        queries, keys, values = fused.unbind(2)  # [row, head, token, head_dim]
+        mixed = functional.scaled_dot_product_attention(queries, keys, values)
+        projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class VisionTransformer(nn.Module):
+    """Pixels to patch features."""
+
+    def __init__(self, sizes: TowerConfig) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.patch = nn.Conv2d(3, sizes.width, sizes.patch_size, sizes.patch_size)
+        self.position = nn.Parameter(torch.zeros(1, sizes.num_patches, sizes.width))
+        self.class_token = _tokens(int(sizes.has_class_token), sizes.width)
+        self.registers = _tokens(sizes.num_registers, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_used_blocks))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[row, 3, height, width] to [row, patch, width]."""
+        tokens = self._embed(pixels)
+        before = [part for part in (self.class_token, self.registers) if part is not None]
+        if before:
+            wide = [part.expand(len(pixels), -1, -1) for part in before]
+            tokens = torch.cat((*wide, tokens), dim=1)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return tokens[:, -self.sizes.num_patches :]
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """The patch convolution as one matrix product: its windows do not overlap."""
+        size = self.sizes.patch_size
+        side = pixels.shape[2] // size
+        windows = pixels.reshape(-1, 3, side, size, side, size).permute(0, 2, 4, 1, 3, 5)
+        flat = windows.flatten(3).flatten(1, 2)
+        return (
+            functional.linear(flat, self.patch.weight.flatten(1), self.patch.bias) + self.position
+        )
+
+
+def _tokens(count: int, width: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.zeros(1, count, width)) if count else None

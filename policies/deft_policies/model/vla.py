@@ -1,0 +1,118 @@
+"""OpenVLA as modules: towers, projector and decoder, every size from the configuration.
+
+The same modules serve inference, where the decoder runs through its cache, and training, where
+`forward` runs whole sequences and gradients flow.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deft_policies.checkpoint.tensor_names import tensor_places
+from deft_policies.model.llama import LlamaDecoder, LlamaSizes
+from deft_policies.model.sizes import LlamaConfig, OpenVLAConfig
+from deft_policies.model.vision import Projector, VisionTransformer
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the vision side makes of a batch of frames."""
+
+    features: Tensor  # [row, patch, vision_width], the towers side by side
+    patches: Tensor  # [row, patch, width], projected: inputs of the decoder
+
+
+class OpenVLAModel(nn.Module):
+    """Frames and prompt ids to next-token scores."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.towers = nn.ModuleList(VisionTransformer(sizes) for sizes in config.towers)
+        self.projector = Projector(config.vision_width, config.llm.width, config.projector)
+        self.decoder = LlamaDecoder(decoder_sizes(config.llm))
+
+    @staticmethod
+    def empty(config: OpenVLAConfig, device: torch.device, dtype: torch.dtype) -> "OpenVLAModel":
+        """Allocate on a device without initialising: to be filled by a loader."""
+        with torch.device("meta"):
+            model = OpenVLAModel(config).to(dtype)
+        allocate(model, device)
+        return model.eval()
+
+    def see(self, pixels: Tensor) -> Sight:
+        """Run the towers on [row, 3 * tower, height, width] and project what they return."""
+        views = pixels.chunk(len(self.towers), dim=1)
+        seen = [tower(view) for tower, view in zip(self.towers, views, strict=True)]
+        features = seen[0] if len(seen) == 1 else torch.cat(seen, dim=2)
+        return Sight(features, self.projector(features))
+
+    def compose(self, patches: Tensor, ids: Tensor) -> Tensor:
+        """Decoder inputs [row, position, width]: first id, patches, the other ids.
+
+        `ids` is [row, text] and may be right-padded with any valid id.
+        """
+        words = self.decoder.embedding(ids)
+        return torch.cat((words[:, :1], patches, words[:, 1:]), dim=1)
+
+    def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
+        """Teacher-forced hidden states after the final norm, [row, position, width].
+
+        `ids` holds prompt and answer; `decoder.head` turns hidden states into logits.
+        """
+        hidden: Tensor = self.decoder(self.compose(self.see(pixels).patches, ids))
+        return hidden
+
+    def fingerprint(self) -> str:
+        """A digest of the weights: equal for equal checkpoints, in float32 and bfloat16 alike.
+
+        Samples every weight; quantised ones have no digest that others could be compared with.
+        """
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.named_parameters()):
+            flat = weight.detach().flatten()
+            picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
+            digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+            digest.update(picked.numpy().tobytes())
+        return digest.hexdigest()
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every weight in use under its published name, as a view: writing changes the model."""
+        parameters = dict(self.named_parameters())
+        return {
+            place.name: parameters[place.parameter][place.rows]
+            for place in tensor_places(self.config)
+            if place.parameter is not None
+        }
+
+
+def allocate(part: nn.Module, device: torch.device) -> None:
+    """Give a module that was laid out on the meta device memory of its own, uninitialised.
+
+    `Module.to_empty` would do, but imports a symbolic algebra system on the way: seconds.
+    """
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            setattr(module, name, empty)
+
+
+def decoder_sizes(config: LlamaConfig) -> LlamaSizes:
+    """The decoder's sizes, in the words of the model-independent decoder."""
+    return LlamaSizes(
+        vocabulary=config.vocab_size,
+        width=config.width,
+        mlp_width=config.mlp,
+        num_layers=config.num_layers,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_width,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_theta,
+        max_positions=config.max_positions,
+    )

@@ -1,0 +1,217 @@
+"""Looks at the machine a server would run on: libraries, ports, files, exposure."""
+
+import argparse
+import os
+import resource
+import shutil
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+
+import httpx
+
+from deft_client.libero.errors import SimulationError
+from deft_client.libero.simulator.assets import cache_folder, find_assets, libero_folder
+from deft_client.libero.simulator.graphics import Renderer, find_renderer
+from deft_policies.base import Finding, Verdict
+from deft_policies.errors import PolicyError
+from deft_server.commands.serve import listen
+from deft_server.commands.settings_sources import ServeCommand, read_command
+from deft_server.serving.access import KeyFileError, read_keys
+from deft_server.settings import Settings, SettingsError
+
+MIN_FREE_DISK_BYTES = 2 * 1024**3
+_GIB = 1024**3
+_FAST = ("uvloop", "httptools")
+
+
+def examine_machine(settings: Settings) -> list[Finding]:
+    """Look at everything that does not depend on the policy."""
+    return [
+        examine_python(),
+        examine_gpu(),
+        examine_port(settings),
+        examine_exposure(settings),
+        examine_open_files(settings.max_connections),
+        *([] if settings.keys_file is None else [examine_keys(settings.keys_file)]),
+        *([] if settings.tls_key is None else [examine_tls(settings)]),
+        *([] if settings.record is None else [examine_disk(settings.record)]),
+    ]
+
+
+def examine_python() -> Finding:
+    """Are the libraries there that make the server fast?"""
+    version = ".".join(map(str, sys.version_info[:3]))
+    missing = [name for name in _FAST if find_spec(name) is None]
+    if missing:
+        text = f"{version}; without {' and '.join(missing)} every request takes longer: pip install"
+        return Finding("python", Verdict.DOUBTFUL, f"{text} {' '.join(missing)}")
+    return Finding("python", Verdict.GOOD, f"{version}, {os.cpu_count()} cores")
+
+
+def examine_gpu(command: Sequence[str] = ("nvidia-smi",)) -> Finding:
+    """Ask the driver for GPUs; whether torch can use them is the policy's examination."""
+    query = ["--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return Finding("gpu", Verdict.DOUBTFUL, "no NVIDIA driver here (nvidia-smi is not found)")
+    try:
+        said = subprocess.run([*command, *query], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("gpu", Verdict.BAD, f"the driver does not answer: {error}")
+    lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    if said.returncode != 0 or not lines:
+        reason = (said.stderr or said.stdout).strip().splitlines() or ["no reason given"]
+        return Finding("gpu", Verdict.BAD, f"the driver finds no GPU: {reason[0]}")
+    return Finding("gpu", Verdict.GOOD, "; ".join(lines))
+
+
+def examine_port(settings: Settings) -> Finding:
+    """Can the server listen where it is to?"""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        listen(settings).close()
+    except SettingsError as error:
+        who = " (a Deft server answers there)" if _is_deft(where) else ""
+        return Finding("port", Verdict.BAD, f"{error}{who}")
+    return Finding("port", Verdict.GOOD, f"{where} is free")
+
+
+def _is_deft(where: str) -> bool:
+    try:
+        return httpx.get(f"http://{where}/healthz", timeout=2).text == "OK\n"
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+
+
+def examine_exposure(settings: Settings) -> Finding:
+    """Who could reach the robots through this server?"""
+    if _is_loopback(settings.host):
+        return Finding("exposure", Verdict.GOOD, "this machine only; --host 0.0.0.0 for others")
+    lacks = []
+    if settings.keys_file is None:
+        lacks.append("no API keys (--keys-file), so anybody who can reach it may drive the robots")
+    if settings.tls_key is None:
+        lacks.append("no TLS (--tls-key), so frames and keys can be read on the way")
+    if lacks:
+        return Finding(
+            "exposure", Verdict.DOUBTFUL, f"open to the network, with {'; '.join(lacks)}"
+        )
+    return Finding("exposure", Verdict.GOOD, "open to the network, with API keys and TLS")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def examine_open_files(max_connections: int) -> Finding:
+    """Does the system let us keep so many connections?"""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < max_connections:
+        text = f"{hard} at most, fewer than max_connections {max_connections}; raise ulimit -Hn"
+        return Finding("open files", Verdict.DOUBTFUL, text)
+    return Finding("open files", Verdict.GOOD, f"room for {max_connections} connections")
+
+
+def examine_keys(path: Path) -> Finding:
+    """Can the key file be used, and by nobody else?"""
+    try:
+        entries = read_keys(path)
+        mode = path.stat().st_mode
+    except (KeyFileError, OSError) as error:
+        return Finding("keys", Verdict.BAD, str(error))
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        text = f"others on this machine may read {path}: chmod 600 {path}"
+        return Finding("keys", Verdict.DOUBTFUL, text)
+    num_admins = sum(entry.caller.is_admin for entry in entries)
+    return Finding("keys", Verdict.GOOD, f"{len(entries)} callers, {num_admins} of them admins")
+
+
+def examine_tls(settings: Settings) -> Finding:
+    """Do certificate and key belong together?"""
+    assert settings.tls_certificate is not None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+        if settings.tls_client_ca is not None:
+            context.load_verify_locations(settings.tls_client_ca)
+    except (OSError, ssl.SSLError) as error:
+        return Finding("tls", Verdict.BAD, f"cannot use the TLS files: {error}")
+    return Finding("tls", Verdict.GOOD, f"{settings.tls_certificate}")
+
+
+def examine_disk(directory: Path) -> Finding:
+    """Is there room to record?"""
+    existing = next((one for one in (directory, *directory.parents) if one.exists()), Path("/"))
+    free = shutil.disk_usage(existing).free
+    text = f"{free / _GIB:.1f} GiB free for recordings in {directory}"
+    if not os.access(existing, os.W_OK):
+        return Finding("disk", Verdict.BAD, f"{existing} cannot be written to")
+    return Finding("disk", Verdict.GOOD if free > MIN_FREE_DISK_BYTES else Verdict.DOUBTFUL, text)
+
+
+_COLOURS = {Verdict.GOOD: "32", Verdict.DOUBTFUL: "33", Verdict.BAD: "31"}
+
+
+def main(arguments: list[str]) -> int:
+    """Examine, print, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="deft doctor",
+        allow_abbrev=False,
+        description="Say whether `deft serve` with the same flags would work on this machine.",
+    )
+    try:
+        command = read_command(parser, arguments, os.environ)
+    except (SettingsError, PolicyError) as error:
+        sys.stdout.write(_lines([Finding("settings", Verdict.BAD, str(error))]))
+        return 1
+    findings = examine(command)
+    sys.stdout.write(_lines(findings))
+    num_bad = sum(one.verdict is Verdict.BAD for one in findings)
+    num_doubtful = sum(one.verdict is Verdict.DOUBTFUL for one in findings)
+    sys.stdout.write(f"{num_bad} errors, {num_doubtful} warnings\n")
+    return 1 if num_bad else 0
+
+
+def examine(command: ServeCommand) -> list[Finding]:
+    """Look at the machine, the policy and the simulator."""
+    policy = command.entry.examine(command.options)
+    if not policy:
+        policy = [Finding("policy", Verdict.GOOD, f"{command.policy_name} needs nothing")]
+    return [*examine_machine(command.settings), *policy, *examine_simulator()]
+
+
+def examine_simulator() -> list[Finding]:
+    """Could LIBERO episodes be played here? Serving does not need it."""
+    try:
+        libero_folder()
+        assets = find_assets(None, cache_folder())
+    except SimulationError as error:
+        return [Finding("simulator", Verdict.DOUBTFUL, f"{error} (evaluation only)")]
+    findings = [Finding("assets", Verdict.GOOD, f"{assets.label} in {assets.folder}")]
+    try:
+        renderer = find_renderer(Renderer.AUTO)
+    except SimulationError as error:
+        return [*findings, Finding("graphics", Verdict.DOUBTFUL, f"{error} (evaluation only)")]
+    return [*findings, Finding("graphics", Verdict.GOOD, f"renders with {renderer.value}")]
+
+
+def _lines(findings: Sequence[Finding]) -> str:
+    width = max(len(one.subject) for one in findings)
+    return "".join(
+        f"{_painted(one.verdict)}  {one.subject:<{width}}  {one.text}\n" for one in findings
+    )
+
+
+def _painted(verdict: Verdict) -> str:
+    word = f"{verdict.value:<7}"
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        return word
+    return f"\x1b[{_COLOURS[verdict]}m{word}\x1b[0m"

@@ -1,0 +1,71 @@
+"""Log lines as JSON or text, each with the id of the request it is about.
+
+Written by a thread of their own: a full pipe behind stderr must not stop the event loop.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
+from typing import TextIO
+
+from deft_server.serving import request_ids
+from deft_server.settings import LogFormat, Settings
+
+_TEXT = "%(asctime)s %(levelname)-7s %(name)s [%(request_id)s] %(message)s"
+
+
+class _Tagged(QueueHandler):
+    """Marks a record with the request it belongs to, on the thread that logs it."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        if not hasattr(record, "request_id"):
+            record.request_id = request_ids.current.get()
+        return record
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        members = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": getattr(record, "request_id", "") or None,
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps({name: value for name, value in members.items() if value is not None})
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's tracebacks of requests that it cancelled itself while stopping."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
+def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueListener:
+    """Send all log lines of the process to `stream` (stderr); stop the listener to flush them."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    if settings.log_format is LogFormat.JSON:
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter(_TEXT))
+    queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    root = logging.getLogger()
+    root.handlers = [_Tagged(queue)]
+    level = settings.log_level.value.upper()
+    root.setLevel(level)
+    # What uvicorn says at level info, we say ourselves.
+    logging.getLogger("uvicorn").setLevel("DEBUG" if level == "DEBUG" else "WARNING")
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
+    # It warns of every byte of every broken form; the caller is told, and that is enough.
+    logging.getLogger("python_multipart").setLevel("ERROR")
+    listener = QueueListener(queue, handler)
+    listener.start()
+    return listener

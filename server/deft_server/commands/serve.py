@@ -1,0 +1,200 @@
+"""`deft serve`: load a policy and answer observations until told to stop."""
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+import uvicorn
+
+from deft_policies.errors import PolicyError
+from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
+from deft_server.commands.logs import start_logging
+from deft_server.commands.settings_sources import read_command
+from deft_server.http.http_protocol import build_protocol
+from deft_server.http.websocket_protocol import FrameSocketProtocol
+from deft_server.serving.access import KeyFileError
+from deft_server.serving.readiness import Phase
+from deft_server.serving.service import Service
+from deft_server.settings import Settings, SettingsError
+
+_KEPT_BYTES = 64 * 1024 * 1024
+_LARGEST_KEPT_BYTES = 32 * 1024 * 1024  # the most that glibc allows
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> bool:
+    """Tell the allocator; return whether it could be told (glibc only)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl
+        return False
+    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES) == 1
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) == 1 and kept)
+
+
+SWITCH_INTERVAL_S = 0.0005
+BACKLOG = 2048
+LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
+
+logger = logging.getLogger(__name__)
+
+
+class ExitCode(IntEnum):
+    """How `deft serve` ends."""
+
+    STOPPED = 0
+    BAD_SETTINGS = 2
+    POLICY_BROKEN = 3
+    POLICY_HANGS = 4
+
+
+def main(arguments: list[str]) -> int:
+    """Serve; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="deft serve",
+        allow_abbrev=False,
+        description="Answer observations over HTTP and WebSocket.",
+    )
+    try:
+        command = read_command(parser, arguments, os.environ)
+        code = run(create_app(command.load, command.settings, STANDARD_PROTOCOLS))
+    except (SettingsError, PolicyError, KeyFileError) as error:
+        sys.stderr.write(f"deft serve: {error}\n")
+        return ExitCode.BAD_SETTINGS
+    if code is ExitCode.POLICY_HANGS:
+        os._exit(code)  # its thread might keep the interpreter from ending
+    return code
+
+
+def run(app: DeftApp) -> ExitCode:
+    """Serve an app until a signal, or until its policy is beyond help; raise `SettingsError`."""
+    settings = app.service.settings
+    config = _uvicorn_config(app, settings)
+    listening = listen(settings)
+    _allow_many_connections(settings.max_connections)
+    # A policy that computes in Python shares the interpreter with the event loop; the usual 5 ms
+    # between turns would add up to tens of milliseconds for a single /healthz.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
+    log = start_logging(settings)
+    server = _Server(config, app.service)
+    logger.info("listening on %s", _url(settings, listening))
+    server.run(sockets=[listening])
+    logger.info("stopped with exit code %d", server.exit_code)
+    log.stop()
+    return server.exit_code
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Return a socket that listens where the settings say, or raise `SettingsError`."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # With the protocol named, asyncio switches off Nagle's algorithm; without, small answers would
+    # wait 40 ms for an acknowledgement.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        where = f"{settings.host}:{settings.port}"
+        raise SettingsError(
+            f"cannot listen on {where}: {error.strerror}; is another server running there?"
+        ) from error
+    return listening
+
+
+def _url(settings: Settings, listening: socket.socket) -> str:
+    scheme = "http" if settings.tls_key is None else "https"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _allow_many_connections(wanted: int) -> None:
+    """Raise the limit on open files as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = wanted + 256
+    if soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(enough, hard), hard))
+
+
+def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=build_protocol(settings.header_timeout_s),
+        ws=FrameSocketProtocol,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws_max_size=settings.max_body_bytes,
+        ws_per_message_deflate=False,  # pixels do not shrink, and inflating them takes time
+        timeout_keep_alive=int(settings.keep_alive_s),
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        limit_concurrency=settings.max_connections,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=None if settings.tls_client_ca is None else str(settings.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"cannot use the TLS files: {error}") from error
+    return config
+
+
+class _Server(uvicorn.Server):
+    """Stops when told by a signal, or when the policy is beyond help."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.exit_code = ExitCode.STOPPED
+        self._service = service
+        self._stopping: asyncio.Task[None] | None = None
+        service.scheduler.on_fatal = self._give_up
+        # What exists once the policy is warm lives as long as the process; the garbage collector
+        # need not look at it again, and its longest pauses are gone.
+        service.scheduler.on_ready = gc.freeze
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Finish what is in hand on SIGTERM or SIGINT; a second signal ends at once."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self._stopping is not None:
+            self.should_exit = self.force_exit = True
+            return
+        logger.info("stopping: %d requests in hand", self._service.num_in_hand)
+        self._stopping = asyncio.get_running_loop().create_task(self._finish())
+
+    async def _finish(self) -> None:
+        if not await self._service.drain(self._service.settings.drain_s):
+            logger.warning("%d requests were not finished", self._service.num_in_hand)
+        self.should_exit = True
+
+    def _give_up(self, phase: Phase) -> None:
+        hangs = phase is Phase.STUCK
+        self.exit_code = ExitCode.POLICY_HANGS if hangs else ExitCode.POLICY_BROKEN
+        logger.error("giving up: %s", self._service.readiness.sentence)
+        self.should_exit = True

@@ -1,0 +1,203 @@
+"""Where settings come from: flags, else the environment, else a TOML file, else the defaults.
+
+The environment's names are DEFT_SERVER_PORT and so on. A name that is no setting is refused in all
+three. The file may also hold a table `[policy_options]`: flags of the policy, without the dashes.
+"""
+
+import argparse
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from deft_policies import catalog
+from deft_policies.base import Policy
+from deft_server.settings import Settings, SettingsError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENVIRONMENT_PREFIX = "DEFT_SERVER_"
+POLICY_OPTIONS = "policy_options"
+NOT_FLAGS = ("step_limits",)  # tables are for the file
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file or the environment says: settings, which policy, and flags for it."""
+
+    settings: Mapping[str, object] = field(default_factory=dict)
+    policy: str | None = None
+    policy_flags: tuple[str, ...] = ()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every setting; only those given end up in the namespace."""
+    group = parser.add_argument_group("server")
+    for name, info in Settings.model_fields.items():
+        if name in NOT_FLAGS:
+            continue
+        flag = "--" + name.replace("_", "-")
+        described = f"{info.description} [{_default_of(info)}]".replace("%", "%%")
+        if info.annotation is bool:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=described)
+        else:
+            group.add_argument(
+                flag, default=argparse.SUPPRESS, help=described, metavar=_metavar(info)
+            )
+
+
+def read_file(path: Path) -> Source:
+    """Read a TOML file, or raise `SettingsError`."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from error
+    policy = table.pop("policy", None)
+    if policy is not None and not isinstance(policy, str):
+        raise SettingsError(f"{path}: policy must be a name, got {policy!r}")
+    options = table.pop(POLICY_OPTIONS, {})
+    if not isinstance(options, dict):
+        raise SettingsError(f"{path}: {POLICY_OPTIONS} must be a table, got {options!r}")
+    _refuse_unknown(table, Settings.model_fields, str(path))
+    return Source(table, policy, _as_flags(options))
+
+
+def read_environment(environment: Mapping[str, str]) -> Source:
+    """Read the variables that are ours, or raise `SettingsError`; an empty one counts as unset.
+
+    DEFT_SERVER_POLICY_OPTIONS holds flags of the policy, quoted as in a shell.
+    """
+    said: dict[str, object] = {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX) and value
+    }
+    policy = said.pop("policy", None)
+    options = said.pop(POLICY_OPTIONS, "")
+    _refuse_unknown(said, Settings.model_fields, "the environment")
+    return Source(said, None if policy is None else str(policy), tuple(shlex.split(str(options))))
+
+
+def build_settings(*sources: Mapping[str, object]) -> Settings:
+    """Merge sources, the most important first, or raise `SettingsError`.
+
+    Names that are no settings are ignored here: they belong to the policy.
+    """
+    merged: dict[str, Any] = {}
+    for source in reversed(sources):
+        merged |= {name: value for name, value in source.items() if name in Settings.model_fields}
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise SettingsError(_explain(error)) from error
+
+
+def _refuse_unknown(given: Mapping[str, object], known: Mapping[str, object], where: str) -> None:
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise SettingsError(f"unknown setting {name!r} in {where}{hint}")
+
+
+def _as_flags(options: Mapping[str, object]) -> tuple[str, ...]:
+    """Return a table as command-line flags: true is a bare flag, a list repeats its values."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            values = value if isinstance(value, list) else [value]
+            flags += [flag, *map(str, values)]
+    return tuple(flags)
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for one in error.errors():
+        name = ".".join(str(part) for part in one["loc"])
+        message = one["msg"].removeprefix("Value error, ")
+        lines.append(f"{name}: {message}, got {one['input']!r}" if name else message)
+    return "unusable settings: " + "; ".join(lines)
+
+
+def _default_of(info: FieldInfo) -> str:
+    default = info.get_default(call_default_factory=True)
+    if isinstance(default, Enum):
+        return str(default.value)
+    return "none" if default in (None, ()) else str(default)
+
+
+def _metavar(info: FieldInfo) -> str:
+    kind = info.annotation
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "{" + ",".join(str(one.value) for one in kind) + "}"
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """A policy by name, its own flags, and the settings of the server."""
+
+    policy_name: str
+    entry: catalog.CatalogEntry
+    options: Namespace
+    settings: Settings
+
+    def load(self) -> Policy:
+        """Load the policy; takes as long as its weights are large."""
+        return self.entry.load(self.options)
+
+
+def read_command(
+    parser: ArgumentParser, arguments: list[str], environment: Mapping[str, str]
+) -> ServeCommand:
+    """Add all flags to a parser and merge the three sources; raise `SettingsError` on nonsense.
+
+    Flags beat the environment, which beats the file. Unknown flags end the program, as usual.
+    """
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_own_flags(first)
+    known = first.parse_known_args(arguments)[0]
+    said = read_environment(environment)
+    file = Source() if known.config is None else read_file(known.config)
+    flags = [*file.policy_flags, *said.policy_flags, *arguments]
+    name = known.policy or said.policy or file.policy or catalog.default_for(flags)
+    entry = catalog.find(name)
+    parser.epilog = (
+        "Every server setting may also be a line of the file, or DEFT_SERVER_NAME in the "
+        f"environment. Policies: {', '.join(catalog.CATALOG)}."
+    )
+    _add_own_flags(parser)
+    entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
+    add_flags(parser)
+    options = parser.parse_args(flags)
+    settings = build_settings(vars(options), said.settings, file.settings)
+    return ServeCommand(name, entry, options, settings)
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="which policy [openvla with a --checkpoint, else tiny-libero]",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")

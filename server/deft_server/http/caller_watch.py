@@ -1,0 +1,88 @@
+"""Gives up work whose caller has gone away.
+
+Watching takes a task of its own, so it starts only when an answer takes a while: quick answers pay
+nothing for it.
+"""
+
+import asyncio
+import sys
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from starlette.types import Message, Receive
+
+from deft_server.errors import CallerGoneError
+
+
+class Cancellation:
+    """One task that may be cancelled by us; tells our cancellation from anybody else's."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._was_ours = False
+
+    def cancel(self) -> None:
+        """Cancel the task this was made on."""
+        self._was_ours = True
+        self._task.cancel()
+
+    def was_ours(self) -> bool:
+        """Is the `CancelledError` just caught of our making? If so the task lives on."""
+        if self._was_ours and sys.version_info >= (3, 11):
+            self._task.uncancel()
+        return self._was_ours
+
+
+WATCH_AFTER_S = 0.02
+_GONE = ("http.disconnect", "websocket.disconnect")
+
+ResultT = TypeVar("ResultT")
+
+
+class CallerWatch:
+    """Watches one connection. What it receives early is in `early`, for whoever reads next."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.early: Message | None = None
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def run(self, work: Awaitable[ResultT], is_quick: bool = False) -> ResultT:
+        """Await `work`; cancel it and raise `CallerGoneError` if the caller disconnects.
+
+        What is quick is over before a watch would begin, and does without its clock.
+        """
+        if is_quick:
+            return await work
+        loop = asyncio.get_running_loop()
+        cancellation = Cancellation()
+        timer = loop.call_later(WATCH_AFTER_S, self._start, cancellation)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if cancellation.was_ours():
+                raise CallerGoneError("the caller went away") from None
+            raise
+        finally:
+            timer.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
+                self._watcher = None
+
+    async def next_message(self) -> Message:
+        """Return what arrived while we watched, or wait for it."""
+        message, self.early = self.early, None
+        return await self._receive() if message is None else message
+
+    def _start(self, cancellation: Cancellation) -> None:
+        if self.early is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch(cancellation))
+
+    async def _watch(self, cancellation: Cancellation) -> None:
+        message = await self._receive()
+        if message["type"] in _GONE:
+            cancellation.cancel()
+        else:
+            self.early = message

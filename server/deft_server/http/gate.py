@@ -1,0 +1,231 @@
+"""What every request passes before any route sees it, and every error on its way out.
+
+On the way in: a request id, the caller's key, the web origin, the limits of the body. On the way
+out: the request id again, the count, and whatever was raised as problem+json. Plain ASGI, because
+this is on the way of every frame.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, OverloadedError
+from deft_server.http.caller_watch import Cancellation
+from deft_server.http.problems import describe, problem_response
+from deft_server.serving import request_ids
+from deft_server.serving.access import Caller
+from deft_server.serving.service import Service
+
+BUSY_FOR_S = 1.0
+
+
+@dataclass
+class BodyBounds:
+    """What all requests of a server share: the bounds, and the bytes they hold together."""
+
+    max_bytes: int  # of one body
+    max_total_bytes: int
+    timeout_s: float
+    total_bytes: int = 0
+
+
+class BoundedBody:
+    """Wraps an ASGI `receive`; raises an error of the server as soon as a bound is passed.
+
+    Close it when the request is answered: until then its bytes count as held.
+    """
+
+    def __init__(self, receive: Receive, bounds: BodyBounds) -> None:
+        self._receive = receive
+        self._bounds = bounds
+        self._num_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._cancellation: Cancellation
+        self.is_complete = False
+
+    async def __call__(self) -> Message:
+        """Return the next part of the body, or the news that the caller has gone."""
+        if self.is_complete:
+            return await self._receive()
+        if self._timer is None:
+            self._cancellation = Cancellation()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._bounds.timeout_s, self._cancellation.cancel)
+        try:
+            message = await self._receive()
+        except asyncio.CancelledError:
+            if self._cancellation.was_ours():
+                raise BodyTooSlowError(
+                    f"the body did not arrive within {self._bounds.timeout_s:g} s"
+                ) from None
+            raise
+        self._take(len(message.get("body", b"")))
+        if not message.get("more_body", False):
+            self._timer.cancel()
+            self.is_complete = True
+        return message
+
+    def close(self) -> None:
+        """Stop the clock and let go of the bytes."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._bounds.total_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+    def _take(self, num_bytes: int) -> None:
+        bounds = self._bounds
+        self._num_bytes += num_bytes
+        bounds.total_bytes += num_bytes
+        if self._num_bytes > bounds.max_bytes:
+            raise BodyTooLargeError(f"over the {bounds.max_bytes} bytes that are taken")
+        if bounds.total_bytes > bounds.max_total_bytes:
+            raise OverloadedError("too many bytes of requests are in hand", BUSY_FOR_S)
+
+
+ADMIN_PREFIX = "/v1/admin"
+OPEN_PATHS = frozenset(("/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico"))
+METRICS_PATH = "/metrics"
+PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header
+MAX_ROUTE_CHARS = 64
+_CALLER = "deft.caller"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+logger = logging.getLogger(__name__)
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return who sent this request, as the gate found out."""
+    caller: Caller = scope[_CALLER]
+    return caller
+
+
+class Gate:
+    """The outermost layer of the app."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._settings = service.settings
+        self._bounds = BodyBounds(
+            self._settings.max_body_bytes,
+            self._settings.max_total_bytes,
+            self._settings.body_timeout_s,
+        )
+        self._open_paths = set(OPEN_PATHS)
+        if service.settings.open_metrics:
+            self._open_paths.add(METRICS_PATH)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or say why not."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = request_ids.given_or_new(headers.get(request_ids.HEADER))
+        request_ids.current.set(request_id)
+        if scope["type"] == "websocket":
+            await self._websocket(scope, headers, receive, send)
+        else:
+            await self._http(scope, headers, receive, _Reply(send, request_id))
+
+    async def _http(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, reply: "_Reply"
+    ) -> None:
+        started_s = time.perf_counter()
+        body = BoundedBody(receive, self._bounds)
+        try:
+            self._admit(scope, headers)
+            self._check_length(headers.get(b"content-length"))
+            with self._service.in_hand():
+                await self._app(scope, body, reply)
+        except CallerGoneError:
+            reply.status = 499  # nobody is left to be told
+        except Exception as error:
+            if reply.status:
+                raise
+            problem = describe(error, HTTPConnection(scope))
+            await problem_response(problem)(scope, receive, reply)
+        finally:
+            body.close()
+            self._count(scope, reply.status, started_s)
+
+    async def _websocket(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        try:
+            self._admit(scope, headers)
+        except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
+            problem = describe(error, HTTPConnection(scope))
+            await _refuse_handshake(scope, problem_response(problem), receive, send)
+            self._count(scope, problem.kind.status, time.perf_counter())
+            return
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        access = self._service.access
+        path, method = scope["path"], scope.get("method")
+        origin = headers.get(b"origin", b"")
+        if origin and method not in _SAFE_METHODS:
+            host = headers.get(b"host", b"").decode("latin-1")
+            access.check_origin(origin.decode("latin-1"), host)
+        address = scope["client"][0] if scope.get("client") else ""
+        is_open = path in self._open_paths or path.startswith(PAGES_PREFIX)
+        if is_open or method == "OPTIONS":
+            scope[_CALLER] = Caller(address=address)
+            return
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        caller = access.identify(authorization, address)
+        if path.startswith(ADMIN_PREFIX):
+            access.require_admin(caller)
+        scope[_CALLER] = caller
+
+    def _check_length(self, content_length: bytes | None) -> None:
+        most = self._settings.max_body_bytes
+        if content_length is not None and content_length.isdigit() and int(content_length) > most:
+            raise BodyTooLargeError(f"{int(content_length)} bytes; at most {most} are taken")
+
+    def _count(self, scope: Scope, status: int, started_s: float) -> None:
+        """Count a request under its route, never its raw path: those could be without number."""
+        route = getattr(scope.get("route"), "path", "unknown")
+        self._service.metrics.count_request(route, status)
+        if logger.isEnabledFor(logging.DEBUG):
+            spent_ms = (time.perf_counter() - started_s) * 1000
+            logger.debug(
+                "%s %s %d in %.1f ms", scope.get("method"), scope["path"], status, spent_ms
+            )
+
+
+class _Reply:
+    """Wraps an ASGI `send`: adds the request id, remembers the status."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._header = (request_ids.HEADER, request_id.encode("ascii"))
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), self._header]
+        await self._send(message)
+
+
+async def _refuse_handshake(scope: Scope, response: Response, receive: Receive, send: Send) -> None:
+    """Answer a WebSocket handshake with a plain HTTP response, where the server can."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await receive()  # websocket.connect
+    start = {
+        "type": "websocket.http.response.start",
+        "status": response.status_code,
+        "headers": response.raw_headers,
+    }
+    await send(start)
+    await send({"type": "websocket.http.response.body", "body": response.body})

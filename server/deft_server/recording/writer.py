@@ -1,0 +1,180 @@
+"""Writes answered frames to disk beside the serving: one thread, a bounded queue, no robot waits.
+
+A disk that fails or fills stops the recording with a metric and a reason; serving goes on.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Full, Queue
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from deft_client.recordings import RecordedStep
+from deft_client.types import ServerInfo
+from deft_server.errors import NotReadyError
+from deft_server.recording.files import (
+    EpisodeFiles,
+    EpisodeKey,
+    RecordingRules,
+    TimedStep,
+)
+from deft_server.serving.events import (
+    Event,
+    EventBus,
+    FinishedAction,
+    SessionEnded,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 256  # steps between the event loop and the disk
+_Job = TimedStep | EpisodeKey | None
+
+
+class RecordingMetrics:
+    """What Prometheus sees of a recording."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.is_on = Gauge("deft_recording", "1 while frames are recorded", registry=registry)
+        self.steps = Counter("deft_recorded_steps", "Steps written to disk", registry=registry)
+        self.bytes = Counter("deft_recorded_bytes", "Bytes written to disk", registry=registry)
+        self.dropped = Counter(
+            "deft_recording_dropped_steps", "Steps the disk was too slow for", registry=registry
+        )
+        self.stops = Counter(
+            "deft_recording_stops", "Times the recording stopped", ("reason",), registry=registry
+        )
+
+
+@dataclass(frozen=True)
+class RecordingStatus:
+    """What an operator wants to know."""
+
+    is_on: bool
+    reason: str  # why it is off; empty while it is on
+    steps: int
+    bytes_written: int
+    bytes_kept: int
+
+
+class Recording:
+    """The recording of one server. `start` and `stop` may be called any number of times."""
+
+    build_files: Callable[[RecordingRules], EpisodeFiles] = EpisodeFiles
+
+    def __init__(
+        self,
+        rules: RecordingRules,
+        events: EventBus,
+        metrics: RecordingMetrics,
+        info: Callable[[], ServerInfo] | None = None,
+    ) -> None:
+        self._rules = rules
+        self._events = events
+        self._metrics = metrics
+        self._info = info
+        self._files: EpisodeFiles | None = None
+        self._queue: Queue[_Job] = Queue(_MAX_WAITING)
+        self._thread: Thread | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
+        self._reason = "never started"
+
+    @property
+    def status(self) -> RecordingStatus:
+        """How it is going."""
+        files = self._files
+        return RecordingStatus(
+            is_on=self._is_on,
+            reason="" if self._is_on else self._reason,
+            steps=files.written.steps if files else 0,
+            bytes_written=files.written.bytes if files else 0,
+            bytes_kept=files.total_bytes if files else 0,
+        )
+
+    @property
+    def _is_on(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Record from now on. Raises `OSError` where the directory cannot be used."""
+        if self._is_on:
+            return
+        self._rules.directory.mkdir(parents=True, exist_ok=True)
+        files = self._files = self.build_files(self._rules)
+        queue = self._queue = Queue(_MAX_WAITING)
+        self._reason = "stopped unexpectedly"
+        self._thread = Thread(
+            target=self._write_all, args=(files, queue), name="recording", daemon=True
+        )
+        self._thread.start()
+        self._metrics.is_on.set(1)
+        self._stop_listening = self._events.listen(self._note)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Write what waits, close every file, and stop. Blocks until then."""
+        self._stop_listening()
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return
+        with contextlib.suppress(Full):  # a disk that takes longer than that is left behind
+            self._queue.put(None, timeout=timeout_s)
+        thread.join(timeout_s)
+
+    def _note(self, event: Event) -> None:
+        """Take an event on the event loop; must not wait."""
+        job = _job_of(event)
+        if job is None:
+            return
+        try:
+            self._queue.put_nowait(job)
+        except Full:
+            self._metrics.dropped.inc()
+
+    def _write_all(self, files: EpisodeFiles, queue: Queue[_Job]) -> None:
+        reason = "switched off"
+        try:
+            while (job := queue.get()) is not None:
+                if files.info is None:
+                    files.info = self._server_info()
+                self._write(files, job)
+        except OSError as error:
+            reason = f"the disk failed: {error}"
+            logger.error("recording stopped: %s", error)
+        except Exception as error:
+            reason = f"the recorder failed: {error}"
+            logger.exception("recording stopped")
+        finally:
+            self._stop_listening()
+            files.close(reason)
+            self._reason = reason
+            self._metrics.is_on.set(0)
+            self._metrics.stops.labels(reason.partition(" failed")[0]).inc()
+
+    def _server_info(self) -> ServerInfo | None:
+        try:
+            return None if self._info is None else self._info()
+        except NotReadyError:
+            return None  # stopping; the episode is recorded without
+
+    def _write(self, files: EpisodeFiles, job: TimedStep | EpisodeKey) -> None:
+        if isinstance(job, EpisodeKey):
+            files.end(job, "reset")
+            return
+        before = files.written.bytes
+        files.write(job)
+        self._metrics.steps.inc()
+        self._metrics.bytes.inc(files.written.bytes - before)
+
+
+def _job_of(event: Event) -> TimedStep | EpisodeKey | None:
+    if isinstance(event, SessionEnded):
+        return EpisodeKey(event.caller, event.session_id)
+    if not isinstance(event, FinishedAction) or event.chunk is None or event.is_hold:
+        return None
+    step = RecordedStep(event.step, 0.0, event.observation, event.options, event.chunk)
+    key = EpisodeKey(event.caller, event.session_id or "")
+    return TimedStep(key, step, time.time(), time.monotonic())

@@ -1,0 +1,239 @@
+"""Who is calling, and may they: API keys from a file, rates, and the origin of web pages.
+
+The file is TOML, one table per caller, and is read again when it changes:
+
+    [arm-1]
+    sha256 = "9f86d0..."   # of the key; or `key = "..."` in the clear
+    rate_per_s = 60        # frames per second; optional
+    burst = 120            # how many may come at once; optional
+    admin = false          # may use /v1/admin; optional
+"""
+
+import hashlib
+import hmac
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
+
+
+class TokenBucket:
+    """Allows `rate_per_s` on average, and `burst` at once."""
+
+    def __init__(self, rate_per_s: float, burst: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = max(1.0, burst)
+        self._tokens = self._burst
+        self._filled_s: float | None = None
+
+    def take(self, now_s: float) -> float:
+        """Take one token and return 0, or return the seconds until there is one."""
+        if self._filled_s is not None:
+            gained = max(0.0, now_s - self._filled_s) * self._rate_per_s
+            self._tokens = min(self._burst, self._tokens + gained)
+        self._filled_s = now_s
+        if self._tokens >= 1:
+            self._tokens -= 1
+            return 0.0
+        return (1 - self._tokens) / self._rate_per_s
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RECHECK_S = 1.0
+MAX_BUCKETS = 4096
+_SCHEMES = ("bearer", "api-key")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sends a request: the name of an API key, or `anonymous` where none are asked for."""
+
+    name: str = "anonymous"
+    is_admin: bool = False
+    address: str = ""
+    rate_per_s: float | None = None
+    burst: float | None = None
+    fingerprint: str = ""  # of the key, so that a key taken out of the file stops working at once
+
+
+ANONYMOUS = Caller()
+
+
+class KeyFileError(Exception):
+    """The file of API keys cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """One caller of the key file."""
+
+    caller: Caller
+    digest: bytes  # SHA-256 of the key
+
+
+def read_keys(path: Path) -> tuple[KeyEntry, ...]:
+    """Read a key file, or raise `KeyFileError`."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise KeyFileError(f"cannot use the key file {path}: {error}") from error
+    return tuple(_entry(name, row, path) for name, row in table.items())
+
+
+def _entry(name: str, row: object, path: Path) -> KeyEntry:
+    if not isinstance(row, dict):
+        raise KeyFileError(f"{path}: [{name}] must be a table")
+    unknown = set(row) - {"key", "sha256", "rate_per_s", "burst", "admin"}
+    if unknown:
+        raise KeyFileError(f"{path}: [{name}] has an unknown entry {sorted(unknown)[0]!r}")
+    is_admin = row.get("admin", False)
+    if not isinstance(is_admin, bool):
+        raise KeyFileError(f"{path}: [{name}] admin must be true or false, got {is_admin!r}")
+    digest = _digest(row, name, path)
+    caller = Caller(
+        name,
+        is_admin=is_admin,
+        fingerprint=hashlib.sha256(digest).hexdigest()[:16],
+        rate_per_s=_number(row, "rate_per_s", name, path),
+        burst=_number(row, "burst", name, path),
+    )
+    return KeyEntry(caller, digest)
+
+
+def _number(row: Mapping[str, object], entry: str, name: str, path: Path) -> float | None:
+    value = row.get(entry)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise KeyFileError(f"{path}: [{name}] {entry} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def _digest(row: Mapping[str, object], name: str, path: Path) -> bytes:
+    key, sha256 = row.get("key"), row.get("sha256")
+    if isinstance(key, str) and sha256 is None and len(key) >= 16:
+        return hashlib.sha256(key.encode()).digest()
+    if isinstance(sha256, str) and key is None and len(sha256) == 64:
+        try:
+            return bytes.fromhex(sha256)
+        except ValueError:
+            pass
+    raise KeyFileError(
+        f"{path}: [{name}] needs either key (16 characters or more) or sha256 (64 hex digits)"
+    )
+
+
+class Access:
+    """Finds out who calls and how often they may. Without a key file everybody is anonymous."""
+
+    def __init__(
+        self,
+        keys_file: Path | None = None,
+        default_rate_per_s: float | None = None,
+        origins: tuple[str, ...] = (),
+    ) -> None:
+        self._path = keys_file
+        self._default_rate_per_s = default_rate_per_s
+        self._origins = frozenset(origins)
+        self._buckets: dict[tuple[str, str, float], TokenBucket] = {}
+        self._entries: tuple[KeyEntry, ...] = ()
+        self._checked_s = 0.0
+        self._stamp: tuple[int, int, int] | None = None
+        if keys_file is not None:
+            self._entries = read_keys(keys_file)
+
+    @property
+    def needs_key(self) -> bool:
+        """Are API keys asked for?"""
+        return self._path is not None
+
+    def identify(self, authorization: str, address: str) -> Caller:
+        """Return who an `Authorization` header belongs to, or raise `MissingKeyError`."""
+        if self._path is None:
+            return Caller(address=address)
+        self._reload_if_changed(self._path)
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() not in _SCHEMES or not key:
+            raise MissingKeyError("send your API key as `Authorization: Bearer KEY`")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
+        found = None
+        for entry in self._entries:  # all of them, so that the time taken tells nothing
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry.caller
+        if found is None:
+            raise MissingKeyError("this API key is not known here")
+        return found
+
+    def require_admin(self, caller: Caller) -> None:
+        """Raise `ForbiddenError` unless the caller's key is an administrator's."""
+        if not caller.is_admin:
+            raise ForbiddenError("needs a key marked `admin = true` in the server's key file")
+
+    def admit_frame(self, caller: Caller, now_s: float) -> None:
+        """Count one frame of a caller; raise `OverloadedError` if that is one too many.
+
+        Raises `MissingKeyError` if the caller's key was taken out of the file since it connected.
+        """
+        if self._path is not None:
+            self._reload_if_changed(self._path)
+            caller = self._still_known(caller)
+        rate_per_s = caller.rate_per_s or self._default_rate_per_s
+        if rate_per_s is None:
+            return
+        owner = (caller.name, caller.address, rate_per_s)
+        bucket = self._buckets.get(owner)
+        if bucket is None:
+            if len(self._buckets) >= MAX_BUCKETS:
+                self._buckets.clear()
+            bucket = TokenBucket(rate_per_s, caller.burst or rate_per_s)
+            self._buckets[owner] = bucket
+        wait_s = bucket.take(now_s)
+        if wait_s > 0:
+            raise OverloadedError(
+                f"{caller.name} may send {rate_per_s:g} frames per second", wait_s
+            )
+
+    def _still_known(self, caller: Caller) -> Caller:
+        for entry in self._entries:
+            known = entry.caller
+            if (known.name, known.fingerprint) == (caller.name, caller.fingerprint):
+                return known  # with the rates that the file gives now
+        raise MissingKeyError("this API key is not known here any more")
+
+    def check_origin(self, origin: str, host: str) -> None:
+        """Raise `ForbiddenError` for a web page of another site; robots send no origin."""
+        if origin and origin not in self._origins and urlsplit(origin).netloc != host:
+            raise ForbiddenError(f"web pages of {origin[:200]} may not call; see cors_origins")
+
+    def _reload_if_changed(self, path: Path) -> None:
+        now_s = time.monotonic()
+        if now_s - self._checked_s < RECHECK_S:
+            return
+        self._checked_s = now_s
+        try:
+            stamp = _stamp(path)
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            self._entries = read_keys(path)
+        except (OSError, KeyFileError) as error:
+            logger.error("the old API keys stay in use: %s", error)
+            return
+        logger.info("%d API keys read from %s", len(self._entries), path)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Return what changes whenever a file does."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,125 @@
+"""When a session will send its next frame, judged by how it behaved so far. Pure, like the line.
+
+A robot sends a frame, executes the answer, and sends again: the pause between an answer and the
+next frame is steady. Knowing it, a batch waits only for a robot that is about to ask.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+SMOOTHING = 0.3  # weight of the newest pause
+FORGET_AFTER_S = 10.0
+MAX_FLOWS = 256  # with more of them batches fill without waiting
+
+
+@dataclass
+class _Beat:
+    answered_s: float
+    pause_s: float | None = None
+    has_asked: bool = False
+
+
+class Rhythm:
+    """The usual pause of every session between an answer and its next frame."""
+
+    def __init__(self) -> None:
+        self._beats: dict[str, _Beat] = {}
+
+    def asked(self, flow: str, now_s: float) -> None:
+        """Take in that a session sent a frame; only the first after an answer counts."""
+        beat = self._beats.get(flow)
+        if beat is None or beat.has_asked:
+            return
+        beat.has_asked = True
+        pause_s = max(0.0, now_s - beat.answered_s)
+        known_s = pause_s if beat.pause_s is None else beat.pause_s
+        beat.pause_s = known_s + SMOOTHING * (pause_s - known_s)
+
+    def answered(self, flow: str, now_s: float) -> None:
+        """Take in that a session got an answer."""
+        beat = self._beats.get(flow)
+        if beat is not None:
+            beat.answered_s, beat.has_asked = now_s, False
+            return
+        if len(self._beats) >= MAX_FLOWS:
+            self._prune(now_s)
+        self._beats[flow] = _Beat(now_s)
+
+    def forget(self, flow: str) -> None:
+        """Drop what is known of a session."""
+        self._beats.pop(flow, None)
+
+    def expects_another(self, since_s: float, until_s: float) -> bool:
+        """Is a session that has not asked since its last answer due between these times?"""
+        return any(
+            not beat.has_asked
+            and beat.pause_s is not None
+            and since_s <= beat.answered_s + beat.pause_s <= until_s
+            for beat in self._beats.values()
+        )
+
+    def _prune(self, now_s: float) -> None:
+        fresh = {
+            flow: beat
+            for flow, beat in self._beats.items()
+            if now_s - beat.answered_s < FORGET_AFTER_S
+        }
+        while len(fresh) >= MAX_FLOWS:
+            fresh.pop(next(iter(fresh)))
+        self._beats = fresh
+
+
+REMEMBERED_BATCHES = 9
+
+
+class ServiceTime:
+    """Seconds per batch, by batch size."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Take in that a batch of `size` frames took `seconds`."""
+        recent = self._seconds.setdefault(size, deque(maxlen=REMEMBERED_BATCHES))
+        recent.append(seconds)
+        self._medians[size] = median(recent)
+
+    def expect(self, size: int) -> float:
+        """Return the seconds a batch of `size` will take; 0 while nothing was measured.
+
+        A size never seen takes as long as the nearest larger one, else the nearest smaller one:
+        a batch costs little more than a single frame.
+        """
+        if size in self._medians:
+            return self._medians[size]
+        larger = [known for known in self._medians if known > size]
+        smaller = [known for known in self._medians if known < size]
+        if larger:
+            return self._medians[min(larger)]
+        return self._medians[max(smaller)] if smaller else 0.0
+
+
+GOOD_BATCHES_BEFORE_GROWTH = 100
+
+
+class BatchLimit:
+    """Halves when the device gives up, grows back by one after many good batches."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._good = 0
+        self.size = most
+
+    def gave_up(self, batch_size: int) -> None:
+        """Take in that the device could not do a batch of this size."""
+        self.size = max(1, min(self.size, batch_size) // 2)
+        self._good = 0
+
+    def succeeded(self) -> None:
+        """Take in that a batch was answered in one go."""
+        self._good += 1
+        if self.size < self._most and self._good >= GOOD_BATCHES_BEFORE_GROWTH:
+            self.size += 1
+            self._good = 0

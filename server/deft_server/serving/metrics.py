@@ -1,0 +1,159 @@
+"""What the server counts and measures, for Prometheus. One registry per app, nothing global."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+)
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from deft_client.types import DecodeTrace
+
+
+class LoopHistogram(Collector):
+    """Counts values by upper bound. For the event loop alone."""
+
+    def __init__(
+        self, name: str, about: str, bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._about = about
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count a value; one that equals a bound belongs under it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Return what was counted, as Prometheus wants it: each bound with all that is below."""
+        labels = [*map(floatToGoString, self._bounds), "+Inf"]
+        totals = list(accumulate(self._counts))
+        family = HistogramMetricFamily(self._name, self._about)
+        family.add_metric([], list(zip(labels, totals, strict=True)), self._sum)
+        yield family
+
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5,
+)  # fmt: skip
+_NOT_STAGES = ("total_ms", "round_trip_ms")
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_PASSES = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+class Metrics:
+    """Every metric of one server."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._children: dict[tuple[object, ...], Counter] = {}
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+        self.requests = Counter(
+            "deft_requests", "Requests by route and status", ("route", "status"), registry=registry
+        )
+        self.act_seconds = LoopHistogram(
+            "deft_act_seconds",
+            "Seconds from a frame's last byte to its answer",
+            _SECONDS,
+            registry,
+        )
+        self.queue_seconds = LoopHistogram(
+            "deft_queue_seconds", "Seconds a frame waited", _SECONDS, registry
+        )
+        self.batch_seconds = LoopHistogram(
+            "deft_batch_seconds", "Seconds the policy took for a batch", _SECONDS, registry
+        )
+        self.batch_size = LoopHistogram("deft_batch_size", "Frames in a batch", _SIZES, registry)
+        self.company_seconds = LoopHistogram(
+            "deft_company_seconds",
+            "Seconds a batch that could have started waited for one more frame",
+            _SECONDS,
+            registry,
+        )
+        self.max_batch = Gauge(
+            "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
+        )
+        self.stage_seconds = Counter(
+            "deft_stage_seconds", "Seconds of policy time by stage", ("stage",), registry=registry
+        )
+        self.passes = LoopHistogram("deft_passes", "Target passes per action", _PASSES, registry)
+        self.accepted = Counter(
+            "deft_accepted_tokens", "Drafted tokens that were accepted", registry=registry
+        )
+        self.relaxed = Counter(
+            "deft_relaxed_tokens",
+            "Executed tokens that differ from the target's own choice",
+            registry=registry,
+        )
+        self.unanswered = Counter(
+            "deft_unanswered_frames", "Frames not answered", ("reason",), registry=registry
+        )
+        self.unsafe = Counter(
+            "deft_unsafe_answers", "Answers withheld: not finite or out of range", registry=registry
+        )
+        self.interventions = Counter(
+            "deft_interventions", "Answers changed for safety", ("kind",), registry=registry
+        )
+        self.policy_failures = Counter(
+            "deft_policy_failures", "Calls of the policy that failed", ("kind",), registry=registry
+        )
+        self.ready = Gauge("deft_ready", "1 where frames are answered", registry=registry)
+        self.waiting = Gauge("deft_waiting_frames", "Frames waiting", registry=registry)
+        self.in_flight = Gauge(
+            "deft_frames_with_policy", "Frames in the batch in hand", registry=registry
+        )
+        self.in_hand = Gauge(
+            "deft_requests_in_hand", "Requests not answered yet", registry=registry
+        )
+        self.sessions = Gauge("deft_sessions", "Sessions remembered", registry=registry)
+
+    def page(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def count_request(self, route: str, status: int) -> None:
+        """Count one HTTP request."""
+        self._once(self.requests, route, str(status)).inc()
+
+    def observe_answer(
+        self,
+        spent_ms: Mapping[str, float],
+        trace: DecodeTrace | None,
+        queue_s: float,
+        total_s: float,
+    ) -> None:
+        """Take in one answered frame: its time by stage, its trace, and the server's own times."""
+        self.act_seconds.observe(total_s)
+        self.queue_seconds.observe(queue_s)
+        for stage, milliseconds in spent_ms.items():
+            if stage not in _NOT_STAGES:
+                self._once(self.stage_seconds, stage.removesuffix("_ms")).inc(milliseconds / 1000)
+        if trace is not None:
+            self.passes.observe(trace.num_passes)
+            self.accepted.inc(sum(trace.accepted_lengths))
+            self.relaxed.inc(round(trace.relaxed_share * len(trace.tokens)))
+
+    def _once(self, counter: Counter, *labels: str) -> Counter:
+        """Return the child of a counter; looking it up in the library takes longer."""
+        key = (id(counter), *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = counter.labels(*labels)
+        return child

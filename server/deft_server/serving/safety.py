@@ -1,0 +1,142 @@
+"""Stands between the policy's answers and the robots: finite, in range, not too sudden.
+
+Knows nothing of HTTP or queues. What the range is, the policy says (`LimitedPolicy`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_policies.base import ActionLimits, LimitedPolicy, Policy
+from deft_server.errors import UnsafeAnswerError
+from deft_server.serving.sessions import RobotSession
+from deft_server.settings import OnSuddenStep, Settings, SettingsError
+
+# Actions are computed from the same statistics as the range; only rounding may set them apart.
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedActions:
+    """Actions that a robot may execute."""
+
+    actions: NDArray[np.float64]  # [step, action_dim]
+    is_clamped: bool = False
+
+
+class SafetyGuard:
+    """Checks every answer of one policy."""
+
+    def __init__(self, policy: Policy, settings: Settings) -> None:
+        self._policy = policy if isinstance(policy, LimitedPolicy) else None
+        self._action_dim = policy.info.action_dim
+        self._on_sudden_step = settings.on_sudden_step
+        self._step_limits = {
+            pattern: np.array(row) for pattern, row in settings.step_limits.items()
+        }
+        self._limits: dict[str | None, ActionLimits] = {}
+        for pattern, limit in self._step_limits.items():
+            if limit.size != self._action_dim:
+                raise SettingsError(
+                    f"step_limits of {pattern!r} has {limit.size} numbers, but an action of "
+                    f"{policy.info.policy} has {self._action_dim} dimensions"
+                )
+
+    def check(
+        self,
+        actions: NDArray[np.float64],  # [step, action_dim]
+        session: RobotSession,
+        statistics_key: str | None,
+    ) -> CheckedActions:
+        """Return what may be executed, or raise `UnsafeAnswerError`."""
+        if actions.shape[0] < 1 or actions.shape[1] != self._action_dim:
+            raise UnsafeAnswerError(
+                f"the policy's answer has shape {list(actions.shape)}, not "
+                f"[steps, {self._action_dim}]; it was withheld"
+            )
+        if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
+            raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
+        limits = self._limits_of(statistics_key)
+        if limits is not None:
+            _check_range(actions, limits)
+        step_limit = _first_match(self._step_limits, session) if self._step_limits else None
+        if step_limit is None:
+            return CheckedActions(actions)
+        return self._limit_steps(actions, session.last_action, step_limit)
+
+    def hold(self, session: RobotSession, statistics_key: str | None) -> NDArray[np.float64] | None:
+        """Return the action that keeps a robot where it is, or None where nobody knows how.
+
+        Nobody does where the policy tells no limits, or where a gripper was never commanded.
+        """
+        limits = self._limits_of(statistics_key)
+        if limits is None:
+            return None
+        last = session.last_action
+        if last is None:
+            if not limits.is_motion.all():
+                return None
+            last = np.zeros_like(limits.low)
+        return np.where(limits.is_motion, 0.0, last)[None, :]
+
+    def _limits_of(self, statistics_key: str | None) -> ActionLimits | None:
+        if self._policy is None:
+            return None
+        if statistics_key not in self._limits:
+            self._limits[statistics_key] = self._policy.action_limits(statistics_key)
+        return self._limits[statistics_key]
+
+    def _limit_steps(
+        self,
+        actions: NDArray[np.float64],
+        last: NDArray[np.float64] | None,
+        limit: NDArray[np.float64],  # [action_dim]
+    ) -> CheckedActions:
+        limited = limit_steps(actions, last, limit)
+        if np.array_equal(limited, actions):
+            return CheckedActions(actions)
+        if self._on_sudden_step is OnSuddenStep.ERROR:
+            raise UnsafeAnswerError(
+                "a step of the policy's answer is larger than step_limits allow"
+            )
+        return CheckedActions(limited, is_clamped=True)
+
+
+def limit_steps(
+    actions: NDArray[np.float64],  # [step, action_dim]
+    last: NDArray[np.float64] | None,  # [action_dim]
+    limit: NDArray[np.float64],  # [action_dim]
+) -> NDArray[np.float64]:
+    """Return the actions with no step larger than the limit, each measured from the one before."""
+    limited = np.empty_like(actions)
+    for index, action in enumerate(actions):
+        limited[index] = action if last is None else np.clip(action, last - limit, last + limit)
+        last = limited[index]
+    return limited
+
+
+def _check_range(actions: NDArray[np.float64], limits: ActionLimits) -> None:
+    slack = ROUNDING * (limits.high - limits.low)
+    outside = (actions < limits.low - slack) | (actions > limits.high + slack)
+    if outside.any():
+        step, dimension = np.argwhere(outside)[0]
+        raise UnsafeAnswerError(
+            f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} of "
+            f"step {step}; the statistics allow {limits.low[dimension]:.6g} to "
+            f"{limits.high[dimension]:.6g}; it was withheld"
+        )
+
+
+def _first_match(
+    limits: Mapping[str, NDArray[np.float64]], session: RobotSession
+) -> NDArray[np.float64] | None:
+    """Return the limit whose pattern fits the session id, or the caller's name."""
+    names = (session.session_id, session.caller)
+    for pattern, limit in limits.items():
+        if any(name is not None and fnmatchcase(name, pattern) for name in names):
+            return limit
+    return None

@@ -1,0 +1,312 @@
+"""Carries out what the waiting line decides: frames in, batches to the policy thread, answers out.
+
+Lives on the event loop and never computes. All rules are in `waiting_line`.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deft_client.types import ActionChunk
+from deft_policies.base import ActRequest, Policy, is_immediate
+from deft_server.errors import (
+    DeadlineError,
+    NotReadyError,
+    OverloadedError,
+    RefusedFrameError,
+    SupersededFrameError,
+)
+from deft_server.serving.attempts import Attempts, Failure, answer_batch
+from deft_server.serving.estimates import BatchLimit
+from deft_server.serving.metrics import Metrics
+from deft_server.serving.policy_thread import Finished, LoadPolicy, PolicyThread
+from deft_server.serving.readiness import Phase, Readiness
+from deft_server.serving.waiting_line import (
+    LineRules,
+    Ticket,
+    Verdict,
+    WaitingLine,
+)
+from deft_server.settings import OnHang, Settings
+
+STOP_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """One frame's answer, and how long it waited for its batch."""
+
+    chunk: ActionChunk
+    queue_s: float
+    batch_size: int
+
+
+@dataclass(eq=False)
+class _Frame:
+    ticket: Ticket
+    request: ActRequest
+    answer: asyncio.Future[Answered]
+    joined_s: float
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class Scheduler:
+    """The frames that wait, and the batch that is with the policy thread.
+
+    `answers_at_once` is true where the policy is immediate: then nothing ever waits.
+    `on_ready` is called when the policy is loaded, `on_fatal` when only a new process can help.
+    """
+
+    def __init__(
+        self, load: LoadPolicy, settings: Settings, readiness: Readiness, metrics: Metrics
+    ) -> None:
+        self.policy: Policy | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_fatal: Callable[[Phase], None] = lambda _: None
+        self._load = load
+        self._settings = settings
+        self._readiness = readiness
+        self._metrics = metrics
+        self._line = WaitingLine(_line_rules(settings))
+        self._limit = BatchLimit(settings.max_batch)
+        self._frames: dict[int, _Frame] = {}
+        self._batch: list[_Frame] = []
+        self._numbers = itertools.count(1)
+        self.answers_at_once = False
+        self._num_failed_batches = 0
+        self._held_since_s: float | None = None  # when a batch first waited for company
+        self._settled = asyncio.Event()
+        self._thread: PolicyThread
+        self._wake: asyncio.TimerHandle | None = None
+        self._hang_timer: asyncio.TimerHandle | None = None
+        metrics.waiting.set_function(lambda: len(self._line))
+        metrics.in_flight.set_function(lambda: len(self._batch))
+        metrics.max_batch.set(settings.max_batch)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many frames wait for a batch."""
+        return len(self._line)
+
+    def start(self) -> None:
+        """Begin to load the policy; call on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._settled.clear()
+        self._thread = PolicyThread(self._load, self, self._loop)
+        self._thread.start()
+
+    async def settled(self) -> None:
+        """Wait until the policy is loaded, or is known not to load."""
+        await self._settled.wait()
+
+    def next_number(self) -> int:
+        """Return the number of the next frame."""
+        return next(self._numbers)
+
+    async def answer(self, request: ActRequest, ticket: Ticket) -> Answered:
+        """Wait for the answer to a frame; cancelling gives up its place."""
+        if self.answers_at_once:
+            return self._answer_here(request, ticket)
+        frame = self._join(request, ticket)
+        timer = None
+        if ticket.deadline_s < math.inf:
+            left_s = max(0.0, ticket.deadline_s - time.monotonic())
+            timer = self._loop.call_later(left_s, self._miss, frame)
+        self._pump()
+        try:
+            return await frame.answer
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._leave(frame)
+
+    def forget(self, flow: str) -> None:
+        """Refuse the frame that a session has waiting, because the session was reset."""
+        ticket = self._line.forget(flow)
+        if ticket is not None:
+            self._fail(ticket, SupersededFrameError("the session was reset while this waited"))
+
+    async def close(self) -> None:
+        """Refuse what still waits and end the policy thread, unless it hangs."""
+        self._fail_all(NotReadyError("the server is stopping"))
+        for timer in (self._wake, self._hang_timer):
+            if timer is not None:
+                timer.cancel()
+        is_idle = not self._line.in_flight
+        patience_s = STOP_TIMEOUT_S if is_idle else 0.0
+        if not await asyncio.to_thread(self._thread.stop, patience_s):
+            logger.warning("the policy thread is left behind: it is still busy")
+
+    def policy_loaded(self, thread: PolicyThread, policy: Policy) -> None:
+        """Start to take frames."""
+        if thread is not self._thread:
+            return
+        self.policy = policy
+        self.answers_at_once = is_immediate(policy)
+        self._readiness.enter(Phase.READY)
+        self._settled.set()
+        logger.info("ready: policy %s", policy.info.policy)
+        self.on_ready()
+
+    def policy_broken(self, thread: PolicyThread, error: Exception) -> None:
+        """Give up: there is nothing to serve."""
+        if thread is not self._thread:
+            return
+        self._readiness.enter(Phase.BROKEN, str(error))
+        self._settled.set()
+        self.on_fatal(Phase.BROKEN)
+
+    def batch_finished(self, thread: PolicyThread, finished: Finished) -> None:
+        """Hand out the answers and start the next batch."""
+        if thread is not self._thread:
+            return
+        assert self._hang_timer is not None
+        self._hang_timer.cancel()
+        batch, self._batch = self._batch, []
+        now_s = time.monotonic()
+        attempts = finished.attempts
+        self._line.finish(now_s, None if attempts.failures else finished.service_s)
+        self._note(attempts, len(batch), finished.service_s)
+        started_s = now_s - finished.service_s
+        for frame, answer in zip(batch, attempts.answers, strict=True):
+            if isinstance(answer, Exception):
+                frame.fail(answer)
+            elif not frame.answer.done():
+                queue_s = max(0.0, started_s - frame.joined_s)
+                frame.answer.set_result(Answered(answer, queue_s, len(batch)))
+        self._pump()
+
+    def _answer_here(self, request: ActRequest, ticket: Ticket) -> Answered:
+        """Answer on the event loop, where the policy says that this takes no time."""
+        assert self.policy is not None
+        if ticket.deadline_s <= time.monotonic():
+            raise self._refusal(Verdict.TOO_LATE, ticket.deadline_s)
+        started_s = time.perf_counter()
+        attempts = answer_batch(self.policy, (request,))
+        self._note(attempts, 1, time.perf_counter() - started_s)
+        answer = attempts.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return Answered(answer, 0.0, 1)
+
+    def _join(self, request: ActRequest, ticket: Ticket) -> _Frame:
+        now_s = time.monotonic()
+        offer = self._line.offer(ticket, now_s)
+        if offer.verdict is not Verdict.WAITS:
+            raise self._refusal(offer.verdict, now_s)
+        if offer.superseded is not None:
+            self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
+        if offer.crowded_out is not None:
+            self._fail(offer.crowded_out, self._refusal(Verdict.FULL, now_s))
+        frame = _Frame(ticket, request, self._loop.create_future(), now_s)
+        self._frames[ticket.number] = frame
+        return frame
+
+    def _leave(self, frame: _Frame) -> None:
+        if self._frames.pop(frame.ticket.number, None) is not None:
+            self._line.withdraw(frame.ticket.number)
+
+    def _refusal(self, verdict: Verdict, now_s: float) -> RefusedFrameError:
+        if verdict is Verdict.TOO_LATE:
+            return DeadlineError("cannot be answered in time; nothing was computed")
+        retry_after_s = self._line.clears_in_s(now_s)
+        return OverloadedError(
+            f"{len(self._line)} frames are waiting; try again in {retry_after_s * 1000:.0f} ms",
+            retry_after_s,
+        )
+
+    def _miss(self, frame: _Frame) -> None:
+        frame.fail(DeadlineError("no answer was ready at the deadline"))
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        frame = self._frames.pop(ticket.number, None)
+        if frame is not None:
+            frame.fail(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for frame in [*self._frames.values(), *self._batch]:
+            self._line.withdraw(frame.ticket.number)
+            frame.fail(error)
+        self._frames.clear()
+
+    def _pump(self) -> None:
+        """Start a batch if the line says so, or look again when it says."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        now_s = time.monotonic()
+        decision = self._line.decide(now_s)
+        for ticket in decision.expired:
+            self._fail(ticket, DeadlineError("waited too long; nothing was computed"))
+        if decision.batch:
+            self._metrics.company_seconds.observe(now_s - (self._held_since_s or now_s))
+            self._held_since_s = None
+            self._batch = [self._frames.pop(ticket.number) for ticket in decision.batch]
+            self._hang_timer = self._loop.call_later(self._settings.hang_after_s, self._hang)
+            self._thread.submit([frame.request for frame in self._batch])
+        elif decision.wake_s is not None:
+            self._held_since_s = self._held_since_s or now_s
+            self._wake = self._loop.call_later(decision.wake_s, self._pump)
+
+    def _note(self, attempts: Attempts, size: int, service_s: float) -> None:
+        """Draw the lessons of a batch: metrics, batch size, readiness."""
+        self._metrics.batch_size.observe(size)
+        self._metrics.batch_seconds.observe(service_s)
+        if attempts.failures:
+            for failure in attempts.failures:
+                self._metrics.policy_failures.labels(failure.value).inc()
+            if Failure.DEVICE in attempts.failures:
+                self._limit.gave_up(size)
+        else:
+            self._limit.succeeded()
+        if self._limit.size != self._line.max_batch:
+            logger.warning("batches now have at most %d frames", self._limit.size)
+            self._line.max_batch = self._limit.size
+            self._metrics.max_batch.set(self._limit.size)
+        if attempts.failures or self._num_failed_batches:
+            self._judge(attempts)
+
+    def _judge(self, attempts: Attempts) -> None:
+        broke = Failure.RAISED in attempts.failures or Failure.DEVICE in attempts.failures
+        if broke and all(isinstance(one, Exception) for one in attempts.answers):
+            self._num_failed_batches += 1
+            if self._num_failed_batches >= self._settings.unready_after_failures:
+                self._readiness.enter(Phase.FAILING, f"{self._num_failed_batches} in a row")
+        elif self._num_failed_batches:
+            self._num_failed_batches = 0
+            self._readiness.enter(Phase.READY)
+
+    def _hang(self) -> None:
+        """Leave a policy behind that does not come back."""
+        detail = f"a batch of {len(self._batch)} took over {self._settings.hang_after_s:g} s"
+        logger.error("the policy hangs: %s", detail)
+        self._metrics.policy_failures.labels("hang").inc()
+        self._readiness.enter(Phase.STUCK, detail)
+        self._fail_all(NotReadyError(f"the policy hangs: {detail}"))
+        self._batch = []
+        if self._settings.on_hang is OnHang.EXIT:
+            self.on_fatal(Phase.STUCK)
+            return
+        self._line.finish(time.monotonic())
+        self.policy = None
+        self._readiness.enter(Phase.LOADING, "again, because it did not come back")
+        self.start()
+
+
+def _line_rules(settings: Settings) -> LineRules:
+    return LineRules(
+        max_batch=settings.max_batch,
+        max_wait_s=settings.max_wait_ms / 1000,
+        max_waiting=settings.max_waiting,
+        newcomer_batches=settings.newcomer_batches,
+        patience_s=settings.patience_ms / 1000,
+    )

@@ -1,0 +1,274 @@
+"""What every protocol is built on: answer a frame, reset a session, say what is served.
+
+Knows nothing of HTTP, WebSockets or bytes. A protocol turns its messages into these calls and the
+exceptions they raise (see `errors`) into its own way of saying so.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Intervention,
+    Observation,
+    ServerInfo,
+    StageTimings,
+)
+from deft_policies.base import ActRequest, Policy
+from deft_policies.errors import PolicyError, RequestError
+from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
+from deft_server.http.frame_bodies import FrameDecoder
+from deft_server.serving import request_ids
+from deft_server.serving.access import Access, Caller
+from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+from deft_server.serving.metrics import Metrics
+from deft_server.serving.policy_thread import LoadPolicy
+from deft_server.serving.readiness import Phase, Readiness
+from deft_server.serving.safety import SafetyGuard
+from deft_server.serving.scheduler import Answered, Scheduler
+from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
+from deft_server.serving.waiting_line import Ticket
+from deft_server.settings import Fallback, Settings
+
+Describe = Callable[[ServerInfo], Mapping[str, str]]
+
+
+class _InHand:
+    """Counts what is between `with` and its end. One for all: it knows only how many."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
+
+class Service:
+    """The server without its protocols."""
+
+    def __init__(self, load: LoadPolicy, settings: Settings) -> None:
+        self.settings = settings
+        self.version = version("deft-vla")
+        self._versions = {"deft-vla": self.version, "deft-client": version("deft-client")}
+        self.access = Access(settings.keys_file, settings.rate_per_s, settings.cors_origins)
+        self.metrics = Metrics()
+        self.events = EventBus()
+        self.readiness = Readiness()
+        self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
+        self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
+        self.decoder = FrameDecoder(settings.wire_limits)
+        self._in_hand = _InHand()
+        self.on_start: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []  # called on a thread, may block
+        self.describers: list[Describe] = []  # what protocols add to the details of `info`
+        self._guard: SafetyGuard
+        self.metrics.sessions.set_function(lambda: len(self.sessions))
+        self.metrics.in_hand.set_function(lambda: self.num_in_hand)
+        self.metrics.ready.set_function(lambda: self.readiness.phase is Phase.READY)
+
+    @property
+    def policy(self) -> Policy:
+        """The loaded policy, or `NotReadyError`."""
+        self.readiness.require()
+        policy = self.scheduler.policy
+        assert policy is not None
+        return policy
+
+    @property
+    def info(self) -> ServerInfo:
+        """What is served, or `NotReadyError`."""
+        info = self.policy.info
+        details = dict(info.details)
+        for describe in self.describers:
+            details |= describe(info)
+        return replace(info, versions={**self._versions, **info.versions}, details=details)
+
+    def in_hand(self) -> "_InHand":
+        """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
+        return self._in_hand
+
+    @property
+    def num_in_hand(self) -> int:
+        """How many requests were begun and not answered."""
+        return self._in_hand.count
+
+    async def act(
+        self,
+        observation: Observation,
+        options: ActOptions,
+        caller: Caller,
+        arrived_s: float | None = None,
+    ) -> ActionChunk:
+        """Answer one frame; `arrived_s` is when its last byte was here, on the monotonic clock.
+
+        Raises `RequestError` for what the policy cannot do, `RefusedFrameError` for what it will
+        not do now, and `UnsafeAnswerError` or `PolicyFailedError` where it fails. Cancelling the
+        call gives up the frame's place in the line.
+        """
+        now_s = time.monotonic()
+        started_s = now_s if arrived_s is None else arrived_s
+        policy = self.policy
+        self.access.admit_frame(caller, now_s)
+        self._check_options(options)
+        policy.check(observation, options)
+        session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
+        request = ActRequest(observation, session.memory, self._asked(options))
+        ticket = self._ticket(session, caller, options, started_s)
+        try:
+            answered = await self._answer(request, session, ticket)
+        except (ServerError, PolicyError) as error:
+            self.metrics.unanswered.labels(type(error).__name__).inc()
+            self._publish(session, request, error)
+            raise
+        chunk = self._timed(answered, started_s, now_s)
+        self._publish(session, request, chunk, answered.batch_size)
+        session.num_answers += 1
+        session.last_action = chunk.actions[-1]
+        is_as_asked = options.want_trace or chunk.trace is None
+        return chunk if is_as_asked else replace(chunk, trace=None)
+
+    def reset(self, session_id: str, caller: Caller) -> bool:
+        """End a session; its next frame starts an episode. Returns whether there was one."""
+        self.scheduler.forget(flow_of(caller.name, session_id))
+        existed = self.sessions.reset(caller.name, session_id)
+        if self.events.has_listeners:
+            self.events.publish(SessionEnded(caller.name, session_id))
+        return existed
+
+    def start(self) -> None:
+        """Begin to load the policy; call on the event loop."""
+        self.decoder.warm_up()
+        self.scheduler.start()
+        for start in self.on_start:
+            start()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more frames and finish those in hand; return whether all were finished."""
+        self.readiness.enter(Phase.DRAINING)
+        until_s = time.monotonic() + timeout_s
+        while self.num_in_hand and time.monotonic() < until_s:
+            await asyncio.sleep(0.005)
+        return self.num_in_hand == 0
+
+    async def close(self) -> None:
+        """Refuse what is left and end the threads."""
+        self.readiness.enter(Phase.DRAINING)
+        self.decoder.close()
+        await self.scheduler.close()
+        for close in self.on_close:
+            await asyncio.to_thread(close)
+
+    def reset_all(self) -> int:
+        """End every session of every caller; returns how many there were."""
+        ended = self.sessions.names()
+        for caller, session_id in ended:
+            self.reset(session_id, Caller(caller))
+        return len(ended)
+
+    def _guarded(self, load: LoadPolicy) -> LoadPolicy:
+        """Return a loader that also puts the guard in place, on the policy thread."""
+
+        def load_both() -> Policy:
+            policy = load()
+            self._guard = SafetyGuard(policy, self.settings)
+            return policy
+
+        return load_both
+
+    def _check_options(self, options: ActOptions) -> None:
+        if self.settings.allow_options:
+            return
+        for name in ("decoding", "radius"):
+            if getattr(options, name) is not None:
+                raise RequestError(name, f"{name} is fixed by this server; leave it out")
+
+    def _asked(self, options: ActOptions) -> ActOptions:
+        """Ask for a trace when somebody watches, even if the caller does not want one."""
+        if self.events.has_listeners and not options.want_trace:
+            return replace(options, want_trace=True)
+        return options
+
+    def _ticket(
+        self, session: RobotSession, caller: Caller, options: ActOptions, started_s: float
+    ) -> Ticket:
+        deadline_ms = options.deadline_ms or self.settings.default_deadline_ms
+        is_session = session.session_id is not None
+        return Ticket(
+            number=self.scheduler.next_number(),
+            flow=session.flow if is_session else f"{session.flow}@{caller.address}",
+            arrived_s=started_s,
+            deadline_s=math.inf if deadline_ms is None else started_s + deadline_ms / 1000,
+            is_session=is_session,
+            is_running=session.num_answers > 0,
+        )
+
+    async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:
+        """Return an answer that is safe to execute, if need be the one that holds the robot."""
+        settings, key = self.settings, request.options.statistics_key
+        try:
+            answered = await self.scheduler.answer(request, ticket)
+            checked = self._guard.check(answered.chunk.actions, session, key)
+        except DeadlineError as error:
+            return self._hold(session, key, settings.on_deadline_miss, error)
+        except UnsafeAnswerError as error:
+            self.metrics.unsafe.inc()
+            return self._hold(session, key, settings.on_unsafe_answer, error)
+        if not checked.is_clamped:
+            return answered
+        self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
+        clamped = replace(answered.chunk, actions=checked.actions, intervention=Intervention.CLAMP)
+        return replace(answered, chunk=clamped)
+
+    def _hold(
+        self, session: RobotSession, key: str | None, fallback: Fallback, error: ServerError
+    ) -> Answered:
+        actions = self._guard.hold(session, key) if fallback is Fallback.HOLD else None
+        if actions is None:
+            raise error
+        self.metrics.interventions.labels(Intervention.HOLD.value).inc()
+        return Answered(ActionChunk(actions, intervention=Intervention.HOLD), 0.0, 0)
+
+    def _timed(self, answered: Answered, started_s: float, decoded_s: float) -> ActionChunk:
+        """Return the answer with the server's own stages filled in, and count it."""
+        total_s = time.monotonic() - started_s
+        chunk = answered.chunk
+        spent = {stage: value for stage, value in vars(chunk.timings).items() if value}
+        self.metrics.observe_answer(spent, chunk.trace, answered.queue_s, total_s)
+        own = {
+            "wire_ms": (decoded_s - started_s) * 1000,
+            "queue_ms": answered.queue_s * 1000,
+            "total_ms": total_s * 1000,
+        }
+        timings = StageTimings(**(spent | own))
+        return ActionChunk(chunk.actions, timings, chunk.trace, chunk.intervention)
+
+    def _publish(
+        self,
+        session: RobotSession,
+        request: ActRequest,
+        outcome: ActionChunk | Exception,
+        batch_size: int = 0,
+    ) -> None:
+        if not self.events.has_listeners:
+            return
+        self.events.publish(
+            FinishedAction(
+                caller=session.caller,
+                session_id=session.session_id,
+                step=session.num_answers,
+                request_id=request_ids.current.get(),
+                observation=request.observation,
+                options=request.options,
+                chunk=outcome if isinstance(outcome, ActionChunk) else None,
+                error=outcome if isinstance(outcome, Exception) else None,
+                batch_size=batch_size,
+            )
+        )

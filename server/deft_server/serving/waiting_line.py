@@ -1,0 +1,275 @@
+"""Decides which waiting frames are answered next, and which will not be. Pure: no clock, no I/O.
+
+A flow is a session, or all frames of one caller that name no session. The rules:
+
+- a session has at most one frame with the policy and one waiting; a newer frame takes the place
+  of the one that waits;
+- the earliest due time goes first. A deadline is a due time; a frame without one is due `patience`
+  after it arrived, later still if its flow asks for more than its share. So nobody overtakes a
+  frame that has waited for `patience`;
+- the line is bounded. Running sessions (those answered before) may use all of it, newcomers only
+  what is cleared in `newcomer_batches` batches, so that overload costs no robot its place. When it
+  is full, a flow with many waiting frames loses its newest to a flow with none;
+- a frame that cannot meet its deadline is refused at once, or dropped before its batch starts;
+- a batch that is not full waits up to `max_wait`, and no longer than it takes itself, for a session
+  that is about to send.
+
+Times are seconds on any one monotonic clock.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from deft_server.serving.estimates import Rhythm, ServiceTime
+
+STALE_AFTER_S = 1.0  # a measurement older than this does not justify a refusal
+
+
+@dataclass(frozen=True)
+class LineRules:
+    """The bounds of the line."""
+
+    max_batch: int = 8
+    max_wait_s: float = 0.004
+    max_waiting: int = 64
+    newcomer_batches: int = 2
+    patience_s: float = 0.2
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One frame's place in the line."""
+
+    number: int
+    flow: str
+    arrived_s: float
+    deadline_s: float = math.inf
+    is_session: bool = True
+    is_running: bool = False
+
+
+@dataclass(frozen=True, order=True)
+class _Turn:
+    """Whose turn it is: the earlier due, then the longer in line."""
+
+    due_s: float
+    number: int
+    since_s: float
+
+
+class Verdict(Enum):
+    """What becomes of a frame that is offered."""
+
+    WAITS = "waits"
+    FULL = "full"
+    TOO_LATE = "too late"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The verdict on one frame, and whose place it took."""
+
+    verdict: Verdict
+    superseded: Ticket | None = None  # an older frame of the same session
+    crowded_out: Ticket | None = None  # a frame of a flow that had more than its share
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now: start `batch` if there is one, fail `expired`, look again in `wake_s`."""
+
+    batch: tuple[Ticket, ...] = ()
+    expired: tuple[Ticket, ...] = ()
+    wake_s: float | None = None
+
+
+class WaitingLine:
+    """The frames that wait for the policy, and the sessions that are with it."""
+
+    def __init__(self, rules: LineRules) -> None:
+        self.rules = rules
+        self.max_batch = rules.max_batch
+        self.service_time = ServiceTime()
+        self._waiting: dict[int, Ticket] = {}
+        self._turns: dict[int, _Turn] = {}
+        self._in_flight: tuple[Ticket, ...] = ()
+        self._started_s = -math.inf
+        self._measured_s = -math.inf
+        self._share_used_s: dict[str, float] = {}
+        self._rhythm = Rhythm()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def in_flight(self) -> tuple[Ticket, ...]:
+        """The frames that are with the policy."""
+        return self._in_flight
+
+    def offer(self, ticket: Ticket, now_s: float) -> Offer:
+        """Let a frame join the line, or say why it may not."""
+        self._rhythm.asked(ticket.flow, now_s)
+        older = self._waiting_of(ticket) if ticket.is_session else None
+        turn = self._turn_of(ticket, older, now_s)
+        if self._is_hopeless(ticket, turn, now_s):
+            return Offer(Verdict.TOO_LATE)
+        crowded_out = None
+        if older is None and len(self._waiting) >= self._room_for(ticket):
+            crowded_out = self._greediest_newest(ticket.flow)
+            if crowded_out is None:
+                return Offer(Verdict.FULL)
+        for leaving in (older, crowded_out):
+            if leaving is not None:
+                self.withdraw(leaving.number)
+        self._waiting[ticket.number] = ticket
+        self._turns[ticket.number] = turn
+        self._spend_share(ticket.flow, now_s)
+        return Offer(Verdict.WAITS, older, crowded_out)
+
+    def withdraw(self, number: int) -> None:
+        """Take a frame out of the line, if it is still in it."""
+        self._waiting.pop(number, None)
+        self._turns.pop(number, None)
+
+    def forget(self, flow: str) -> Ticket | None:
+        """Take out what a session has waiting, because it was reset; return that."""
+        self._rhythm.forget(flow)
+        waiting = next((one for one in self._waiting.values() if one.flow == flow), None)
+        if waiting is not None:
+            self.withdraw(waiting.number)
+        return waiting
+
+    def decide(self, now_s: float) -> Decision:
+        """Choose the next batch if the policy is free; a chosen batch is in flight from then on."""
+        if self._in_flight or not self._waiting:
+            return Decision()
+        chosen, expired = self._choose(now_s)
+        for ticket in expired:
+            self.withdraw(ticket.number)
+        wait_s = self._worth_waiting_s(chosen, now_s)
+        if wait_s > 0:
+            return Decision(expired=expired, wake_s=wait_s)
+        for ticket in chosen:
+            self.withdraw(ticket.number)
+        self._in_flight, self._started_s = chosen, now_s
+        return Decision(batch=chosen, expired=expired)
+
+    def finish(self, now_s: float, service_s: float | None = None) -> None:
+        """Take in that the policy is free again; `service_s` is what the batch took, if it was
+        answered in one go."""
+        if service_s is not None:
+            self.service_time.observe(len(self._in_flight), service_s)
+            self._measured_s = now_s
+        for ticket in self._in_flight:
+            if ticket.is_session:
+                self._rhythm.answered(ticket.flow, now_s)
+        self._in_flight = ()
+
+    def clears_in_s(self, now_s: float) -> float:
+        """Return the seconds until all that waits now will have been answered."""
+        batches = math.ceil((len(self._waiting) + 1) / self.max_batch)
+        return self._busy_s(now_s) + batches * self.service_time.expect(self.max_batch)
+
+    def _waiting_of(self, ticket: Ticket) -> Ticket | None:
+        return next((one for one in self._waiting.values() if one.flow == ticket.flow), None)
+
+    def _turn_of(self, ticket: Ticket, older: Ticket | None, now_s: float) -> _Turn:
+        """Return a frame's turn; one that replaces another is due no later than that was."""
+        due_s = ticket.deadline_s
+        if due_s == math.inf:
+            due_s = self._fair_start_s(ticket.flow, now_s) + self.rules.patience_s
+        if older is None:
+            return _Turn(due_s, ticket.number, ticket.arrived_s)
+        turn = self._turns[older.number]
+        return _Turn(min(due_s, turn.due_s), turn.number, turn.since_s)
+
+    def _fair_start_s(self, flow: str, now_s: float) -> float:
+        """Return now, or later if the flow has used up its share until then."""
+        return max(now_s, self._share_used_s.get(flow, now_s))
+
+    def _spend_share(self, flow: str, now_s: float) -> None:
+        """Take one frame's part of the policy's time off what a flow may still ask for."""
+        share_s = self.service_time.expect(self.max_batch) / self.max_batch
+        self._share_used_s[flow] = self._fair_start_s(flow, now_s) + share_s
+        if len(self._share_used_s) > 2 * self.rules.max_waiting:
+            kept = {name: used for name, used in self._share_used_s.items() if used > now_s}
+            self._share_used_s = kept
+
+    def _is_hopeless(self, ticket: Ticket, turn: _Turn, now_s: float) -> bool:
+        """Would a frame be answered after its deadline, as far as fresh measurements tell?"""
+        if ticket.deadline_s <= now_s:
+            return True
+        if now_s - self._measured_s > STALE_AFTER_S and not self._in_flight:
+            return False
+        ahead = sum(other < turn for other in self._turns.values())
+        full_batches = ahead // self.max_batch
+        ready_s = now_s + self._busy_s(now_s)
+        ready_s += full_batches * self.service_time.expect(self.max_batch)
+        ready_s += self.service_time.expect(ahead % self.max_batch + 1)
+        return ready_s > ticket.deadline_s
+
+    def _busy_s(self, now_s: float) -> float:
+        """Return the seconds until the policy is free."""
+        if not self._in_flight:
+            return 0.0
+        expected_s = self.service_time.expect(len(self._in_flight))
+        return max(0.0, self._started_s + expected_s - now_s)
+
+    def _room_for(self, ticket: Ticket) -> int:
+        if ticket.is_running:
+            return self.rules.max_waiting
+        return min(self.rules.max_waiting, self.rules.newcomer_batches * self.max_batch)
+
+    def _greediest_newest(self, flow: str) -> Ticket | None:
+        """Return the newest frame of the flow with most of them, if that is two more than ours."""
+        counts = Counter(one.flow for one in self._waiting.values())
+        if not counts:
+            return None
+        greediest, count = counts.most_common(1)[0]
+        if count < counts[flow] + 2:
+            return None
+        return max(
+            (one for one in self._waiting.values() if one.flow == greediest),
+            key=lambda one: one.number,
+        )
+
+    def _choose(self, now_s: float) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
+        """Return the batch to start now, and the frames whose deadline cannot be met any more."""
+        ordered = sorted(self._waiting.values(), key=lambda one: self._turns[one.number])
+        chosen: list[Ticket] = []
+        expired: list[Ticket] = []
+        tightest_s = math.inf
+        alone_s = now_s + self._believed_s(1, now_s)
+        for ticket in ordered:
+            if ticket.deadline_s < alone_s or ticket.deadline_s <= now_s:
+                expired.append(ticket)
+                continue
+            if len(chosen) == self.max_batch:
+                break
+            limit_s = min(tightest_s, ticket.deadline_s)
+            if not chosen or now_s + self._believed_s(len(chosen) + 1, now_s) <= limit_s:
+                chosen.append(ticket)
+                tightest_s = limit_s
+        return tuple(chosen), tuple(expired)
+
+    def _believed_s(self, size: int, now_s: float) -> float:
+        if now_s - self._measured_s > STALE_AFTER_S:
+            return 0.0
+        return self.service_time.expect(size)
+
+    def _worth_waiting_s(self, chosen: Sequence[Ticket], now_s: float) -> float:
+        """Return how much longer a batch should wait for company."""
+        if not chosen or len(chosen) >= self.max_batch:
+            return 0.0
+        # Never longer than a batch takes: beyond that, going twice is quicker.
+        patience_s = min(self.rules.max_wait_s, self.service_time.expect(len(chosen) + 1))
+        until_s = patience_s + min(self._turns[one.number].since_s for one in chosen)
+        slack_s = min(one.deadline_s for one in chosen) - self._believed_s(self.max_batch, now_s)
+        until_s = min(until_s, slack_s)
+        since_s = now_s - self.rules.max_wait_s  # robots are late by a little, too
+        if until_s <= now_s or not self._rhythm.expects_another(since_s, until_s):
+            return 0.0
+        return until_s - now_s

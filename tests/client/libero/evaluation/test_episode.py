@@ -1,0 +1,98 @@
+import random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlan, play_in_lock_step
+from deft_client.libero.results.records import Answer
+from deft_client.types import StageTimings
+from tests.client.libero.fakes import CountingEnvironment, EchoPolicy, trace_of
+
+
+def _plan(step_limit: int = 5, executed_steps: int | None = None) -> EpisodePlan:
+    return EpisodePlan(
+        trial=41, step_limit=step_limit, session_id="s", executed_steps=executed_steps
+    )
+
+
+def _play(
+    environment: CountingEnvironment, policy: EchoPolicy, plan: EpisodePlan | None = None
+) -> EpisodeLog:
+    log = EpisodeLog()
+    play_in_lock_step(environment, policy, plan or _plan(), log)
+    return log
+
+
+def _first_numbers(actions: list[NDArray[np.float64]]) -> list[float]:
+    return [float(action[0]) for action in actions]
+
+
+def test_ten_wait_steps_with_an_open_gripper_come_before_the_first_observation() -> None:
+    environment, policy = CountingEnvironment(), EchoPolicy()
+    _play(environment, policy)
+    assert environment.trials == [41]
+    for action in environment.actions[:10]:
+        assert action.tolist() == [0, 0, 0, 0, 0, 0, -1]
+    assert policy.seen[0].image[0, 0, 0] == 10
+    assert policy.seen[0].instruction == "pick up the soup"
+
+
+def test_the_session_is_reset_once_at_the_start() -> None:
+    policy = EchoPolicy()
+    _play(CountingEnvironment(), policy)
+    assert policy.sessions == ["s"]
+
+
+def test_every_observation_is_the_frame_after_the_last_action() -> None:
+    log = _play(CountingEnvironment(), EchoPolicy())
+    assert _first_numbers(log.actions) == [10, 11, 12, 13, 14]
+
+
+def test_an_episode_fails_when_its_steps_are_used_up() -> None:
+    log = _play(CountingEnvironment(done_at=16), EchoPolicy())
+    assert (log.has_succeeded, len(log.actions)) == (False, 5)
+
+
+def test_an_episode_succeeds_at_the_step_whose_goal_holds_even_the_last() -> None:
+    log = _play(CountingEnvironment(done_at=15), EchoPolicy())
+    assert (log.has_succeeded, len(log.actions)) == (True, 5)
+    assert len(_play(CountingEnvironment(done_at=13), EchoPolicy()).actions) == 3
+
+
+def test_a_goal_that_holds_during_the_wait_is_not_the_policys_doing() -> None:
+    log = _play(CountingEnvironment(done_at=5), EchoPolicy())
+    assert (log.has_succeeded, len(log.actions)) == (True, 1)
+
+
+def test_a_chunk_is_executed_to_its_end_before_the_next_observation() -> None:
+    log = _play(CountingEnvironment(), EchoPolicy(chunk_length=3))
+    assert _first_numbers(log.actions) == [10, 10, 10, 13, 13]
+    assert [one.asked_step for one in log.answers] == [0, 3]
+
+
+def test_a_part_of_a_chunk_is_executed_where_the_profile_says_so() -> None:
+    log = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), _plan(executed_steps=2))
+    assert _first_numbers(log.actions) == [10, 10, 12, 12, 14]
+
+
+def test_latency_passes_and_accepted_lengths_are_kept_for_every_answer() -> None:
+    log = _play(CountingEnvironment(), EchoPolicy(trace=trace_of((3, 1, 0), relaxed=2)))
+    timings = StageTimings(total_ms=5.0, round_trip_ms=6.0)
+    assert log.answers[4] == Answer(4, 4, timings, (3, 1, 0), 7, 2, "lossless")
+
+
+def test_global_generators_are_seeded_anew_for_every_episode() -> None:
+    draws = []
+    for _ in range(2):
+        _play(CountingEnvironment(), EchoPolicy())
+        draws.append((random.random(), float(np.random.random())))
+        random.random()
+    assert draws[0] == draws[1]
+
+
+def test_images_are_kept_only_when_asked_for() -> None:
+    assert _play(CountingEnvironment(), EchoPolicy()).images == []
+    log = EpisodeLog()
+    plan = EpisodePlan(trial=0, step_limit=3, session_id="s", keeps_images=True)
+    play_in_lock_step(CountingEnvironment(), EchoPolicy(), plan, log)
+    assert [int(image[0, 0, 0]) for image in log.images] == [10, 11, 12, 13]  # and the last one

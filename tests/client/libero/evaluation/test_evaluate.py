@@ -1,0 +1,286 @@
+"""The evaluation as a whole: real worker processes, real files, a tiny world and a tiny server."""
+
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from deft_client.libero.commands.evaluate import main
+from deft_client.libero.results.records import EpisodeKey, Outcome
+from deft_client.libero.results.store import Run, load_run
+from scripts.local_server import local_server
+from tests.client.libero.tiny_server import TinyServer, tiny_server
+
+WORLD = ("--environment", "deft_client.libero.evaluation.point_world:open_environment")
+BROKEN = "tests.client.libero.broken"
+
+
+@pytest.fixture(autouse=True)
+def _workers_can_import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+
+
+def _evaluate(out: Path, *arguments: str, suite: str = "point_world") -> int:
+    return main([suite, "--out", str(out), *WORLD, *arguments])
+
+
+def _run(out: Path, name: str = "lossless") -> Run:
+    return load_run(out / f"point_world-{name}")
+
+
+def _actions(run: Run) -> dict[EpisodeKey, NDArray[np.float64]]:
+    return {record.key: record.actions for record in run.records}
+
+
+def test_episodes_are_played_against_a_server_and_every_answer_is_kept(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        code = _evaluate(tmp_path, "--url", server.url, "--trials", "40-41")
+    run = _run(tmp_path)
+    assert code == 0
+    assert [(one.key.task, one.key.trial) for one in run.records] == [
+        (0, 40), (0, 41), (1, 40), (1, 41), (2, 40), (2, 41),
+    ]  # fmt: skip
+    assert [one.outcome.value for one in run.records] == ["succeeded"] * 4 + ["failed"] * 2
+    first = run.records[0]
+    assert first.num_steps == len(first.answers) > 3
+    assert {one.accepted for one in first.answers} == {(3, 2)}
+    assert {one.timings.prefill_ms for one in first.answers} == {3.0}
+    assert all(one.timings.round_trip_ms > 0 for one in first.answers)
+    assert run.header.options["statistics_key"] == "point_world"
+
+
+def test_two_workers_and_one_play_exactly_the_same_episodes(tmp_path: Path) -> None:
+    played = []
+    for number, workers in enumerate("112"):
+        with tiny_server() as server:
+            folder = tmp_path / str(number)
+            _evaluate(
+                folder, "--url", server.url, "--tasks", "0,1", "--episodes", "4",
+                "--workers", workers,
+            )  # fmt: skip
+        played.append(_run(folder))
+    for other in played[1:]:
+        for key, actions in _actions(played[0]).items():
+            assert actions.tobytes() == _actions(other)[key].tobytes()
+        assert [one.outcome for one in other.records] == [one.outcome for one in played[0].records]
+
+
+def test_the_same_command_plays_only_what_is_missing(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        _evaluate(tmp_path, "--url", server.url, "--episodes", "2")
+        before = (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes()
+        num_requests = len(server.requests)
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "2") == 0
+        assert len(server.requests) == num_requests
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "3") == 0
+    content = (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes()
+    assert content.startswith(before)
+    assert len(_run(tmp_path).records) == 3
+
+
+def test_every_decoding_method_gets_a_run_of_its_own_on_the_same_trials(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        _evaluate(
+            tmp_path, "--url", server.url, "--episodes", "2", "--decoding", "deft", "lossless",
+            "--radius", "5",
+        )  # fmt: skip
+    first, second = _run(tmp_path, "deft-r5"), _run(tmp_path, "lossless-r5")
+    assert list(_actions(first)) == list(_actions(second))
+    asked = [(one.options.decoding, one.options.radius) for one in server.requests]
+    assert set(asked) == {("deft", 5), ("lossless", 5)}
+
+
+def test_observations_can_go_through_the_servers_websocket(tmp_path: Path) -> None:
+    with local_server("--policy", "constant") as url:
+        code = _evaluate(tmp_path, "--url", url, "--stream", "--episodes", "1", "--step-limit", "5")
+    (record,) = _run(tmp_path, "constant-stream").records
+    assert (code, record.num_steps) == (0, 5)
+
+
+def test_real_time_is_a_run_beside_lock_step(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        code = _evaluate(
+            tmp_path, "--url", server.url, "--episodes", "1", "--real-time", "--lock-step",
+            "--step-limit", "12",
+        )  # fmt: skip
+    assert code == 0
+    patient, hasty = _run(tmp_path), _run(tmp_path, "lossless-real-time")
+    assert patient.header.options["pacing"] == "lock-step"
+    assert hasty.header.options["pacing"] == "real-time"
+    assert hasty.records[0].answers[0].used_step > hasty.records[0].answers[0].asked_step
+
+
+def test_a_server_that_fails_makes_episodes_errored_and_never_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        server.status = 500
+        code = _evaluate(tmp_path, "--url", server.url, "--episodes", "2")
+        assert code == 3
+        assert [one.outcome for one in _run(tmp_path).records] == [Outcome.ERRORED] * 2
+        assert "try 3 of 3: 500" in capsys.readouterr().err
+        server.status = 200
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "2") == 0
+    assert [one.outcome for one in _run(tmp_path).records] == [Outcome.SUCCEEDED] * 2
+
+
+def test_a_bug_in_a_policy_is_errored_with_its_last_words(tmp_path: Path) -> None:
+    assert _evaluate(tmp_path, "--policy", f"{BROKEN}:crash", "--episodes", "1") == 3
+    (record,) = _run(tmp_path, "crash").records
+    assert "ZeroDivisionError: somebody divided by nothing" in record.error
+
+
+def test_a_server_that_refuses_our_kind_of_request_stops_the_evaluation_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        server.status = 422
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "5") == 3
+        assert "422 Broken on purpose: as the test wants it" in capsys.readouterr().err
+    assert _run(tmp_path).records == ()
+
+
+def test_an_errored_episode_keeps_what_it_had_and_its_reason(tmp_path: Path) -> None:
+    code = _evaluate(tmp_path, "--policy", f"{BROKEN}:vanish", "--episodes", "1")
+    (record,) = _run(tmp_path, "vanish").records
+    assert code == 3
+    assert record.outcome is Outcome.ERRORED
+    assert record.error == "the cable was pulled"
+    assert (record.num_steps, len(record.answers)) == (3, 3)
+
+
+def _stop_when(server: TinyServer, num_requests: int) -> threading.Thread:
+    def watch() -> None:
+        while len(server.requests) < num_requests:
+            threading.Event().wait(0.005)
+        server.shutdown()
+        server.server_close()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_dead_server_ends_the_evaluation_with_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        watcher = _stop_when(server, 40)
+        code = _evaluate(tmp_path, "--url", server.url, "--trials", "0-9", "--patience", "0.1")
+        watcher.join()
+    counts = [one.outcome for one in _run(tmp_path).records]
+    assert code == 3
+    assert counts.count(Outcome.ERRORED) == 1
+    assert Outcome.FAILED not in counts
+    assert counts.count(Outcome.SUCCEEDED) >= 1
+    assert "the server stayed away" in capsys.readouterr().err
+
+
+def test_an_episode_that_kills_its_worker_three_times_is_errored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _evaluate(tmp_path, "--policy", f"{BROKEN}:die", "--episodes", "1") == 3
+    (record,) = _run(tmp_path, "die").records
+    assert "was killed by signal 9" in record.error
+    assert "1 episodes Errored" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--url", "http://127.0.0.1:9"], 1, "is the server running there?"),
+        (["--policy", "nonsense"], 2, "--policy takes module:function"),
+        (["--policy", "no.such:thing"], 2, "No module named"),
+        (["--policy", f"{BROKEN}:die", "--tasks", "3"], 2, "--tasks go from 0 to 2, got '3'"),
+        (["--policy", f"{BROKEN}:die", "--trials", "a"], 2, "--trials takes numbers such as"),
+        (["--policy", f"{BROKEN}:die", "--episodes", "0"], 2, "--episodes must be at least 1"),
+        (["--policy", f"{BROKEN}:die", "--workers", "0"], 2, "--workers must be at least 1"),
+        (["--policy", f"{BROKEN}:die", "--network-delay-ms", "-1"], 2, "must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line_and_an_exit_code(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    told: str,
+) -> None:
+    assert _evaluate(tmp_path, *arguments) == code
+    message = capsys.readouterr().err
+    assert told in message
+    assert message.count("\n") == 1
+
+
+def test_a_wrong_suite_name_is_answered_with_the_right_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["libero_objekt", "--policy", f"{BROKEN}:die", "--out", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "Did you mean 'libero_object'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--decoding", "magic"], "no decoding 'magic'; it has: lossless, deft, autoregressive"),
+        (["--statistics-key", "x"], "no statistics key 'x'; it has: point_world"),
+    ],
+)
+def test_what_the_server_does_not_have_is_noticed_before_the_first_episode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    with tiny_server() as server:
+        assert _evaluate(tmp_path, "--url", server.url, *arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_results_of_other_options_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        _evaluate(tmp_path, "--url", server.url, "--episodes", "1")
+        content = (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes()
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1", "--seed", "8") == 2
+    assert "option seed: there '7', now '8'" in capsys.readouterr().err
+    assert (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes() == content
+
+
+def test_an_assets_folder_that_cannot_be_used_is_an_error_before_the_first_episode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--assets", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["libero_object", "--policy", f"{BROKEN}:die", *arguments]) == 1
+    assert "is not a LIBERO assets folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_ends_the_evaluation_and_room_lets_it_go_on(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk."""
+    command = [
+        sys.executable, "-m", "deft_client", "eval", "point_world", *WORLD, "--out", str(tmp_path),
+        "--policy", "deft_client.libero.evaluation.point_world:solve", "--episodes", "6",
+    ]  # fmt: skip
+    limited = ["bash", "-c", f"ulimit -f 2; {shlex.join(command)}"]
+    full = subprocess.run(limited, capture_output=True, text=True)
+    assert full.returncode == 3
+    assert "make room on the disk and run the same command again" in full.stderr
+    num_kept = len(_run(tmp_path, "solve").records)
+    assert 1 <= num_kept < 6
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert len(_run(tmp_path, "solve").records) == 6
+
+
+def test_a_simulator_that_does_not_open_stops_the_evaluation_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "libero_object", "--policy", f"{BROKEN}:die", "--out", str(tmp_path),
+        "--environment", f"{BROKEN}:open_nothing", "--workers", "2",
+    ]  # fmt: skip
+    assert main(arguments) == 3
+    assert "no OpenGL library can render off screen" in capsys.readouterr().err

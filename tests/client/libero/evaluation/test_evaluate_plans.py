@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import pytest
+
+from deft_client.libero.commands.evaluate import read_options
+from deft_client.libero.evaluation.runs import PlannedRun, choose_statistics_key, plan_runs
+from deft_client.libero.policies.profiles import ClientChain, Gripper
+from deft_client.libero.results.errors import ProfileError, SelectionError
+from deft_client.libero.results.selection import parse_numbers, select_episodes
+from deft_client.libero.simulator.suites import find_suite
+from tests.client.libero.tiny_server import INFO
+
+OBJECT = find_suite("libero_object")
+WORLD = "deft_client.libero.evaluation.point_world:open_environment"
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("3", (3,)), ("0,3", (0, 3)), ("5-7", (5, 6, 7)), ("7,0-2,1", (0, 1, 2, 7)), (" 4 ", (4,))],
+)
+def test_numbers_are_lists_and_ranges(text: str, numbers: tuple[int, ...]) -> None:
+    assert parse_numbers(text, 10, "--tasks") == numbers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "10", "3-12", "5-3", "1.5", "²"])
+def test_numbers_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(SelectionError, match="--tasks"):
+        parse_numbers(text, 10, "--tasks")
+
+
+def test_a_few_episodes_are_spread_evenly_over_the_tasks() -> None:
+    keys = select_episodes(OBJECT, None, "40-49", 12)
+    assert [key.task for key in keys] == [*range(10), 0, 1]
+    assert [key.trial for key in keys] == [40] * 10 + [41] * 2
+
+
+def test_without_a_choice_a_suite_is_five_hundred_episodes() -> None:
+    assert len(set(select_episodes(OBJECT, None, None, None))) == 500
+
+
+def _plan(*arguments: str) -> list[PlannedRun]:
+    wishes = read_options([*arguments, "--environment", WORLD])().wishes
+    return plan_runs(wishes, INFO)
+
+
+def test_a_run_for_every_decoding_method_and_pacing() -> None:
+    runs = _plan("point_world", "--decoding", "deft", "lossless", "--real-time", "--lock-step")
+    assert [run.header.name for run in runs] == [
+        "point_world deft",
+        "point_world deft real-time",
+        "point_world lossless",
+        "point_world lossless real-time",
+    ]
+    assert len({run.settings.folder for run in runs}) == 4
+    assert runs[0].settings.folder == Path("results/point_world-deft")
+
+
+def test_the_servers_own_decoding_names_the_run_and_belongs_to_its_identity() -> None:
+    (run,) = _plan("point_world")
+    assert run.header.name == "point_world lossless"
+    assert run.header.server["decoding"] == "lossless"
+    assert run.settings.source.options.decoding is None
+
+
+def test_profiles_settle_conventions_and_options_override_them() -> None:
+    (run,) = _plan("point_world", "--profile", "openpi")
+    assert run.settings.executed_steps == 5
+    assert run.settings.environment.wrist_camera
+    assert run.header.options["gripper"] == "robosuite"
+    (run,) = _plan(
+        "point_world", "--profile", "openvla", "--image-chain", "libero-uncropped",
+        "--gripper", "robosuite", "--executed-steps", "2",
+    )  # fmt: skip
+    profile = run.settings.source.profile
+    assert profile.client_chain is ClientChain.LIBERO_UNCROPPED
+    assert profile.gripper is Gripper.ROBOSUITE
+    assert run.settings.executed_steps == 2
+
+
+def test_the_suites_step_limit_holds_unless_another_is_asked_for() -> None:
+    (run,) = _plan("point_world")
+    assert run.settings.step_limit == 80
+    (run,) = _plan("point_world", "--step-limit", "7")
+    assert run.settings.step_limit == 7
+
+
+def test_the_statistics_key_is_the_suites_as_far_as_the_server_has_it() -> None:
+    goal = find_suite("libero_goal")
+    assert choose_statistics_key(None, OBJECT, INFO) == "libero_object_no_noops"
+    assert choose_statistics_key(None, goal, INFO) is None
+    assert choose_statistics_key(None, goal, None) == "libero_goal"
+    assert choose_statistics_key("point_world", goal, INFO) == "point_world"
+    with pytest.raises(ProfileError, match="it has: point_world, libero_object_no_noops"):
+        choose_statistics_key("libero_goal", goal, INFO)
+
+
+@pytest.mark.parametrize("flag", ["--episode", "--patient"])
+def test_flags_are_not_guessed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options(["point_world", flag, "1"])
+    assert "unrecognized arguments" in capsys.readouterr().err

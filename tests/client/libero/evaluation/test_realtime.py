@@ -1,0 +1,157 @@
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from deft_client.errors import ServerUnreachableError
+from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlan
+from deft_client.libero.evaluation.realtime import RealTimePlayer, ThreadCourier, WallClock
+from deft_client.types import ActionChunk, Observation
+from tests.client.libero.fakes import (
+    TASK,
+    CountingEnvironment,
+    EchoPolicy,
+    FakeClock,
+    ScriptedCourier,
+    SlowEnvironment,
+    echo,
+)
+
+WAITING = 0.0  # first number of the wait action
+
+
+@dataclass
+class Played:
+    log: EpisodeLog
+    clock: FakeClock
+    courier: ScriptedCourier
+
+    @property
+    def executed(self) -> list[float]:
+        """Frames that the executed actions answer; WAITING before the first answer."""
+        return [float(action[0]) for action in self.log.actions]
+
+
+def _play(
+    latencies_s: list[float],
+    step_limit: int = 6,
+    chunk_length: int = 1,
+    step_s: float = 0.0,
+    executed_steps: int | None = None,
+) -> Played:
+    clock = FakeClock()
+    courier = ScriptedCourier(clock, latencies_s, chunk_length)
+    environment = SlowEnvironment(clock, step_s)
+    player = RealTimePlayer(environment, EchoPolicy(), clock, courier)
+    log = EpisodeLog()
+    plan = EpisodePlan(0, step_limit, "s", executed_steps=executed_steps)
+    player.play(plan, log)
+    return Played(log, clock, courier)
+
+
+def test_the_simulator_makes_twenty_steps_a_second_whatever_the_policy_does() -> None:
+    for latency_s in (0.0, 0.03, 10.0):
+        played = _play([latency_s], step_limit=20)
+        assert played.clock.seconds - 100.0 == pytest.approx(1.0)
+
+
+def test_an_answer_within_the_period_acts_one_step_later() -> None:
+    played = _play([0.04])
+    assert played.executed == [WAITING, 10, 11, 12, 13, 14]
+    assert played.log.held_steps == 0
+    assert [(one.asked_step, one.used_step) for one in played.log.answers[:2]] == [(0, 1), (1, 2)]
+
+
+def test_the_last_action_is_held_until_a_slow_answer_comes() -> None:
+    played = _play([0.12], step_limit=9)
+    assert played.executed == [WAITING, WAITING, WAITING, 10, 10, 10, 13, 13, 13]
+    assert played.log.held_steps == 6
+    assert played.courier.sent == [10, 13, 16]
+
+
+def test_without_any_answer_the_robot_waits_with_an_open_gripper() -> None:
+    played = _play([60.0])
+    assert all(action.tolist() == [0, 0, 0, 0, 0, 0, -1] for action in played.log.actions)
+    assert played.log.answers == []
+
+
+def test_one_slow_answer_among_fast_ones_costs_only_its_own_steps() -> None:
+    played = _play([0.01, 0.01, 0.14, 0.01], step_limit=8)
+    assert played.executed == [WAITING, 10, 11, 11, 11, 12, 15, 16]
+
+
+def test_an_answer_exactly_on_the_beat_is_in_time() -> None:
+    assert _play([0.15], step_limit=5).executed == [WAITING, WAITING, WAITING, 10, 10]
+
+
+def test_chunks_act_at_the_steps_they_were_meant_for() -> None:
+    """The first action of a chunk is for the step of its frame, which is over when it comes."""
+    played = _play([0.04], chunk_length=4, step_limit=9)
+    steps = [int(action[1]) for action in played.log.actions]
+    assert steps == [0, 1, 2, 3, 1, 2, 3, 1, 2]
+    assert played.executed == [WAITING, 10, 10, 10, 13, 13, 13, 16, 16]
+    assert played.log.held_steps == 0
+
+
+def test_a_chunk_that_is_used_up_holds_its_last_action() -> None:
+    played = _play([0.04, 0.26], chunk_length=2, step_limit=8)
+    assert played.executed == [WAITING, 10, 10, 10, 10, 10, 10, 11]
+    assert played.log.held_steps == 5
+
+
+def test_a_slow_simulator_neither_hurries_nor_favours_the_policy() -> None:
+    """With steps of 0.1 s an answer after 0.12 s still acts three periods later, not two."""
+    played = _play([0.12], step_limit=6, step_s=0.1)
+    assert played.executed == [WAITING, WAITING, WAITING, 10, 10, 10]
+    assert played.log.late_steps == 6
+
+
+def test_an_episode_succeeds_while_an_answer_is_still_on_its_way() -> None:
+    clock = FakeClock()
+    player = RealTimePlayer(
+        CountingEnvironment(done_at=13), EchoPolicy(), clock, ScriptedCourier(clock, [1.0])
+    )
+    log = EpisodeLog()
+    player.play(EpisodePlan(0, 50, "s"), log)
+    assert (log.has_succeeded, len(log.actions)) == (True, 3)
+
+
+class _GatedPolicy(EchoPolicy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def act(self, observation: Observation) -> ActionChunk:
+        assert self.gate.wait(timeout=10)
+        return echo(observation)
+
+
+class _BrokenPolicy(EchoPolicy):
+    def act(self, observation: Observation) -> ActionChunk:
+        raise ServerUnreachableError("gone")
+
+
+def _observation() -> Observation:
+    return Observation(np.zeros((8, 8, 3), dtype=np.uint8), TASK.instruction)
+
+
+def test_the_thread_delivers_when_the_answer_has_come_and_not_before() -> None:
+    policy = _GatedPolicy()
+    courier = ThreadCourier(policy, WallClock())
+    courier.send(_observation())
+    assert courier.collect() is None
+    policy.gate.set()
+    courier.close()
+    delivery = courier.collect()
+    assert delivery is not None
+    assert delivery.took_s > 0
+    assert courier.collect() is None
+
+
+def test_what_breaks_the_policy_in_its_thread_breaks_the_episode() -> None:
+    courier = ThreadCourier(_BrokenPolicy(), WallClock())
+    courier.send(_observation())
+    courier.close()
+    with pytest.raises(ServerUnreachableError, match="gone"):
+        courier.collect()

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deft_client.libero.evaluation.episode import EpisodeLog
+from deft_client.libero.evaluation.video import (
+    FPS,
+    PICTURE,
+    SIZE,
+    Caption,
+    draw_frames,
+    write_video,
+)
+from deft_client.libero.results.errors import VideoError
+from deft_client.libero.results.records import Answer, Outcome
+from deft_client.types import StageTimings
+
+CAPTION = Caption("pick up the alphabet soup and place it in the basket", Outcome.SUCCEEDED, 280)
+
+
+def _log(num_steps: int = 4) -> EpisodeLog:
+    log = EpisodeLog()
+    log.images = [np.full((64, 64, 3), 40 * step, dtype=np.uint8) for step in range(num_steps + 1)]
+    log.answers = [
+        Answer(step, step, StageTimings(round_trip_ms=9.0), (3, 2), 7) for step in range(num_steps)
+    ]
+    return log
+
+
+def test_every_frame_the_policy_saw_is_drawn_and_the_last_one_stays_for_a_second() -> None:
+    frames = list(draw_frames(_log(), CAPTION))
+    assert len(frames) == 5 + FPS - 1
+    assert all(frame.shape == (SIZE[1], SIZE[0], 3) for frame in frames)
+    middle = [int(frame[PICTURE // 2, PICTURE // 2, 0]) for frame in frames[:5]]
+    assert middle == [0, 40, 80, 120, 160]
+
+
+def _panel(log: EpisodeLog, caption: Caption = CAPTION) -> bytes:
+    return next(iter(draw_frames(log, caption)))[PICTURE:].tobytes()
+
+
+def test_the_panel_shows_instruction_step_passes_and_accepted_tokens() -> None:
+    """Each of them changes the picture under the frame."""
+    plain = _panel(_log())
+    other_tokens, slower = _log(), _log()
+    other_tokens.answers[0] = Answer(0, 0, StageTimings(round_trip_ms=9.0), (6,), 7)
+    slower.answers[0] = Answer(0, 0, StageTimings(round_trip_ms=99.0), (3, 2), 7)
+    panels = {
+        plain,
+        _panel(other_tokens),
+        _panel(slower),
+        _panel(_log(), Caption("pick up the milk", Outcome.SUCCEEDED, 280)),
+        _panel(_log(), Caption(CAPTION.instruction, Outcome.SUCCEEDED, 300)),
+    }
+    assert len(panels) == 5
+
+
+def test_an_answer_is_shown_from_the_step_that_executed_it() -> None:
+    log = _log()
+    log.answers = [Answer(0, 2, StageTimings(round_trip_ms=120.0), (3, 2), 7)]
+    frames = list(draw_frames(log, CAPTION))
+    tokens = slice(PICTURE + 79, PICTURE + 95)
+    assert (frames[1][tokens, 16:150] == frames[1][tokens, :1]).all()  # nothing there yet
+    assert not (frames[2][tokens, 16:150] == frames[2][tokens, :1]).all()
+
+
+def test_a_very_long_instruction_stays_inside_the_picture() -> None:
+    caption = Caption("put the bowl " * 20, Outcome.FAILED, 520)
+    frame = next(iter(draw_frames(_log(), caption)))
+    assert (frame[PICTURE:, -15:] == frame[-1, -1]).all()
+
+
+def test_the_file_appears_whole_and_an_earlier_one_of_that_episode_goes(tmp_path: Path) -> None:
+    imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
+    path = tmp_path / "videos" / "task00-trial01-succeeded.mp4"
+    path.parent.mkdir()
+    path.with_name("task00-trial01-failed.mp4").write_bytes(b"of an earlier try")
+    path.with_name("task00-trial11-failed.mp4").write_bytes(b"another episode")
+    write_video(path, _log(), CAPTION)
+    assert sorted(one.name for one in path.parent.iterdir()) == [
+        "task00-trial01-succeeded.mp4",
+        "task00-trial11-failed.mp4",
+    ]
+    frames, seconds = imageio_ffmpeg.count_frames_and_secs(str(path))
+    assert frames == 5 + FPS - 1
+    assert seconds == pytest.approx(frames / FPS, abs=0.05)
+
+
+def test_a_video_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "videos").write_text("in the way")
+    with pytest.raises(VideoError, match="cannot write"):
+        write_video(tmp_path / "videos" / "task00-trial01-failed.mp4", _log(), CAPTION)

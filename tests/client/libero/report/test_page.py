@@ -1,0 +1,265 @@
+import csv
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from deft_client.libero.commands.report import main
+from deft_client.libero.report.chart import axis_of, ticks
+from deft_client.libero.report.speed import stage_parts
+from deft_client.libero.report.summary import summarise
+from deft_client.libero.report.tables import compare
+from deft_client.libero.results.header import RunHeader
+from deft_client.libero.results.records import EpisodeRecord, Outcome
+from deft_client.libero.results.store import ResultsStore, Run, load_run
+from tests.client.libero.episodes import header, record
+
+
+def _write(folder: Path, *records: EpisodeRecord, head: RunHeader | None = None) -> Run:
+    store = ResultsStore(folder, head or header())
+    for one in records:
+        store.append(one)
+    store.close()
+    return load_run(folder)
+
+
+def _named(name: str, **options: str) -> RunHeader:
+    return replace(header(run=name, **options), name=f"libero_object {name}")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return _write(
+        tmp_path / "a",
+        record(0, 0, num_steps=3, passes=(4, 1)),
+        record(0, 1, Outcome.FAILED, num_steps=5, passes=(0, 0, 2, 1)),
+        record(1, 0, Outcome.ERRORED, num_steps=9),
+        head=_named("a"),
+    )
+
+
+def test_errored_episodes_count_neither_as_success_nor_as_failure(run: Run) -> None:
+    summary = summarise(run)
+    assert (summary.successes.num_succeeded, summary.successes.num_failed) == (1, 1)
+    assert summary.successes.num_errored == 1
+    assert summary.successes.share == 0.5
+    assert summary.num_steps == 8
+
+
+def test_a_task_of_which_every_episode_errored_has_no_rate(run: Run) -> None:
+    task = summarise(run).tasks[1]
+    assert math.isnan(task.successes.share)
+    assert task.successes.num_errored == 1
+
+
+def test_speculation_is_recounted_from_the_answers(run: Run) -> None:
+    """Three answers of 5 + 2 tokens, five of 1 + 1 + 3 + 2."""
+    drafting = summarise(run).drafting
+    assert drafting is not None
+    assert drafting.passes_per_action == (3 * 2 + 5 * 4) / 8
+    assert drafting.committed_length == 8 * 7 / 26
+    assert drafting.relaxed_share == (1 + 2) / (8 * 7)  # every second answer relaxed one token
+    means = {position: spread.mean for position, spread in drafting.committed_by_position.items()}
+    assert means == {0: (3 * 5 + 5 * 1) / 8, 5: 2.0, 1: 1.0, 2: 3.0}
+    assert drafting.accepted_counts == {0: 10, 1: 8, 2: 5, 4: 3}
+
+
+def test_a_pass_never_commits_more_tokens_than_the_action_has(tmp_path: Path) -> None:
+    played = _write(tmp_path, record(0, 0, num_steps=2, passes=(6, 3)))
+    drafting = summarise(played).drafting
+    assert drafting is not None
+    assert {p: s.mean for p, s in drafting.committed_by_position.items()} == {0: 7.0, 7: 0.0}
+
+
+def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: Run) -> None:
+    stages = summarise(run).stages
+    assert list(stages) == ["prefill_ms", "total_ms", "round_trip_ms"]
+    assert stages["prefill_ms"].count == 8
+    assert stages["prefill_ms"].p50 == 11.5  # 10 11 12 and 10 11 12 13 14
+
+
+def test_the_stages_of_the_mean_round_trip_add_up_to_it(run: Run) -> None:
+    summary = summarise(run)
+    parts = {part.name: part.value for part in stage_parts(summary)}
+    assert sum(parts.values()) == pytest.approx(summary.round_trip.mean)
+    assert parts["rest of the server"] == pytest.approx(2.5)
+    assert parts["network and client"] == pytest.approx(1.625)
+
+
+def test_the_control_rate_is_that_of_the_answers_or_of_the_fresh_actions(tmp_path: Path) -> None:
+    patient = _write(tmp_path / "p", record(0, 0, num_steps=4))
+    spent_ms = 4 * 14.125 + (1 + 2 + 3)
+    assert summarise(patient).control_rate == pytest.approx(1000 * 4 / spent_ms)
+    hasty = _write(tmp_path / "h", record(0, 0, num_steps=4), head=header(pacing="real-time"))
+    assert summarise(hasty).control_rate == 20 * 3 / 4  # one of four steps was held
+
+
+def test_runs_are_compared_on_the_trials_both_of_them_finished(tmp_path: Path) -> None:
+    won, lost, broke = Outcome.SUCCEEDED, Outcome.FAILED, Outcome.ERRORED
+    first = _write(
+        tmp_path / "a",
+        *(record(0, trial, outcome) for trial, outcome in enumerate([won, won, won, lost, broke])),
+        head=_named("a"),
+    )
+    second = _write(
+        tmp_path / "b",
+        *(record(0, trial, outcome) for trial, outcome in enumerate([won, lost, lost, won, won])),
+        record(9, 9),
+        head=_named("b"),
+    )
+    compared = compare(first, second, "a", "b")
+    assert (compared.num_pairs, compared.both, compared.neither) == (4, 1, 0)
+    assert (compared.only_first, compared.only_second) == (2, 1)
+    assert compared.difference == -0.25
+    assert compared.p_value == 1.0
+    assert compared.num_same_actions == 4
+    assert compared.verdict == "identical actions"
+
+
+def test_a_difference_that_luck_would_hardly_make_is_called_one(tmp_path: Path) -> None:
+    first = _write(tmp_path / "a", *(record(0, trial, num_steps=3) for trial in range(8)))
+    second = _write(
+        tmp_path / "b", *(record(0, trial, Outcome.FAILED, num_steps=5) for trial in range(8))
+    )
+    compared = compare(first, second, "a", "b")
+    assert compared.p_value == 2 / 2**8
+    assert compared.verdict == "a is better"
+
+
+def test_runs_on_different_assets_are_not_compared(tmp_path: Path) -> None:
+    first = _write(tmp_path / "a", record())
+    second = _write(tmp_path / "b", record(), head=replace(header(), assets="real 77"))
+    assert compare(first, second, "a", "b").verdict == "different assets: not comparable"
+
+
+class _Page(HTMLParser):
+    """Notes what a browser would load, and whether every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attributes if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        pass  # <line/>: opened and closed
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def _report(tmp_path: Path, *arguments: str) -> str:
+    out = tmp_path / "out" / "report.html"
+    assert main([*arguments, "--out", str(out)]) == 0
+    return out.read_text("utf-8")
+
+
+def test_the_page_is_whole_and_loads_nothing(run: Run, tmp_path: Path) -> None:
+    text = _report(tmp_path, str(run.folder))
+    page = _Page(text)
+    assert page.open == []
+    assert page.loaded == []
+    assert "http" not in re.sub(r"http://127\.0\.0\.1:\d+", "", text)
+    shown = " ".join(page.texts)
+    for expected in ("50.0%", "1 of 2 episodes succeeded", "Success by task", "Latency",
+                     "Speculation", "Actions of one episode", "stand-in 1234"):  # fmt: skip
+        assert expected in shown
+
+
+def test_a_page_of_several_runs_compares_them_and_marks_what_differs(tmp_path: Path) -> None:
+    for name, seed in (("a", "7"), ("b", "8")):
+        _write(tmp_path / "runs" / name, record(0, 0), head=_named(name, seed=seed))
+    text = _report(tmp_path, str(tmp_path / "runs"))
+    assert "Paired comparison" in text
+    assert '<span class="differs">8</span>' in text
+    assert "identical actions" in text
+
+
+def test_what_comes_from_outside_cannot_become_markup(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    _write(
+        tmp_path / "a",
+        replace(record(0, 0, Outcome.ERRORED), instruction=evil, error=evil + '"'),
+        head=replace(header(), name=evil, assets=evil, options={"decoding": evil}),
+    )
+    text = _report(tmp_path, str(tmp_path / "a"))
+    assert evil not in text
+    assert _Page(text).open == []
+
+
+def test_videos_that_are_there_are_linked_relative_to_the_page(run: Run, tmp_path: Path) -> None:
+    video = run.folder / run.records[0].video
+    video.parent.mkdir()
+    video.write_bytes(b"")
+    text = _report(tmp_path, str(run.folder))
+    links = {link for link in _Page(text).loaded if link}
+    assert links == {"../a/videos/task00-trial00-succeeded.mp4"}
+
+
+def test_a_run_without_any_episode_still_makes_a_page(tmp_path: Path) -> None:
+    _write(tmp_path / "a")
+    assert _Page(_report(tmp_path, str(tmp_path / "a"))).open == []
+
+
+def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(run: Run, tmp_path: Path) -> None:
+    _report(tmp_path, str(run.folder))
+    text = (tmp_path / "out" / "report.csv").read_text("utf-8")
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [row["outcome"] for row in rows] == ["succeeded", "failed", "errored"]
+    assert rows[1]["mean_round_trip_ms"] == "16.125"
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert "| libero_object a | 50.0% (1/2) | 9.5–90.5 | 1 |" in markdown
+
+
+def test_one_chosen_episode_is_drawn(run: Run, tmp_path: Path) -> None:
+    text = _report(tmp_path, str(run.folder), "--episode", "libero_object:0:1")
+    assert "(libero_object task 0 trial 1)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--episode", "libero_object:7:7"], 2, "no run has that episode"),
+        (["--episode", "7"], 2, "SUITE:TASK:TRIAL"),
+        (["nowhere"], 1, "nowhere holds no results"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+) -> None:
+    assert main([str(run.folder), *arguments]) == code
+    message = capsys.readouterr().err
+    assert told in message
+    assert message.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run.folder), "--out", "/proc/nowhere/report.html"]) == 1
+    assert "cannot write the report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (0, 47, [0, 20, 40]), (-1.05, 1.05, [-1, 0, 1])],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == expected
+
+
+def test_an_axis_of_one_value_has_a_width() -> None:
+    axis = axis_of("ms", [3.0])
+    assert axis.low < 3.0 < axis.high

@@ -1,0 +1,212 @@
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deft_client.libero.results.errors import (
+    ResultsBusyError,
+    ResultsDamagedError,
+    ResultsError,
+    ResultsMismatchError,
+    ResultsWriteError,
+)
+from deft_client.libero.results.records import (
+    EpisodeRecord,
+    Outcome,
+    decode_record,
+    encode_record,
+)
+from deft_client.libero.results.store import ResultsStore, load_run
+from tests.client.libero.episodes import header, record
+
+
+def _columns(one: EpisodeRecord) -> dict[str, object]:
+    return {**vars(one), "actions": None}
+
+
+def _write(folder: Path, *records: EpisodeRecord) -> None:
+    store = ResultsStore(folder, header())
+    for one in records:
+        store.append(one)
+    store.close()
+
+
+def test_a_record_survives_its_line_to_the_last_bit() -> None:
+    original = record(num_steps=50)
+    read = decode_record(encode_record(original, "r1"), "r1", "here")
+    assert _columns(read) == _columns(original)
+    assert read.actions.tobytes() == original.actions.tobytes()
+
+
+def test_an_episode_that_broke_before_its_first_step_survives_its_line() -> None:
+    original = replace(record(outcome=Outcome.ERRORED), actions=np.zeros((0, 7)), answers=())
+    read = decode_record(encode_record(original, "r1"), "r1", "here")
+    assert _columns(read) == _columns(original)
+    assert read.num_steps == 0
+
+
+def test_a_line_is_small() -> None:
+    assert len(encode_record(record(num_steps=280), "r1")) < 60_000
+
+
+def test_a_run_that_is_opened_again_knows_what_is_done(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 1), record(0, 0, Outcome.FAILED))
+    store = ResultsStore(tmp_path, header(run="another id, for the same options"))
+    assert [one.key.trial for one in store.resumed] == [0, 1]
+    assert store.header.run == "r1"
+    store.append(record(1, 0))
+    store.close()
+    assert [one.key.task for one in load_run(tmp_path).records] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kept", [1, 40, -1])
+def test_a_torn_last_line_is_cut_off_and_only_that_episode_is_lost(
+    tmp_path: Path, kept: int
+) -> None:
+    _write(tmp_path, record(0, 0), record(0, 1))
+    path = tmp_path / "episodes.jsonl"
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:kept])
+    assert load_run(tmp_path).has_torn_line
+    store = ResultsStore(tmp_path, header())
+    assert [one.key.trial for one in store.resumed] == [0]
+    store.append(record(0, 1))
+    store.close()
+    assert path.read_bytes() == first + second
+
+
+def test_errored_episodes_are_to_be_played_again_and_leave_no_line(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 0), record(0, 1, Outcome.ERRORED))
+    store = ResultsStore(tmp_path, header())
+    assert [one.key.trial for one in store.resumed] == [0]
+    store.append(record(0, 1))
+    store.close()
+    outcomes = [one.outcome for one in load_run(tmp_path).records]
+    assert outcomes == [Outcome.SUCCEEDED, Outcome.SUCCEEDED]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 0), record(0, 1))
+    path = tmp_path / "episodes.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(b"{" + content[5:])
+    with pytest.raises(ResultsDamagedError, match=r"episodes\.jsonl line 1 is no episode"):
+        ResultsStore(tmp_path, header())
+    assert path.read_bytes() == b"{" + content[5:]
+
+
+def test_an_episode_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 0))
+    path = tmp_path / "episodes.jsonl"
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(ResultsDamagedError, match="line 2 has libero_object task 0 trial 0 again"):
+        load_run(tmp_path)
+
+
+def test_a_line_of_another_run_is_an_error(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 0))
+    path = tmp_path / "episodes.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"run":"r1"', b'"run":"r2"'))
+    with pytest.raises(ResultsDamagedError, match="line 1 belongs to run 'r2'"):
+        load_run(tmp_path)
+
+
+def test_results_of_other_options_are_refused_with_every_difference(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 0))
+    other = replace(header(decoding="deft", radius="9"), assets="real 99")
+    with pytest.raises(ResultsMismatchError) as caught:
+        ResultsStore(tmp_path, other)
+    text = str(caught.value)
+    assert "option decoding: there 'lossless', now 'deft'" in text
+    assert "option radius: there None, now '9'" in text
+    assert "assets: there 'stand-in 1234', now 'real 99'" in text
+    assert len(load_run(tmp_path).records) == 1
+
+
+def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 0))
+    newer = replace(header(), versions={"deft-client": "9.9"})
+    with pytest.raises(ResultsMismatchError, match="version of deft-client: there '0.1.0'"):
+        ResultsStore(tmp_path, newer)
+
+
+def test_results_of_another_format_version_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path, record(0, 0))
+    path = tmp_path / "run.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "format_version": 7}))
+    with pytest.raises(ResultsMismatchError, match="format version 7"):
+        ResultsStore(tmp_path, header())
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": "else"}', "{torn"])
+def test_a_header_that_is_none_is_an_error(tmp_path: Path, content: str) -> None:
+    _write(tmp_path, record(0, 0))
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ResultsDamagedError, match=r"run\.json"):
+        load_run(tmp_path)
+
+
+def test_a_folder_without_results_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="holds no results"):
+        load_run(tmp_path)
+
+
+def test_episodes_without_a_header_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "episodes.jsonl").write_bytes(b"precious\n")
+    with pytest.raises(ResultsDamagedError, match=r"no run\.json"):
+        ResultsStore(tmp_path, header())
+    assert (tmp_path / "episodes.jsonl").read_bytes() == b"precious\n"
+
+
+def test_two_evaluations_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    store = ResultsStore(tmp_path, header())
+    with pytest.raises(ResultsBusyError, match="another evaluation is writing"):
+        ResultsStore(tmp_path, header())
+    store.close()
+    ResultsStore(tmp_path, header()).close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ResultsWriteError, match="Choose another folder with --out"):
+        ResultsStore(tmp_path / "file" / "results", header())
+
+
+_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from deft_client.libero.evaluate_errors import ResultsWriteError
+from deft_client.libero.results_store import ResultsStore
+from tests.libero.episodes import header, record
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = ResultsStore(Path(sys.argv[1]), header())
+store.append(record(0, 0))
+limit = int(1.5 * (Path(sys.argv[1]) / "episodes.jsonl").stat().st_size)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    store.append(record(0, 1))
+except ResultsWriteError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_whole_lines_only(tmp_path: Path) -> None:
+    """A file size limit stands in for the full disk: the second line fits only in part."""
+    assert resource.RLIMIT_FSIZE  # the platform can play a full disk
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": "client:."},
+        cwd=Path(__file__).parents[2],
+    )
+    assert "The 1 episodes before are safe; make room" in done.stdout
+    run = load_run(tmp_path)
+    assert (len(run.records), run.has_torn_line) == (1, False)

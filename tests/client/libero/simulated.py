@@ -1,0 +1,28 @@
+"""What the tests share that run the simulator: marks, and environments that are built once."""
+
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+
+from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
+from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
+from deft_client.libero.simulator.graphics import Renderer
+from deft_client.libero.simulator.suites import find_task
+
+needs_simulator = [
+    pytest.mark.libero,
+    pytest.mark.skipif(find_spec("robosuite") is None, reason="needs `make install-libero`"),
+]
+
+
+@cache
+def physics(suite: str, number: int) -> LiberoEnvironment:
+    """A task's environment without pictures; shared, because an episode does not depend on it."""
+    return LiberoEnvironment(find_task(suite, number), EnvironmentSettings(renderer=Renderer.NONE))
+
+
+def settle(environment: LiberoEnvironment) -> None:
+    """The idle steps of the start of an episode."""
+    for _ in range(WAIT_STEPS):
+        environment.advance(wait_action())

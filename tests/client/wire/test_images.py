@@ -1,0 +1,111 @@
+"""PNG and JPEG frames: exact where they can be, refused by their header where they must be."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from deft_client.errors import (
+    MessageTooLargeError,
+    UnsupportedMessageError,
+    UnusableValueError,
+)
+from deft_client.wire.fields import WireLimits
+from deft_client.wire.images import ImageEncoding, decode_image, encode_image
+from tests.client.samples import frame, saved
+
+
+def test_a_png_comes_back_pixel_for_pixel():
+    image = frame(33, 17)
+    np.testing.assert_array_equal(
+        decode_image(encode_image(image, ImageEncoding.PNG), "image"), image
+    )
+
+
+def test_a_jpeg_is_decoded_as_pillow_decodes_it():
+    data = encode_image(frame(33, 17), ImageEncoding.JPEG, quality=80)
+    with PIL.Image.open(io.BytesIO(data)) as picture:
+        expected = np.asarray(picture.convert("RGB"))
+    np.testing.assert_array_equal(decode_image(data, "image"), expected)
+
+
+def test_progressive_jpegs_and_those_with_long_headers_are_read():
+    picture = PIL.Image.fromarray(frame(20, 30))
+    buffer = io.BytesIO()
+    picture.save(
+        buffer, "JPEG", progressive=True, comment=b"x" * 60_000, exif=b"Exif\0\0" + b"x" * 9
+    )
+    assert decode_image(buffer.getvalue(), "image").shape == (20, 30, 3)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1"])
+def test_grey_palette_and_transparent_pngs_become_rgb(mode):
+    picture = PIL.Image.fromarray(frame(9, 8)).convert(mode)
+    expected = np.asarray(picture.convert("RGB"))
+    np.testing.assert_array_equal(decode_image(saved(picture, "PNG"), "image"), expected)
+
+
+def test_sixteen_bit_pictures_are_refused_instead_of_clipped():
+    deep = PIL.Image.fromarray(np.full((4, 4), 40_000, np.uint16))
+    with pytest.raises(UnusableValueError, match="8-bit RGB"):
+        decode_image(saved(deep, "PNG"), "image")
+
+
+def test_cmyk_jpegs_are_refused():
+    with pytest.raises(UnusableValueError, match="CMYK"):
+        decode_image(saved(PIL.Image.new("CMYK", (4, 4)), "JPEG"), "image")
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "WEBP", "TIFF"])
+def test_other_formats_are_unsupported(kind):
+    with pytest.raises(UnsupportedMessageError, match="neither PNG nor JPEG"):
+        decode_image(saved(PIL.Image.fromarray(frame()), kind), "image")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_picture_beyond_the_limits_is_refused_by_its_header_alone(kind):
+    """The pixels are cut away: whoever tried to decode them would complain of damage instead."""
+    data = saved(PIL.Image.new("RGB", (40, 30)), kind)
+    header_only = data[:33] if kind == "PNG" else data[: data.index(b"\xff\xda")]
+    for limits in (WireLimits(max_image_side=39), WireLimits(max_image_pixels=1199)):
+        with pytest.raises(MessageTooLargeError, match="30x40") as caught:
+            decode_image(header_only, "cameras.wrist", limits)
+        assert caught.value.field == "cameras.wrist"
+
+
+def test_the_largest_size_a_header_can_claim_is_refused_without_a_warning():
+    header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 2**32 - 1, 2**32 - 1)
+    with pytest.raises(MessageTooLargeError):
+        decode_image(header + bytes(50), "image")
+
+
+def test_a_second_header_cannot_smuggle_in_a_larger_picture():
+    """Decoders believe the last header: 10,000 x 10,000 pixels are 300 MB, from 100 bytes."""
+    small = saved(PIL.Image.new("RGB", (8, 8)), "JPEG")
+    at = small.index(b"\xff\xc0")
+    end = at + 2 + int.from_bytes(small[at + 2 : at + 4], "big")
+    large = small[at : at + 5] + struct.pack(">HH", 10_000, 10_000) + small[at + 9 : end]
+    png = saved(PIL.Image.new("RGB", (8, 8)), "PNG")
+    header = b"IHDR" + struct.pack(">II", 10_000, 10_000) + png[24:29]
+    second = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    for data in (small[:end] + large + small[end:], png[:33] + second + png[33:]):
+        with pytest.raises(UnusableValueError, match="two headers"):
+            decode_image(data, "image")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_picture_cut_anywhere_is_damaged(kind):
+    data = saved(PIL.Image.fromarray(frame(40, 40)), kind)
+    for end in range(8, len(data) - 20, 37):
+        with pytest.raises(UnusableValueError):
+            decode_image(data[:end], "image")
+
+
+def test_a_png_of_no_pixels_is_unusable():
+    data = bytearray(saved(PIL.Image.new("RGB", (4, 4)), "PNG"))
+    data[16:24] = bytes(8)
+    with pytest.raises(UnusableValueError, match="height and width"):
+        decode_image(bytes(data), "image")

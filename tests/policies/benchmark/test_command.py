@@ -1,0 +1,317 @@
+"""`deft bench` as its user calls it, and the arithmetic behind its tables."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.recordings import (
+    EpisodeHeader,
+    RecordedStep,
+    encode_header,
+    encode_step,
+)
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    DecodeTrace,
+    Observation,
+    PassTrace,
+    StageTimings,
+)
+from deft_policies.benchmark.audit import audit, describe, last_place
+from deft_policies.benchmark.cost import (
+    PassTokens,
+    WeightBytes,
+    decoder_cost,
+    vision_cost,
+)
+from deft_policies.benchmark.frames import Frame, generate_frames, read_recordings
+from deft_policies.benchmark.runs import (
+    Answer,
+    Contender,
+    Run,
+    replay,
+)
+from deft_policies.benchmark.summary import Percentiles, summarise_decoding, summarise_speed
+from deft_policies.benchmark.tables import length_table, render
+from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
+from deft_policies.constant import ConstantPolicy
+from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
+from deft_policies.model.random_weights import openvla_7b
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions, Precision
+from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_server.__main__ import main as deft
+from tests import golden
+
+BF16 = WeightBytes(2.0, 2.0)
+
+
+def golden_options() -> OpenVLAOptions:
+    return OpenVLAOptions(
+        checkpoint=str(golden.TINY_OPENVLA),
+        precision=Precision.FLOAT32,
+        device="cpu",
+        decoding="autoregressive",
+        num_threads=1,
+    )
+
+
+def golden_frames(count: int) -> list[Frame]:
+    return [
+        Frame(Observation(case.image(), case.instruction), str(case.number), case.statistics_key)
+        for case in golden.cases_with_image()[:count]
+    ]
+
+
+def one_pass(tokens: int, accepted: int) -> PassTrace:
+    return PassTrace(
+        is_prefill=False,
+        tokens=(0,) * tokens,
+        parents=(-1,) * tokens,
+        sources=("",) * tokens,
+        predictions=(0,) * tokens,
+        path=tuple(range(1, accepted + 1)),
+        bonus=0,
+    )
+
+
+def run_of(name: str, traces: list[DecodeTrace]) -> Run:
+    run = Run(Contender(name, ConstantPolicy()))
+    for index, trace in enumerate(traces):
+        timings = StageTimings(vision_ms=10.0 + index, verify_ms=1.0)
+        chunk = ActionChunk(np.zeros((1, 7)), timings, trace)
+        run.answers.append(Answer(20.0 + index, chunk))
+    return run
+
+
+def test_limits_of_the_7b_on_an_h200_are_those_of_the_arithmetic() -> None:
+    """At 4.3 TB/s and 790 TFLOP/s: vision 0.53 ms, prefill 4.62 ms, a decode pass 3.05 ms."""
+    config, rates = openvla_7b(), (4.3e12, 790e12)
+    vision = vision_cost(config, 1, BF16)
+    assert vision.num_flops == pytest.approx(0.40e12, rel=0.05)
+    assert vision.floor_ms(*rates) == pytest.approx(0.53, rel=0.06)
+    prefill = decoder_cost(config.llm, 1, PassTokens(0, 280, 1, 32064, is_causal=True), BF16)
+    assert prefill.num_flops == pytest.approx(3.65e12, rel=0.01)
+    assert prefill.floor_ms(*rates) == pytest.approx(4.62, rel=0.01)
+    decode = decoder_cost(config.llm, 1, PassTokens(280, 1, 1, 256), BF16)
+    assert decode.num_bytes == pytest.approx(13.1e9, rel=0.01)
+    assert decode.floor_ms(*rates) == pytest.approx(3.05, rel=0.01)
+    wide = decoder_cost(config.llm, 1, PassTokens(280, 51, 51, 256), BF16)
+    assert wide.floor_ms(*rates) == pytest.approx(decode.floor_ms(*rates), rel=0.01)
+
+
+def test_percentiles_and_rates_come_from_the_whole_call() -> None:
+    speed = summarise_speed(run_of("one", [DecodeTrace("one", (), (), (), ())] * 3))
+    assert speed.total == Percentiles.of([20.0, 21.0, 22.0])
+    assert speed.total.p50 == 21.0
+    assert speed.stages["vision"].p50 == 11.0
+    assert speed.stages["decode"].p99 == 1.0
+    assert speed.actions_per_s == pytest.approx(1000.0 / 21.0)
+
+
+def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> None:
+    plain = [DecodeTrace("autoregressive", (10, 20, 30), (10, 20, 30), (), (one_pass(1, 0),) * 3)]
+    passes = (one_pass(4, 1), one_pass(2, 0))
+    relaxed = [DecodeTrace("deft", (12, 20, 29), (10, 20, 29), (), passes)]
+    space = ActionSpace(
+        groups=(DimensionGroup.MOVE, DimensionGroup.TURN, DimensionGroup.GRIP),
+        unit_per_bin=(0.5, 2.0, 0.0),
+        class_boundary=(None, None, None),
+    )
+    found = summarise_decoding(run_of("deft", relaxed), run_of("plain", plain), [space])
+    assert (found.passes, found.committed) == (2.0, 1.5)
+    assert found.relaxed_share == pytest.approx(1 / 3)
+    assert found.equal_actions == 0.0
+    assert (found.mean_bins, found.max_bins) == (1.0, 2)
+    assert (found.mean_mm, found.mean_deg) == (1.0, 0.0)
+    assert found.committed_by_pass == (2.0, 1.0)
+    assert found.accepted_shares == (0.5, 0.5)
+    assert found.committed_by_start == (2.0, 0.0, 1.0)
+    assert found.drafted_by_position == (1.0, 0.0, 0.0)
+    same = summarise_decoding(run_of("plain", plain), run_of("plain", plain), [space])
+    assert (same.equal_actions, same.max_bins) == (1.0, 0)
+    assert same.accepted_shares == ()  # nothing was guessed
+    assert same.committed_by_start == (1.0, 1.0, 1.0)
+    lines = length_table([found, same]).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
+        *("deft", "50.0", "50.0", "2.00", "", "1.00"),
+    ]
+
+
+def test_tables_are_markdown_with_numbers_to_the_right() -> None:
+    text = render(["name", "ms"], [["plain", "12.5"], ["deft", "3.1"]])
+    assert text.splitlines() == [
+        "| name  |   ms |",
+        "| ----- | ---: |",
+        "| plain | 12.5 |",
+        "| deft  |  3.1 |",
+    ]
+
+
+def test_contenders_take_turns_and_frames_of_one_episode_share_a_session() -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    class Noting(ConstantPolicy):
+        name = ""
+
+        def act(self, batch: object) -> list[ActionChunk]:
+            assert isinstance(batch, list)
+            seen.append((self.name, len(batch), id(batch[0].session)))
+            return super().act(batch)
+
+        def open_session(self) -> object:
+            return [self]
+
+    first, second = Noting(), Noting()
+    object.__setattr__(first, "name", "first")
+    object.__setattr__(second, "name", "second")
+    frames = generate_frames(12)
+    contenders = [Contender("first", first), Contender("second", second, batch_size=2)]
+    done: list[int] = []
+    runs = replay(contenders, frames, 0, done.append)
+    assert done == list(range(1, 13))
+    assert [name for name, _, _ in seen] == ["first", "second"] * 12
+    assert {size for name, size, _ in seen if name == "second"} == {2}
+    sessions = [session for name, _, session in seen if name == "first"]
+    assert len(set(sessions[:10])) == 1
+    assert [len(run.answers) for run in runs] == [12, 12]
+
+
+def test_generated_frames_repeat_themselves_and_move() -> None:
+    first, again = generate_frames(3), generate_frames(3)
+    for one, other in zip(first, again, strict=True):
+        assert (one.observation.image == other.observation.image).all()
+    assert (first[0].observation.image != first[2].observation.image).any()
+
+
+def test_recorded_episodes_are_replayed_in_order(tmp_path: Path) -> None:
+    steps = [
+        RecordedStep(
+            index,
+            0.1 * index,
+            Observation(np.full((8, 8, 3), index, np.uint8), "lift"),
+            ActOptions(statistics_key="libero_goal"),
+            ActionChunk(np.zeros((1, 7))),
+        )
+        for index in range(3)
+    ]
+    recorded = encode_header(EpisodeHeader("arm", 0.0)) + b"".join(map(encode_step, steps))
+    (tmp_path / "one.deftrec").write_bytes(recorded)
+    frames = read_recordings(tmp_path, limit=2)
+    assert [int(frame.observation.image[0, 0, 0]) for frame in frames] == [0, 1]
+    assert frames[0].statistics_key == "libero_goal"
+
+
+@pytest.mark.parametrize("loop", list(BaselineLoop))
+def test_transformers_on_the_same_weights_answers_the_same_tokens(loop: BaselineLoop) -> None:
+    policy = load_policy(golden_options())
+    baseline = TransformersPolicy(policy, loop)
+    frames = golden_frames(3)
+    runs = replay([Contender(loop.value, baseline)], frames, 0, lambda _: None)
+    for case, answer in zip(golden.cases_with_image(), runs[0].answers, strict=False):
+        assert answer.chunk.trace is not None
+        assert answer.chunk.trace.tokens == case.tokens
+        assert answer.chunk.actions.tobytes() == case.action.tobytes()
+        assert answer.chunk.timings.prefill_ms > 0.0
+        assert answer.chunk.timings.verify_ms > 0.0
+
+
+def test_the_last_place_of_bfloat16_is_two_to_the_minus_seven_of_its_power_of_two() -> None:
+    for value in (1.0, 1.99, 10.0, 0.3):
+        number = torch.tensor(value, dtype=torch.bfloat16)
+        above = torch.nextafter(number, torch.tensor(99.0, dtype=torch.bfloat16))
+        assert last_place(float(number)) == float(above - number)
+
+
+def test_bfloat16_flips_only_near_ties_of_the_golden_model() -> None:
+    reference = load_policy(golden_options())
+    audited = load_policy(replace(golden_options(), precision=Precision.BFLOAT16))
+    report = audit(reference, audited, golden_frames(12))
+    assert report.num_tokens == 84
+    assert report.faults == ()
+    assert all(flip.reference_margin <= report.threshold for flip in report.flips)
+    assert report.num_outside_actions > 0
+    assert "0 of them by more than a near tie" in describe(report)
+
+
+def test_an_audit_calls_a_wrong_weight_a_fault() -> None:
+    reference = load_policy(golden_options())
+    audited = load_policy(golden_options())
+    spoil_head(audited, golden.cases_with_image()[0].tokens[0])
+    report = audit(reference, audited, golden_frames(2))
+    assert report.faults
+    assert "FAULT" in describe(report)
+
+
+def spoil_head(policy: OpenVLAPolicy, token: int) -> None:
+    """Make the best answer to the first golden case impossible."""
+    with torch.no_grad():
+        policy.parts.target.decoder.head.weight[token] = 0.0
+
+
+def test_bench_prints_stages_limits_methods_and_ratios(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "bench.json"
+    arguments = ["--random-weights", str(golden.TINY_OPENVLA)]
+    chosen = ["--decoding", "lossless", "--decoding", "within-bins"]
+    chosen += ["--radius", "5", "--radius", "9"]
+    sizes = ["--frames", "4", "--warm-ups", "1", "--threads", "1", "--dtype", "float32"]
+    against = ["--against", "transformers", "--batch", "1,2", "--json", str(target)]
+    assert deft(["bench", *arguments, *chosen, *sizes, *against]) == 0
+    text = capsys.readouterr().out
+    for stage in ("preprocess", "vision", "prefill", "draft", "decode", "commit", "post", "total"):
+        assert f"| {stage} " in text
+    assert "% of limit" in text
+    assert "x transformers" in text
+    report = json.loads(target.read_text())
+    names = [speed["name"] for speed in report["speeds"]]
+    assert names == [
+        *("autoregressive", "lossless", "within-bins r5", "within-bins r9"),
+        *("autoregressive x2", "lossless x2", "within-bins r5 x2", "within-bins r9 x2"),
+        *("transformers", "transformers-forward"),
+    ]
+    decodings = {one["name"]: one for one in report["decodings"]}
+    assert decodings["autoregressive"]["passes"] == 7.0
+    assert decodings["lossless"]["equal_actions"] == 1.0
+    assert decodings["transformers"]["equal_actions"] == 1.0
+    assert decodings["lossless"]["committed_by_pass"]
+    assert report["rates"]["bytes_per_s"] > 0.0
+
+
+def test_bench_runs_drafts_that_are_right_to_order(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    arguments = ["--checkpoint", str(golden.TINY_OPENVLA), "--statistics-key", "libero_spatial"]
+    scripted = ["--scripted-drafts", "0,1", "--no-guard", "--json", str(target)]
+    sizes = ["--frames", "3", "--warm-ups", "0", "--threads", "1", "--dtype", "float32"]
+    assert deft(["bench", *arguments, *scripted, *sizes]) == 0
+    decodings = {one["name"]: one for one in json.loads(target.read_text())["decodings"]}
+    passes = {name: one["passes"] for name, one in decodings.items()}
+    assert passes == {
+        "autoregressive": 7.0,
+        "lossless": passes["lossless"],
+        "prefill drafts 0% right": 7.0,
+        "head drafts 0% right": 7.0,
+        "prefill drafts 100% right": 1.0,
+        "head drafts 100% right": 2.0,
+    }
+    assert all(one["equal_actions"] == 1.0 for one in decodings.values())
+
+
+def test_bench_measures_policies_it_knows_nothing_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert deft(["bench", "--policy", "constant", "--frames", "3"]) == 0
+    assert "| constant " in capsys.readouterr().out
+
+
+def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        deft(["bench", "--policy", "constant", "--frames", "0"])
+    assert "--frames and --batch must be 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        deft(["bench", "--policy", "constant", "--scripted-drafts", "2"])
+    assert "--scripted-drafts are shares from 0 to 1, got 2" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""Scripted drafts: as often right as asked for, and never changing an answer."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import DecodeTrace, Observation
+from deft_policies.benchmark import limits
+from deft_policies.benchmark.frames import Frame
+from deft_policies.benchmark.limits import GOALS, Measured, verdicts
+from deft_policies.benchmark.runs import Contender, replay
+from deft_policies.benchmark.scripted import SPEC_VLA_RELAXED, Dice, spoil
+from deft_policies.benchmark.scripted_policy import Script, find_answers, script_policy
+from deft_policies.decoding.tree import TokenRange
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.random_weights import WordIds
+from deft_policies.openvla.decoders import DecodingChoice
+from deft_policies.openvla.policy import OpenVLAPolicy, PolicyParts, PolicySettings
+from deft_policies.openvla.target import OpenVLATarget
+from tests import golden
+from tests.tiny_openvla import CPU, tiny_model
+
+
+def make_policy() -> OpenVLAPolicy:
+    """Answers with action tokens alone, as a trained model does."""
+    model = tiny_model()
+    parts = PolicyParts(
+        OpenVLATarget(model, action_rows_only=True),
+        WordIds(64),
+        ImageProcessor(model.config.image, ImageChain.NONE),
+        model.config.statistics,
+    )
+    return OpenVLAPolicy(parts, PolicySettings(decoding=DecodingChoice("autoregressive")))
+
+
+def make_frames(count: int) -> list[Frame]:
+    rng = np.random.default_rng(0)
+    return [
+        Frame(Observation(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8), "go"), str(index))
+        for index in range(count)
+    ]
+
+
+def run_script(script: Script, count: int) -> list[DecodeTrace]:
+    policy, frames = make_policy(), make_frames(count)
+    answers = find_answers(policy, frames)
+    scripted = script_policy(policy, script, answers)
+    runs = replay([Contender(script.name, scripted)], frames, 0, lambda _: None)
+    traces = [one.chunk.trace for one in runs[0].answers if one.chunk.trace is not None]
+    for frame, trace in zip(frames, traces, strict=True):
+        assert trace.tokens == answers[id(frame.observation)]
+    return traces
+
+
+@pytest.mark.parametrize(("right", "chains"), [(1.0, 1), (1.0, 3), (0.0, 1)])
+def test_drafts_that_are_always_right_cost_one_pass_and_useless_ones_none_more_than_plain(
+    right: float, chains: int
+) -> None:
+    traces = run_script(Script("drafts", right, chains), 5)
+    assert {trace.num_passes for trace in traces} == {1 if right else 7}
+
+
+def test_a_share_of_right_tokens_saves_as_many_passes() -> None:
+    """An action takes 1 + 6 (1 - p) passes: one for every wrong token but the last."""
+    traces = run_script(Script("drafts", 0.8, 1), 60)
+    assert np.mean([trace.num_passes for trace in traces]) == pytest.approx(2.2, abs=0.4)
+
+
+def test_the_head_really_runs_and_its_path_is_as_long_as_the_paper_says() -> None:
+    traces = run_script(Script("head", lengths=SPEC_VLA_RELAXED), 40)
+    drafted = [one for trace in traces for one in trace.passes if len(one.tokens) > 1]
+    assert max(len(one.tokens) for one in drafted) > 20
+    full = [one for one in drafted if one.tokens and len(one.tokens) > 40]
+    # Passes early in an action, where nothing cuts the path short.
+    early = [one.accepted_length for trace in traces for one in trace.passes[1:2]]
+    expected = sum(length * share for length, share in enumerate(SPEC_VLA_RELAXED))
+    assert full
+    assert np.mean(early) == pytest.approx(expected, abs=0.5)
+
+
+def test_spoilt_tokens_stay_in_range_and_far_away() -> None:
+    actions = TokenRange(100, 355)
+    tokens = torch.arange(100, 356)
+    spoilt = spoil(tokens, actions)
+    assert actions.contains(spoilt).all()
+    assert ((spoilt - tokens).abs() >= 64).all()
+
+
+def test_dice_follow_their_odds() -> None:
+    coins = Dice.coins(0.25, (2, 7), CPU)
+    assert float(coins.roll(2000).float().mean()) == pytest.approx(0.25, abs=0.02)
+    lengths = Dice.lengths((0.5, 0.0, 0.5), CPU).roll(2000)
+    assert set(lengths.tolist()) == {0, 2}
+
+
+def test_the_whole_table_is_measured_on_any_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "table.json"
+    sizes = ["--sizes", str(golden.TINY_OPENVLA)]
+    few = ["--frames", "1", "--warm-ups", "0", "--batch", "1,2", "--quantization", "none"]
+    arguments = [*sizes, *few, "--device", "cpu", "--no-baseline", "--json", str(target)]
+    assert limits.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "random weights, scripted drafts" in text
+    assert "not measured  autoregressive fp8" in text
+    rows = json.loads(target.read_text())
+    names = {row["name"] for row in rows}
+    assert {"autoregressive", "autoregressive eager", "spec-vla relaxed"} <= names
+    assert all(row["p50"] > 0.0 for row in rows)
+
+
+def measured(name: str, p50: float, batch_size: int = 1, pass_ms: float = 3.0) -> Measured:
+    numbers = dict.fromkeys(("p95", "p99", "vision", "prefill", "draft", "decode"), 0.0)
+    return Measured(
+        name=name,
+        weights="bfloat16",
+        batch_size=batch_size,
+        p50=p50,
+        passes=7.0,
+        pass_ms=pass_ms,
+        limit_ms=1.0,
+        memory_gb=0.0,
+        **numbers,
+    )
+
+
+def test_verdicts_compare_each_row_with_its_goal() -> None:
+    rows = [
+        measured("autoregressive", 29.0, pass_ms=3.8),
+        measured("autoregressive", 50.0, batch_size=8),
+        measured("transformers", 130.0),
+    ]
+    lines = verdicts(rows)
+    assert "PASS  autoregressive bf16: 29.00 ms, at most 30.0 ms" in lines
+    assert "FAIL  one decode pass: 3.80 ms, at most 3.7 ms" in lines
+    assert "PASS  batch 8: 4.64x, at least 4x" in lines
+    assert "PASS  transformers: 4.48x faster, at least 4x" in lines
+    assert sum(line.startswith("not measured") for line in lines) == len(GOALS) - 2

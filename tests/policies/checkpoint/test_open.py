@@ -1,0 +1,297 @@
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deft_policies.checkpoint.config import load_config
+from deft_policies.checkpoint.memory import check_memory, estimate_memory, find_free_bytes
+from deft_policies.checkpoint.open import load_model, locate_checkpoint, open_checkpoint
+from deft_policies.checkpoint.reader import CheckpointReader
+from deft_policies.checkpoint.tensor_names import tensor_places
+from deft_policies.checkpoint.tokenizer import build_tokenizer
+from deft_policies.checkpoint.writer import write_checkpoint
+from deft_policies.errors import CheckpointError, DeviceError
+from deft_policies.model.sizes import ProjectorKind
+from deft_policies.openvla.options import Quantization
+from tests import golden
+from tests.policies.checkpoint.checkpoint_files import (
+    edit_json,
+    link_golden,
+    loaded_tensors,
+    random_tensors,
+    replace_file,
+    slow_tensors,
+    v01_config,
+    write_large,
+    write_tiny,
+)
+from tests.tiny_openvla import CPU, tiny_config
+
+GOLDEN_NAME = "language_model.model.layers.1.mlp.up_proj.weight"
+SHARD_BYTES = 40_000
+
+
+def error_of(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_model(open_checkpoint(str(directory)), CPU, torch.float32)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_of_the_golden_checkpoint_arrives(dtype: torch.dtype) -> None:
+    expected = slow_tensors(golden.TINY_OPENVLA / "model.safetensors")
+    loaded = loaded_tensors(golden.TINY_OPENVLA, dtype)
+    assert all(torch.equal(tensor, expected[name].to(dtype)) for name, tensor in loaded.items())
+    unused = set(expected) - set(loaded)
+    assert unused
+    assert all("vision_backbone" in name for name in unused)
+
+
+def test_opening_reads_config_and_tokenizer_too() -> None:
+    checkpoint = open_checkpoint(str(golden.TINY_OPENVLA))
+    case = golden.cases()[1]
+    assert checkpoint.encoder.encode(case.instruction) == case.prompt_ids
+    assert case.statistics_key in checkpoint.config.statistics
+
+
+def test_unused_tensors_may_be_left_out(tmp_path: Path) -> None:
+    config = tiny_config()
+    used = {place.name for place in tensor_places(config) if place.parameter is not None}
+    tensors = {name: one for name, one in random_tensors(config).items() if name in used}
+    write_checkpoint(tmp_path / "lean", config, tensors, build_tokenizer(["go"], 300))
+    assert set(loaded_tensors(tmp_path / "lean")) == used
+
+
+def test_derived_buffers_of_older_savers_are_skipped(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    buffer = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**tensors, buffer: torch.ones(4)}, path)
+    assert loaded_tensors(tmp_path / "model")
+
+
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
+    whole = write_tiny(tmp_path / "whole")
+    write_tiny(tmp_path / "shards", max_shard_bytes=SHARD_BYTES)
+    shards = list((tmp_path / "shards").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    loaded = loaded_tensors(tmp_path / "shards")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
+
+
+def test_the_first_release_loads(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model", v01_config())
+    checkpoint = open_checkpoint(str(tmp_path / "model"))
+    model = load_model(checkpoint, CPU, torch.float32)
+    assert checkpoint.config.projector is ProjectorKind.PLAIN
+    assert model.projector.fc3 is None
+    patches = model.see(torch.zeros(1, 3, 28, 28)).patches
+    assert patches.shape == (1, 4, 32)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model", max_shard_bytes=SHARD_BYTES)
+    shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    message = error_of(tmp_path / "model")
+    assert f"{shard} is missing" in message
+    assert "download that shard" in message
+
+
+def test_an_index_of_absent_tensors_names_them(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model", max_shard_bytes=SHARD_BYTES)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    edit_json(
+        index,
+        lambda content: content["weight_map"].update(
+            ghost=sorted(path.name for path in index.parent.glob("model-*"))[0]
+        ),
+    )  # type: ignore[attr-defined]
+    message = error_of(tmp_path / "model")
+    assert f"{index} lists tensors that are in no shard: ghost" in message
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, 20_000])
+def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
+    write_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    message = error_of(tmp_path / "model")
+    assert f"{path} is truncated or damaged" in message
+    assert message.endswith("download it again")
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    assert f"{path} is truncated or damaged" in error_of(tmp_path / "model")
+
+
+def test_a_wrong_shape_is_told_with_both_shapes(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    tensors = slow_tensors(golden.TINY_OPENVLA / "model.safetensors")
+    tensors[GOLDEN_NAME] = torch.zeros(171, 64)
+    (directory / "model.safetensors").unlink()
+    save_file(tensors, directory / "model.safetensors")
+    message = error_of(directory)
+    assert f"1 of the wrong shape: {GOLDEN_NAME} 171x64 instead of 172x64" in message
+    assert str(directory) in message
+
+
+def test_missing_and_unexpected_tensors_are_listed(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    tensors = slow_tensors(golden.TINY_OPENVLA / "model.safetensors")
+    tensors["action_head.weight"] = tensors.pop(GOLDEN_NAME)
+    (directory / "model.safetensors").unlink()
+    save_file(tensors, directory / "model.safetensors")
+    message = error_of(directory)
+    assert f"1 missing: {GOLDEN_NAME}" in message
+    assert "1 unexpected: action_head.weight" in message
+
+
+def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    save_file({"weight": torch.zeros(1)}, directory / "model.safetensors")
+    message = error_of(directory)
+    assert len(message) < 1500
+    assert "more; 1 unexpected: weight" in message
+
+
+def test_statistics_are_required(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    (directory / "dataset_statistics.json").unlink()
+    edit_json(directory / "config.json", lambda content: content.pop("norm_stats"))
+    message = error_of(directory)
+    assert f"{directory / 'config.json'} has no norm_stats" in message
+    assert "dataset_statistics.json" in message
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    edit_json(directory / "config.json", lambda content: content.update(model_type="llava"))
+    message = error_of(directory)
+    assert f"{directory / 'config.json'}: model_type is 'llava', expected 'openvla'" in message
+
+
+def test_a_tokenizer_is_required(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    (directory / "tokenizer.json").unlink()
+    assert f"{directory / 'tokenizer.json'} is missing; copy" in error_of(directory)
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    trap = tmp_path / "sprung"
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(trap))
+    message = error_of(directory)
+    assert "pytorch_model.bin is a pickle" in message
+    assert "convert" in message
+
+
+def test_weights_are_required(tmp_path: Path) -> None:
+    directory = link_golden(tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    assert "holds neither model.safetensors nor" in error_of(directory)
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    assert "give the directory that holds model.safetensors" in error_of(path)
+
+
+def test_a_path_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    assert f"there is no directory {tmp_path / 'nothing'}" in error_of(tmp_path / "nothing")
+
+
+def test_a_hub_id_is_downloaded(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def download(hub_id: str) -> Path:
+        asked.append(hub_id)
+        return tmp_path
+
+    source = locate_checkpoint("openvla/openvla-v01-7b", download=download)
+    assert (asked, source.directory) == (["openvla/openvla-v01-7b"], tmp_path)
+    assert source.name == "openvla/openvla-v01-7b"
+
+
+def test_a_hub_id_offline_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    message = error_of(Path("openvla/openvla-7b"))
+    assert message.startswith("openvla/openvla-7b is no directory here")
+    assert message.endswith("give the path of a local copy, or connect to the network")
+
+
+def test_too_little_memory_is_told_before_loading() -> None:
+    config = load_config(golden.TINY_OPENVLA)
+    need = estimate_memory(config, CPU, torch.float32)
+    with pytest.raises(DeviceError, match=r"needs about 0\.3 GiB on cpu, 0\.0 GiB are free"):
+        check_memory(need, CPU, free_bytes=10_000_000)
+    check_memory(need, CPU, free_bytes=need.total)
+
+
+def test_the_memory_estimate_counts_what_is_loaded() -> None:
+    config = load_config(golden.TINY_OPENVLA)
+    model = load_model(open_checkpoint(str(golden.TINY_OPENVLA)), CPU, torch.bfloat16)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert estimate_memory(config, CPU, torch.bfloat16).weights == held
+    assert estimate_memory(config, CPU, torch.float32).weights == 2 * held
+    halved = estimate_memory(config, CPU, torch.bfloat16, Quantization.INT8).weights
+    assert held / 2 < halved < held
+
+
+def test_free_memory_of_this_machine_is_known_where_linux_tells() -> None:
+    free = find_free_bytes(CPU)
+    assert free is None or free > 0
+    assert find_free_bytes(torch.device("meta")) is None
+
+
+def test_a_reader_reopens_files_it_has_read_much_of(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.full((1024, 1024), float(number)) for number in range(12)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = CheckpointReader.open(tmp_path)
+    assert reader.num_bytes == 12 * 4 * 1024**2
+    kept = {name: reader.tensor(name) for name in tensors}
+    assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
+    half = reader.tensor("t3", CPU, torch.bfloat16)
+    assert (half.dtype, float(half[0, 0])) == (torch.bfloat16, 3.0)
+
+
+def test_loading_holds_the_checkpoint_in_memory_once(tmp_path: Path) -> None:
+    """At most 1.15 times its size, measured as the peak of a process of its own."""
+    write_large(tmp_path / "model", mebibytes=200)
+    command = [sys.executable, "-m", "scripts.measure_loading", "--directory"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+    )
+    ratio = float(done.stdout.split("ratio")[1].split()[0])
+    assert 0.9 < ratio < 1.15
+
+
+def test_replacing_a_linked_file_leaves_the_golden_one_alone(tmp_path: Path) -> None:
+    """The helper that damages copies must never damage the originals."""
+    directory = link_golden(tmp_path / "model")
+    replace_file(directory / "config.json", b"{}")
+    assert (golden.TINY_OPENVLA / "config.json").stat().st_size > 2
+    shutil.rmtree(directory)
+    assert (golden.TINY_OPENVLA / "tokenizer.json").exists()

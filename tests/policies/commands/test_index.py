@@ -1,0 +1,129 @@
+"""`deft index`: frames that were seen before become drafts for frames that look the same."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deft_client.libero.demonstrations.files import episode_path, load_demonstration
+from deft_client.recordings import (
+    EpisodeHeader,
+    RecordedStep,
+    encode_header,
+    encode_step,
+)
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Intervention,
+    Observation,
+)
+from deft_policies.base import ActRequest
+from deft_policies.decoding.plan import DraftKind
+from deft_policies.openvla.indexing import demonstrated_frames, recorded_frames
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions
+from deft_server.__main__ import main as deft
+from tests import golden
+from tests.draft_training.made_up import write_demonstrations
+
+CASES = [case for case in golden.cases_with_image() if case.statistics_key == "libero_spatial"][:3]
+FLAGS = ["--checkpoint", str(golden.TINY_OPENVLA), "--statistics-key", "libero_spatial"]
+CPU = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
+
+
+def write_recording(path: Path, intervention: Intervention | None = None) -> None:
+    steps = [
+        RecordedStep(
+            index,
+            0.1 * index,
+            Observation(case.image(), case.instruction),
+            ActOptions(statistics_key=case.statistics_key),
+            ActionChunk(case.action[None], intervention=intervention if index == 1 else None),
+        )
+        for index, case in enumerate(CASES)
+    ]
+    path.write_bytes(encode_header(EpisodeHeader("arm", 0.0)) + b"".join(map(encode_step, steps)))
+
+
+@pytest.mark.parametrize("actions", ["own", "recorded"])
+def test_a_frame_that_was_stored_takes_one_pass_and_gets_the_same_answer(
+    actions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recording(tmp_path / "one.deftrec")
+    out = tmp_path / "index.safetensors"
+    stored = ["--recording", str(tmp_path), "--out", str(out), "--actions", actions]
+    assert deft(["index", *stored, "--batch", "2", *FLAGS, *CPU]) == 0
+    assert f"{out}: 3 frames" in capsys.readouterr().out
+    policy = load_policy(
+        OpenVLAOptions(
+            checkpoint=str(golden.TINY_OPENVLA),
+            retrieval_index=out,
+            drafts=(DraftKind.RETRIEVAL,),
+            device="cpu",
+        )
+    )
+    for case in CASES:
+        options = ActOptions(statistics_key=case.statistics_key)
+        observation = Observation(case.image(), case.instruction)
+        trace = policy.act([ActRequest(observation, policy.open_session(), options)])[0].trace
+        assert trace is not None
+        assert trace.tokens == case.tokens
+        # A recorded action cannot tell tokens apart that mean the same to the robot.
+        assert trace.num_passes == 1 or actions == "recorded"
+        assert set(trace.passes[0].sources[1:]) == {"retrieval"}
+
+
+def test_frames_where_the_server_intervened_are_left_out(tmp_path: Path) -> None:
+    write_recording(tmp_path / "one.deftrec", Intervention.HOLD)
+    assert len(list(recorded_frames(tmp_path))) == 2
+
+
+def test_demonstrations_that_succeeded_give_the_experts_clean_action(tmp_path: Path) -> None:
+    write_demonstrations(tmp_path, episodes=3, steps=4)  # the last one fails
+    frames = list(demonstrated_frames(tmp_path))
+    assert len(frames) == 8
+    shown = load_demonstration(episode_path(tmp_path, 0, 1))
+    for index, frame in enumerate(frames[4:]):
+        assert frame.observation.instruction == shown.header.instruction
+        assert np.array_equal(frame.observation.image, shown.frame(index))
+        assert np.array_equal(frame.action, shown.labels[index].astype(np.float64))
+
+
+def test_every_nth_frame_up_to_a_limit_is_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recording(tmp_path / "one.deftrec")
+    stored = ["--recording", str(tmp_path), "--out", str(tmp_path / "index")]
+    assert deft(["index", *stored, "--every", "2", *FLAGS, *CPU]) == 0
+    assert ": 2 frames" in capsys.readouterr().out
+    assert deft(["index", *stored, "--limit", "1", *FLAGS, *CPU]) == 0
+    assert ": 1 frames" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give either --recording or --demonstrations"),
+        (["--recording", "a", "--demonstrations", "b"], "give either"),
+        (["--recording", "a", "--every", "0"], "must be 1 or more"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        deft(["index", "--out", "x", *flags, *FLAGS])
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_to_index_is_an_error_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "index"
+    stored = ["--recording", str(tmp_path), "--out", str(out)]
+    assert deft(["index", *stored, *FLAGS, *CPU]) == 1
+    assert "nothing to index" in capsys.readouterr().err
+    assert not out.exists()
+    assert deft(["index", *stored, "--policy", "constant"]) == 1
+    assert "only openvla drafts from an index, got 'constant'" in capsys.readouterr().err

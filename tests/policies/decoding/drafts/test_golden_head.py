@@ -1,0 +1,200 @@
+"""The draft head, its trees and whole decoding runs against what the published code computed."""
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from deft_client.types import DecodeTrace
+from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
+from deft_policies.decoding.acceptance.verify import TieBreak, Verdict
+from deft_policies.decoding.drafts.eagle import EagleHead
+from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
+from deft_policies.decoding.drafts.head_files import load_head
+from deft_policies.decoding.drafts.source import PassResult, Progress
+from deft_policies.decoding.methods import DraftModels, build_decoder
+from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TreeShape
+from deft_policies.decoding.presets import Preset, preset_by_name
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.image import build_normalization_table, resize_like_processor
+from deft_policies.openvla.target import OpenVLATarget
+from tests import golden
+from tests.policies.decoding.scripts import Session, clock
+from tests.tiny_openvla import golden_model
+
+FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_fixed=True)
+ROPE = {"multimodal": RopeOffset.CORRECT, "reference": RopeOffset.PUBLISHED}
+# Cases whose runs differ between the variants; the canonical variants are run on all of them.
+TELLING_CASES = (0, 3, 5, 8, 10)
+PATCHES = slice(1, 257)
+
+
+@lru_cache(maxsize=1)
+def target() -> OpenVLATarget:
+    return OpenVLATarget(golden_model())
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
+    directory = golden.write_draft_head(tmp_path_factory.mktemp("golden") / "head")
+    return load_head(directory, 64, torch.zeros(1))
+
+
+@lru_cache(maxsize=16)
+def prompts_of(number: int) -> Prompts:
+    case = golden.cases()[number]
+    if not case.has_image:
+        name = f"patch_embeddings_{number:02d}"
+        patches = torch.from_numpy(golden.arrays()[name])[None]
+        ids = torch.tensor([case.prompt_ids])
+        lengths = torch.tensor([256 + ids.shape[1]])
+        return Prompts(golden_model().compose(patches, ids), lengths, ids[:, -1], PATCHES)
+    config = golden_model().config.image
+    fitted = torch.from_numpy(resize_like_processor(case.image(), config)).permute(2, 0, 1).long()
+    table = torch.from_numpy(build_normalization_table(config))
+    pixels = torch.stack([table[channel][fitted[channel % 3]] for channel in range(len(table))])
+    return target().read(pixels[None], [case.prompt_ids])
+
+
+def usable_cases() -> list[int]:
+    return [case.number for case in golden.cases() if case.has_image or case.number == 0]
+
+
+@pytest.mark.parametrize("round_name", [f"c{case:02d}_r{r}" for case in range(3) for r in (1, 2)])
+def test_teacher_forced_hidden_states_equal_the_fixture(head: EagleHead, round_name: str) -> None:
+    arrays = golden.draft_arrays()
+    embeds = torch.from_numpy(arrays[f"{round_name}_in_embeds"])[None]
+    hidden = torch.from_numpy(arrays[f"{round_name}_in_hidden"])[None]
+    expected = torch.from_numpy(arrays[f"{round_name}_prefix_hidden"])
+    torch.testing.assert_close(head(embeds, hidden)[0], expected, atol=1e-4, rtol=0.0)
+
+
+def prompt_of(case: int) -> tuple[PromptFeatures, Progress]:
+    """The prefill of a fixture case without guesses, and the progress it made."""
+    arrays, name = golden.draft_arrays(), f"c{case:02d}_r1"
+    hidden = torch.from_numpy(arrays[f"{name}_in_hidden"])[None]
+    embeds = torch.from_numpy(arrays[f"{name}_in_embeds"])[None]
+    # The fixture holds e_{t+1}; e_0 is never read.
+    prompt = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, :-1]), dim=1)
+    features = PromptFeatures(prompt, hidden, torch.tensor([hidden.shape[1]]), PATCHES)
+    root = next(one["root"] for one in golden.draft_expected()["trees"] if one["name"][:6] == name)
+    return features, progress_after(hidden[:, -1:], [root], num_before=0)
+
+
+def progress_after(hidden: torch.Tensor, tokens: list[int], num_before: int) -> Progress:
+    """What draft sources see after a pass that committed `tokens`, the last of them the bonus."""
+    steps = torch.arange(len(tokens))[None]
+    committed = torch.tensor([tokens])
+    before = torch.tensor([num_before])
+    tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
+    verdict = Verdict(steps, torch.tensor([len(tokens) - 1]), committed[:, -1], committed)
+    scores = Scores(torch.zeros(1, len(tokens), 1), hidden)
+    last = PassResult(
+        tree, scores, committed, verdict, committed, before, (True,), is_prefill=num_before == 0
+    )
+    count = num_before + len(tokens)
+    blank = torch.zeros(1, 8, dtype=torch.int64)
+    return Progress(blank, before + len(tokens), committed[:, -1], count, 7, last)
+
+
+def second_round(case: int) -> Progress:
+    """After one commit of round 1 with r = 9, as the fixture's README says."""
+    canonical = next(
+        one for one in golden.draft_expected()["variants"] if one["canonical"] and one["r"] == 9
+    )
+    first = canonical["cases"][case]["rounds"][0]
+    committed = [*first["accepted"], first["bonus"]]
+    hidden = torch.from_numpy(golden.draft_arrays()[f"c{case:02d}_r2_in_hidden"])[None]
+    return progress_after(hidden[:, -len(committed) :], committed, num_before=1)
+
+
+@pytest.mark.parametrize(
+    "entry", golden.draft_expected()["trees"], ids=lambda entry: str(entry["name"])
+)
+def test_trees_and_cumulative_scores_equal_the_fixture(
+    head: EagleHead, entry: dict[str, Any]
+) -> None:
+    arrays, name = golden.draft_arrays(), entry["name"]
+    options = HeadOptions(
+        rope_offset=ROPE[entry["rope"]], whole_vocabulary=entry["draft_vocab"] == "full"
+    )
+    drafts = HeadDrafts(head, target(), options)
+    features, progress = prompt_of(entry["case"])
+    drafts.begin(prompts_of(0), features)
+    tree = drafts.grow(progress, FULL_TREE)
+    if entry["round"] == 2:
+        tree = drafts.grow(second_round(entry["case"]), FULL_TREE)
+    assert int(tree.tokens[0, 0]) == entry["root"]
+    assert tree.tokens[0, 1:].tolist() == arrays[f"{name}_tokens"].tolist()
+    assert tree.parents[0, 1:].tolist() == arrays[f"{name}_parents"].tolist()
+    assert tree.depths()[0, 1:].tolist() == arrays[f"{name}_depth"].tolist()
+    assert tree.ancestor_mask()[0].tolist() == arrays[f"{name}_mask"].tolist()
+    expected = torch.from_numpy(arrays[f"{name}_logp"])
+    torch.testing.assert_close(tree.log_probs[0, 1:], expected, atol=1e-3, rtol=0.0)
+    assert bool(tree.is_real.all())
+
+
+def preset_of(variant: dict[str, Any]) -> Preset:
+    """Any variant of the fixture, spelt as a preset."""
+    radius = variant["r"]
+    is_full = variant["tree"] == "full"
+    shape = FULL_TREE if is_full else TreeShape(5, 8, 49)
+    return Preset(
+        name="golden",
+        summary="",
+        rule=WithinIds(radius) if variant["accept"] == "raw_ids" else WithinBins(radius),
+        plans=(Plan("golden", (), (DraftKind.HEAD,), shape),),
+        tie_break=TieBreak.FIRST_ROW if variant["tie"] == "first_row" else TieBreak.CLOSEST,
+        whole_vocabulary=variant["draft_vocab"] == "full",
+    )
+
+
+def decode(preset: Preset, head: EagleHead, rope: str, number: int) -> DecodeTrace:
+    decoder = build_decoder(target(), preset, DraftModels(head=head, rope_offset=ROPE[rope]))
+    return decoder.decode(prompts_of(number), Session.of(1).rows, clock())[0]
+
+
+def variant_name(variant: dict[str, Any]) -> str:
+    keys = ("rope", "draft_vocab", "tree", "tie", "r", "accept")
+    return "-".join(str(variant[key]) for key in keys)
+
+
+@pytest.mark.parametrize("variant", golden.draft_expected()["variants"], ids=variant_name)
+def test_runs_accept_and_answer_as_recorded(head: EagleHead, variant: dict[str, Any]) -> None:
+    preset = preset_of(variant)
+    expected = {case["case"]: case for case in variant["cases"]}
+    for number in usable_cases() if variant["canonical"] else TELLING_CASES:
+        trace = decode(preset, head, variant["rope"], number)
+        assert list(trace.tokens) == expected[number]["tokens"]
+        assert list(trace.accepted_lengths[1:]) == expected[number]["accepted_lengths"]
+
+
+@pytest.mark.parametrize(("name", "radius"), [("spec-vla", 9), ("spec-vla-strict", 0)])
+def test_the_spec_vla_presets_are_the_canonical_loop_tree_by_tree(
+    head: EagleHead, name: str, radius: int
+) -> None:
+    canonical = next(
+        one
+        for one in golden.draft_expected()["variants"]
+        if one["canonical"] and one["r"] == radius
+    )
+    preset = preset_by_name(name)
+    for number in usable_cases()[:6]:
+        trace = decode(preset, head, "multimodal", number)
+        rounds = canonical["cases"][number]["rounds"]
+        assert len(trace.passes) == len(rounds) + 1
+        for found, expected in zip(trace.passes[1:], rounds, strict=True):
+            assert found.tokens[0] == expected["root"]
+            assert list(found.tokens[1:]) == expected["tree_tokens"]
+            assert list(found.parents[1:]) == expected["tree_parents"]
+            accepted = [found.tokens[node] for node in found.path]
+            assert accepted == expected["accepted"]
+            assert found.bonus == expected["bonus"]
+
+
+def test_strict_runs_equal_plain_decoding(head: EagleHead) -> None:
+    for number in usable_cases()[:4]:
+        trace = decode(preset_by_name("spec-vla-strict"), head, "multimodal", number)
+        assert trace.tokens == golden.cases()[number].tokens

@@ -1,0 +1,347 @@
+"""The draft head: cached growth against whole sequences, options, gradients and its files."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.verify import Verdict
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes, key_mask
+from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
+from deft_policies.decoding.drafts.head_files import (
+    HeadLayout,
+    load_head,
+    named_weights,
+    save_head,
+)
+from deft_policies.decoding.drafts.source import PassResult, Progress
+from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import CheckpointError
+from tests.tiny_target import (
+    ACTIONS,
+    CPU,
+    LENGTH,
+    WIDTH,
+    TinyTarget,
+    path_to,
+    random_prompts,
+    tiny_decoder,
+)
+
+SIZES = HeadSizes(WIDTH, 48, 2, 2, max_positions=64)
+TEMPLATE = TreeShape.of_template(TreeTemplate.harmonic(levels=4, reach=3))
+
+
+def random_head(seed: int = 0, sizes: HeadSizes = SIZES) -> EagleHead:
+    torch.manual_seed(seed)
+    head = EagleHead(sizes)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.25)
+    return head
+
+
+class Conversation:
+    """A target's side of a batch: what it computed of the prompts, and passes that commit."""
+
+    def __init__(self, text_lengths: list[int]) -> None:
+        self.target = TinyTarget(tiny_decoder())
+        self.prompts: Prompts = random_prompts(self.target.decoder, text_lengths)
+        root = DraftTree.root_only(self.prompts.last_tokens)
+        _, self.features = self.target.prefill(self.prompts, root)
+        self.num_rows = len(text_lengths)
+        self.tokens: list[list[int]] = [[] for _ in text_lengths]
+        # What the head should have read of each row so far, as whole sequences.
+        self.hidden = [
+            self.features.hidden[row, :length] for row, length in enumerate(self._lengths())
+        ]
+
+    def _lengths(self) -> list[int]:
+        lengths: list[int] = self.prompts.lengths.tolist()
+        return lengths
+
+    def commit(self, new: list[list[int]], seed: int) -> Progress:
+        """A pass that commits these tokens, the last of each row being the bonus."""
+        before = torch.tensor([len(row) for row in self.tokens])
+        steps = max(len(row) for row in new)
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(self.num_rows, steps, WIDTH, generator=generator)
+        is_prefill = not self.tokens[0]
+        for row, tokens in enumerate(new):
+            if is_prefill:  # the root is the last prompt token, whose hidden state is known
+                hidden[row, 0] = self.hidden[row][-1]
+            fresh = hidden[row, int(is_prefill) : len(tokens)]
+            self.hidden[row] = torch.cat((self.hidden[row], fresh))
+            self.tokens[row] += tokens
+        padded = torch.tensor([row + [5] * (steps - len(row)) for row in new])
+        path = torch.arange(steps).expand(self.num_rows, -1)
+        kept = torch.tensor([len(row) - 1 for row in new])
+        bonus = torch.tensor([row[-1] for row in new])
+        tree = DraftTree(path, path - 1, path >= 0, path.float(), path)
+        scores = Scores(torch.zeros(self.num_rows, steps, 1), hidden)
+        verdict = Verdict(path, kept, bonus, padded)
+        is_open = (True,) * self.num_rows
+        last = PassResult(tree, scores, padded, verdict, padded, before, is_open, is_prefill)
+        counts = [len(row) for row in self.tokens]
+        blank = torch.zeros(self.num_rows, LENGTH + 1, dtype=torch.int64)
+        return Progress(blank, torch.tensor(counts), bonus, min(counts), LENGTH, last)
+
+    def whole(self, row: int) -> tuple[Tensor, Tensor]:
+        """(e_{t+1}, f_t) of everything committed in a row, [position, width] each."""
+        prompt = self.prompts.embeds[row, 1 : self._lengths()[row]]
+        embeds = torch.cat((prompt, self.target.embed(torch.tensor(self.tokens[row]))))
+        return embeds, self.hidden[row]
+
+
+def slow_log_probs(
+    head: EagleHead, talk: Conversation, row: int, path: list[int], mask: KeyMask
+) -> Tensor:
+    """Next-token odds after a path of guesses, by running the whole sequence once per guess."""
+    embeds, hidden = talk.whole(row)
+    length = int(talk.prompts.lengths[row])
+    for token in [*path, -1]:
+        allowed = key_mask(mask, torch.tensor([length]), len(embeds))
+        out = head(embeds[None], hidden[None], allowed)[0, -1]
+        if token >= 0:
+            embeds = torch.cat((embeds, talk.target.embed(torch.tensor([token]))))
+            hidden = torch.cat((hidden, out[None]))
+    return talk.target.logits(out, ACTIONS).log_softmax(dim=0)
+
+
+@pytest.mark.parametrize("mask", list(KeyMask))
+@pytest.mark.parametrize("text_lengths", [[4], [2, 5, 3]])
+@pytest.mark.parametrize("shape", [TreeShape(4, 3, 14), TEMPLATE], ids=["dynamic", "template"])
+def test_a_grown_tree_scores_as_whole_sequences_do(
+    shape: TreeShape, mask: KeyMask, text_lengths: list[int]
+) -> None:
+    """Three rounds with rows that accept different numbers of drafts."""
+    head, talk = random_head().requires_grad_(False), Conversation(text_lengths)
+    drafts = HeadDrafts(head, talk.target, HeadOptions(key_mask=mask))
+    drafts.begin(talk.prompts, talk.features)
+    for number in range(3):
+        new = [[30 + row + number] * (1 + (row + number) % 2) for row in range(talk.num_rows)]
+        progress = talk.commit(new, seed=number)
+        tree = drafts.grow(progress, shape)
+        for row in range(talk.num_rows):
+            for node in range(1, tree.num_nodes):
+                if not bool(tree.is_real[row, node]):
+                    continue
+                *above, token = tree.tokens[row, path_to(tree, row, node)[1:]].tolist()
+                odds = slow_log_probs(head, talk, row, above, mask)
+                parent = float(tree.log_probs[row, tree.parents[row, node]])
+                expected = parent + float(odds[token - ACTIONS.first])
+                assert float(tree.log_probs[row, node]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_published_rope_offset_differs_only_below_the_first_level() -> None:
+    talk = Conversation([4])
+    head = random_head().requires_grad_(False)
+    progress = talk.commit([[30]], seed=0)
+    trees = []
+    for offset in RopeOffset:
+        drafts = HeadDrafts(head, talk.target, HeadOptions(rope_offset=offset))
+        drafts.begin(talk.prompts, talk.features)
+        trees.append(drafts.grow(progress, TreeShape(3, 3, 21)))
+    right, published = (dict(scored_paths(tree)) for tree in trees)
+    for path, score in right.items():
+        if len(path) <= 2:  # level 2 is predicted at a wrong position, from level-1 nodes
+            assert (len(path) == 1) == (abs(published.get(path, 9.9) - score) < 1e-5)
+
+
+def scored_paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
+    return [
+        (
+            tuple(tree.tokens[0, path_to(tree, 0, node)[1:]].tolist()),
+            float(tree.log_probs[0, node]),
+        )
+        for node in range(1, tree.num_nodes)
+    ]
+
+
+def test_trees_stay_within_what_is_missing_unless_their_shape_is_fixed() -> None:
+    talk = Conversation([4])
+    drafts = HeadDrafts(random_head().requires_grad_(False), talk.target)
+    drafts.begin(talk.prompts, talk.features)
+    progress = talk.commit([[30, 31, 32, 33]], seed=0)  # three are missing, two are drafted
+    tree = drafts.grow(progress, TreeShape(5, 2, 49))
+    assert int(tree.depths().max()) == 2
+    drafts.begin(talk.prompts, talk.features)
+    fixed = drafts.grow(progress, TreeShape(5, 2, 49, is_fixed=True))
+    assert int(fixed.depths().max()) == 5
+
+
+def test_key_mask_hides_action_positions_from_each_other_when_asked() -> None:
+    causal = key_mask(KeyMask.CAUSAL, torch.tensor([3]), 5)[0, 0].int().tolist()
+    prefix = key_mask(KeyMask.PREFIX_ONLY, torch.tensor([3]), 5)[0, 0].int().tolist()
+    assert causal == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1],
+    ]
+    assert prefix == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]] + [[1, 1, 0, 0, 0]] * 3
+
+
+def test_gradients_reach_every_weight_through_the_teacher_forced_pass() -> None:
+    head = random_head()
+    embeds, hidden = torch.randn(2, 6, WIDTH), torch.randn(2, 6, WIDTH)
+    head(
+        embeds, hidden, key_mask(KeyMask.CAUSAL, torch.tensor([4, 3]), 6)
+    ).square().sum().backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None, name
+        assert float(parameter.grad.abs().sum()) > 0, name
+
+
+# Files.
+
+
+@pytest.mark.parametrize("layout", list(HeadLayout))
+@pytest.mark.parametrize("has_qkv_bias", [False, True])
+def test_a_saved_head_is_read_back_the_same(
+    tmp_path: Path, layout: HeadLayout, has_qkv_bias: bool
+) -> None:
+    head = random_head(sizes=replace(SIZES, has_qkv_bias=has_qkv_bias, rope_theta=5000.0))
+    save_head(head, tmp_path / "head", layout)
+    loaded = load_head(tmp_path / "head", WIDTH, torch.zeros(1))
+    assert loaded.sizes == head.sizes
+    for (name, given), (_, found) in zip(named_weights(head), named_weights(loaded), strict=True):
+        exact = given if layout is HeadLayout.SAFETENSORS else given.half().float()
+        assert torch.equal(exact, found), name
+
+
+def test_published_files_may_repeat_the_embedding_and_hold_rotary_frequencies(
+    tmp_path: Path,
+) -> None:
+    head = random_head()
+    save_head(head, tmp_path, HeadLayout.PUBLISHED)
+    path = tmp_path / "pytorch_model.bin"
+    tensors = torch.load(path, weights_only=True)
+    tensors["embed_tokens.weight"] = torch.zeros(99, WIDTH)
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    torch.save(tensors, path)
+    assert load_head(tmp_path, WIDTH, torch.zeros(1)).sizes == head.sizes
+
+
+class Payload:
+    """What a weights file must never be allowed to run."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("pwned",))
+
+
+def break_no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def break_bad_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def break_rope_scaling(directory: Path) -> None:
+    edit_config(directory, "rope_scaling", {"type": "linear", "factor": 2})
+
+
+def break_heads(directory: Path) -> None:
+    edit_config(directory, "num_attention_heads", 5)
+
+
+def break_no_weights(directory: Path) -> None:
+    (directory / "pytorch_model.bin").unlink()
+
+
+def break_truncated(directory: Path) -> None:
+    path = directory / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def break_code(directory: Path) -> None:
+    torch.save({"fc.weight": Payload()}, directory / "pytorch_model.bin")
+
+
+def break_missing_tensor(directory: Path) -> None:
+    edit_tensors(directory, {"layers.0.mlp.down_proj.weight": None})
+
+
+def break_unknown_tensor(directory: Path) -> None:
+    edit_tensors(directory, {"motion_embeds.weight": torch.zeros(6, WIDTH)})
+
+
+def break_shape(directory: Path) -> None:
+    edit_tensors(directory, {"fc.bias": torch.zeros(3)})
+
+
+def edit_config(directory: Path, key: str, value: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+
+
+def edit_tensors(directory: Path, changes: dict[str, Tensor | None]) -> None:
+    path = directory / "pytorch_model.bin"
+    tensors = {**torch.load(path, weights_only=True), **changes}
+    torch.save({name: one for name, one in tensors.items() if one is not None}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_no_config, "config.json is missing"),
+        (break_bad_config, "not readable JSON"),
+        (break_rope_scaling, "rope_scaling"),
+        (break_heads, "num_attention_heads 5 does not divide"),
+        (break_no_weights, "holds neither"),
+        (break_truncated, "cannot be read as weights"),
+        (break_code, "cannot be read as weights"),
+        (break_missing_tensor, "missing: layers.0.mlp.down_proj.weight"),
+        (break_unknown_tensor, "unexpected: motion_embeds.weight"),
+        (break_shape, "fc.bias must be"),
+    ],
+)
+def test_a_broken_head_is_refused_by_name(
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_head(random_head(), tmp_path, HeadLayout.PUBLISHED)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_head(tmp_path, WIDTH, torch.zeros(1))
+    assert str(tmp_path) in str(raised.value)
+    assert "pwned" not in capsys.readouterr().out
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
+    save_head(random_head(), tmp_path, HeadLayout.SAFETENSORS)
+    with pytest.raises(CheckpointError, match="32 wide, but the target is 64"):
+        load_head(tmp_path, 64, torch.zeros(1))
+
+
+def test_prompt_features_of_a_batch_are_read_at_each_rows_own_end() -> None:
+    """Padding behind a short prompt must not reach the head."""
+    talk = Conversation([2, 6])
+    head = random_head().requires_grad_(False)
+    noisy = talk.features.hidden.clone()
+    noisy[0, int(talk.prompts.lengths[0]) :] = 1e3
+    progress = talk.commit([[30], [31]], seed=0)
+    shape = TreeShape(2, 2, 6)
+    trees = []
+    for hidden in (talk.features.hidden, noisy):
+        drafts = HeadDrafts(head, talk.target)
+        drafts.begin(
+            talk.prompts,
+            PromptFeatures(
+                talk.features.embeds, hidden, talk.features.lengths, talk.features.patches
+            ),
+        )
+        trees.append(drafts.grow(progress, shape))
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+    torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs)
+    assert trees[0].tokens.device == CPU

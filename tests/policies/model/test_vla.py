@@ -1,0 +1,141 @@
+"""The modules against what OpenVLA's own code computed, and against openvla-7b's tensor list."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from deft_policies.checkpoint.tensor_names import expected_tensors, tensor_places
+from deft_policies.decoding.autoregressive import AutoregressiveDecoder
+from deft_policies.decoding.trace import StageClock
+from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.vla import OpenVLAModel
+from deft_policies.openvla.target import OpenVLATarget
+from tests import golden
+from tests.tiny_openvla import (
+    CPU,
+    golden_model,
+    tiny_config,
+    tiny_model,
+)
+
+WITH_PIXELS = (1, 4)
+
+
+def pixels_of(number: int) -> torch.Tensor:
+    return torch.from_numpy(golden.arrays()[f"pixel_values_{number:02d}"])
+
+
+def expect_close(found: torch.Tensor, name: str, tolerance: float = 1e-4) -> None:
+    expected = torch.from_numpy(golden.arrays()[name])
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0.0)
+
+
+def test_towers_projector_and_decoder_equal_the_recorded_features() -> None:
+    case = golden.cases()[1]
+    model = golden_model()
+    sight = model.see(pixels_of(1))
+    dino, siglip = sight.features[0].split([tower.width for tower in model.config.towers], dim=1)
+    expect_close(dino, "dinov2_01")
+    expect_close(siglip, "siglip_01")
+    expect_close(sight.patches[0], "patch_embeddings_01")
+    hidden = model(pixels_of(1), torch.tensor([case.prompt_ids]))[0]
+    expect_close(hidden, "last_hidden_01")
+    expect_close(model.decoder.head(hidden[-1]), "last_logits_01", tolerance=1e-3)
+
+
+@pytest.mark.parametrize("number", WITH_PIXELS)
+def test_greedy_tokens_and_margins_equal_openvla_in_float32(number: int) -> None:
+    case = golden.cases()[number]
+    target = OpenVLATarget(golden_model())
+    prompts = target.read(pixels_of(number), [case.prompt_ids])
+    decoder = AutoregressiveDecoder(target, wants_margins=True)
+    trace = decoder.decode(prompts, 7, StageClock(CPU))[0]
+    assert trace.tokens == case.tokens
+    np.testing.assert_allclose(trace.margins, case.margins, atol=1e-3)
+
+
+def test_prompts_of_a_batch_keep_their_own_lengths() -> None:
+    target = OpenVLATarget(tiny_model())
+    pixels = torch.randn(2, 6, 28, 28)
+    ids = [(1, 40, 41, 42, 7), (1, 50, 7)]
+    prompts = target.read(pixels, ids)
+    assert prompts.lengths.tolist() == [9, 7]
+    assert prompts.last_tokens.tolist() == [7, 7]
+    alone = target.read(pixels[1:], ids[1:])
+    torch.testing.assert_close(prompts.embeds[1, :7], alone.embeds[0], atol=1e-3, rtol=1e-3)
+    assert prompts.features is not None
+    assert prompts.features.shape == (2, 40)
+
+
+def test_names_and_shapes_equal_the_real_openvla_7b(openvla_7b: OpenVLAConfig) -> None:
+    assert expected_tensors(openvla_7b) == dict(golden.tensor_shapes_7b())
+
+
+def test_every_parameter_of_the_7b_is_filled_once_and_unused_tensors_are_named(
+    openvla_7b: OpenVLAConfig,
+) -> None:
+    with torch.device("meta"):
+        model = OpenVLAModel(openvla_7b)
+    filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    unused = []
+    for place in tensor_places(openvla_7b):
+        if place.parameter is None:
+            unused.append(place.name)
+        else:
+            filled[place.parameter] += int(np.prod(place.shape))
+    assert filled == sizes
+    assert len(unused) == 12 + 12 + 4 + 15
+    assert {name.split(".")[2] for name in unused} == {"blocks", "norm", "attn_pool"}
+
+
+def test_weights_are_reached_under_their_published_names_even_where_they_are_fused() -> None:
+    model = tiny_model()
+    tensors = model.named_tensors()
+    layer = "language_model.model.layers.1"
+    with torch.no_grad():
+        tensors[f"{layer}.self_attn.k_proj.weight"].fill_(7.0)
+        tensors[f"{layer}.mlp.up_proj.weight"].fill_(8.0)
+    fused = model.decoder.layers[1]
+    assert (fused.attention.qkv.weight == 7.0).sum() == 32 * 32
+    assert (fused.attention.qkv.weight[32:64] == 7.0).all()
+    assert (fused.mlp.gate_up.weight[48:] == 8.0).all()
+    expected = expected_tensors(model.config)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: expected[name] for name in tensors
+    }
+
+
+def test_gradients_reach_every_parameter_in_training() -> None:
+    model = tiny_model().requires_grad_(True).train()
+    hidden = model(torch.randn(2, 6, 28, 28), torch.randint(0, 384, (2, 9)))
+    logits = model.decoder.head(hidden[:, -7:])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.randint(0, 384, (14,))).backward()
+    without = [name for name, one in model.named_parameters() if one.grad is None]
+    assert without == []
+
+
+@pytest.fixture
+def openvla_7b() -> OpenVLAConfig:
+    """The published sizes."""
+    tiny = tiny_config()
+    dino, siglip = tiny.towers
+    return dataclasses.replace(
+        tiny,
+        llm=dataclasses.replace(
+            tiny.llm,
+            vocab_size=32064,
+            width=4096,
+            mlp=11008,
+            num_layers=32,
+            heads=32,
+            kv_heads=32,
+            head_width=128,
+        ),
+        towers=(
+            dataclasses.replace(dino, width=1024, depth=24, heads=16, mlp=4096, image_size=224),
+            dataclasses.replace(siglip, width=1152, depth=27, heads=16, mlp=4304, image_size=224),
+        ),
+    )

@@ -1,0 +1,137 @@
+"""`deft replay` runs a recording through a policy and says how far it is from what was done."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deft_client.recordings import (
+    EpisodeHeader,
+    RecordedStep,
+    encode_end,
+    encode_header,
+    encode_step,
+    find_episodes,
+    iterate_steps,
+)
+from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_policies.constant import ConstantPolicy
+from deft_server.commands.replay import (
+    ReplayError,
+    compare,
+    main,
+    replay,
+    summarise,
+)
+from tests.server.dashboard.talkative import TalkativePolicy
+
+FRAME = Observation(np.full((8, 8, 3), 7, np.uint8), "lift the cup")
+
+
+def record(
+    directory: Path,
+    action: np.ndarray[tuple[int], np.dtype[np.float64]],
+    steps: int = 3,
+    part: int = 0,
+) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / f"episode-{part}.deftrec"
+    parts = [encode_header(EpisodeHeader("arm", 1000.0, part=part))]
+    for index in range(steps):
+        chunk = ActionChunk(action[None] + 0.01 * index)
+        options = ActOptions(session_id="arm", decoding="relaxed")
+        parts.append(encode_step(RecordedStep(index, 0.1 * index, FRAME, options, chunk)))
+    path.write_bytes(b"".join([*parts, encode_end("reset")]))
+    return path
+
+
+def test_differences_are_per_dimension_and_in_robot_units(tmp_path: Path) -> None:
+    action = np.zeros(7)
+    action[2] = 0.5
+    record(tmp_path, action)
+    summary = summarise(list(replay(ConstantPolicy(), find_episodes(tmp_path))))
+    assert (summary.episodes, summary.steps) == (1, 3)
+    np.testing.assert_allclose(summary.largest, [0.02, 0.02, 0.52, 0.02, 0.02, 0.02, 0.02])
+    np.testing.assert_allclose(summary.mean, [0.01, 0.01, 0.51, 0.01, 0.01, 0.01, 0.01])
+    assert summary.identical_share == 0
+    assert summary.same_tokens_share is None
+
+
+def test_a_policy_that_does_the_same_again_is_identical(tmp_path: Path) -> None:
+    step = RecordedStep(0, 0.0, FRAME, ActOptions(), ActionChunk(np.zeros((1, 7))))
+    summary = summarise([compare("one", step, ActionChunk(np.zeros((1, 7))), 1.0)])
+    assert summary.identical_share == 1
+    assert max(summary.largest) == 0
+
+
+def test_tokens_are_compared_where_both_sides_have_them() -> None:
+    policy = TalkativePolicy()
+    trace = policy._decode("lossless")
+    step = RecordedStep(0, 0.0, FRAME, ActOptions(), ActionChunk(np.zeros((1, 7)), trace=trace))
+    other = replace(trace, tokens=trace.tokens[::-1])
+    for now, same in ((trace, True), (other, False)):
+        compared = compare("one", step, ActionChunk(np.zeros((1, 7)), trace=now), 1.0)
+        assert compared.same_tokens is same
+        assert compared.passes == trace.num_passes
+
+
+def test_parts_of_one_episode_share_a_session(tmp_path: Path) -> None:
+    class Counting(TalkativePolicy):
+        opened = 0
+
+        def open_session(self) -> object:
+            self.opened += 1
+            return super().open_session()
+
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        for part in range(2):
+            record(directory, np.zeros(7), part=part)
+    policy = Counting()
+    assert len(list(replay(policy, find_episodes(tmp_path)))) == 12
+    assert policy.opened == 2
+
+
+def test_recorded_options_are_used_on_request(tmp_path: Path) -> None:
+    record(tmp_path, np.zeros(7), steps=1)
+
+    class Listening(TalkativePolicy):
+        heard: list[str | None] = []
+
+        def check(self, observation: Observation, options: ActOptions) -> None:
+            self.heard.append(options.decoding)
+
+    list(replay(Listening(), find_episodes(tmp_path)))
+    list(replay(Listening(), find_episodes(tmp_path), with_recorded_options=True))
+    assert Listening.heard == [None, "relaxed"]
+
+
+def test_the_command_prints_a_summary_and_writes_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "in", np.zeros(7))
+    lines = tmp_path / "out.jsonl"
+    arguments = [str(tmp_path / "in"), "--policy", "constant", "--output", str(lines)]
+    assert main([*arguments, "--limit", "2", "--max-difference", "0.5"]) == 0
+    assert "2 frames of 1 recordings; 50.0% answered with identical" in capsys.readouterr().out
+    assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1]
+    assert main([*arguments, "--max-difference", "0.005"]) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not a recording"])
+def test_what_is_no_recording_is_one_line_of_complaint(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.deftrec").write_bytes(content)
+    assert main([str(tmp_path), "--policy", "constant"]) == 1
+    complaint = capsys.readouterr().err
+    assert "x.deftrec" in complaint
+    assert len(complaint.splitlines()) == 1
+    assert main([str(tmp_path / "nowhere"), "--policy", "constant"]) == 1
+
+
+def test_actions_of_another_shape_are_another_policy(tmp_path: Path) -> None:
+    (step,) = iterate_steps(record(tmp_path, np.zeros(7), steps=1))
+    with pytest.raises(ReplayError, match="another policy"):
+        compare("one", step, ActionChunk(np.zeros((1, 8))), 1.0)

@@ -1,0 +1,361 @@
+"""POST /v1/act: every form it takes, and everything it refuses."""
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+
+import msgpack
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from deft_client.types import ActOptions, Observation
+from deft_client.wire import json_codec as wire_json
+from deft_client.wire import msgpack_codec as wire
+from deft_client.wire.images import ImageEncoding, encode_image
+from deft_client.wire.messages import has_pictures
+from deft_policies.constant import ConstantPolicy
+from deft_server.app import create_app
+from deft_server.http.frame_bodies import decode_body
+from deft_server.settings import Settings
+from tests.server.fakes import (
+    MSGPACK,
+    FakePolicy,
+    frame,
+    packed,
+)
+
+JSON = {"content-type": wire_json.CONTENT_TYPE}
+PNG = encode_image(frame(8, 200).image, ImageEncoding.PNG)
+JPEG = encode_image(frame(8, 200).image, ImageEncoding.JPEG)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(ConstantPolicy(np.full((1, 7), 0.5)))) as client:
+        yield client
+
+
+def fields(**changes: object) -> dict[str, object]:
+    """Return a good message with some fields changed; None takes a field out."""
+    message: dict[str, object] = msgpack.unpackb(packed())
+    message |= changes
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def image(**changes: object) -> dict[str, object]:
+    return {"encoding": "raw", "dtype": "uint8", "shape": [1, 1, 3], "data": b"abc"} | changes
+
+
+def test_act_returns_the_policys_actions(client: TestClient):
+    response = client.post("/v1/act", content=packed(), headers=MSGPACK)
+    chunk = wire.decode_answer(response.content)
+    np.testing.assert_array_equal(chunk.actions, np.full((1, 7), 0.5))
+    assert chunk.timings.total_ms >= chunk.timings.queue_ms
+
+
+def test_json_in_json_out(client: TestClient):
+    body = {"image": frame().image.tolist(), "instruction": "lift the cup"}
+    response = client.post("/v1/act", json=body)
+    assert response.json()["actions"] == [[0.5] * 7]
+
+
+def test_a_form_with_a_picture_is_answered_in_json(client: TestClient):
+    for name, data in (("x.png", PNG), ("x.jpg", JPEG)):
+        response = client.post(
+            "/v1/act", files={"image": (name, data)}, data={"instruction": "lift the cup"}
+        )
+        assert response.json()["actions"] == [[0.5] * 7], response.text
+
+
+def test_a_form_carries_cameras_state_and_options():
+    policy = FakePolicy()
+    with TestClient(create_app(policy)) as client:
+        response = client.post(
+            "/v1/act",
+            files={"image": ("x.png", PNG), "camera.wrist": ("w.jpg", JPEG)},
+            data={"instruction": "lift", "state": "[1, 2.5]", "session_id": "a", "radius": "3"},
+        )
+    assert response.status_code == 200
+    asked = policy.batches[0][0]
+    assert asked.observation.cameras["wrist"].shape == (8, 8, 3)
+    assert asked.observation.state is not None
+    np.testing.assert_array_equal(asked.observation.state, [1, 2.5])
+    assert (asked.options.session_id, asked.options.radius) == ("a", 3)
+
+
+@pytest.mark.parametrize(
+    ("accept", "sent", "kind"),
+    [
+        ("", MSGPACK, wire.CONTENT_TYPE),
+        ("*/*", MSGPACK, wire.CONTENT_TYPE),
+        ("application/json", MSGPACK, wire_json.CONTENT_TYPE),
+        ("application/msgpack", JSON, wire.CONTENT_TYPE),
+        ("*/*", JSON, wire_json.CONTENT_TYPE),
+    ],
+)
+def test_the_answer_comes_as_it_was_asked_for(
+    client: TestClient, accept: str, sent: dict[str, str], kind: str
+):
+    body = packed() if sent is MSGPACK else wire_json.encode_request(wire.ActMessage(frame()))
+    response = client.post("/v1/act", content=body, headers=sent | {"accept": accept})
+    assert response.headers["content-type"] == kind
+
+
+def test_a_trace_is_sent_only_where_it_is_wanted(client: TestClient):
+    response = client.post("/v1/act", content=packed(), headers=MSGPACK)
+    assert wire.decode_answer(response.content).trace is None
+
+
+def bomb() -> bytes:
+    """Return a PNG that claims 60,000 x 60,000 pixels: 10 GB if anybody believed it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1_000_000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels)
+
+
+BAD_MESSAGES = {
+    "empty body": (b"", 400, "body"),
+    "truncated msgpack": (packed()[:-9], 400, "body"),
+    "not a map": (msgpack.packb([1, 2]), 400, "body"),
+    "no image": (msgpack.packb(fields(image=None)), 400, "image"),
+    "no instruction": (msgpack.packb(fields(instruction=None)), 400, "instruction"),
+    "unknown field": (msgpack.packb(fields(sesion_id="a")), 400, "sesion_id"),
+    "wrong dtype": (msgpack.packb(fields(image=image(dtype="float32"))), 422, "image.dtype"),
+    "object dtype": (msgpack.packb(fields(image=image(dtype="|O"))), 422, "image.dtype"),
+    "wrong shape": (msgpack.packb(fields(image=image(shape=[3, 1]))), 422, "image.shape"),
+    "negative shape": (msgpack.packb(fields(image=image(shape=[-1, 1, 3]))), 422, "image.shape"),
+    "huge shape": (msgpack.packb(fields(image=image(shape=[2**20, 2**20, 1]))), 413, "image.shape"),
+    "too few pixels": (msgpack.packb(fields(image=image(data=b"ab"))), 422, "image.data"),
+    "decompression bomb": (
+        msgpack.packb(fields(image={"encoding": "png", "data": bomb()})), 413, "image",
+    ),
+    "broken png": (
+        msgpack.packb(fields(image={"encoding": "png", "data": PNG[:-20]})), 422, "image",
+    ),
+    "unknown encoding": (
+        msgpack.packb(fields(image={"encoding": "bmp", "data": b"BM"})), 415, "image.encoding",
+    ),
+    "NaN state": (
+        msgpack.packb(
+            fields(
+                state={"dtype": "float32", "shape": [1], "data": np.float32("nan").tobytes()}
+            )
+        ),
+        422, "state",
+    ),
+    "instruction that is not UTF-8": (
+        packed().replace(b"lift the cup", b"lift\xff\xfe\xfd cup!"[:12]), 422, "instruction",
+    ),
+    "instruction of 1 MB": (msgpack.packb(fields(instruction="a" * 2**20)), 413, "instruction"),
+    "instruction that is a number": (msgpack.packb(fields(instruction=3)), 422, "instruction"),
+    "deadline in the past": (msgpack.packb(fields(deadline_ms=-1)), 422, "deadline_ms"),
+    "later version": (msgpack.packb(fields(v=2)), 415, "v"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+def test_a_bad_message_is_refused_with_the_name_of_its_field(client: TestClient, name: str):
+    body, status, field = BAD_MESSAGES[name]
+    response = client.post("/v1/act", content=body, headers=MSGPACK)
+    problem = response.json()
+    assert (response.status_code, problem["field"]) == (status, field), problem
+    assert response.headers["content-type"] == "application/problem+json"
+    assert problem["status"] == status
+    assert problem["request_id"] == response.headers["x-request-id"]
+    assert "Traceback" not in response.text
+    assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+
+
+def test_an_unknown_statistics_key_is_answered_with_those_there_are(client: TestClient):
+    body = packed(ActOptions(statistics_key="bridge"))
+    problem = client.post("/v1/act", content=body, headers=MSGPACK).json()
+    assert (problem["status"], problem["field"]) == (422, "statistics_key")
+    assert "known keys: constant" in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "image/png", "application/x-msgpack", "x" * 300]
+)
+def test_an_unknown_content_type_is_refused_with_those_there_are(client: TestClient, kind: str):
+    response = client.post("/v1/act", content=packed(), headers={"content-type": kind})
+    assert response.status_code == 415
+    assert "application/msgpack" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"{", "body"),
+        (b"\xff\xfe", "body"),
+        (b"[]", "body"),
+        (b'{"instruction": "a", "instruction": "b"}', "body"),
+        (json.dumps({"image": [[[1, 2]]], "instruction": "a"}).encode(), "image"),
+        (b'{"image": {"encoding": "png", "data": "?"}, "instruction": "a"}', "image.data"),
+    ],
+)
+def test_bad_json_is_refused_with_the_name_of_its_field(
+    client: TestClient, body: bytes, field: str
+):
+    response = client.post("/v1/act", content=body, headers=JSON)
+    assert response.status_code in (400, 422)
+    assert response.json()["field"] == field
+
+
+def form(*parts: bytes, end: bytes = b"--xyz--\r\n") -> bytes:
+    return b"".join(b"--xyz\r\n" + part + b"\r\n" for part in parts) + end
+
+
+TEXT = b'content-disposition: form-data; name="instruction"\r\n\r\nlift'
+FILE = b'content-disposition: form-data; name="image"; filename="x.png"\r\n\r\n' + PNG
+BAD_FORMS = {
+    "cut off": (form(TEXT, FILE)[:-20], 400, "body"),
+    "no end": (form(TEXT, FILE, end=b""), 400, "body"),
+    "nothing": (b"", 400, "body"),
+    "garbage": (b"garbage", 400, "body"),
+    "no image": (form(TEXT), 400, "image"),
+    "no instruction": (form(FILE), 400, "instruction"),
+    "a part without a name": (form(b"content-type: text/plain\r\n\r\nhi", TEXT, FILE), 400, "body"),
+    "a field twice": (form(TEXT, TEXT, FILE), 400, "instruction"),
+    "an image that is text": (
+        form(TEXT, b'content-disposition: form-data; name="image"\r\n\r\n@x.png'), 422, "image",
+    ),
+    "a radius that is no number": (
+        form(TEXT, FILE, b'content-disposition: form-data; name="radius"\r\n\r\nnine'),
+        422, "radius",
+    ),
+    "too many parts": (form(*[TEXT] * 100), 413, "body"),
+    "text that is not UTF-8": (
+        form(b'content-disposition: form-data; name="instruction"\r\n\r\n\xff\xfe', FILE),
+        422, "instruction",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FORMS)
+def test_a_bad_form_is_refused_with_the_name_of_its_field(client: TestClient, name: str):
+    body, status, field = BAD_FORMS[name]
+    headers = {"content-type": "multipart/form-data; boundary=xyz"}
+    response = client.post("/v1/act", content=body, headers=headers)
+    assert (response.status_code, response.json()["field"]) == (status, field), response.text
+
+
+def test_a_form_cannot_hide_bytes_in_its_headers(client: TestClient):
+    body = form(b"x-long: " + b"a" * 10_000 + b"\r\n\r\n", TEXT, FILE)
+    headers = {"content-type": "multipart/form-data; boundary=xyz"}
+    response = client.post("/v1/act", content=body, headers=headers)
+    assert response.status_code in (400, 413)  # our limit, or that of the library
+    assert response.json()["field"] == "body"
+
+
+def test_a_form_without_a_boundary_is_refused(client: TestClient):
+    headers = {"content-type": "multipart/form-data"}
+    response = client.post("/v1/act", content=form(TEXT, FILE), headers=headers)
+    assert (response.status_code, response.json()["field"]) == (400, "content-type")
+
+
+def test_a_body_beyond_the_limit_is_refused_by_its_length_and_while_it_arrives(client: TestClient):
+    limit = Settings().max_body_bytes
+    body = bytes(limit + 10 * 1024 * 1024)
+    announced = client.post("/v1/act", content=body, headers=MSGPACK)
+    assert (announced.status_code, announced.json()["field"]) == (413, "body")
+
+    def parts() -> Iterator[bytes]:
+        for start in range(0, len(body), 2**20):
+            yield body[start : start + 2**20]
+
+    unannounced = client.post("/v1/act", content=parts(), headers=MSGPACK)
+    assert (unannounced.status_code, unannounced.json()["field"]) == (413, "body")
+    assert client.get("/healthz").text == "OK\n"
+
+
+def test_all_bodies_together_are_bounded():
+    body = packed(observation=frame(64))
+    settings = Settings(max_total_bytes=len(body) - 1)
+    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+        for _ in range(3):
+            assert client.post("/v1/act", content=body, headers=MSGPACK).status_code == 429
+            assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+
+
+def test_limits_are_settings():
+    settings = Settings(max_instruction_chars=5, max_image_side=8, max_body_bytes=2000)
+    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+        for observation in (frame(8), frame(9, instruction="lift"), frame(40, instruction="lift")):
+            body = packed(observation=observation)
+            refused = client.post("/v1/act", content=body, headers=MSGPACK)
+            assert refused.status_code == 413
+
+
+def test_a_server_may_fix_its_decoding():
+    with TestClient(create_app(ConstantPolicy(), Settings(allow_options=False))) as client:
+        body = packed(ActOptions(radius=9))
+        response = client.post("/v1/act", content=body, headers=MSGPACK)
+    assert (response.status_code, response.json()["field"]) == (422, "radius")
+
+
+def test_a_request_id_is_kept_if_it_is_harmless_and_replaced_if_not(client: TestClient):
+    assert client.get("/healthz", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
+    for bad in ("a" * 65, "a b", "ü", '"'):
+        headers = {"x-request-id": bad.encode("latin-1")}
+        answer = client.get("/healthz", headers=headers)
+        assert answer.headers["x-request-id"] not in (bad, "")
+
+
+def test_a_wrong_address_or_method_is_a_problem_too(client: TestClient):
+    for response, status in ((client.get("/v2/act"), 404), (client.get("/v1/act"), 405)):
+        assert response.status_code == status
+        assert response.headers["content-type"] == "application/problem+json"
+        assert response.json()["status"] == status
+
+
+def test_a_session_remembers_until_it_is_reset():
+    with TestClient(create_app(FakePolicy())) as client:
+
+        def count() -> float:
+            body = packed(ActOptions(session_id="a"))
+            answer = client.post("/v1/act", content=body, headers=MSGPACK)
+            return float(wire.decode_answer(answer.content).actions[0, 0])
+
+        assert [count(), count()] == [1, 2]
+        assert client.post("/v1/reset", json={"session_id": "a"}).json() == {"existed": True}
+        assert client.post("/v1/reset", json={"session_id": "a"}).json() == {"existed": False}
+        assert count() == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"session_id": 3}', b'{"session_id": "a", "x": 1}'])
+def test_a_bad_reset_is_refused(client: TestClient, body: bytes):
+    response = client.post("/v1/reset", content=body, headers=JSON)
+    assert response.status_code in (400, 422)
+    assert response.json()["field"]
+
+
+def test_info_says_what_is_served(client: TestClient):
+    info = wire_json.decode_info(client.get("/v1/info").content)
+    assert info.versions == {"deft-vla": version("deft-vla"), "deft-client": version("deft-client")}
+    assert replace(info, versions={}) == ConstantPolicy().info
+
+
+def test_messages_with_pictures_are_told_from_raw_ones():
+    wrist = {"wrist": frame(8).image}
+    seen = Observation(frame(64).image, "lift", wrist, np.zeros(8, np.float32))
+    for encoding in ImageEncoding:
+        body = wire.encode_request(wire.ActMessage(seen), encoding)
+        assert has_pictures(wire.open_request(body)) == (encoding is not ImageEncoding.RAW)
+    mixed = fields(cameras={"wrist": {"encoding": "png", "data": PNG}})
+    assert has_pictures(wire.open_request(msgpack.packb(mixed)))
+    assert not has_pictures(wire.open_request(msgpack.packb({"image": 3, "cameras": [1]})))
+
+
+def test_a_content_type_may_carry_parameters():
+    message = decode_body("application/msgpack; version=1", packed(), Settings().wire_limits)
+    assert message.observation.instruction == "lift the cup"

@@ -1,0 +1,158 @@
+"""Alive, ready, measured."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fastapi.testclient import TestClient
+
+from deft_client.types import ActOptions
+from deft_policies.errors import CheckpointError
+from deft_server.app import create_app
+from deft_server.serving.readiness import Phase
+from deft_server.settings import Settings
+from tests.server.fakes import (
+    MSGPACK,
+    PATIENCE_S,
+    FakePolicy,
+    GatedPolicy,
+    RaisingPolicy,
+    dislikes,
+    fails_times,
+    frame,
+    packed,
+)
+
+
+def until(condition: object) -> None:
+    """Wait for a condition that another thread brings about."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.005)):
+        if condition():  # type: ignore[operator]
+            return
+        pause.wait(0.005)
+    raise AssertionError("it never happened")
+
+
+def test_health_answers_while_the_policy_is_busy():
+    policy = GatedPolicy()
+    with TestClient(create_app(policy)) as client, ThreadPoolExecutor() as pool:
+        slow = pool.submit(client.post, "/v1/act", content=packed(), headers=MSGPACK)
+        assert policy.entered.wait(PATIENCE_S)
+        assert client.get("/healthz").text == "OK\n"
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/readyz").status_code == 200
+        policy.gate.set()
+        assert slow.result(PATIENCE_S).status_code == 200
+
+
+def test_the_server_is_alive_but_not_ready_while_the_policy_loads():
+    gate = threading.Event()
+
+    def load() -> FakePolicy:
+        assert gate.wait(PATIENCE_S)
+        return FakePolicy()
+
+    with TestClient(create_app(load)) as client:
+        assert client.get("/healthz").status_code == 200
+        for response in (
+            client.get("/readyz"),
+            client.get("/v1/info"),
+            client.post("/v1/act", content=packed(), headers=MSGPACK),
+        ):
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            assert "loading" in response.json()["detail"]
+        gate.set()
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+
+
+class ColdPolicy(FakePolicy):
+    is_warm = False
+
+    def warm_up(self) -> None:
+        self.is_warm = True
+
+    def act(self, batch):
+        assert self.is_warm
+        return super().act(batch)
+
+
+def test_no_frame_reaches_a_policy_before_it_is_warm():
+    with TestClient(create_app(ColdPolicy())) as client:
+        assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+
+
+def test_a_policy_that_cannot_be_loaded_is_reported_by_readyz():
+    def load() -> FakePolicy:
+        raise CheckpointError("model-00002-of-00003.safetensors is missing")
+
+    app = create_app(load)
+    given_up: list[Phase] = []
+    app.service.scheduler.on_fatal = given_up.append
+    with TestClient(app) as client:
+        until(lambda: given_up)
+        response = client.get("/readyz")
+        assert response.status_code == 503
+        assert "model-00002-of-00003.safetensors is missing" in response.json()["detail"]
+        assert client.get("/healthz").status_code == 200
+    assert given_up == [Phase.BROKEN]
+
+
+def test_a_policy_that_always_fails_makes_the_server_unready_until_it_recovers():
+    policy = RaisingPolicy(error=fails_times(3, ValueError("broken")))
+    settings = Settings(unready_after_failures=3)
+    with TestClient(create_app(policy, settings)) as client:
+        for _ in range(3):
+            assert client.get("/readyz").status_code == 200
+            failed = client.post("/v1/act", content=packed(), headers=MSGPACK)
+            assert failed.status_code == 500
+        assert client.get("/readyz").status_code == 503
+        assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+        assert client.get("/readyz").status_code == 200
+
+
+def test_an_error_of_the_server_carries_an_id_that_the_log_carries_too(
+    caplog: pytest.LogCaptureFixture,
+):
+    policy = RaisingPolicy(error=dislikes("break", ValueError("the real reason")))
+    with TestClient(create_app(policy)) as client:
+        body = packed(observation=frame(instruction="break"))
+        problem = client.post("/v1/act", content=body, headers=MSGPACK).json()
+    assert problem["status"] == 500
+    assert "the real reason" not in str(problem)
+    about_it = [one for one in caplog.records if problem["request_id"] in one.getMessage()]
+    assert about_it
+    assert "the real reason" in caplog.text
+
+
+def metric(client: TestClient, name: str) -> float:
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+def test_what_happens_is_counted():
+    with TestClient(create_app(FakePolicy())) as client:
+        for _ in range(2):
+            body = packed(ActOptions(session_id="a"))
+            client.post("/v1/act", content=body, headers=MSGPACK)
+        client.post("/v1/act", content=b"", headers=MSGPACK)
+        client.get("/nowhere/in/particular")
+        assert metric(client, 'deft_requests_total{route="/v1/act",status="200"}') == 2
+        assert metric(client, 'deft_requests_total{route="/v1/act",status="400"}') == 1
+        assert metric(client, 'deft_requests_total{route="unknown",status="404"}') == 1
+        assert metric(client, "deft_batch_size_count") == 2
+        assert metric(client, "deft_act_seconds_count") == 2
+        assert metric(client, "deft_sessions") == 1
+        assert metric(client, "deft_ready") == 1
+        assert metric(client, "process_resident_memory_bytes") > 0
+
+
+def test_two_apps_do_not_share_their_metrics():
+    with TestClient(create_app(FakePolicy())) as one, TestClient(create_app(FakePolicy())) as two:
+        one.post("/v1/act", content=packed(), headers=MSGPACK)
+        assert metric(one, "deft_act_seconds_count") == 1
+        assert metric(two, "deft_act_seconds_count") == 0

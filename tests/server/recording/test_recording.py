@@ -1,0 +1,352 @@
+"""Recording beside serving: complete, bounded, and never in the way."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deft_client.recordings import (
+    Ending,
+    RecordedStep,
+    find_episodes,
+    read_episode,
+)
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Intervention,
+    Observation,
+)
+from deft_client.wire.images import ImageEncoding
+from deft_policies.constant import ConstantPolicy
+from deft_server.recording.files import (
+    EpisodeFiles,
+    EpisodeKey,
+    RecordingRules,
+    TimedStep,
+    open_new,
+)
+from deft_server.recording.writer import Recording, RecordingMetrics
+from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+
+
+def answered(session_id: str | None = "arm", step: int = 0, caller: str = "lab") -> FinishedAction:
+    image = np.random.default_rng(step).integers(0, 256, (16, 16, 3), np.uint8)
+    return FinishedAction(
+        caller=caller,
+        session_id=session_id,
+        step=step,
+        request_id="r",
+        observation=Observation(image, "lift the cup"),
+        options=ActOptions(session_id=session_id),
+        chunk=ActionChunk(np.full((1, 7), float(step))),
+    )
+
+
+class Server:
+    """An event bus with a recording at it."""
+
+    def __init__(self, rules: RecordingRules) -> None:
+        self.registry = CollectorRegistry()
+        self.events = EventBus()
+        metrics = RecordingMetrics(self.registry)
+        self.recording = Recording(rules, self.events, metrics, lambda: ConstantPolicy().info)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def wait_until_off(self) -> None:
+        for _ in range(500):
+            if not self.recording.status.is_on:
+                return
+            time.sleep(0.005)
+        raise AssertionError("the recording did not stop")
+
+
+def rules(directory: Path, **values: int) -> RecordingRules:
+    return RecordingRules(directory, **{"min_free_bytes": 0, **values})  # type: ignore[arg-type]
+
+
+def test_each_episode_of_each_session_is_a_file(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    server.recording.start()
+    for step in range(3):
+        server.events.publish(answered("arm", step))
+        server.events.publish(answered("other/../arm", step))
+    server.events.publish(SessionEnded("lab", "arm"))
+    server.events.publish(answered("arm", 10))
+    server.events.publish(answered("arm", 0, caller="elsewhere"))
+    server.recording.stop()
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    assert all(path.is_relative_to(tmp_path) for path in find_episodes(tmp_path))
+    found = sorted((one.header.caller, one.header.session_id, len(one.steps)) for one in episodes)
+    assert found == [
+        ("elsewhere", "arm", 1),
+        ("lab", "arm", 1),
+        ("lab", "arm", 3),
+        ("lab", "other/../arm", 3),
+    ]
+    assert {one.ending for one in episodes} == {Ending.CLOSED}
+    assert {one.header.policy for one in episodes} == {"constant"}
+    assert server.metric("deft_recorded_steps_total") == 8
+    assert server.recording.status.steps == 8
+
+
+def test_frames_without_a_session_are_one_episode_of_their_caller(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    server.recording.start()
+    for step in range(4):
+        server.events.publish(answered(None, step))
+    server.recording.stop()
+    (path,) = find_episodes(tmp_path)
+    episode = read_episode(path)
+    assert [step.index for step in episode.steps] == [0, 1, 2, 3]
+    assert [step.chunk.actions[0, 0] for step in episode.steps] == [0, 1, 2, 3]
+    times = [step.at_s for step in episode.steps]
+    assert times[0] == 0
+    assert times == sorted(times)
+
+
+def test_errors_and_holds_are_not_steps(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    server.recording.start()
+    frame = answered()
+    values = {**vars(frame), "chunk": None, "error": ValueError("x")}
+    server.events.publish(FinishedAction(**values))
+    assert frame.chunk is not None
+    held = replace(frame.chunk, intervention=Intervention.HOLD)
+    server.events.publish(FinishedAction(**{**vars(frame), "chunk": held}))
+    server.recording.stop()
+    assert find_episodes(tmp_path) == []
+
+
+def test_recording_can_be_switched_off_and_on_again(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    assert server.recording.status.reason == "never started"
+    for step in range(2):
+        server.recording.start()
+        server.recording.start()
+        server.events.publish(answered("arm", step))
+        server.recording.stop()
+        server.recording.stop()
+        server.events.publish(answered("arm", 99))
+    assert not server.events.has_listeners
+    assert server.recording.status.reason == "switched off"
+    steps = [read_episode(path).steps for path in find_episodes(tmp_path)]
+    assert [[step.chunk.actions[0, 0] for step in one] for one in steps] == [[0], [1]]
+
+
+def test_a_long_episode_is_continued_in_parts(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path, max_file_bytes=5_000))
+    server.recording.start()
+    for step in range(20):
+        server.events.publish(answered("arm", step))
+    server.recording.stop()
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    assert len(episodes) > 2
+    assert [one.header.part for one in episodes] == list(range(len(episodes)))
+    assert [step.index for one in episodes for step in one.steps] == list(range(20))
+
+
+def test_beyond_the_cap_the_oldest_closed_recordings_go(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path, max_file_bytes=2_000, max_total_bytes=20_000))
+    server.recording.start()
+    for step in range(60):
+        server.events.publish(answered("arm", step))
+    server.recording.stop()
+    kept = [step.index for path in find_episodes(tmp_path) for step in read_episode(path).steps]
+    assert kept == list(range(kept[0], 60))
+    assert kept[0] > 20
+    assert sum(path.stat().st_size for path in find_episodes(tmp_path)) < 25_000
+
+
+class SlowDisk(FileIO):
+    """A file that takes a hundred bytes at a time."""
+
+    def write(self, data: object) -> int:
+        return super().write(bytes(data)[:100])  # type: ignore[call-overload]
+
+
+def test_a_disk_that_takes_a_record_in_parts_gets_all_of_it(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    server.recording.build_files = lambda given: EpisodeFiles(
+        given, open_file=lambda path: SlowDisk(_new(path), "wb")
+    )
+    server.recording.start()
+    for step in range(3):
+        server.events.publish(answered("arm", step))
+    server.recording.stop()
+    episode = read_episode(find_episodes(tmp_path)[0])
+    assert [step.index for step in episode.steps] == [0, 1, 2]
+
+
+class FullDisk(FileIO):
+    """A file on a disk with room for so many bytes, which it takes before it fails."""
+
+    room = 0
+
+    def write(self, data: object) -> int:
+        view = bytes(data)[: FullDisk.room]  # type: ignore[call-overload]
+        if not view:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        FullDisk.room -= len(view)
+        return super().write(view)
+
+
+def test_a_full_disk_stops_the_recording_and_keeps_every_whole_step(tmp_path: Path) -> None:
+    FullDisk.room = 3_000
+
+    def build(given: RecordingRules) -> EpisodeFiles:
+        return EpisodeFiles(given, open_file=lambda path: FullDisk(_new(path), "wb"))
+
+    server = Server(rules(tmp_path))
+    server.recording.build_files = build
+    server.recording.start()
+    for step in range(10):
+        server.events.publish(answered("arm", step))
+    server.wait_until_off()
+    server.events.publish(answered("arm", 11))
+    assert "No space left" in server.recording.status.reason
+    assert server.metric("deft_recording") == 0
+    assert server.metric("deft_recording_stops_total", reason="the disk") == 1
+    episode = read_episode(find_episodes(tmp_path)[0])
+    assert 0 < len(episode.steps) < 10
+    # Nothing of the step that did not fit is left: the file ends where its last record does.
+    assert episode.ending is Ending.CUT_OFF
+    FullDisk.room = 10**9
+    server.recording.start()
+    server.events.publish(answered("arm", 12))
+    server.recording.stop()
+    assert len(find_episodes(tmp_path)) == 2
+
+
+def _new(path: Path) -> Path:
+    open_new(path).close()
+    return path
+
+
+def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path, min_free_bytes=10**18))
+    server.recording.start()
+    server.events.publish(answered())
+    server.wait_until_off()
+    assert "are to be kept free" in server.recording.status.reason
+
+
+def test_a_directory_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    server = Server(rules(tmp_path / "file" / "below"))
+    with pytest.raises(OSError, match="file"):
+        server.recording.start()
+    assert not server.recording.status.is_on
+
+
+def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: Path) -> None:
+    files = EpisodeFiles(rules(tmp_path))
+    key = EpisodeKey("lab", "arm")
+    for number, wall_s in enumerate((1000.0, 5.0, 1000.0, 1000.0)):
+        frame = answered("arm", number)
+        assert frame.chunk is not None
+        step = RecordedStep(number, 0.0, frame.observation, frame.options, frame.chunk)
+        files.write(TimedStep(key, step, wall_s, monotonic_s=float(number)))
+        if number:
+            files.end(key, "reset")
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    actions = [[step.chunk.actions[0, 0] for step in one.steps] for one in episodes]
+    assert sorted(actions) == [[0, 1], [2], [3]]
+    (long,) = [one for one in episodes if len(one.steps) == 2]
+    assert [step.at_s for step in long.steps] == [0.0, 1.0]
+
+
+def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
+    files = EpisodeFiles(rules(tmp_path, max_open_files=2))
+    server = Server(rules(tmp_path))
+    server.recording.build_files = lambda _: files
+    server.recording.start()
+    for session in ("a", "b", "c"):
+        server.events.publish(answered(session))
+    server.recording.stop()
+    assert len(find_episodes(tmp_path)) == 3
+    files.end(EpisodeKey("lab", "a"), "reset")
+
+
+_ENDLESS_WRITER = """
+import sys
+from pathlib import Path
+from deft_policies.constant import ConstantPolicy
+from deft_server.events import EventBus
+from prometheus_client import CollectorRegistry
+from tests.server.test_recording import Server, answered, rules
+server = Server(rules(Path(sys.argv[1])))
+server.recording.start()
+step = 0
+while True:
+    server.events.publish(answered("arm", step))
+    step += 1
+    while server.recording.status.steps < step - 2:
+        pass
+    print(server.recording.status.steps, flush=True)
+"""
+
+
+def test_after_a_kill_everything_that_was_written_is_readable(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(str(root / one) for one in ("client", "policies", "server", "."))
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _ENDLESS_WRITER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    )
+    with writer:
+        assert writer.stdout is not None
+        reported = next(int(line) for line in writer.stdout if int(line) >= 25)
+        writer.send_signal(signal.SIGKILL)
+    (recorded,) = find_episodes(tmp_path)
+    episode = read_episode(recorded)
+    assert len(episode.steps) >= reported
+    assert [step.index for step in episode.steps] == list(range(len(episode.steps)))
+    assert episode.ending is Ending.CUT_OFF
+
+
+def test_jpeg_can_be_chosen(tmp_path: Path) -> None:
+    server = Server(RecordingRules(tmp_path, ImageEncoding.JPEG, min_free_bytes=0))
+    server.recording.start()
+    server.events.publish(answered())
+    server.recording.stop()
+    (recorded,) = find_episodes(tmp_path)
+    assert b"\xff\xd8\xff" in recorded.read_bytes()
+
+
+def test_a_session_that_was_forgotten_and_comes_again_is_another_episode(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    server.recording.start()
+    for step in (0, 1, 2, 0, 1):
+        server.events.publish(answered("arm", step))
+    server.recording.stop()
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    assert [len(one.steps) for one in episodes] == [3, 2]
+    assert {one.ending for one in episodes} == {Ending.CLOSED}
+
+
+def test_a_recorder_that_breaks_says_so_and_stops(tmp_path: Path) -> None:
+    class Broken(EpisodeFiles):
+        def write(self, timed: TimedStep) -> None:
+            raise ValueError("planted")
+
+    server = Server(rules(tmp_path))
+    server.recording.build_files = Broken
+    server.recording.start()
+    server.events.publish(answered())
+    server.wait_until_off()
+    assert "planted" in server.recording.status.reason
+    assert server.metric("deft_recording_stops_total", reason="the recorder") == 1

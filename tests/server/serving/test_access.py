@@ -1,0 +1,259 @@
+"""API keys, rates, web origins."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from starlette.testclient import WebSocketDenialResponse
+
+from deft_policies.constant import ConstantPolicy
+from deft_server.app import create_app
+from deft_server.commands import key as new_key
+from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
+from deft_server.serving import access as access_module
+from deft_server.serving.access import Access, Caller, KeyFileError
+from deft_server.settings import Settings
+from tests.server.fakes import MSGPACK, FakePolicy, packed
+
+ARM, ADMIN = "arm-secret-0123456789", "admin-secret-0123456789"
+DIGEST = hashlib.sha256(ADMIN.encode()).hexdigest()
+FILE = f'[arm-1]\nkey = "{ARM}"\n\n[boss]\nsha256 = "{DIGEST}"\nadmin = true\n'
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def client(keys: Path) -> Iterator[TestClient]:
+    with TestClient(create_app(FakePolicy(), Settings(keys_file=keys))) as client:
+        yield client
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_key_names_its_caller(keys: Path):
+    access = Access(keys)
+    assert access.identify(f"Bearer {ARM}", "").name == "arm-1"
+    boss = access.identify(f"Api-Key {ADMIN}", "")
+    assert (boss.name, boss.is_admin) == ("boss", True)
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer nope", f"Basic {ARM}", ARM, "Bearer ÿ"])
+def test_anything_else_is_refused(keys: Path, header: str):
+    with pytest.raises(MissingKeyError):
+        Access(keys).identify(header, "")
+
+
+def test_without_a_key_file_everybody_is_anonymous_and_nobody_an_administrator():
+    caller = Access().identify("", "10.0.0.7")
+    assert (caller.name, caller.address, caller.is_admin) == ("anonymous", "10.0.0.7", False)
+    with pytest.raises(ForbiddenError):
+        Access().require_admin(caller)
+
+
+def test_keys_are_read_again_when_the_file_changes(keys: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    access = Access(keys)
+    keys.write_text('[arm-2]\nkey = "another-secret-0123"\n')
+    assert access.identify("Bearer another-secret-0123", "").name == "arm-2"
+    with pytest.raises(MissingKeyError):
+        access.identify(f"Bearer {ARM}", "")
+
+
+def test_a_broken_key_file_leaves_the_old_keys_in_use(keys: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    access = Access(keys)
+    keys.write_text("[arm-1\n")
+    assert access.identify(f"Bearer {ARM}", "").name == "arm-1"
+    os.remove(keys)
+    assert access.identify(f"Bearer {ARM}", "").name == "arm-1"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[a]\n", "needs either key"),
+        ('[a]\nkey = "short"\n', "16 characters"),
+        ('[a]\nsha256 = "zz"\n', "needs either key"),
+        (f'[a]\nsha256 = "{"g" * 64}"\n', "64 hex digits"),
+        (f'[a]\nkey = "{ARM}"\nsha256 = "{DIGEST}"\n', "needs either key"),
+        (f'[a]\nkey = "{ARM}"\nrate = 3\n', "unknown entry 'rate'"),
+        (f'[a]\nkey = "{ARM}"\nrate_per_s = -3\n', "above 0"),
+        (f'[a]\nkey = "{ARM}"\nrate_per_s = true\n', "above 0"),
+        (f'[a]\nkey = "{ARM}"\nadmin = "no"\n', "true or false"),
+        ("a = 3\n", "must be a table"),
+        ("[a\n", "cannot use the key file"),
+    ],
+)
+def test_a_key_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, complaint: str):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(KeyFileError, match=complaint):
+        Access(path)
+
+
+def test_a_missing_key_file_is_an_error(tmp_path: Path):
+    with pytest.raises(KeyFileError, match="cannot use the key file"):
+        Access(tmp_path / "none.toml")
+
+
+def test_a_caller_beyond_its_rate_is_told_how_long_to_wait():
+    access, caller = Access(), Caller("arm", rate_per_s=10, burst=2)
+    access.admit_frame(caller, 0.0)
+    access.admit_frame(caller, 0.0)
+    with pytest.raises(OverloadedError) as refusal:
+        access.admit_frame(caller, 0.0)
+    assert refusal.value.retry_after_s == pytest.approx(0.1)
+    access.admit_frame(caller, 0.11)
+    access.admit_frame(Caller("other", rate_per_s=10), 0.11)
+
+
+def test_frames_over_the_rate_get_429_and_retry_after():
+    settings = Settings(rate_per_s=1)
+    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+        codes = [
+            client.post("/v1/act", content=packed(), headers=MSGPACK).status_code for _ in range(3)
+        ]
+        refused = client.post("/v1/act", content=packed(), headers=MSGPACK)
+    assert codes[0] == 200
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["retry_after_s"] <= 1
+
+
+@pytest.mark.parametrize("path", ["/v1/act", "/v1/reset"])
+def test_no_frame_is_taken_without_a_key(client: TestClient, path: str):
+    refused = client.post(path, content=packed(), headers=MSGPACK)
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert refused.json()["request_id"] == refused.headers["x-request-id"]
+
+
+def test_a_frame_is_taken_with_a_key(client: TestClient):
+    answer = client.post("/v1/act", content=packed(), headers=MSGPACK | bearer(ARM))
+    assert answer.status_code == 200
+
+
+def test_paths_that_do_not_exist_are_behind_the_key_too(client: TestClient):
+    assert client.get("/v1/secret").status_code == 401
+    assert client.get("/v1/secret", headers=bearer(ARM)).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/health", "/readyz", "/metrics", "/openapi.json"])
+def test_health_needs_no_key(client: TestClient, path: str):
+    assert client.get(path).status_code == 200
+
+
+def test_metrics_may_be_put_behind_the_key(keys: Path):
+    settings = Settings(keys_file=keys, open_metrics=False)
+    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/metrics", headers=bearer(ARM)).status_code == 200
+
+
+def test_only_an_administrator_may_reset_all(client: TestClient):
+    path = "/v1/admin/reset_all"
+    client.post(
+        "/v1/act",
+        files={"image": ("x.png", PNG)},
+        data={"instruction": "lift", "session_id": "a"},
+        headers=bearer(ARM),
+    )
+    assert client.post(path).status_code == 401
+    assert client.post(path, headers=bearer(ARM)).status_code == 403
+    assert client.post(path, headers=bearer(ADMIN)).json() == {"ended": 1}
+    assert client.post(path, headers=bearer(ADMIN)).json() == {"ended": 0}
+
+
+def test_a_stream_without_a_key_is_refused_before_it_opens(client: TestClient):
+    with pytest.raises(WebSocketDenialResponse) as denial, client.websocket_connect("/v1/stream"):
+        pass
+    assert denial.value.status_code == 401
+    assert denial.value.json()["title"] == "API key needed"
+
+
+def test_a_stream_with_a_key_opens(client: TestClient):
+    with client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket:
+        socket.send_bytes(packed())
+        assert socket.receive_bytes()
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://testserver.evil"])
+def test_web_pages_of_other_sites_may_not_call(origin: str):
+    headers = MSGPACK | {"origin": origin}
+    with TestClient(create_app(ConstantPolicy())) as client:
+        refused = client.post("/v1/act", content=packed(), headers=headers)
+        assert refused.status_code == 403
+        with pytest.raises(WebSocketDenialResponse) as denial:
+            client.websocket_connect("/v1/stream", headers={"origin": origin}).__enter__()
+        assert denial.value.status_code == 403
+
+
+def test_a_key_taken_out_of_the_file_ends_its_open_streams(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    with (
+        TestClient(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket,
+    ):
+        socket.send_bytes(packed())
+        assert socket.receive_bytes()
+        keys.write_text('[arm-1]\nkey = "another-secret-0123"\n')
+        socket.send_bytes(packed())
+        assert "not known here any more" in socket.receive_text()
+
+
+def test_a_new_rate_applies_to_open_streams(keys: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    access = Access(keys)
+    caller = access.identify(f"Bearer {ARM}", "")
+    access.admit_frame(caller, 0.0)
+    keys.write_text(FILE.replace("[boss]", "rate_per_s = 1\n\n[boss]"))
+    access.admit_frame(caller, 0.0)
+    with pytest.raises(OverloadedError):
+        access.admit_frame(caller, 0.0)
+
+
+def test_our_own_pages_and_listed_ones_may_call():
+    app = create_app(ConstantPolicy(), Settings(cors_origins=("https://lab.example",)))
+    with TestClient(app) as client:
+        for origin in ("http://testserver", "https://lab.example"):
+            answer = client.post("/v1/act", content=packed(), headers=MSGPACK | {"origin": origin})
+            assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://lab.example"
+
+
+def test_cors_is_off_unless_asked_for():
+    with TestClient(create_app(ConstantPolicy())) as client:
+        answer = client.get("/v1/info", headers={"origin": "https://lab.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de"
+    "0000000c49444154789c63606060000000040001f61738550000000049454e44ae426082"
+)
+
+
+def test_a_new_key_opens_the_door_it_is_made_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert new_key.main(['arm "left"', "--admin", "--rate-per-s", "40"]) == 0
+    said = capsys.readouterr()
+    path = tmp_path / "keys.toml"
+    path.write_text(said.out)
+    key = said.err.strip().rpartition(" ")[2]
+    assert key not in said.out
+    caller = Access(path).identify(f"Bearer {key}", "")
+    assert (caller.name, caller.is_admin, caller.rate_per_s) == ('arm "left"', True, 40)

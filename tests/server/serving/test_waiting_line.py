@@ -1,0 +1,295 @@
+"""The waiting line: each rule alone, then all of them against random traffic."""
+
+import math
+
+from hypothesis import settings, strategies
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deft_server.serving.waiting_line import (
+    LineRules,
+    Ticket,
+    Verdict,
+    WaitingLine,
+)
+
+RULES = LineRules(max_batch=2, max_wait_s=0.01, max_waiting=6, newcomer_batches=2, patience_s=0.2)
+
+
+def line_with(*tickets: Ticket, rules: LineRules = RULES) -> WaitingLine:
+    line = WaitingLine(rules)
+    for ticket in tickets:
+        assert line.offer(ticket, ticket.arrived_s).verdict is Verdict.WAITS
+    return line
+
+
+def numbers(tickets: tuple[Ticket, ...]) -> list[int]:
+    return [ticket.number for ticket in tickets]
+
+
+def busy_line(service_s: float = 0.02, at_s: float = 0.0) -> WaitingLine:
+    """Return a line with one frame in flight, whose policy is known to take `service_s`."""
+    line = line_with(Ticket(1000, "first", at_s))
+    line.decide(at_s)
+    line.finish(at_s, service_s)
+    line.offer(Ticket(1001, "busy", at_s), at_s)
+    assert numbers(line.decide(at_s).batch) == [1001]
+    return line
+
+
+def test_frames_are_answered_in_the_order_they_came():
+    line = line_with(*(Ticket(n, f"s{n}", n / 1000) for n in range(4)))
+    assert numbers(line.decide(0.1).batch) == [0, 1]
+    line.finish(0.1)
+    assert numbers(line.decide(0.1).batch) == [2, 3]
+
+
+def test_an_earlier_deadline_goes_first():
+    line = line_with(
+        Ticket(1, "a", 0.0, deadline_s=0.9),
+        Ticket(2, "b", 0.0, deadline_s=0.5),
+        Ticket(3, "c", 0.0),
+    )
+    assert numbers(line.decide(0.1).batch) == [3, 2]  # no deadline: due after patience, 0.2 s
+
+
+def test_nobody_overtakes_a_frame_that_has_waited_for_patience():
+    line = line_with(Ticket(1, "patient", 0.0))
+    for number in range(2, 6):
+        line.offer(Ticket(number, f"s{number}", 0.3, deadline_s=0.31 + number / 100), 0.3)
+    assert 1 in numbers(line.decide(0.3).batch)
+
+
+def test_a_newer_frame_of_a_session_takes_the_place_of_the_one_that_waits():
+    line = line_with(Ticket(1, "a", 0.0), Ticket(2, "b", 0.0), Ticket(3, "c", 0.0))
+    offer = line.offer(Ticket(4, "a", 0.05), 0.05)
+    assert offer.superseded == Ticket(1, "a", 0.0)
+    assert numbers(line.decide(0.1).batch) == [4, 2]  # and keeps its turn
+
+
+def test_frames_that_name_no_session_do_not_supersede_each_other():
+    line = line_with(*(Ticket(n, "caller", 0.0, is_session=False) for n in range(2)))
+    assert len(line) == 2
+
+
+def test_nothing_starts_while_a_batch_is_with_the_policy():
+    line = busy_line()
+    line.offer(Ticket(1, "a", 0.0), 0.0)
+    assert line.decide(0.0).batch == ()
+    line.finish(0.02, 0.02)
+    assert numbers(line.decide(0.02).batch) == [1]
+
+
+def test_newcomers_are_refused_before_running_sessions_are():
+    line = line_with(*(Ticket(n, f"s{n}", 0.0) for n in range(4)))
+    assert line.offer(Ticket(10, "new", 0.0), 0.0).verdict is Verdict.FULL
+    running = Ticket(11, "old", 0.0, is_running=True)
+    assert line.offer(running, 0.0).verdict is Verdict.WAITS
+
+
+def test_a_full_line_takes_a_place_from_the_greediest_caller():
+    line = line_with(*(Ticket(n, "greedy", 0.0, is_session=False) for n in range(4)))
+    offer = line.offer(Ticket(10, "modest", 0.0), 0.0)
+    assert offer.verdict is Verdict.WAITS
+    assert offer.crowded_out is not None
+    assert offer.crowded_out.number == 3
+    assert line.offer(Ticket(11, "greedy", 0.0, is_session=False), 0.0).verdict is Verdict.FULL
+
+
+def test_a_caller_with_many_frames_does_not_delay_a_caller_with_one():
+    line = busy_line(service_s=0.02)
+    for number in range(3):
+        line.offer(Ticket(number, "greedy", 0.0, is_session=False), 0.0)
+    line.offer(Ticket(10, "modest", 0.001, is_session=False), 0.001)
+    line.finish(0.02)
+    assert numbers(line.decide(0.02).batch) == [0, 10]
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once():
+    line = busy_line(service_s=0.02)
+    assert line.offer(Ticket(1, "a", 0.0, deadline_s=0.03), 0.0).verdict is Verdict.TOO_LATE
+    assert line.offer(Ticket(2, "a", 0.0, deadline_s=0.05), 0.0).verdict is Verdict.WAITS
+
+
+def test_a_deadline_that_has_passed_is_refused_even_before_anything_was_measured():
+    line = WaitingLine(RULES)
+    assert line.offer(Ticket(1, "a", 0.0, deadline_s=0.01), 0.02).verdict is Verdict.TOO_LATE
+
+
+def test_a_frame_that_waited_too_long_is_dropped_before_its_batch_starts():
+    line = busy_line(service_s=0.02)
+    line.offer(Ticket(1, "a", 0.0, deadline_s=0.05), 0.0)
+    line.finish(0.04, 0.02)
+    decision = line.decide(0.04)
+    assert numbers(decision.expired) == [1]
+    assert decision.batch == ()
+
+
+def test_one_slow_batch_does_not_lock_everybody_out():
+    """A first batch of 5 s (a compilation, say) must not make the server refuse all deadlines of
+    200 ms for ever: with nothing measured lately, the next frame is tried."""
+    line = line_with(Ticket(1, "a", 0.0))
+    line.decide(0.0)
+    line.finish(5.0, 5.0)
+    late = Ticket(2, "a", 5.5, deadline_s=5.7)
+    assert line.offer(late, 5.5).verdict is Verdict.TOO_LATE
+    later = Ticket(3, "a", 6.5, deadline_s=6.7)
+    assert line.offer(later, 6.5).verdict is Verdict.WAITS
+    assert numbers(line.decide(6.5).batch) == [3]
+
+
+def test_a_batch_waits_for_a_session_that_is_about_to_send():
+    line = WaitingLine(RULES)
+    for turn in range(4):  # both robots send 50 ms after each answer
+        at_s = turn * 0.06
+        line.offer(Ticket(2 * turn, "a", at_s), at_s)
+        line.offer(Ticket(2 * turn + 1, "b", at_s), at_s)
+        assert len(line.decide(at_s).batch) == 2
+        line.finish(at_s + 0.01, 0.01)
+    line.offer(Ticket(100, "a", 0.238), 0.238)
+    decision = line.decide(0.238)
+    assert decision.batch == ()
+    assert decision.wake_s is not None
+    assert 0 < decision.wake_s < RULES.max_wait_s + 1e-9
+    line.offer(Ticket(101, "b", 0.241), 0.241)
+    assert numbers(line.decide(0.241).batch) == [100, 101]
+
+
+def test_a_batch_never_waits_longer_than_it_takes():
+    line = WaitingLine(RULES)
+    for turn in range(4):
+        at_s = turn * 0.06
+        line.offer(Ticket(2 * turn, "a", at_s), at_s)
+        line.offer(Ticket(2 * turn + 1, "b", at_s), at_s)
+        assert len(line.decide(at_s).batch) == 2
+        line.finish(at_s + 0.01, 0.001)
+    line.offer(Ticket(100, "a", 0.2395), 0.2395)
+    wake_s = line.decide(0.2395).wake_s
+    assert wake_s is not None
+    assert 0 < wake_s < 0.0011
+
+
+def test_a_lone_session_never_waits_for_company():
+    line = WaitingLine(RULES)
+    for turn in range(5):
+        at_s = turn * 0.06
+        line.offer(Ticket(turn, "only", at_s), at_s)
+        assert numbers(line.decide(at_s).batch) == [turn]
+        line.finish(at_s + 0.01, 0.01)
+
+
+def test_a_reset_takes_the_waiting_frame_out():
+    line = line_with(Ticket(1, "a", 0.0), Ticket(2, "b", 0.0))
+    assert line.forget("a") == Ticket(1, "a", 0.0)
+    assert numbers(line.decide(0.0).batch) == [2]
+    assert line.forget("a") is None
+
+
+def test_the_time_until_there_is_room_follows_the_measured_service_time():
+    line = busy_line(service_s=0.02)
+    for number in range(3):
+        line.offer(Ticket(number, f"s{number}", 0.0), 0.0)
+    assert math.isclose(line.clears_in_s(0.005), 0.015 + 2 * 0.02)
+
+
+FLOWS = strategies.sampled_from("abcdefgh")
+STEPS_S = strategies.floats(0.0001, 0.05)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Random frames, waits, answers and departures; every frame's fate is accounted for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = WaitingLine(RULES)
+        self.now_s = 100.0
+        self.count = 0
+        self.waiting: dict[int, Ticket] = {}
+        self.running: set[str] = set()
+
+    def leave(self, ticket: Ticket) -> None:
+        assert self.waiting.pop(ticket.number) == ticket
+
+    @rule(flow=FLOWS, deadline_s=strategies.none() | strategies.floats(0.001, 0.3))
+    def send(self, flow: str, deadline_s: float | None) -> None:
+        self.count += 1
+        ticket = Ticket(
+            self.count,
+            flow,
+            self.now_s,
+            math.inf if deadline_s is None else self.now_s + deadline_s,
+            is_session=flow < "g",
+            is_running=flow in self.running,
+        )
+        room_before = len(self.waiting)
+        offer = self.line.offer(ticket, self.now_s)
+        if offer.verdict is Verdict.FULL:
+            assert room_before >= (6 if ticket.is_running else 4)
+        if offer.verdict is Verdict.TOO_LATE:
+            assert ticket.deadline_s < math.inf
+        if offer.verdict is not Verdict.WAITS:
+            assert offer.superseded is None
+            assert offer.crowded_out is None
+            return
+        self.waiting[ticket.number] = ticket
+        if offer.superseded is not None:
+            assert offer.superseded.flow == flow
+            self.leave(offer.superseded)
+        if offer.crowded_out is not None:
+            assert not offer.crowded_out.is_session
+            self.leave(offer.crowded_out)
+
+    @rule(step_s=STEPS_S)
+    def wait(self, step_s: float) -> None:
+        self.now_s += step_s
+
+    @rule()
+    def decide(self) -> None:
+        was_busy = bool(self.line.in_flight)
+        decision = self.line.decide(self.now_s)
+        for ticket in decision.expired:
+            assert ticket.deadline_s < math.inf
+            self.leave(ticket)
+        for ticket in decision.batch:
+            self.leave(ticket)
+            assert ticket.deadline_s > self.now_s
+        if was_busy:
+            assert decision.batch == ()
+        elif self.waiting or decision.batch:
+            assert (decision.wake_s is None) == bool(decision.batch)
+        if decision.wake_s is not None:
+            assert 0 < decision.wake_s < RULES.max_wait_s + 1e-9
+        if len(decision.batch) == RULES.max_batch and not math.isfinite(self.soonest()):
+            kept_waiting = [one.arrived_s for one in self.waiting.values() if one.is_session]
+            sessions = [one.arrived_s for one in decision.batch if one.is_session]
+            assert (
+                max(sessions, default=0) <= min(kept_waiting, default=math.inf) + RULES.patience_s
+            )
+
+    def soonest(self) -> float:
+        return min((one.deadline_s for one in self.waiting.values()), default=math.inf)
+
+    @precondition(lambda self: self.line.in_flight)
+    @rule(service_s=STEPS_S, was_answered_in_one_go=strategies.booleans())
+    def finish(self, service_s: float, was_answered_in_one_go: bool) -> None:
+        self.now_s += service_s
+        self.running |= {ticket.flow for ticket in self.line.in_flight if ticket.is_session}
+        self.line.finish(self.now_s, service_s if was_answered_in_one_go else None)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=strategies.data())
+    def hang_up(self, data: strategies.DataObject) -> None:
+        number = data.draw(strategies.sampled_from(sorted(self.waiting)))
+        self.line.withdraw(number)
+        del self.waiting[number]
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        assert len(self.line) == len(self.waiting) <= RULES.max_waiting
+        sessions = [one.flow for one in self.waiting.values() if one.is_session]
+        assert len(sessions) == len(set(sessions))
+        flying = [one.flow for one in self.line.in_flight if one.is_session]
+        assert len(flying) == len(set(flying)) <= RULES.max_batch
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
