@@ -10,7 +10,7 @@ from tests.repository import ROOT
 # Renders nothing: pretends that no OpenGL library can be loaded, then collects two kinds of test.
 WITHOUT_GRAPHICS = """
 import sys
-from deft_client.libero import graphics
+from deft_client.libero.simulator import graphics
 from scripts import run_tests
 
 def no_library(name):

@@ -16,14 +16,14 @@ class Command:
     summary: str
 
 
-_HEADS = "deft_draft_training.heads.command_"
-_POLICY = "deft_draft_training.policy.command_"
+_HEADS = "deft_draft_training.heads."
+_POLICY = "deft_draft_training.policy."
 COMMANDS = {
     "record": Command(_HEADS + "record", "a target's features over demonstrations or recordings"),
-    "fit": Command(_HEADS + "fit", "fit a draft head to recorded or live features"),
+    "fit": Command(_HEADS + "command_fit", "fit a draft head to recorded or live features"),
     "evaluate": Command(_HEADS + "evaluate", "judge draft heads on held-out episodes"),
     "export": Command(_HEADS + "export", "write a fitted head as the server loads it"),
-    "policy": Command(_POLICY + "fit", "clone demonstrations into a small OpenVLA"),
+    "policy": Command(_POLICY + "prepare", "clone demonstrations into a small OpenVLA"),
     "correct": Command(_POLICY + "correct", "let a policy play, and store the expert's answers"),
 }
 

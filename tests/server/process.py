@@ -15,7 +15,7 @@ START_S = 60.0
 _PREFACE = """
 import sys
 sys.path[:0] = [{root!r}, *({root!r} + "/" + name for name in ("client", "policies", "server"))]
-from deft_server import serve
+from deft_server.commands import serve
 from deft_server.app import create_app
 from deft_server.settings import *
 from tests.server.fakes import *

@@ -283,9 +283,9 @@ _ENDLESS_WRITER = """
 import sys
 from pathlib import Path
 from deft_policies.constant import ConstantPolicy
-from deft_server.events import EventBus
+from deft_server.serving.events import EventBus
 from prometheus_client import CollectorRegistry
-from tests.server.test_recording import Server, answered, rules
+from tests.server.recording.test_recording import Server, answered, rules
 server = Server(rules(Path(sys.argv[1])))
 server.recording.start()
 step = 0
