@@ -18,7 +18,7 @@ _RECENT = 20  # episodes that the shown speed is averaged over
 _BAR = 16
 
 
-class Progress:
+class ProgressLine:
     """Counts episodes and draws. `clock` gives seconds."""
 
     def __init__(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from html import escape
 
 from deft_client.libero.report.chart import Line, axis_of, line_plot
-from deft_client.libero.report.view import View, legend_of, section
-from deft_client.libero.results.records import EpisodeKey, EpisodeRecord, Outcome
+from deft_client.libero.report.page import View, legend_of, section
+from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 
 _MARKS = {Outcome.SUCCEEDED: "✓", Outcome.FAILED: "×", Outcome.ERRORED: "!"}
 _DIMENSIONS = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
@@ -53,7 +53,7 @@ def _cell(view: View, record: EpisodeRecord) -> str:
     )
 
 
-def choose_episode(views: Sequence[View]) -> EpisodeKey | None:
+def choose_episode(views: Sequence[View]) -> TrialKey | None:
     """The first trial that went differently in the runs; else the first that all of them have."""
     common = [{record.key: record for record in view.run.records if len(record.actions)}
               for view in views]  # fmt: skip
@@ -64,7 +64,7 @@ def choose_episode(views: Sequence[View]) -> EpisodeKey | None:
     return keys[0] if keys else None
 
 
-def action_curves(views: Sequence[View], key: EpisodeKey | None) -> str:
+def action_curves(views: Sequence[View], key: TrialKey | None) -> str:
     """What the robot was told in one episode, a plot per dimension, a line per run."""
     chosen = [
         (view, record)

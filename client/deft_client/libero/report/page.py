@@ -4,21 +4,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from deft_client.libero.report.episodes import (
+from deft_client.libero.report.page import (
+    View,
     action_curves,
+    cards,
     choose_episode,
+    comparisons,
+    latency,
     outcomes,
+    section,
+    speculation,
+    success_by_task,
+    table,
     videos,
 )
-from deft_client.libero.report.speed import latency, speculation
-from deft_client.libero.report.success import cards, comparisons, success_by_task
 from deft_client.libero.report.tables import Comparison
-from deft_client.libero.report.view import View, section, table
-from deft_client.libero.results.records import EpisodeKey
+from deft_client.libero.results.records import TrialKey
 
 
 def build_page(
-    views: Sequence[View], compared: Sequence[Comparison], key: EpisodeKey | None = None
+    views: Sequence[View], compared: Sequence[Comparison], key: TrialKey | None = None
 ) -> str:
     """The whole page as HTML. `key` is the episode whose actions are drawn."""
     resources = files("deft_client.libero.report")

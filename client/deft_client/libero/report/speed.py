@@ -13,13 +13,13 @@ from deft_client.libero.report.chart import (
     line_plot,
     stacked_bar,
 )
-from deft_client.libero.report.summary import Summary
-from deft_client.libero.report.view import (
+from deft_client.libero.report.page import (
     View,
     legend_of,
     section,
     table,
 )
+from deft_client.libero.report.summary import RunSummary
 from deft_client.libero.results.records import STAGES
 from deft_client.libero.results.statistics import percentiles
 
@@ -56,7 +56,7 @@ def latency(views: Sequence[View]) -> str:
     )
 
 
-def stage_parts(summary: Summary) -> list[Part]:
+def stage_parts(summary: RunSummary) -> list[Part]:
     """The mean round trip, split into stages that add up to it."""
     means = {stage: spread.mean for stage, spread in summary.stages.items()}
     parts = {

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from html import escape
 
 from deft_client.libero.report.chart import interval_bar
-from deft_client.libero.report.summary import Successes, Summary
-from deft_client.libero.report.tables import Comparison, interval_text
-from deft_client.libero.report.view import (
+from deft_client.libero.report.page import (
     View,
     legend_of,
     section,
     table,
 )
+from deft_client.libero.report.summary import RunSummary, Successes
+from deft_client.libero.report.tables import Comparison, interval_text
 
 _NOTEWORTHY_LATE_SHARE = 0.05
 
@@ -40,7 +40,7 @@ def _card(view: View) -> str:
     )
 
 
-def _warning(summary: Summary) -> str:
+def _warning(summary: RunSummary) -> str:
     if summary.late_share <= _NOTEWORTHY_LATE_SHARE:
         return ""
     return (
@@ -49,7 +49,7 @@ def _warning(summary: Summary) -> str:
     )
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
+def _facts(summary: RunSummary) -> list[tuple[str, str]]:
     trip, drafting = summary.round_trip, summary.drafting
     facts = []
     if trip.count:

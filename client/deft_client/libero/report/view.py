@@ -8,8 +8,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from deft_client.libero.report.chart import legend
-from deft_client.libero.report.summary import Summary, summarise
-from deft_client.libero.results.store import Run
+from deft_client.libero.report.summary import RunSummary, summarise
+from deft_client.libero.results.store import RunResults
 
 NUM_COLOURS = 6
 _NARROW_COLUMNS = 5  # more do not fit a telephone and are scrolled
@@ -19,8 +19,8 @@ _NARROW_COLUMNS = 5  # more do not fit a telephone and are scrolled
 class View:
     """A run as the page shows it; `style` is the class of its colour."""
 
-    run: Run
-    summary: Summary
+    run: RunResults
+    summary: RunSummary
     style: str
     name: str  # without the suite where all runs are of the same one
     link_from: Path  # folder of the page, from which links to videos are relative
@@ -33,7 +33,7 @@ class View:
         return quote(os.path.relpath(path.resolve(), self.link_from.resolve()))
 
 
-def build_views(runs: Sequence[Run], link_from: Path) -> list[View]:
+def build_views(runs: Sequence[RunResults], link_from: Path) -> list[View]:
     """The runs with their numbers; colours repeat after the sixth."""
     names = short_names(runs)
     return [
@@ -42,7 +42,7 @@ def build_views(runs: Sequence[Run], link_from: Path) -> list[View]:
     ]
 
 
-def short_names(runs: Sequence[Run]) -> list[str]:
+def short_names(runs: Sequence[RunResults]) -> list[str]:
     """What tells the runs apart: their names, without the suite if it is the same for all."""
     names = [run.header.name for run in runs]
     if len(set(names)) < len(names):

@@ -1,7 +1,7 @@
 import io
 from dataclasses import replace
 
-from deft_client.libero.evaluation.progress import Progress
+from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.results.records import Outcome
 from tests.client.libero.episodes import record
 
@@ -18,8 +18,8 @@ class _Watch:
         return self.seconds
 
 
-def _progress(stream: io.StringIO, watch: _Watch, num_episodes: int = 10) -> Progress:
-    return Progress("libero_object deft", num_episodes, stream, watch)
+def _progress(stream: io.StringIO, watch: _Watch, num_episodes: int = 10) -> ProgressLine:
+    return ProgressLine("libero_object deft", num_episodes, stream, watch)
 
 
 def test_the_line_shows_how_far_how_good_how_fast_and_how_long_still() -> None:

@@ -9,16 +9,15 @@ import pytest
 
 from deft_client.libero.commands.report import main
 from deft_client.libero.report.chart import axis_of, ticks
-from deft_client.libero.report.speed import stage_parts
+from deft_client.libero.report.page import stage_parts
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import compare
-from deft_client.libero.results.header import RunHeader
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.store import ResultsStore, Run, load_run
+from deft_client.libero.results.store import ResultsStore, RunHeader, RunResults, load_run
 from tests.client.libero.episodes import header, record
 
 
-def _write(folder: Path, *records: EpisodeRecord, head: RunHeader | None = None) -> Run:
+def _write(folder: Path, *records: EpisodeRecord, head: RunHeader | None = None) -> RunResults:
     store = ResultsStore(folder, head or header())
     for one in records:
         store.append(one)
@@ -31,7 +30,7 @@ def _named(name: str, **options: str) -> RunHeader:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunResults:
     return _write(
         tmp_path / "a",
         record(0, 0, num_steps=3, passes=(4, 1)),
@@ -41,7 +40,7 @@ def run(tmp_path: Path) -> Run:
     )
 
 
-def test_errored_episodes_count_neither_as_success_nor_as_failure(run: Run) -> None:
+def test_errored_episodes_count_neither_as_success_nor_as_failure(run: RunResults) -> None:
     summary = summarise(run)
     assert (summary.successes.num_succeeded, summary.successes.num_failed) == (1, 1)
     assert summary.successes.num_errored == 1
@@ -49,13 +48,13 @@ def test_errored_episodes_count_neither_as_success_nor_as_failure(run: Run) -> N
     assert summary.num_steps == 8
 
 
-def test_a_task_of_which_every_episode_errored_has_no_rate(run: Run) -> None:
+def test_a_task_of_which_every_episode_errored_has_no_rate(run: RunResults) -> None:
     task = summarise(run).tasks[1]
     assert math.isnan(task.successes.share)
     assert task.successes.num_errored == 1
 
 
-def test_speculation_is_recounted_from_the_answers(run: Run) -> None:
+def test_speculation_is_recounted_from_the_answers(run: RunResults) -> None:
     """Three answers of 5 + 2 tokens, five of 1 + 1 + 3 + 2."""
     drafting = summarise(run).drafting
     assert drafting is not None
@@ -74,14 +73,14 @@ def test_a_pass_never_commits_more_tokens_than_the_action_has(tmp_path: Path) ->
     assert {p: s.mean for p, s in drafting.committed_by_position.items()} == {0: 7.0, 7: 0.0}
 
 
-def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: Run) -> None:
+def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: RunResults) -> None:
     stages = summarise(run).stages
     assert list(stages) == ["prefill_ms", "total_ms", "round_trip_ms"]
     assert stages["prefill_ms"].count == 8
     assert stages["prefill_ms"].p50 == 11.5  # 10 11 12 and 10 11 12 13 14
 
 
-def test_the_stages_of_the_mean_round_trip_add_up_to_it(run: Run) -> None:
+def test_the_stages_of_the_mean_round_trip_add_up_to_it(run: RunResults) -> None:
     summary = summarise(run)
     parts = {part.name: part.value for part in stage_parts(summary)}
     assert sum(parts.values()) == pytest.approx(summary.round_trip.mean)
@@ -166,7 +165,7 @@ def _report(tmp_path: Path, *arguments: str) -> str:
     return out.read_text("utf-8")
 
 
-def test_the_page_is_whole_and_loads_nothing(run: Run, tmp_path: Path) -> None:
+def test_the_page_is_whole_and_loads_nothing(run: RunResults, tmp_path: Path) -> None:
     text = _report(tmp_path, str(run.folder))
     page = _Page(text)
     assert page.open == []
@@ -199,7 +198,9 @@ def test_what_comes_from_outside_cannot_become_markup(tmp_path: Path) -> None:
     assert _Page(text).open == []
 
 
-def test_videos_that_are_there_are_linked_relative_to_the_page(run: Run, tmp_path: Path) -> None:
+def test_videos_that_are_there_are_linked_relative_to_the_page(
+    run: RunResults, tmp_path: Path
+) -> None:
     video = run.folder / run.records[0].video
     video.parent.mkdir()
     video.write_bytes(b"")
@@ -213,7 +214,9 @@ def test_a_run_without_any_episode_still_makes_a_page(tmp_path: Path) -> None:
     assert _Page(_report(tmp_path, str(tmp_path / "a"))).open == []
 
 
-def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(run: Run, tmp_path: Path) -> None:
+def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(
+    run: RunResults, tmp_path: Path
+) -> None:
     _report(tmp_path, str(run.folder))
     text = (tmp_path / "out" / "report.csv").read_text("utf-8")
     rows = list(csv.DictReader(text.splitlines()))
@@ -223,7 +226,7 @@ def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(run: Run, tmp_pa
     assert "| libero_object a | 50.0% (1/2) | 9.5–90.5 | 1 |" in markdown
 
 
-def test_one_chosen_episode_is_drawn(run: Run, tmp_path: Path) -> None:
+def test_one_chosen_episode_is_drawn(run: RunResults, tmp_path: Path) -> None:
     text = _report(tmp_path, str(run.folder), "--episode", "libero_object:0:1")
     assert "(libero_object task 0 trial 1)" in text
 
@@ -237,7 +240,7 @@ def test_one_chosen_episode_is_drawn(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_reported_is_one_line(
-    run: Run, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+    run: RunResults, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
 ) -> None:
     assert main([str(run.folder), *arguments]) == code
     message = capsys.readouterr().err
@@ -246,7 +249,7 @@ def test_what_cannot_be_reported_is_one_line(
 
 
 def test_a_page_that_cannot_be_written_is_one_line(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RunResults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run.folder), "--out", "/proc/nowhere/report.html"]) == 1
     assert "cannot write the report" in capsys.readouterr().err
