@@ -52,8 +52,8 @@ class Played:
 
     @property
     def passes(self) -> float:
-        drafting = self.summary.drafting
-        return drafting.passes_per_action if drafting else float("nan")
+        speculation = self.summary.speculation
+        return speculation.passes_per_action if speculation else float("nan")
 
     @property
     def num_frozen(self) -> int:

@@ -14,7 +14,7 @@ from deft_client.libero.report.tables import (
     terminal_table,
 )
 from deft_client.libero.results.records import TrialKey
-from deft_client.libero.results.store import RunResults
+from deft_client.libero.results.store import RunResults, load_runs
 
 DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
 

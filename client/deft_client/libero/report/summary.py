@@ -101,7 +101,7 @@ class RunSummary:
     held_share: float  # of the steps
     late_share: float  # of the steps; the simulator's own slowness in real time
     control_rate: float  # fresh actions per second
-    drafting: Speculation | None  # None when no answer came with a trace
+    speculation: Speculation | None  # None when no answer came with a trace
 
     @property
     def is_real_time(self) -> bool:
@@ -131,7 +131,7 @@ def summarise(run: RunResults, keys: AbstractSet[TrialKey] | None = None) -> Run
         held_share=num_held / num_steps if num_steps else 0.0,
         late_share=sum(one.late_steps for one in played) / num_steps if num_steps else 0.0,
         control_rate=_control_rate(run.header, answers, num_steps, num_held),
-        drafting=_drafting(answers),
+        speculation=_speculation(answers),
     )
 
 
@@ -170,7 +170,7 @@ def _control_rate(
     return 1000 * num_steps / spent_ms if spent_ms else 0.0
 
 
-def _drafting(answers: Sequence[AnswerRecord]) -> Speculation | None:
+def _speculation(answers: Sequence[AnswerRecord]) -> Speculation | None:
     traced = [answer for answer in answers if answer.accepted and answer.num_tokens]
     if not traced:
         return None

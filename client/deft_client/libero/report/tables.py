@@ -127,9 +127,9 @@ def markdown_tables(summaries: Sequence[RunSummary], comparisons: Iterable[Compa
     parts = [_markdown(_RUN_COLUMNS, [_run_cells(one) for one in summaries])]
     parts.append(_markdown(_TASK_COLUMNS, [row for one in summaries for row in _task_rows(one)]))
     parts.append(_markdown(_STAGE_COLUMNS, [row for one in summaries for row in _stage_rows(one)]))
-    compared = [_comparison_cells(one) for one in comparisons]
+    compared = [comparison_cells(one) for one in comparisons]
     if compared:
-        parts.append(_markdown(_COMPARISON_COLUMNS, compared))
+        parts.append(_markdown(COMPARISON_COLUMNS, compared))
     return "\n".join(parts)
 
 
@@ -163,14 +163,14 @@ _RUN_COLUMNS = (
 )  # fmt: skip
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
-_COMPARISON_COLUMNS = (
+COMPARISON_COLUMNS = (
     "first", "second", "pairs", "both", "only first", "only second", "neither", "difference",
     "McNemar p", "same actions", "verdict",
 )  # fmt: skip
 
 
 def _run_cells(summary: RunSummary) -> tuple[str, ...]:
-    drafting, trip = summary.drafting, summary.round_trip
+    speculation, trip = summary.speculation, summary.round_trip
     return (
         summary.header.name,
         success_text(summary.successes),
@@ -178,9 +178,9 @@ def _run_cells(summary: RunSummary) -> tuple[str, ...]:
         str(summary.successes.num_errored),
         *(f"{value:.1f}" if trip.count else "–" for value in (trip.p50, trip.p95, trip.p99)),
         f"{summary.control_rate:.1f}" if summary.control_rate else "–",
-        f"{drafting.passes_per_action:.2f}" if drafting else "–",
-        f"{drafting.committed_length:.2f}" if drafting else "–",
-        f"{100 * drafting.relaxed_share:.1f}%" if drafting else "–",
+        f"{speculation.passes_per_action:.2f}" if speculation else "–",
+        f"{speculation.committed_length:.2f}" if speculation else "–",
+        f"{100 * speculation.relaxed_share:.1f}%" if speculation else "–",
         f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
     )
 
@@ -204,7 +204,8 @@ def _stage_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:
         yield (summary.header.name, name, *(f"{value:.2f}" for value in values))
 
 
-def _comparison_cells(one: Comparison) -> tuple[str, ...]:
+def comparison_cells(one: Comparison) -> tuple[str, ...]:
+    """A row below COMPARISON_COLUMNS."""
     return (
         one.first,
         one.second,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deft_client.libero.commands.report import main
-from deft_client.libero.report.chart import axis_of, ticks
+from deft_client.libero.report.chart import Axis, axis_of
 from deft_client.libero.report.page import stage_parts
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import compare
@@ -56,21 +56,23 @@ def test_a_task_of_which_every_episode_errored_has_no_rate(run: RunResults) -> N
 
 def test_speculation_is_recounted_from_the_answers(run: RunResults) -> None:
     """Three answers of 5 + 2 tokens, five of 1 + 1 + 3 + 2."""
-    drafting = summarise(run).drafting
-    assert drafting is not None
-    assert drafting.passes_per_action == (3 * 2 + 5 * 4) / 8
-    assert drafting.committed_length == 8 * 7 / 26
-    assert drafting.relaxed_share == (1 + 2) / (8 * 7)  # every second answer relaxed one token
-    means = {position: spread.mean for position, spread in drafting.committed_by_position.items()}
+    speculation = summarise(run).speculation
+    assert speculation is not None
+    assert speculation.passes_per_action == (3 * 2 + 5 * 4) / 8
+    assert speculation.committed_length == 8 * 7 / 26
+    assert speculation.relaxed_share == (1 + 2) / (8 * 7)  # every second answer relaxed one token
+    means = {
+        position: spread.mean for position, spread in speculation.committed_by_position.items()
+    }
     assert means == {0: (3 * 5 + 5 * 1) / 8, 5: 2.0, 1: 1.0, 2: 3.0}
-    assert drafting.accepted_counts == {0: 10, 1: 8, 2: 5, 4: 3}
+    assert speculation.accepted_counts == {0: 10, 1: 8, 2: 5, 4: 3}
 
 
 def test_a_pass_never_commits_more_tokens_than_the_action_has(tmp_path: Path) -> None:
     played = _write(tmp_path, record(0, 0, num_steps=2, passes=(6, 3)))
-    drafting = summarise(played).drafting
-    assert drafting is not None
-    assert {p: s.mean for p, s in drafting.committed_by_position.items()} == {0: 7.0, 7: 0.0}
+    speculation = summarise(played).speculation
+    assert speculation is not None
+    assert {p: s.mean for p, s in speculation.committed_by_position.items()} == {0: 7.0, 7: 0.0}
 
 
 def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: RunResults) -> None:
@@ -82,7 +84,7 @@ def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: R
 
 def test_the_stages_of_the_mean_round_trip_add_up_to_it(run: RunResults) -> None:
     summary = summarise(run)
-    parts = {part.name: part.value for part in stage_parts(summary)}
+    parts = stage_parts(summary)
     assert sum(parts.values()) == pytest.approx(summary.round_trip.mean)
     assert parts["rest of the server"] == pytest.approx(2.5)
     assert parts["network and client"] == pytest.approx(1.625)
@@ -260,7 +262,7 @@ def test_a_page_that_cannot_be_written_is_one_line(
     [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (0, 47, [0, 20, 40]), (-1.05, 1.05, [-1, 0, 1])],
 )
 def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == expected
+    assert Axis("", low, high).ticks == expected
 
 
 def test_an_axis_of_one_value_has_a_width() -> None:
