@@ -28,7 +28,7 @@ from deft_client.libero.evaluation.selection import LIBERO
 from deft_client.libero.policies.profiles import (
     PROFILES,
     ClientChain,
-    Gripper,
+    GripperConvention,
     Profile,
     check_chain,
 )
@@ -126,7 +126,7 @@ def _add_policy(group: Group) -> None:
         help="what this side does to frames (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
-        "--gripper", choices=[one.value for one in Gripper],
+        "--gripper", choices=[one.value for one in GripperConvention],
         help="what the last number of an action means (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
@@ -212,7 +212,7 @@ def _profile(options: argparse.Namespace) -> Profile:
     if options.image_chain is not None:
         profile = replace(profile, client_chain=ClientChain(options.image_chain))
     if options.gripper is not None:
-        profile = replace(profile, gripper=Gripper(options.gripper))
+        profile = replace(profile, gripper=GripperConvention(options.gripper))
     if options.executed_steps is not None:
         profile = replace(profile, executed_steps=options.executed_steps)
     return profile

@@ -15,7 +15,7 @@ from deft_client.libero.errors import EvaluationError
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
 from deft_client.libero.report.summary import (
     RunSummary,
-    Speculation,
+    SpeculationSummary,
     Successes,
     summarise,
 )
@@ -220,7 +220,7 @@ def _over_time(views: Sequence[View]) -> LinePlot:
 
 
 def _by_position(views: Sequence[View]) -> BarPlot:
-    def bars(view: View, speculation: Speculation) -> Iterator[tuple[int, Bar]]:
+    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
         for position, spread in speculation.committed_by_position.items():
             hint = f"{view.name}: {spread.count} passes began at token {position}"
             yield position, Bar(spread.mean, f"{spread.mean:.1f}", view.style, hint)
@@ -230,7 +230,7 @@ def _by_position(views: Sequence[View]) -> BarPlot:
 
 
 def _by_accepted(views: Sequence[View]) -> BarPlot:
-    def bars(view: View, speculation: Speculation) -> Iterator[tuple[int, Bar]]:
+    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
         for length, count in speculation.accepted_counts.items():
             share = 100 * count / speculation.num_passes
             hint = f"{view.name}: {count} passes"
@@ -241,7 +241,7 @@ def _by_accepted(views: Sequence[View]) -> BarPlot:
 
 
 def _grouped(
-    views: Sequence[View], bars: Callable[[View, Speculation], Iterator[tuple[int, Bar]]]
+    views: Sequence[View], bars: Callable[[View, SpeculationSummary], Iterator[tuple[int, Bar]]]
 ) -> dict[str, list[Bar]]:
     """The bars of all runs by their number, in its order."""
     groups: dict[int, list[Bar]] = defaultdict(list)
