@@ -283,10 +283,10 @@ def _first_problem(runs: list[PlannedRun], play: Callable[[PlannedRun], int]) ->
 def _play(run: PlannedRun, options: EvaluationOptions) -> int:
     """Play what is missing of a run; return how many of its episodes Errored."""
     store = ResultsStore(run.settings.folder, run.header)
-    progress = ProgressLine(run.header.name, len(run.keys), sys.stderr)
     wanted = set(run.keys)
-    progress.resume(tuple(record for record in store.resumed if record.key in wanted))
     sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
+    progress = ProgressLine(run.header.name, len(wanted), sys.stderr)
+    progress.resume([record for record in store.resumed if record.key in wanted])
     limits = Limits(patience_s=options.patience_s)
     try:
         Evaluation(store, run.settings, progress, limits).play(run.keys, options.num_workers)
