@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from deft_client.errors import WireError
 from deft_client.wire import json_codec as wire_json
 from deft_client.wire import msgpack_codec as wire
-from deft_client.wire.form_codec import decode_form
 from deft_client.wire.images import ImageEncoding, decode_image
 from deft_client.wire.json_codec import decode_info, decode_problem, decode_reset
 from tests.client.samples import (
@@ -116,16 +115,6 @@ def test_sound_messages_with_some_fields_replaced(changes):
 def test_pictures_with_changed_bytes(data):
     with contextlib.suppress(WireError):
         decode_image(data, "image")
-
-
-@FUZZ
-@given(
-    st.dictionaries(NAMES | st.text(max_size=5), st.text(max_size=12), max_size=6),
-    st.dictionaries(NAMES | st.just("camera.wrist"), mutated(PICTURES), max_size=3),
-)
-def test_forms(texts, files):
-    with contextlib.suppress(WireError):
-        decode_form(texts, files)
 
 
 def test_every_prefix_of_a_message_is_refused():
