@@ -25,9 +25,9 @@ from deft_client.wire import json_codec as wire_json
 from deft_client.wire import msgpack_codec as wire
 from deft_client.wire.images import ImageEncoding, encode_image
 from scripts.local_server import local_server
-from tests.server.compat.captures import act_captures, frames
+from tests.client.peers.captures import act_captures, frames
+from tests.client.peers.mutations import mutate
 from tests.server.compat.groot_messages import FLAT, OBSERVATION, packed
-from tests.server.compat.mutations import mutate
 
 PATIENCE_S = 10.0
 PAUSE_S = 0.02  # after half a frame a server has nothing to say, and rightly

@@ -15,8 +15,8 @@ from deft_client.wire.fields import (
     Limit,
     Terms,
     WireLimits,
+    brief,
     constant,
-    describe,
     record,
 )
 
@@ -81,11 +81,11 @@ def read_shape(value: object, where: str) -> list[int]:
     """Return a shape whose entries are counts."""
     if not isinstance(value, list) or len(value) > MAX_AXES:
         raise UnusableValueError(
-            where, f"must be a list of at most {MAX_AXES} counts, got {describe(value)}"
+            where, f"must be a list of at most {MAX_AXES} counts, got {brief(value)}"
         )
     if not all(type(length) is int and length >= 0 for length in value):
         raise UnusableValueError(
-            where, f"must hold counts only, got {', '.join(map(describe, value))}"
+            where, f"must hold counts only, got {', '.join(map(brief, value))}"
         )
     return value
 

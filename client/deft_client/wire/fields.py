@@ -242,7 +242,7 @@ def _kind_of(hint: Any) -> Kind[Any]:
     return _kind_of(inner[0])  # X | None
 
 
-def describe(value: object) -> str:
+def brief(value: object) -> str:
     """Name what arrived, briefly: for error messages."""
     if value is None:
         return "nothing"
@@ -260,7 +260,7 @@ def describe(value: object) -> str:
 
 def unusable(where: str, expected: str, value: object) -> UnusableValueError:
     """Return the complaint about a value of the wrong type or range."""
-    return UnusableValueError(where, f"must be {expected}, got {describe(value)}")
+    return UnusableValueError(where, f"must be {expected}, got {brief(value)}")
 
 
 def printable(text: str) -> str:
@@ -271,7 +271,7 @@ def printable(text: str) -> str:
 def as_map(value: object, where: str) -> dict[Any, object]:
     """Return a map as it is, or refuse what is none."""
     if not isinstance(value, dict):
-        raise MalformedMessageError(where, f"must be a map, got {describe(value)}")
+        raise MalformedMessageError(where, f"must be a map, got {brief(value)}")
     return value
 
 

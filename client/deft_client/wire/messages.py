@@ -39,7 +39,7 @@ from deft_client.wire.fields import (
     Terms,
     WireLimits,
     as_map,
-    describe,
+    brief,
     map_of,
     number,
     record,
@@ -128,7 +128,7 @@ def _array_fields(values: NDArray[np.generic], dtype: str) -> Json:
 
 def _read_version(value: object, where: str, terms: Terms) -> int:
     if isinstance(value, bool) or value != VERSION:
-        raise UnsupportedMessageError(where, f"must be {VERSION}, got {describe(value)}")
+        raise UnsupportedMessageError(where, f"must be {VERSION}, got {brief(value)}")
     return VERSION
 
 
@@ -147,7 +147,7 @@ def _read_image(value: object, where: str, terms: Terms) -> Image:
     if spelling != _RAW:
         known = ", ".join(one.value for one in ImageEncoding)
         raise UnsupportedMessageError(
-            f"{where}.encoding", f"must be one of {known}, got {describe(spelling)}"
+            f"{where}.encoding", f"must be one of {known}, got {brief(spelling)}"
         )
     pixels = _PIXELS.read(parts, where, terms)
     if pixels.ndim != 3 or pixels.shape[2] != 3:
