@@ -25,7 +25,7 @@ from deft_client.peers.values import (
     take,
 )
 from deft_client.types import ActOptions, Observation
-from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits, b64decode, brief
+from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits, brief, decode_base64
 from deft_client.wire.messages import ActMessage
 
 _MARKER = "__numpy__"
@@ -97,7 +97,7 @@ def encode_array(array: NDArray[np.generic]) -> dict[str, object]:
     """Return an array as it travels."""
     content = np.ascontiguousarray(array)
     return {
-        _MARKER: binascii.b2a_base64(content, newline=False).decode(),
+        _MARKER: binascii.b2a_base64(content.tobytes(), newline=False).decode(),
         "dtype": content.dtype.str,
         "shape": list(array.shape),
     }
@@ -179,7 +179,7 @@ def _binary(text: str) -> bytes:
     be exactly as long as the shape says. The strict decoder is thirty times quicker.
     """
     try:
-        return b64decode(text, validate=True)
+        return decode_base64(text)
     except ValueError:
         pass
     try:

@@ -4,7 +4,6 @@ Untrusted values are read limits first, and every complaint names its field. Kno
 observations or actions; `messages` says which fields there are.
 """
 
-import binascii
 import math
 import sys
 import typing
@@ -283,6 +282,11 @@ def unique_map(pairs: list[tuple[Any, object]]) -> dict[Any, object]:
     return entries
 
 
+def decode_base64(text: str) -> bytes:
+    """Return what strict base64 says, or raise `ValueError`."""
+    return b64decode(text, validate=True)
+
+
 def _read_flag(value: object, where: str, terms: Terms) -> bool:
     if not isinstance(value, bool):
         raise unusable(where, "true or false", value)
@@ -295,8 +299,8 @@ def _read_binary(value: object, where: str, terms: Terms) -> bytes:
     if not terms.is_json or not isinstance(value, str):
         raise unusable(where, "base64 text" if terms.is_json else "bytes", value)
     try:
-        return b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return decode_base64(value)
+    except ValueError as error:
         raise UnusableValueError(where, f"is not base64: {error}") from error
 
 
