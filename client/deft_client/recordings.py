@@ -20,6 +20,7 @@ from deft_client.errors import DeftError, WireError
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.fields import (
     BINARY,
+    Json,
     Kind,
     Terms,
     WireLimits,
@@ -205,10 +206,14 @@ def _read_header(file: BinaryIO, path: Path) -> EpisodeHeader:
         raise RecordingError(f"{path}: the header is unusable: {error}") from error
 
 
-def _build_step(request: bytes, answer: bytes, kind: str, **place: Any) -> RecordedStep:
-    message, chunk = decode_request(request, _LIMITS), decode_answer(answer, _LIMITS)
+def _build_step(values: Json) -> RecordedStep:
+    message = decode_request(values["request"], _LIMITS)
     return RecordedStep(
-        **place, observation=message.observation, options=message.options, chunk=chunk
+        index=values["index"],
+        at_s=values["at_s"],
+        observation=message.observation,
+        options=message.options,
+        chunk=decode_answer(values["answer"], _LIMITS),
     )
 
 

@@ -75,10 +75,12 @@ def _read_payload(value: object, where: str, terms: Terms) -> Mapping[str, objec
 
 _MESSAGE = record_of(
     Message,
+    {
+        "type": word(MessageType),
+        "payload": Kind(_read_payload, lambda limits: {"type": "object"}),
+        "seq": whole(low=0),
+    },
     is_open=True,
-    type=word(MessageType),
-    payload=Kind(_read_payload, lambda limits: {"type": "object"}),
-    seq=whole(low=0),
 )
 
 

@@ -10,7 +10,6 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
@@ -170,12 +169,12 @@ def map_of(kind: Kind[T]) -> Kind[dict[str, T]]:
 
 
 def record(
-    build: Callable[..., T],
+    build: Callable[[Json], T],
     kinds: Mapping[str, Kind[Any]],
     optional: Collection[str] = (),
     is_open: bool = False,
 ) -> Kind[T]:
-    """Return the kind of a map with known fields, from which `build` makes the result.
+    """Return the kind of a map with known fields; `build` makes the result of the values read.
 
     Fields are read in the order given; one that is optional and not there, or null, is left to
     `build`. Unknown fields are refused unless the record is open: they are typing errors, or of a
@@ -196,7 +195,7 @@ def record(
         for name in [] if is_open else [name for name in entries if name not in kinds]:
             label = name if isinstance(name, str) else repr(name)
             raise MalformedMessageError(prefix + printable(label[:64]), "unknown field; remove it")
-        return build(**values)
+        return build(values)
 
     def schema(limits: WireLimits) -> Json:
         told = {name: kind.schema(limits) for name, kind in kinds.items()}
@@ -211,7 +210,9 @@ def record(
     return Kind(read, schema)
 
 
-def record_of(cls: type[T], is_open: bool = False, **kinds: Kind[Any]) -> Kind[T]:
+def record_of(
+    cls: type[T], kinds: Mapping[str, Kind[Any]] | None = None, is_open: bool = False
+) -> Kind[T]:
     """Return the kind of a dataclass; `kinds` are those of its fields that their types do not tell.
 
     A field may be left out if it has a default or may be None.
@@ -219,9 +220,14 @@ def record_of(cls: type[T], is_open: bool = False, **kinds: Kind[Any]) -> Kind[T
     hints = typing.get_type_hints(cls)
     required = {one.name for one in fields(cls) if _has_no_default(one)}  # type: ignore[arg-type]
     nullable = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)}
-    told = {name: kinds.get(name) or _kind_of(hint) for name, hint in hints.items()}
-    build = partial(cls, **dict.fromkeys(required & nullable))
-    return record(build, told, told.keys() - (required - nullable), is_open)
+    told = {name: (kinds or {}).get(name) or _kind_of(hint) for name, hint in hints.items()}
+    absent = dict.fromkeys(required & nullable)
+    return record(
+        lambda values: cls(**{**absent, **values}),
+        told,
+        told.keys() - (required - nullable),
+        is_open,
+    )
 
 
 def _has_no_default(one: Field[Any]) -> bool:

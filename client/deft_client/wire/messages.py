@@ -200,21 +200,17 @@ def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image]:
     return _IMAGES.read(entries, where, terms)
 
 
-def _build_request(
-    image: Image,
-    instruction: str,
-    state: NDArray[np.float32] | None = None,
-    cameras: Mapping[str, Image] | None = None,
-    **options: Any,
-) -> ActMessage:
-    options.pop("v", None)
-    wants_trace = options.pop("trace", False)
-    observation = Observation(image, instruction, cameras or {}, state)
-    return ActMessage(observation, ActOptions(want_trace=wants_trace, **options))
+def _build_request(values: Json) -> ActMessage:
+    cameras, state = values.get("cameras", {}), values.get("state")
+    options = {name: values[name] for name in OPTIONS if name in values and name != "trace"}
+    return ActMessage(
+        Observation(values["image"], values["instruction"], cameras, state),
+        ActOptions(want_trace=values.get("trace", False), **options),
+    )
 
 
-def _build_answer(v: int = VERSION, **parts: Any) -> ActionChunk:
-    return ActionChunk(**parts)
+def _build_answer(values: Json) -> ActionChunk:
+    return ActionChunk(**{name: value for name, value in values.items() if name != "v"})
 
 
 def _cameras_schema(limits: WireLimits) -> Json:
@@ -252,21 +248,20 @@ ANSWER = record(
             "float64", ("step", "action_dim"), lambda limits: limits.max_action_values
         ),
         "timings": record_of(StageTimings),
-        "trace": record_of(DecodeTrace, guard=SENTENCE, rule=SENTENCE),
+        "trace": record_of(DecodeTrace, {"guard": SENTENCE, "rule": SENTENCE}),
         "intervention": word(Intervention),
     },
     optional=("v", "timings", "trace", "intervention"),
 )
-RESET = record(lambda session_id: cast(str, session_id), {"session_id": NAME})
-_COUNT, _SIDE = whole(1, 65_536), whole(1, 65_536)
+RESET = record(lambda values: cast(str, values["session_id"]), {"session_id": NAME})
+_COUNT = whole(1, 65_536)
+_SAID = text(lambda _: 65_536)
+# Both are open to fields of later versions.
 INFO = record_of(
     ServerInfo,
-    is_open=True,  # to fields of later versions
-    action_dim=_COUNT, chunk_length=_COUNT, image_height=_SIDE, image_width=_SIDE,
-)  # fmt: skip
-_SAID = text(lambda _: 65_536)
-PROBLEM = record_of(
-    Problem,
+    dict.fromkeys(("action_dim", "chunk_length", "image_height", "image_width"), _COUNT),
     is_open=True,
-    **dict.fromkeys(("title", "detail", "type", "field", "request_id"), _SAID),
+)
+PROBLEM = record_of(
+    Problem, dict.fromkeys(("title", "detail", "type", "field", "request_id"), _SAID), is_open=True
 )
