@@ -9,7 +9,8 @@ import numpy as np
 import websockets.asyncio.client
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import msgpack_codec
+from deft_client.wire.messages import ActMessage
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def frame(size: int) -> Observation:
 
 
 def message(size: int, session_id: str | None = None) -> bytes:
-    return wire.encode_request(wire.ActMessage(frame(size), ActOptions(session_id=session_id)))
+    return msgpack_codec.encode_request(ActMessage(frame(size), ActOptions(session_id=session_id)))
 
 
 def http_request(body: bytes) -> bytes:

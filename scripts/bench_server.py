@@ -24,12 +24,12 @@ import psutil
 import websockets.sync.client
 
 from deft_client import ActionChunk, PolicyClient
+from deft_client.peers.msgpack_numpy import pack
 from deft_client.stream import StreamClient
 from deft_policies.base import ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import STANDARD_PROTOCOLS, create_app
 from deft_server.commands import serve
-from deft_server.compat.msgpack_numpy import pack
 from deft_server.settings import LogFormat, LogLevel, Settings
 from scripts import bench_load, bench_peers
 

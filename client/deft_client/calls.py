@@ -28,6 +28,7 @@ from deft_client.types import (
 )
 from deft_client.wire import json_codec as wire_json
 from deft_client.wire import msgpack_codec as wire
+from deft_client.wire.messages import ActMessage
 
 
 class ActingPolicy(Protocol):
@@ -84,7 +85,7 @@ def act_call(
     observation: Observation, options: ActOptions, settings: ClientSettings
 ) -> Call[ActionChunk]:
     """Send an observation, receive an action chunk."""
-    message = wire.ActMessage(observation, options)
+    message = ActMessage(observation, options)
     body = wire.encode_request(message, settings.image_encoding, settings.jpeg_quality)
     headers = {"content-type": wire.CONTENT_TYPE, "accept": wire.CONTENT_TYPE}
     request = HttpRequest("POST", ACT_PATH, body, headers)

@@ -19,19 +19,20 @@ from starlette.routing import BaseRoute
 
 from deft_client.errors import WireError
 from deft_client.image_chain import ImageChain
-from deft_client.types import ActionChunk
-from deft_client.wire.fields import WireLimits
-from deft_client.wire.messages import ActMessage
-from deft_policies.errors import PolicyError
-from deft_server.compat.frames import brief, read_name
-from deft_server.compat.json_numpy import (
+from deft_client.peers.openvla import (
     ActBody,
     NotAnObjectError,
     NotJsonError,
     decode_act_body,
     encode_reply,
+    oft_request,
+    openvla_request,
 )
-from deft_server.compat.observations import oft_request, openvla_request
+from deft_client.peers.values import read_name
+from deft_client.types import ActionChunk
+from deft_client.wire.fields import WireLimits
+from deft_client.wire.messages import ActMessage
+from deft_policies.errors import PolicyError
 from deft_server.compat.patience import act_patiently
 from deft_server.compat.profiles import (
     ACT_PROFILES,
@@ -157,7 +158,7 @@ def _legacy_error(error: Exception, request: Request) -> Response:
         return _json(json.dumps({"detail": [_detail(error)]}, separators=(",", ":")).encode(), 422)
     problem = describe(error, request)
     response = _json(b'"error"')
-    response.headers[REASON_HEADER] = brief(f"{problem.kind.status} {problem.detail}", 300)[1:-1]
+    response.headers[REASON_HEADER] = ascii(f"{problem.kind.status} {problem.detail}")[1:-1][:300]
     return response
 
 

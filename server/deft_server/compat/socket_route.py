@@ -16,22 +16,20 @@ from starlette.types import Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError, WireError
 from deft_client.image_chain import ImageChain
+from deft_client.peers.msgpack_numpy import PictureFoundError, pack, unpack
+from deft_client.peers.values import read_name
+from deft_client.peers.vla_eval import Message, MessageType, looks_like_message, read_message
 from deft_client.types import ActionChunk, ActOptions
+from deft_client.wire.fields import brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.dialects import (
-    Message,
-    MessageType,
     OpenpiDialect,
     VlaEvalDialect,
     action_message,
     error_message,
     first_frame,
-    looks_like_message,
-    read_message,
 )
-from deft_server.compat.frames import brief, read_name
-from deft_server.compat.msgpack_numpy import PictureFoundError, pack, unpack
 from deft_server.compat.patience import act_patiently
 from deft_server.compat.profiles import prepare
 from deft_server.errors import CallerGoneError, ServerError

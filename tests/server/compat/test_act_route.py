@@ -12,11 +12,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from deft_client.image_chain import ImageChain
+from deft_client.peers.openvla import decode_act_body
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
-from deft_server.compat.json_numpy import decode_act_body
 from deft_server.compat.profiles import ActProfile
 from deft_server.settings import Settings
-from tests.server.compat.captures import ActCapture, act_capture, act_captures
+from tests.client.peers.captures import ActCapture, act_capture, act_captures
 from tests.server.compat.fakes import ThreeDatasets, build_app
 
 JSON = {"content-type": "application/json"}

@@ -14,6 +14,7 @@ from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
 from deft_server.app import create_app
 from deft_server.compat.groot import GrootSocket, read_call, read_observations
 from deft_server.settings import Settings
+from tests.client.peers.mutations import mutate
 from tests.server.compat.fakes import ThreeDatasets
 from tests.server.compat.groot_messages import (
     FLAT,
@@ -21,7 +22,6 @@ from tests.server.compat.groot_messages import (
     OBSERVATION,
     packed,
 )
-from tests.server.compat.mutations import mutate
 from tests.server.running import running
 
 zmq = pytest.importorskip("zmq")

@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision
 from deft_server.app import create_app, peer_routes
+from tests.client.peers.captures import act_capture, act_captures
 from tests.golden import TINY_OPENVLA
-from tests.server.compat.captures import act_capture, act_captures
 
 MODEL_CASES = ["plain_extra_key", "encoded"]  # the pictures that are ours to keep
 

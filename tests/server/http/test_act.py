@@ -350,10 +350,10 @@ def test_messages_with_pictures_are_told_from_raw_ones():
     seen = Observation(frame(64).image, "lift", wrist, np.zeros(8, np.float32))
     for encoding in ImageEncoding:
         body = wire.encode_request(wire.ActMessage(seen), encoding)
-        assert has_pictures(wire.open_request(body)) == (encoding is not ImageEncoding.RAW)
+        assert has_pictures(wire.unpack(body)) == (encoding is not ImageEncoding.RAW)
     mixed = fields(cameras={"wrist": {"encoding": "png", "data": PNG}})
-    assert has_pictures(wire.open_request(msgpack.packb(mixed)))
-    assert not has_pictures(wire.open_request(msgpack.packb({"image": 3, "cameras": [1]})))
+    assert has_pictures(wire.unpack(msgpack.packb(mixed)))
+    assert not has_pictures(wire.unpack(msgpack.packb({"image": 3, "cameras": [1]})))
 
 
 def test_a_content_type_may_carry_parameters():

@@ -11,10 +11,10 @@ from deft_client.errors import (
     UnusableValueError,
     WireError,
 )
+from deft_client.peers.msgpack_numpy import pack, unpack
+from deft_client.peers.vla_eval import MessageType, looks_like_message, read_message
 from deft_client.wire.fields import WireLimits
-from deft_server.compat.dialects import MessageType, looks_like_message, read_message
-from deft_server.compat.msgpack_numpy import pack, unpack
-from tests.server.compat.captures import frame, frames
+from tests.client.peers.captures import frame, frames
 
 
 def ndarray(data: bytes, dtype: object, shape: object) -> bytes:

@@ -1,17 +1,17 @@
-"""Peers' camera frames, states and texts, checked and brought into the form of an Observation."""
+"""Peers' arrays, camera frames, states and texts, checked and brought into our own form."""
 
+from collections.abc import Mapping
 from itertools import chain, product
-from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
 from deft_client.types import Image
-from deft_client.wire.fields import WireLimits
+from deft_client.wire.arrays import array_over, read_shape
+from deft_client.wire.fields import NAME, SENTENCE, Terms, WireLimits, brief
 from deft_client.wire.images import check_image_size
-
-MAX_DIMENSIONS = 8
 
 # Every spelling numpy itself writes for booleans, integers and floats of up to eight bytes.
 _ONE_BYTE = ("|b1", "|i1", "|u1")
@@ -23,7 +23,7 @@ SAFE_DTYPES = {name: np.dtype(name) for name in chain(_ONE_BYTE, _WIDER)}
 SAFE_DTYPES |= {dtype.name: dtype for name, dtype in SAFE_DTYPES.items() if name[0] in "|<"}
 
 
-def safe_dtype(name: object, field: str) -> np.dtype[np.generic]:
+def safe_dtype(name: object, field: str) -> np.dtype[Any]:
     """Return the dtype of that name, if it is one of plain numbers."""
     known = SAFE_DTYPES.get(name) if isinstance(name, str) else None
     if known is None:
@@ -34,41 +34,14 @@ def safe_dtype(name: object, field: str) -> np.dtype[np.generic]:
     return known
 
 
-def safe_shape(shape: object, field: str) -> tuple[int, ...]:
-    """Return a shape whose entries are counts."""
-    if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMENSIONS:
-        raise UnusableValueError(
-            f"{field}.shape",
-            f"must be a list of at most {MAX_DIMENSIONS} counts, got {brief(shape)}",
-        )
-    if not all(type(length) is int and length >= 0 for length in shape):
-        raise UnusableValueError(f"{field}.shape", f"must hold counts only, got {brief(shape)}")
-    return tuple(shape)
-
-
-def build_array(data: object, dtype: object, shape: object, field: str) -> NDArray[np.generic]:
+def build_array(data: object, dtype: object, shape: object, field: str) -> NDArray[Any]:
     """Return a read-only array over bytes that must match dtype and shape exactly."""
     if not isinstance(data, bytes):
-        raise MalformedMessageError(f"{field}.data", f"must be bytes, got {type(data).__name__}")
+        raise MalformedMessageError(f"{field}.data", f"must be bytes, got {brief(data)}")
     kind = safe_dtype(dtype, field)
-    lengths = safe_shape(shape, field)
-    expected = prod(lengths) * kind.itemsize
-    if expected != len(data):
-        raise UnusableValueError(
-            field, f"{kind.name} {list(lengths)} takes {expected} bytes, got {len(data)}"
-        )
-    values: NDArray[np.generic] = np.frombuffer(data, kind)
-    if kind.kind == "b":  # any byte but 0 and 1 would be an invalid numpy boolean
-        values = values.view(np.uint8) != 0
-    return values.reshape(lengths)
-
-
-def brief(value: object, limit: int = 60) -> str:
-    """Return a value for an error message, cut to a readable length."""
-    if isinstance(value, str | bytes | list | tuple | dict):
-        value = value[:limit] if not isinstance(value, dict) else list(value)[:8]
-    text = ascii(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    values = array_over(data, kind, read_shape(shape, f"{field}.shape"), field)
+    # Any byte but 0 and 1 would be an invalid numpy boolean.
+    return values.view(np.uint8) != 0 if kind.kind == "b" else values
 
 
 _GREY_OR_COLOUR = (1, 2, 3, 4)  # grey, grey + alpha, RGB, RGB + alpha
@@ -93,16 +66,6 @@ def read_frame(value: object, field: str, limits: WireLimits) -> Image:
     return value if channels == 3 else np.ascontiguousarray(value[:, :, :3])
 
 
-def read_openpi_frame(value: object, field: str, limits: WireLimits) -> Image:
-    """Return a picture as openpi's transforms see it: floats in [0, 1] and channels first too."""
-    if isinstance(value, np.ndarray) and value.ndim == 3:
-        if value.dtype.kind == "f":
-            value = _from_unit_range(value, field)
-        if value.shape[0] == 3 and value.shape[2] != 3:
-            value = np.ascontiguousarray(np.moveaxis(value, 0, 2))
-    return read_frame(value, field, limits)
-
-
 def read_state(value: object, field: str, limits: WireLimits) -> NDArray[np.float32]:
     """Return a vector of finite numbers."""
     if not isinstance(value, np.ndarray) or value.ndim > 1 or value.dtype.kind not in "iuf":
@@ -118,37 +81,55 @@ def read_state(value: object, field: str, limits: WireLimits) -> NDArray[np.floa
     return state
 
 
+def read_actions(value: object, field: str, num_axes: int) -> NDArray[np.float64]:
+    """Return the finite actions of an answer."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+        raise UnusableValueError(field, f"not an array of numbers, but {brief(value)}")
+    if value.ndim != num_axes or not np.isfinite(value).all():
+        axes = "a vector" if num_axes == 1 else "[step, action_dim]"
+        raise UnusableValueError(field, f"not {axes} of finite numbers, but {list(value.shape)}")
+    return value.astype(np.float64)
+
+
 def read_text(value: object, field: str, limits: WireLimits) -> str:
     """Return the instruction."""
-    if not isinstance(value, str):
-        raise UnusableValueError(field, f"must be text, got {brief(value)}")
-    return _checked(value, field, limits.max_instruction_chars)
+    return SENTENCE.read(value, field, Terms(limits))
 
 
 def read_name(value: object, field: str, limits: WireLimits) -> str | None:
     """Return a short name, or None where there is none."""
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise UnusableValueError(field, f"must be text, got {brief(value)}")
-    return _checked(value, field, limits.max_name_chars)
+    return None if value is None else NAME.read(value, field, Terms(limits))
+
+
+def read_cameras(value: object, limits: WireLimits) -> dict[str, object]:
+    """Return a map of pictures by camera, the main one among them; none is decoded yet."""
+    if not isinstance(value, dict) or not value:
+        raise UnusableValueError("images", f"must be a map of pictures, got {brief(value)}")
+    check_camera_count(len(value), limits)
+    for name in value:
+        if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable():
+            raise UnusableValueError(
+                "images", f"a camera needs a printable name, got {brief(name)}"
+            )
+    return value
+
+
+def check_camera_count(count: int, limits: WireLimits, field: str = "images") -> None:
+    """Refuse more cameras than a main one and those that the limits allow."""
+    if count > limits.max_cameras + 1:
+        raise MessageTooLargeError(
+            field, f"{count} cameras; at most {limits.max_cameras + 1} are taken"
+        )
+
+
+def take(fields: Mapping[str, object], name: str) -> object:
+    """Return a field that must be there."""
+    if name not in fields:
+        raise missing(name, fields)
+    return fields[name]
 
 
 def missing(field: str, known: object) -> MalformedMessageError:
     """Return the complaint about a field that is not there."""
     names = ", ".join(map(str, list(known)[:12])) if isinstance(known, dict) else "nothing"
     return MalformedMessageError(field, f"missing; the message has {names or 'no fields'}")
-
-
-def _checked(text: str, field: str, max_chars: int) -> str:
-    if len(text) > max_chars:
-        raise MessageTooLargeError(field, f"{len(text)} characters; at most {max_chars} are taken")
-    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
-        raise UnusableValueError(field, "is not valid Unicode: it holds half a surrogate pair")
-    return text
-
-
-def _from_unit_range(value: NDArray[np.generic], field: str) -> NDArray[np.uint8]:
-    if not np.isfinite(value).all() or value.min(initial=0) < 0 or value.max(initial=0) > 1:
-        raise UnusableValueError(field, "a picture of floats must stay within [0, 1]")
-    return (255 * value.astype(np.float32)).astype(np.uint8)

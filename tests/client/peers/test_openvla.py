@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, WireError
-from deft_client.wire.fields import WireLimits
-from deft_server.compat.frames import SAFE_DTYPES
-from deft_server.compat.json_numpy import (
+from deft_client.peers.openvla import (
     NotAnObjectError,
     NotJsonError,
     decode_act_body,
     decode_json,
     encode_reply,
 )
-from tests.server.compat.captures import act_capture
+from deft_client.peers.values import SAFE_DTYPES
+from deft_client.wire.fields import WireLimits
+from tests.client.peers.captures import act_capture
 
 
 def marked(data: bytes, dtype: object, shape: object) -> dict[str, object]:

@@ -11,11 +11,24 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.types import ActOptions
-from deft_client.wire.form_codec import decode_form
+from deft_client.wire.messages import ActMessage
+from deft_server.http.forms import decode_form
 from tests.client.samples import frame, saved
 
 PNG = saved(PIL.Image.fromarray(frame()), "PNG")
 JPEG = saved(PIL.Image.fromarray(frame()), "JPEG")
+
+
+def read(texts: dict[str, str], files: dict[str, bytes]) -> ActMessage:
+    parts = [
+        (f'name="{name}"', text.encode("utf-8", "surrogateescape")) for name, text in texts.items()
+    ]
+    parts += [(f'name="{name}"; filename="x"', data) for name, data in files.items()]
+    body = b"".join(
+        b"--xyz\r\ncontent-disposition: form-data; " + head.encode() + b"\r\n\r\n" + data + b"\r\n"
+        for head, data in parts
+    )
+    return decode_form(body + b"--xyz--\r\n", "xyz")
 
 
 def test_a_form_carries_everything_a_message_does():
@@ -29,7 +42,7 @@ def test_a_form_carries_everything_a_message_does():
         "trace": "true",
         "state": "[0.5, 1]",
     }
-    message = decode_form(texts, {"image": PNG, "camera.wrist": JPEG})
+    message = read(texts, {"image": PNG, "camera.wrist": JPEG})
     np.testing.assert_array_equal(message.observation.image, frame())
     assert message.observation.cameras["wrist"].shape == frame().shape
     assert message.observation.instruction == "lift the cup"
@@ -39,7 +52,7 @@ def test_a_form_carries_everything_a_message_does():
 
 def test_options_left_empty_are_options_left_out():
     texts = {"instruction": "lift", "radius": "", "decoding": "", "deadline_ms": "", "trace": ""}
-    assert decode_form(texts, {"image": JPEG}).options == ActOptions()
+    assert read(texts, {"image": JPEG}).options == ActOptions()
 
 
 @pytest.mark.parametrize(
@@ -75,6 +88,6 @@ def test_options_left_empty_are_options_left_out():
 )
 def test_what_is_wrong_with_a_form_is_named(texts, files, kind, field):
     with pytest.raises(WireError) as caught:
-        decode_form(texts, files)
+        read(texts, files)
     assert isinstance(caught.value, kind)
     assert caught.value.field == field

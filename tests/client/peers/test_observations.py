@@ -4,18 +4,13 @@ import numpy as np
 import pytest
 
 from deft_client.errors import MessageTooLargeError, WireError
+from deft_client.peers.msgpack_numpy import unpack
+from deft_client.peers.openpi import openpi_request
+from deft_client.peers.openvla import decode_act_body, oft_request, openvla_request
+from deft_client.peers.vla_eval import read_message, vla_eval_request
 from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
 from deft_client.wire.fields import WireLimits
-from deft_server.compat.dialects import read_message
-from deft_server.compat.json_numpy import decode_act_body
-from deft_server.compat.msgpack_numpy import unpack
-from deft_server.compat.observations import (
-    oft_request,
-    openpi_request,
-    openvla_request,
-    vla_eval_request,
-)
-from tests.server.compat.captures import act_capture, act_captures, frame
+from tests.client.peers.captures import act_capture, act_captures, frame
 
 FRAME = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 
