@@ -9,7 +9,7 @@ import pytest
 from deft_client.libero.results.records import Outcome
 from tests.client.libero.kills import Scene, find_faults, torment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def _tiny_serve(port: int) -> list[str]:
