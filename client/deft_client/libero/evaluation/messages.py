@@ -42,10 +42,9 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """Play this episode. `number` makes the session of every try a new one."""
+    """Play this episode."""
 
     key: EpisodeKey
-    number: int
 
 
 @dataclass(frozen=True)
