@@ -21,10 +21,10 @@ import numpy as np
 
 from deft_client import ActOptions, Observation, PolicyClient
 from deft_client.libero.commands import evaluate as evaluate_command
-from deft_client.libero.report.summary import Summary, summarise
+from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import Interval
-from deft_client.libero.results.store import Run, load_run
+from deft_client.libero.results.store import RunResults, load_run
 from deft_policies.commands.act import load_image
 from scripts.local_server import local_server
 
@@ -43,17 +43,17 @@ class Played:
 
     decoding: str
     widened_cm: float
-    run: Run
+    run: RunResults
     cpu_ms: float
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> RunSummary:
         return summarise(self.run)
 
     @property
     def passes(self) -> float:
-        drafting = self.summary.drafting
-        return drafting.passes_per_action if drafting else float("nan")
+        speculation = self.summary.speculation
+        return speculation.passes_per_action if speculation else float("nan")
 
     @property
     def num_frozen(self) -> int:
@@ -130,7 +130,7 @@ def actions_per_s(url: str, decoding: str) -> float:
         return NUM_TIMED / (time.perf_counter() - started_s)
 
 
-def share_of_equal_episodes(one: Run, other: Run) -> float:
+def share_of_equal_episodes(one: RunResults, other: RunResults) -> float:
     """Episodes whose actions are the same to the last bit, of those that both runs have."""
     pairs = zip(one.records, other.records, strict=True)
     return float(np.mean([np.array_equal(a.actions, b.actions) for a, b in pairs]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; what is there when the block ends takes the place of `path`.
+    """A name beside `path` to write to; at the end, what is there takes the place of `path`.
 
     Readers, also those after a crash, see the old content or the new, never a part of it. If the
     block raises, the old content stays. The name is hidden and keeps the suffix of `path`.

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from PIL import Image as PillowImage
 
-from deft_client.libero.demonstrations.pool import end_with_parent
-from deft_client.libero.errors import SimulationError
-from deft_client.libero.results.errors import SelectionError
-from deft_client.libero.results.selection import parse_numbers
+from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.evaluation.selection import parse_numbers
+from deft_client.libero.processes import end_with_parent
 from deft_client.libero.simulator.assets import cache_folder, find_assets
 from deft_client.libero.simulator.assets_check import Problem, check_task
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action

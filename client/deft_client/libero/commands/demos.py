@@ -13,10 +13,9 @@ from deft_client.libero.demonstrations.pool import (
     missing_keys,
     record,
 )
-from deft_client.libero.errors import SimulationError
+from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.expert.motion import NoiseSettings
-from deft_client.libero.results.errors import SelectionError
-from deft_client.libero.results.selection import parse_numbers
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
 

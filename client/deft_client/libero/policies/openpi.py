@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError
-from deft_client.libero.results.errors import PeerAnswerError
+from deft_client.libero.errors import PeerAnswerError
 from deft_client.types import ActionChunk, Observation, StageTimings
 
 _NUMBERS = ("<f2", "<f4", "<f8", "<i4", "<i8")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deft_client.client import transport_error
 from deft_client.errors import Problem, problem_error
-from deft_client.libero.results.errors import PeerAnswerError
+from deft_client.libero.errors import PeerAnswerError
 from deft_client.types import ActionChunk, Observation, StageTimings
 
 _NUMBERS = ("<f2", "<f4", "<f8", "<i4", "<i8")

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
 from deft_client.image_chain import ImageChain
+from deft_client.libero.errors import PeerAnswerError, ProfileError
 from deft_client.libero.evaluation.episode import EpisodePolicy
-from deft_client.libero.results.errors import PeerAnswerError, ProfileError
 from deft_client.libero.simulator import conventions
 from deft_client.types import ActionChunk, Image, Observation, ServerInfo
 

@@ -16,6 +16,7 @@ from deft_client.errors import (
     NotReadyError,
     ServerUnreachableError,
 )
+from deft_client.libero.errors import PeerAnswerError, ProfileError
 from deft_client.libero.policies.openpi import OpenPiPolicy
 from deft_client.libero.policies.openvla import OftPolicy, OpenVlaPolicy, encode_array
 from deft_client.libero.policies.profiles import (
@@ -24,7 +25,6 @@ from deft_client.libero.policies.profiles import (
     check_chain,
     resize_with_pad,
 )
-from deft_client.libero.results.errors import PeerAnswerError, ProfileError
 from deft_client.types import Observation, ServerInfo
 from tests.client.libero.fakes import EchoPolicy
 

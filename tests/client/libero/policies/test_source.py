@@ -10,17 +10,14 @@ from deft_client.errors import (
     ServerUnreachableError,
     problem_error,
 )
-from deft_client.libero.evaluation.messages import Job, WorkerSettings
-from deft_client.libero.evaluation.player import Player
+from deft_client.libero.evaluation.player import Job, Player, WorkerSettings
 from deft_client.libero.evaluation.point_world import SUITE, find_suite, open_environment
 from deft_client.libero.policies.source import PolicySource, build_policy
-from deft_client.libero.results.records import EpisodeKey
+from deft_client.libero.results.records import TrialKey
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.settings import Retries
 from deft_client.types import Observation
 from tests.client.libero.tiny_server import tiny_server
-
-WORLD = "deft_client.libero.evaluation.point_world:open_environment"
 
 
 def test_an_episode_ends_where_its_connection_breaks() -> None:
@@ -64,9 +61,9 @@ def test_no_two_tries_share_a_session_even_if_their_folders_have_one_name(tmp_pa
         for parent in ("first", "second"):
             folder = tmp_path / parent / "point_world-lossless"
             source = PolicySource(server.url)
-            settings = WorkerSettings(folder, source, simulator=WORLD, step_limit=2)
+            settings = WorkerSettings(folder, source, simulator=SUITE, step_limit=2)
             player = Player(settings, lambda report: None)
-            player.play(Job(EpisodeKey(SUITE, 0, 0)))
+            player.play(Job(TrialKey(SUITE, 0, 0)))
             player.close()
         sessions = [request.options.session_id for request in server.requests]
     assert len(sessions) == 4

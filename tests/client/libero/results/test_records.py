@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.libero.results.errors import (
+from deft_client.libero.errors import (
     ResultsBusyError,
     ResultsDamagedError,
     ResultsError,
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 _FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from deft_client.libero.results.errors import ResultsWriteError
+from deft_client.libero.errors import ResultsWriteError
 from deft_client.libero.results.store import ResultsStore
 from tests.client.libero.episodes import header, record
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,7 +1,7 @@
 import numpy as np
 
+from deft_client.libero.simulator.init_states import Footprint, draw_shifts, footprint
 from deft_client.libero.simulator.scene import Box, Pose
-from deft_client.libero.simulator.widening import Footprint, draw_shifts, footprint
 
 
 def square(x: float, y: float, half: float = 0.03, movable: bool = True) -> Footprint:
