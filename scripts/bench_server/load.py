@@ -1,4 +1,4 @@
-"""Load for `bench_server`: raw requests over kept connections, to cost the client little."""
+"""Loads a server: raw requests over kept connections, to cost the client little."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ import numpy as np
 import websockets.asyncio.client
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire.msgpack_codec import ActMessage, encode_request
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def frame(size: int) -> Observation:
 
 
 def message(size: int, session_id: str | None = None) -> bytes:
-    return wire.encode_request(wire.ActMessage(frame(size), ActOptions(session_id=session_id)))
+    return encode_request(ActMessage(frame(size), ActOptions(session_id=session_id)))
 
 
 def http_request(body: bytes) -> bytes:
