@@ -28,7 +28,7 @@ from deft_client.libero.evaluation.selection import LIBERO
 from deft_client.libero.policies.profiles import (
     PROFILES,
     ClientChain,
-    Gripper,
+    GripperConvention,
     Profile,
     check_chain,
 )
@@ -126,7 +126,7 @@ def _add_policy(group: Group) -> None:
         help="what this side does to frames (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
-        "--gripper", choices=[one.value for one in Gripper],
+        "--gripper", choices=[one.value for one in GripperConvention],
         help="what the last number of an action means (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
@@ -212,7 +212,7 @@ def _profile(options: argparse.Namespace) -> Profile:
     if options.image_chain is not None:
         profile = replace(profile, client_chain=ClientChain(options.image_chain))
     if options.gripper is not None:
-        profile = replace(profile, gripper=Gripper(options.gripper))
+        profile = replace(profile, gripper=GripperConvention(options.gripper))
     if options.executed_steps is not None:
         profile = replace(profile, executed_steps=options.executed_steps)
     return profile
@@ -283,10 +283,10 @@ def _first_problem(runs: list[PlannedRun], play: Callable[[PlannedRun], int]) ->
 def _play(run: PlannedRun, options: EvaluationOptions) -> int:
     """Play what is missing of a run; return how many of its episodes Errored."""
     store = ResultsStore(run.settings.folder, run.header)
-    progress = ProgressLine(run.header.name, len(run.keys), sys.stderr)
     wanted = set(run.keys)
-    progress.resume(tuple(record for record in store.resumed if record.key in wanted))
     sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
+    progress = ProgressLine(run.header.name, len(wanted), sys.stderr)
+    progress.resume([record for record in store.resumed if record.key in wanted])
     limits = Limits(patience_s=options.patience_s)
     try:
         Evaluation(store, run.settings, progress, limits).play(run.keys, options.num_workers)

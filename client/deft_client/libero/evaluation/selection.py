@@ -56,8 +56,9 @@ def find_suite(simulator: str, name: str) -> Suite:
 
 def open_environment(simulator: str, task: Task, settings: EnvironmentSettings) -> Environment:
     """Build a task's environment."""
-    factory: Callable[[Task, EnvironmentSettings], Environment]
-    factory = load_function(simulator, "--environment")
+    factory: Callable[[Task, EnvironmentSettings], Environment] = load_function(
+        simulator, "--environment"
+    )
     return factory(task, settings)
 
 

@@ -9,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from deft_client.libero.errors import EvaluationError
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
 from deft_client.libero.report.summary import (
     RunSummary,
-    Speculation,
+    SpeculationSummary,
     Successes,
     summarise,
 )
@@ -28,6 +29,9 @@ from deft_client.libero.report.tables import (
 from deft_client.libero.results.records import STAGES, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.statistics import percentiles
 from deft_client.libero.results.store import RunResults
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 NUM_COLOURS = 6
 _NOTEWORTHY_LATE_SHARE = 0.05
@@ -101,22 +105,10 @@ def build_page(
     views: Sequence[View], compared: Sequence[Comparison], key: TrialKey | None = None
 ) -> str:
     """The whole page as HTML. `key` is the episode whose actions are drawn."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise EvaluationError('a report needs jinja2: pip install "deft-client[libero]"') from error
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("deft_client.libero.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters.update(tick=tick_text, interval=interval_text)
     timed = [view for view in views if view.summary.round_trip.count]
     drawn = _records_of(views, key or choose_episode(views))
     videos = _videos(views)
-    return templates.get_template("page.html").render(
+    return _load_template().render(
         views=views,
         suites=list(dict.fromkeys(view.run.header.suite for view in views)),
         days=sorted({view.run.header.created[:10] for view in views}),
@@ -142,6 +134,22 @@ def build_page(
         num_more_videos=len(videos) - _MAX_VIDEOS,
         provenance=_provenance(views),
     )
+
+
+def _load_template() -> "Template":
+    try:
+        import jinja2
+    except ImportError as error:
+        raise EvaluationError('a report needs jinja2: pip install "deft-client[libero]"') from error
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("deft_client.libero.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters.update(tick=tick_text, interval=interval_text)
+    return templates.get_template("page.html")
 
 
 def _badges(views: Sequence[View]) -> Iterator[str]:
@@ -220,7 +228,7 @@ def _over_time(views: Sequence[View]) -> LinePlot:
 
 
 def _by_position(views: Sequence[View]) -> BarPlot:
-    def bars(view: View, speculation: Speculation) -> Iterator[tuple[int, Bar]]:
+    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
         for position, spread in speculation.committed_by_position.items():
             hint = f"{view.name}: {spread.count} passes began at token {position}"
             yield position, Bar(spread.mean, f"{spread.mean:.1f}", view.style, hint)
@@ -230,7 +238,7 @@ def _by_position(views: Sequence[View]) -> BarPlot:
 
 
 def _by_accepted(views: Sequence[View]) -> BarPlot:
-    def bars(view: View, speculation: Speculation) -> Iterator[tuple[int, Bar]]:
+    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
         for length, count in speculation.accepted_counts.items():
             share = 100 * count / speculation.num_passes
             hint = f"{view.name}: {count} passes"
@@ -241,7 +249,7 @@ def _by_accepted(views: Sequence[View]) -> BarPlot:
 
 
 def _grouped(
-    views: Sequence[View], bars: Callable[[View, Speculation], Iterator[tuple[int, Bar]]]
+    views: Sequence[View], bars: Callable[[View, SpeculationSummary], Iterator[tuple[int, Bar]]]
 ) -> dict[str, list[Bar]]:
     """The bars of all runs by their number, in its order."""
     groups: dict[int, list[Bar]] = defaultdict(list)

@@ -62,7 +62,7 @@ class TaskSummary:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationSummary:
     """What speculation did, over all answers that came with a trace."""
 
     num_answers: int
@@ -101,7 +101,7 @@ class RunSummary:
     held_share: float  # of the steps
     late_share: float  # of the steps; the simulator's own slowness in real time
     control_rate: float  # fresh actions per second
-    speculation: Speculation | None  # None when no answer came with a trace
+    speculation: SpeculationSummary | None  # None when no answer came with a trace
 
     @property
     def is_real_time(self) -> bool:
@@ -170,7 +170,7 @@ def _control_rate(
     return 1000 * num_steps / spent_ms if spent_ms else 0.0
 
 
-def _speculation(answers: Sequence[AnswerRecord]) -> Speculation | None:
+def _speculation(answers: Sequence[AnswerRecord]) -> SpeculationSummary | None:
     traced = [answer for answer in answers if answer.accepted and answer.num_tokens]
     if not traced:
         return None
@@ -183,7 +183,7 @@ def _speculation(answers: Sequence[AnswerRecord]) -> Speculation | None:
             by_position[position].append(committed)
             accepted_counts[accepted] += 1
             position += committed
-    return Speculation(
+    return SpeculationSummary(
         num_answers=len(traced),
         num_passes=sum(len(answer.accepted) for answer in traced),
         num_tokens=sum(answer.num_tokens for answer in traced),

@@ -6,7 +6,7 @@ from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.errors import ProfileError, SelectionError
 from deft_client.libero.evaluation.runs import PlannedRun, choose_statistics_key, plan_runs
 from deft_client.libero.evaluation.selection import parse_numbers, select_episodes
-from deft_client.libero.policies.profiles import ClientChain, Gripper
+from deft_client.libero.policies.profiles import ClientChain, GripperConvention
 from deft_client.libero.simulator.suites import find_suite
 from tests.client.libero.tiny_server import INFO
 
@@ -72,7 +72,7 @@ def test_profiles_settle_conventions_and_options_override_them() -> None:
     )  # fmt: skip
     profile = run.settings.source.profile
     assert profile.client_chain is ClientChain.LIBERO_UNCROPPED
-    assert profile.gripper is Gripper.ROBOSUITE
+    assert profile.gripper is GripperConvention.ROBOSUITE
     assert run.settings.executed_steps == 2
 
 
