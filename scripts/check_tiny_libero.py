@@ -38,7 +38,7 @@ CPU_SECONDS = re.compile(rb"^process_cpu_seconds_total (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedRun:
     """One run, and the server's processor time for each of its actions."""
 
     decoding: str
@@ -87,7 +87,7 @@ def stands_still(record: EpisodeRecord) -> bool:
     return record.outcome is Outcome.FAILED and max(runs, default=0) >= STILL_STEPS
 
 
-def play(url: str, out: Path, decoding: str, widened_cm: float) -> Played:
+def play(url: str, out: Path, decoding: str, widened_cm: float) -> PlayedRun:
     """Play what is missing of a run; the processor time is that of its last playing."""
     folder = out / f"{decoding}-{widened_cm:g}cm"
     before_s = cpu_seconds(url)
@@ -106,7 +106,7 @@ def play(url: str, out: Path, decoding: str, widened_cm: float) -> Played:
     if not kept.exists():
         num_actions = sum(len(one.answers) for one in run.records)
         kept.write_text(json.dumps(1000 * spent_s / num_actions))
-    return Played(decoding, widened_cm, run, json.loads(kept.read_text()))
+    return PlayedRun(decoding, widened_cm, run, json.loads(kept.read_text()))
 
 
 def cpu_seconds(url: str) -> float:
@@ -137,7 +137,7 @@ def share_of_equal_episodes(one: RunResults, other: RunResults) -> float:
 
 
 def promises(
-    runs: Mapping[tuple[str, float], Played], rates: Mapping[str, float]
+    runs: Mapping[tuple[str, float], PlayedRun], rates: Mapping[str, float]
 ) -> Iterator[tuple[str, str, bool]]:
     """What must hold, the figure for it, and whether it does."""
     plain, lossless, deft = (runs[decoding, 0.0] for decoding in DECODINGS)
@@ -160,7 +160,7 @@ def promises(
         yield f"{one.decoding}: less processor time", told, one.cpu_ms < plain.cpu_ms
 
 
-def print_rows(runs: Sequence[Played]) -> None:
+def print_rows(runs: Sequence[PlayedRun]) -> None:
     """One row per run."""
     print("| decoding | moved by | succeeded | 95% | passes | CPU ms | frozen |")
     print("|---|---|---|---|---|---|---|")

@@ -194,10 +194,7 @@ def _frames() -> list[bytes]:
 def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]]]:
     act = [one.request for one in act_captures() if one.request]
     oft = [body.replace(b'"image"', b'"full_image"') for body in act]
-    own, own_json = (
-        msgpack_codec.encode_request(_own_message()),
-        json_codec.encode_request(_own_message()),
-    )
+    own, own_json = (codec.encode_request(_own_message()) for codec in (msgpack_codec, json_codec))
     sockets = lambda path, greets: lambda url: _websocket(url, path, greets)  # noqa: E731
     return {
         "POST /v1/act, msgpack": (

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from deft_client.errors import (
     AnswerTimeoutError,
     DeftError,
+    OverloadedError,
     ProblemError,
     TransportError,
     problem_error,
@@ -139,6 +140,8 @@ def next_pause_s(failure: DeftError, attempt: int, retries: Retries) -> float | 
     A request that timed out is not made again: the server may still be at work on it.
     """
     if attempt >= retries.attempts or isinstance(failure, AnswerTimeoutError):
+        return None
+    if retries.only_when_overloaded and not isinstance(failure, OverloadedError):
         return None
     if isinstance(failure, ProblemError):
         if failure.status not in RETRIED_STATUS:

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, whatever happens while they are written."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,22 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         beside.unlink(missing_ok=True)
     sync(path.parent)
+
+
+@contextmanager
+def creating(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to fill; when the block ends it takes the name, which must be free.
+
+    If the block raises, nothing is left.
+    """
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)  # of a killed process that had our id
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -20,7 +20,7 @@ _HEADS = "deft_draft_training.heads."
 _POLICY = "deft_draft_training.policy."
 COMMANDS = {
     "record": Command(_HEADS + "record", "a target's features over demonstrations or recordings"),
-    "fit": Command(_HEADS + "command_fit", "fit a draft head to recorded or live features"),
+    "fit": Command(_HEADS + "fit", "fit a draft head to recorded or live features"),
     "evaluate": Command(_HEADS + "evaluate", "judge draft heads on held-out episodes"),
     "export": Command(_HEADS + "export", "write a fitted head as the server loads it"),
     "policy": Command(_POLICY + "prepare", "clone demonstrations into a small OpenVLA"),

@@ -91,7 +91,7 @@ class Evaluation:
             if self._pending:
                 key = self._pending.pop(self._choose(worker, pool))
                 self._tries[key] += 1
-                pool.assign(worker, Job(key, self._tries[key]))
+                pool.assign(worker, Job(key))
 
     def _choose(self, worker: Worker, pool: WorkerPool) -> int:
         """The next episode of the task the worker has open; else of one nobody has open."""

@@ -1,6 +1,7 @@
 """Plays episodes inside a worker process: what it is told, and what it reports back."""
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -67,10 +68,9 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """Play this episode. `number` makes the session of every try a new one."""
+    """Play this episode."""
 
     key: TrialKey
-    number: int
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,14 @@ class Player:
         settings = self._settings
         task = selection.find_suite(settings.simulator, job.key.suite).task(job.key.task)
         if self._environment is None or self._policy is None or self._environment.task != task:
-            self._close()
+            self.close()
             opened = selection.open_environment(settings.simulator, task, settings.environment)
             self._environment = opened
             self._policy = build_policy(settings.source, opened)
         return self._environment, self._policy
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the environment and the connection; the next episode opens its own."""
         if self._policy is not None:
             self._policy.close()
         if self._environment is not None:
@@ -174,10 +175,11 @@ class Player:
 
     def _plan(self, job: Job) -> EpisodePlan:
         settings, key = self._settings, job.key
+        episode = f"{settings.folder.name}-{key.suite}-{key.task}-{key.trial}"
         return EpisodePlan(
             trial=key.trial,
             step_limit=settings.step_limit,
-            session_id=f"{settings.folder.name}-{key.suite}-{key.task}-{key.trial}-{job.number}",
+            session_id=f"{episode}-{uuid.uuid4().hex[:12]}",  # no two tries share one
             executed_steps=settings.executed_steps,
             seed=settings.seed,
             keeps_images=settings.video is not VideoChoice.NONE,

@@ -75,8 +75,11 @@ def _build_peer(source: PolicySource) -> EpisodePolicy:
         return OftPolicy(source.url, None, answer_s)
     if source.profile.protocol is Protocol.OPENPI:
         return OpenPiPolicy(source.url, answer_s, source.settings.api_key)
+    # An episode whose connection broke is played again: frames of its session may be lost, or two.
+    retries = replace(source.settings.retries, only_when_overloaded=True)
     client_class = StreamClient if source.stream else PolicyClient
-    return DeftPolicy(client_class(source.url, source.settings), source.options)
+    client = client_class(source.url, replace(source.settings, retries=retries))
+    return DeftPolicy(client, source.options)
 
 
 def describe_server(source: PolicySource) -> ServerInfo | None:

@@ -1,4 +1,4 @@
-"""Load for `bench_server`: raw requests over kept connections, to cost the client little."""
+"""Loads a server: raw requests over kept connections, to cost the client little."""
 
 import asyncio
 import time
@@ -9,8 +9,8 @@ import numpy as np
 import websockets.asyncio.client
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
+from deft_client.wire.msgpack_codec import encode_request
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def frame(size: int) -> Observation:
 
 
 def message(size: int, session_id: str | None = None) -> bytes:
-    return msgpack_codec.encode_request(ActMessage(frame(size), ActOptions(session_id=session_id)))
+    return encode_request(ActMessage(frame(size), ActOptions(session_id=session_id)))
 
 
 def http_request(body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The least that a peer's server takes here, for `bench_server` to compare with.
+"""The least that a peer's server takes here, to compare with.
 
 Both have the peers' architecture and none of its checks: OpenVLA's `deploy.py` is FastAPI with a
 body of JSON and json_numpy's encoding, openpi's server is `websockets` with msgpack.
@@ -30,7 +30,7 @@ _SIZE = 256
 @contextmanager
 def peer(kind: str) -> Iterator[int]:
     """Run one of the two in a process of its own; yield its port."""
-    command = [sys.executable, "-m", "scripts.bench_peers", kind]
+    command = [sys.executable, "-m", "scripts.bench_server.peers", kind]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:

@@ -31,7 +31,16 @@ from deft_policies.constant import ConstantPolicy
 from deft_server.app import STANDARD_PROTOCOLS, create_app
 from deft_server.commands import serve
 from deft_server.settings import LogFormat, LogLevel, Settings
-from scripts import bench_load, bench_peers
+from scripts.bench_server.load import (
+    Load,
+    frame,
+    http_request,
+    message,
+    open_loop,
+    sequential,
+    sessions,
+)
+from scripts.bench_server.peers import FASTAPI, WEBSOCKETS, openvla_body, peer
 
 SIZE = 256  # pixels: 196,608 bytes a frame
 POLICY_MS = 20.0
@@ -149,12 +158,12 @@ def added_line(what: str, took_ms: np.ndarray, median_ms: float, p99_ms: float) 
 
 
 def bench_added(_: argparse.Namespace) -> list[Result]:
-    observation, body = bench_load.frame(SIZE), bench_load.message(SIZE)
-    legacy_body = bench_peers.openvla_body(observation.image, observation.instruction)
+    observation, body = frame(SIZE), message(SIZE)
+    legacy_body = openvla_body(observation.image, observation.instruction)
     openpi_body = pack({"observation/image": observation.image, "prompt": "lift the cup"})
-    with bench_peers.peer(bench_peers.WEBSOCKETS) as port:
+    with peer(WEBSOCKETS) as port:
         bare = time_stream(f"ws://127.0.0.1:{port}/", openpi_body, greets=False)
-    with bench_peers.peer(bench_peers.FASTAPI) as port:
+    with peer(FASTAPI) as port:
         peers_act = time_posts(port, "/act", legacy_body, "application/json")
     with serving("constant") as server:
         stream = time_stream(f"ws://127.0.0.1:{server.port}/v1/stream", body, greets=False)
@@ -226,7 +235,7 @@ def bench_health(_: argparse.Namespace) -> list[Result]:
                 using.getresponse().read()
 
             idle = times_ms(get, 100)
-            request = bench_load.http_request(bench_load.message(SIZE))
+            request = http_request(message(SIZE))
             with socket.create_connection(("127.0.0.1", server.port)) as caller:
                 caller.sendall(request)
                 time.sleep(0.01)
@@ -277,21 +286,21 @@ def bench_sessions(options: argparse.Namespace) -> list[Result]:
     ]
 
 
-def run_sessions(server: Server, count: int, seconds: float) -> list[bench_load.Load]:
-    bodies = [bench_load.message(SIZE, f"robot-{number}") for number in range(count)]
-    return asyncio.run(bench_load.sessions(server.port, bodies, seconds))
+def run_sessions(server: Server, count: int, seconds: float) -> list[Load]:
+    bodies = [message(SIZE, f"robot-{number}") for number in range(count)]
+    return asyncio.run(sessions(server.port, bodies, seconds))
 
 
 def bench_overload(options: argparse.Namespace) -> list[Result]:
     max_batch = 2
     capacity_per_s = max_batch * 1000 / POLICY_MS
-    request = bench_load.http_request(bench_load.message(64))
+    request = http_request(message(64))
     with serving("sleeping", max_batch=max_batch) as server:
-        unloaded = asyncio.run(bench_load.sequential(server.port, request, 200)).took_ms(200)
+        unloaded = asyncio.run(sequential(server.port, request, 200)).took_ms(200)
         memory = asyncio.run(watched(server, request, 3 * capacity_per_s, options.seconds))
         load, resident_mb = memory
         time.sleep(max(0.0, 2.0 - load.replies[-1].took_s))
-        recovered = asyncio.run(bench_load.sequential(server.port, request, 50)).took_ms(200)
+        recovered = asyncio.run(sequential(server.port, request, 50)).took_ms(200)
     accepted, refused = load.took_ms(200), load.took_ms(429)
     others = len(load.replies) - len(accepted) - len(refused)
     p99, unloaded_p99 = np.percentile(accepted, 99), np.percentile(unloaded, 99)
@@ -329,7 +338,7 @@ def bench_overload(options: argparse.Namespace) -> list[Result]:
 
 async def watched(
     server: Server, request: bytes, rate_per_s: float, seconds: float
-) -> tuple[bench_load.Load, list[float]]:
+) -> tuple[Load, list[float]]:
     """Run the overload and take the server's memory every second."""
     resident_mb = []
 
@@ -339,7 +348,7 @@ async def watched(
             await asyncio.sleep(1)
 
     watcher = asyncio.create_task(watch())
-    load = await bench_load.open_loop(server.port, request, rate_per_s, seconds)
+    load = await open_loop(server.port, request, rate_per_s, seconds)
     watcher.cancel()
     return load, resident_mb
 
@@ -354,7 +363,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m scripts.bench_server", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--seconds", type=float, default=60, help="length of the overload [60]")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
