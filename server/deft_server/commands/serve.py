@@ -22,7 +22,6 @@ from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
 from deft_server.commands.logs import start_logging
 from deft_server.commands.settings_sources import read_command
 from deft_server.http.http_protocol import build_protocol
-from deft_server.http.websocket_protocol import FrameSocketProtocol
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import Phase
 from deft_server.serving.service import Service
@@ -134,7 +133,7 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         http=build_protocol(settings.header_timeout_s),
-        ws=FrameSocketProtocol,
+        ws="websockets-sansio",
         log_config=None,
         access_log=False,
         server_header=False,
