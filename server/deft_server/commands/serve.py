@@ -18,7 +18,7 @@ from enum import IntEnum
 import uvicorn
 
 from deft_policies.errors import PolicyError
-from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
+from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import start_logging
 from deft_server.commands.settings_sources import read_command
 from deft_server.http.http_protocol import build_protocol
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     )
     try:
         command = read_command(parser, arguments, os.environ)
-        code = run(create_app(command.load, command.settings, STANDARD_PROTOCOLS))
+        code = run(create_app(command.load, command.settings))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS

@@ -7,7 +7,6 @@ what it looks for. With the header `X-Deft-Errors: problem` it gets a real statu
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,6 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
 
 from deft_client.errors import WireError
 from deft_client.image_chain import ImageChain
@@ -33,24 +31,19 @@ from deft_server.compat.json_numpy import (
 )
 from deft_server.compat.observations import oft_request, openvla_request
 from deft_server.compat.patience import act_patiently
-from deft_server.compat.profiles import (
-    ACT_PROFILES,
-    ActProfile,
-    in_convention,
-    prepare,
-)
+from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of
-from deft_server.http.plain_route import PlainRoute
 from deft_server.http.problems import describe
+from deft_server.http.routes import PlainRoute
 from deft_server.serving.service import Service
+from deft_server.settings import ActProfile, Settings
 
 
-def build_config_routes(service: Service) -> Sequence[BaseRoute]:
-    """Return the route around a service."""
+def build_config_router(settings: Settings) -> APIRouter:
+    """Return the route that tells how frames are batched."""
     router = APIRouter()
-    settings = service.settings
 
     async def config(request: Request) -> JSONResponse:
         """Show the batching settings; an attempt to change them is refused with the reason."""
@@ -69,7 +62,7 @@ def build_config_routes(service: Service) -> Sequence[BaseRoute]:
         return JSONResponse({"applied": {}, "config": current})
 
     router.add_api_route("/config", config, methods=["GET"])
-    return router.routes
+    return router
 
 
 PATH = "/act"
@@ -81,7 +74,7 @@ _ECHOED_CHARS = 200
 _READERS = {ActProfile.OPENVLA: openvla_request, ActProfile.OFT: oft_request}
 
 
-def build_routes(service: Service) -> Sequence[BaseRoute]:
+def build_peer_act_route(service: Service) -> PlainRoute:
     """Return the route around a service."""
     limits = service.settings.wire_limits
     profile, chain = service.settings.profile, service.settings.act_image_chain
@@ -119,7 +112,7 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
                 raise
             return _legacy_error(error, request)
 
-    return [PlainRoute(PATH, act, methods=["POST"])]
+    return PlainRoute(PATH, act, methods=["POST"])
 
 
 class _NoBodyError(NotAnObjectError):

@@ -46,10 +46,9 @@ _ENDED_EPISODE = pack({"status": "reset successful"})
 _KNOWN = (WireError, PolicyError, ServerError)
 
 
-def build_routes(service: Service) -> list[WebSocketRoute]:
+def build_socket_route(service: Service) -> WebSocketRoute:
     """Return the route around a service."""
-
-    return [WebSocketRoute("/", _Socket(service))]
+    return WebSocketRoute("/", _Socket(service))
 
 
 class _Socket:

@@ -37,7 +37,7 @@ _HEADERS = {
 }
 
 
-def build_routes(service: Service) -> list[BaseRoute]:
+def build_page_routes(service: Service) -> list[BaseRoute]:
     """Return the routes around a service."""
     feed = Feed(service)
     static = _load_static()

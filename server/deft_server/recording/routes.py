@@ -2,27 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from starlette.routing import BaseRoute
 
 from deft_client.errors import MalformedMessageError, UnusableValueError
 from deft_server.http.gate import ADMIN_PREFIX
-from deft_server.recording.files import RecordingRules
-from deft_server.recording.writer import Recording, RecordingMetrics
-from deft_server.serving.service import Service
-from deft_server.settings import SettingsError
+from deft_server.recording.writer import Recording
 
 
-def build_routes(service: Service) -> Sequence[BaseRoute]:
-    """Return the routes around a service; with `record` set, it records from the start."""
-    recording = _build_recording(service)
-    if recording is not None:
-        service.on_start.append(recording.start)
-        service.on_close.append(recording.stop)
+def build_recording_router(recording: Recording | None) -> APIRouter:
+    """Return the routes around a recording, or those that say how to have one."""
     router = APIRouter()
 
     def told() -> JSONResponse:
@@ -48,25 +39,7 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
     path = f"{ADMIN_PREFIX}/recording"
     router.add_api_route(path, status, methods=["GET"])
     router.add_api_route(path, switch, methods=["POST"])
-    return router.routes
-
-
-def _build_recording(service: Service) -> Recording | None:
-    settings = service.settings
-    if settings.record is None:
-        return None
-    rules = RecordingRules(
-        directory=settings.record,
-        encoding=settings.record_frames,
-        max_total_bytes=settings.record_max_bytes,
-        min_free_bytes=settings.record_min_free_bytes,
-    )
-    try:
-        settings.record.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"cannot record to {settings.record}: {error}") from error
-    metrics = RecordingMetrics(service.metrics.registry)
-    return Recording(rules, service.events, metrics, lambda: service.info)
+    return router
 
 
 def _wanted(body: bytes) -> bool:

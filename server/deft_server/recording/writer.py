@@ -22,12 +22,9 @@ from deft_server.recording.files import (
     RecordingRules,
     TimedStep,
 )
-from deft_server.serving.events import (
-    Event,
-    EventBus,
-    FinishedAction,
-    SessionEnded,
-)
+from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
+from deft_server.serving.service import Service
+from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -178,3 +175,22 @@ def _job_of(event: Event) -> TimedStep | EpisodeKey | None:
     step = RecordedStep(event.step, 0.0, event.observation, event.options, event.chunk)
     key = EpisodeKey(event.caller, event.session_id or "")
     return TimedStep(key, step, time.time(), time.monotonic())
+
+
+def build_recording(service: Service) -> Recording | None:
+    """Return what `record` asks for; raise `SettingsError` where the directory cannot be used."""
+    settings = service.settings
+    if settings.record is None:
+        return None
+    rules = RecordingRules(
+        directory=settings.record,
+        encoding=settings.record_frames,
+        max_total_bytes=settings.record_max_bytes,
+        min_free_bytes=settings.record_min_free_bytes,
+    )
+    try:
+        settings.record.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"cannot record to {settings.record}: {error}") from error
+    metrics = RecordingMetrics(service.metrics.registry)
+    return Recording(rules, service.events, metrics, lambda: service.info)

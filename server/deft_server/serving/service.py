@@ -7,7 +7,6 @@ exceptions they raise (see `errors`) into its own way of saying so.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -22,7 +21,6 @@ from deft_client.types import (
 from deft_policies.base import ActRequest, Policy
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.serving import request_ids
 from deft_server.serving.access import Access, Caller
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
@@ -34,8 +32,6 @@ from deft_server.serving.scheduler import Answered, Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.serving.waiting_line import Ticket
 from deft_server.settings import Fallback, Settings
-
-Describe = Callable[[ServerInfo], Mapping[str, str]]
 
 
 class _InHand:
@@ -64,11 +60,7 @@ class Service:
         self.readiness = Readiness()
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
         self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
-        self.decoder = FrameDecoder(settings.wire_limits)
         self._in_hand = _InHand()
-        self.on_start: list[Callable[[], None]] = []
-        self.on_close: list[Callable[[], None]] = []  # called on a thread, may block
-        self.describers: list[Describe] = []  # what protocols add to the details of `info`
         self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
@@ -86,10 +78,7 @@ class Service:
     def info(self) -> ServerInfo:
         """What is served, or `NotReadyError`."""
         info = self.policy.info
-        details = dict(info.details)
-        for describe in self.describers:
-            details |= describe(info)
-        return replace(info, versions={**self._versions, **info.versions}, details=details)
+        return replace(info, versions={**self._versions, **info.versions})
 
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
@@ -145,10 +134,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
-        self.decoder.warm_up()
         self.scheduler.start()
-        for start in self.on_start:
-            start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more frames and finish those in hand; return whether all were finished."""
@@ -161,10 +147,7 @@ class Service:
     async def close(self) -> None:
         """Refuse what is left and end the threads."""
         self.readiness.enter(Phase.DRAINING)
-        self.decoder.close()
         await self.scheduler.close()
-        for close in self.on_close:
-            await asyncio.to_thread(close)
 
     def reset_all(self) -> int:
         """End every session of every caller; returns how many there were."""

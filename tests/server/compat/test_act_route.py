@@ -14,8 +14,7 @@ from fastapi.testclient import TestClient
 from deft_client.image_chain import ImageChain
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
 from deft_server.compat.json_numpy import decode_act_body
-from deft_server.compat.profiles import ActProfile
-from deft_server.settings import Settings
+from deft_server.settings import ActProfile, Settings
 from tests.server.compat.captures import ActCapture, act_capture, act_captures
 from tests.server.compat.fakes import ThreeDatasets, build_app
 
