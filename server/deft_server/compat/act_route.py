@@ -8,7 +8,6 @@ import asyncio
 import json
 import time
 from dataclasses import replace
-from functools import partial
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -30,8 +29,7 @@ from deft_server.compat.json_numpy import (
     encode_reply,
 )
 from deft_server.compat.observations import oft_request, openvla_request
-from deft_server.compat.patience import act_patiently
-from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare
+from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of
@@ -90,10 +88,10 @@ def build_peer_act_route(service: Service) -> PlainRoute:
             message = await asyncio.to_thread(prepare, message, chain, size)
         options = replace(message.options, session_id=session)
         caller = caller_of(request.scope)
-        # A client that understands a status can try again itself.
-        ask = service.act if _wants_problems(request) else partial(act_patiently, service)
+        if not _wants_problems(request):  # a client that understands a status tries again itself
+            caller = staying(caller)
         chunk = await CallerWatch(request.receive).run(
-            ask(message.observation, options, caller, arrived_s),
+            service.act(message.observation, options, caller, arrived_s),
             service.scheduler.answers_at_once,
         )
         return _reply(chunk, profile, parsed.is_encoded)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from deft_client.image_chain import ImageChain
 from deft_client.types import ServerInfo
 from deft_client.wire.messages import ActMessage
+from deft_server.serving.access import Caller
 from deft_server.settings import ActProfile, Settings
 
 
@@ -89,6 +90,18 @@ def conventions(settings: Settings, info: ServerInfo) -> dict[str, str]:
     return {
         profile.name: profile.sentence(chain, info.image_chain) for profile, chain in chains.items()
     }
+
+
+_STAYS_S = 10.0
+
+
+def staying(caller: Caller) -> Caller:
+    """Return a caller whose frames wait where others are told to try again.
+
+    Peers' clients know nothing of 429. Those of `POST /act` name no session, so that a busy server
+    takes each of their frames for a newcomer's.
+    """
+    return replace(caller, stays_s=_STAYS_S)
 
 
 def prepare(message: ActMessage, chain: ImageChain, size: int) -> ActMessage:

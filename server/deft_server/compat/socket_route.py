@@ -32,8 +32,7 @@ from deft_server.compat.dialects import (
 )
 from deft_server.compat.frames import brief, read_name
 from deft_server.compat.msgpack_numpy import PictureFoundError, pack, unpack
-from deft_server.compat.patience import act_patiently
-from deft_server.compat.profiles import prepare
+from deft_server.compat.profiles import prepare, staying
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of
@@ -79,7 +78,7 @@ class _Connection:
         self._raw_send = send
         self._watch = CallerWatch(receive)
         self._limits = service.settings.wire_limits
-        self._caller: Caller = caller_of(scope)
+        self._caller: Caller = staying(caller_of(scope))
         self._session_id = f"socket-{uuid.uuid4().hex[:12]}"
         self._openpi = OpenpiDialect(self._limits)
         self._vla_eval = VlaEvalDialect(self._limits)
@@ -172,10 +171,8 @@ class _Connection:
             size = self._service.info.image_height
             message = await asyncio.to_thread(prepare, message, chain, size)
         is_quick = self._service.scheduler.answers_at_once
-        asking = act_patiently(
-            self._service, message.observation, self._options, self._caller, arrived_s
-        )
-        return await self._watch.run(asking, is_quick)
+        act = self._service.act(message.observation, self._options, self._caller, arrived_s)
+        return await self._watch.run(act, is_quick)
 
     def _read_options(self) -> ActOptions:
         query = self._connection.query_params

@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
 
 
 class TokenBucket:
-    """Allows `rate_per_s` on average, and `burst` at once."""
+    """Allows `rate_per_s` on average, and `burst` at once. Tokens may be taken ahead of time."""
 
     def __init__(self, rate_per_s: float, burst: float) -> None:
         self._rate_per_s = rate_per_s
@@ -31,16 +31,16 @@ class TokenBucket:
         self._tokens = self._burst
         self._filled_s: float | None = None
 
-    def take(self, now_s: float) -> float:
-        """Take one token and return 0, or return the seconds until there is one."""
+    def take(self, now_s: float, most_wait_s: float = 0.0) -> float:
+        """Return the seconds until there is a token, which is taken if that is not too long."""
         if self._filled_s is not None:
             gained = max(0.0, now_s - self._filled_s) * self._rate_per_s
             self._tokens = min(self._burst, self._tokens + gained)
         self._filled_s = now_s
-        if self._tokens >= 1:
+        wait_s = max(0.0, (1 - self._tokens) / self._rate_per_s)
+        if wait_s <= most_wait_s:
             self._tokens -= 1
-            return 0.0
-        return (1 - self._tokens) / self._rate_per_s
+        return wait_s
 
 
 if sys.version_info >= (3, 11):
@@ -64,10 +64,8 @@ class Caller:
     address: str = ""
     rate_per_s: float | None = None
     burst: float | None = None
+    stays_s: float = 0.0  # how long its frames wait where others are told to try again
     fingerprint: str = ""  # of the key, so that a key taken out of the file stops working at once
-
-
-ANONYMOUS = Caller()
 
 
 class KeyFileError(Exception):
@@ -180,17 +178,18 @@ class Access:
         if not caller.is_admin:
             raise ForbiddenError("needs a key marked `admin = true` in the server's key file")
 
-    def admit_frame(self, caller: Caller, now_s: float) -> None:
-        """Count one frame of a caller; raise `OverloadedError` if that is one too many.
+    def admit_frame(self, caller: Caller, now_s: float) -> float:
+        """Count one frame of a caller, and return the seconds it must wait for its turn.
 
-        Raises `MissingKeyError` if the caller's key was taken out of the file since it connected.
+        Raises `OverloadedError` if that is longer than the caller's frames stay, and
+        `MissingKeyError` if the caller's key was taken out of the file since it connected.
         """
         if self._path is not None:
             self._reload_if_changed(self._path)
-            caller = self._still_known(caller)
+            caller = replace(self._still_known(caller), stays_s=caller.stays_s)
         rate_per_s = caller.rate_per_s or self._default_rate_per_s
         if rate_per_s is None:
-            return
+            return 0.0
         owner = (caller.name, caller.address, rate_per_s)
         bucket = self._buckets.get(owner)
         if bucket is None:
@@ -198,11 +197,12 @@ class Access:
                 self._buckets.clear()
             bucket = TokenBucket(rate_per_s, caller.burst or rate_per_s)
             self._buckets[owner] = bucket
-        wait_s = bucket.take(now_s)
-        if wait_s > 0:
+        wait_s = bucket.take(now_s, caller.stays_s)
+        if wait_s > caller.stays_s:
             raise OverloadedError(
                 f"{caller.name} may send {rate_per_s:g} frames per second", wait_s
             )
+        return wait_s
 
     def _still_known(self, caller: Caller) -> Caller:
         for entry in self._entries:

@@ -26,9 +26,9 @@ from deft_server.serving.metrics import Metrics
 from deft_server.serving.policy_thread import Finished, LoadPolicy, PolicyThread
 from deft_server.serving.readiness import Phase, Readiness
 from deft_server.serving.waiting_line import (
+    Admission,
     LineRules,
     Ticket,
-    Verdict,
     WaitingLine,
 )
 from deft_server.settings import OnHang, Settings
@@ -117,15 +117,12 @@ class Scheduler:
         if self.answers_at_once:
             return self._answer_here(request, ticket)
         frame = self._join(request, ticket)
-        timer = None
-        if ticket.deadline_s < math.inf:
-            left_s = max(0.0, ticket.deadline_s - time.monotonic())
-            timer = self._loop.call_later(left_s, self._miss, frame)
+        timers = self._timers(frame)
         self._pump()
         try:
             return await frame.answer
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             self._leave(frame)
 
@@ -189,7 +186,7 @@ class Scheduler:
         """Answer on the event loop, where the policy says that this takes no time."""
         assert self.policy is not None
         if ticket.deadline_s <= time.monotonic():
-            raise self._refusal(Verdict.TOO_LATE, ticket.deadline_s)
+            raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
         started_s = time.perf_counter()
         attempts = answer_batch(self.policy, (request,))
         self._note(attempts, 1, time.perf_counter() - started_s)
@@ -201,12 +198,12 @@ class Scheduler:
     def _join(self, request: ActRequest, ticket: Ticket) -> _Frame:
         now_s = time.monotonic()
         offer = self._line.offer(ticket, now_s)
-        if offer.verdict is not Verdict.WAITS:
-            raise self._refusal(offer.verdict, now_s)
+        if offer.admission is not Admission.WAITS:
+            raise self._refusal(offer.admission, now_s)
         if offer.superseded is not None:
             self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
-        if offer.crowded_out is not None:
-            self._fail(offer.crowded_out, self._refusal(Verdict.FULL, now_s))
+        if offer.displaced is not None:
+            self._fail(offer.displaced, self._refusal(Admission.FULL, now_s))
         frame = _Frame(ticket, request, self._loop.create_future(), now_s)
         self._frames[ticket.number] = frame
         return frame
@@ -215,8 +212,8 @@ class Scheduler:
         if self._frames.pop(frame.ticket.number, None) is not None:
             self._line.withdraw(frame.ticket.number)
 
-    def _refusal(self, verdict: Verdict, now_s: float) -> RefusedFrameError:
-        if verdict is Verdict.TOO_LATE:
+    def _refusal(self, admission: Admission, now_s: float) -> RefusedFrameError:
+        if admission is Admission.TOO_LATE:
             return DeadlineError("cannot be answered in time; nothing was computed")
         retry_after_s = self._line.clears_in_s(now_s)
         return OverloadedError(
@@ -224,8 +221,25 @@ class Scheduler:
             retry_after_s,
         )
 
+    def _timers(self, frame: _Frame) -> list[asyncio.TimerHandle]:
+        """Have a frame fail when its time is over."""
+        ticket, now_s = frame.ticket, frame.joined_s
+        timers = []
+        if ticket.deadline_s < math.inf:
+            timers.append(self._loop.call_later(ticket.deadline_s - now_s, self._miss, frame))
+        if ticket.stays_until_s is not None:
+            left_s = ticket.stays_until_s - now_s
+            timers.append(self._loop.call_later(left_s, self._give_up, ticket))
+        return timers
+
     def _miss(self, frame: _Frame) -> None:
         frame.fail(DeadlineError("no answer was ready at the deadline"))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """Refuse a frame that waited as long as it may, unless it is with the policy by now."""
+        if ticket.number in self._frames:
+            self._line.withdraw(ticket.number)
+            self._fail(ticket, self._refusal(Admission.FULL, time.monotonic()))
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         frame = self._frames.pop(ticket.number, None)

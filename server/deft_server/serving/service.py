@@ -105,7 +105,9 @@ class Service:
         now_s = time.monotonic()
         started_s = now_s if arrived_s is None else arrived_s
         policy = self.policy
-        self.access.admit_frame(caller, now_s)
+        turn_s = self.access.admit_frame(caller, now_s)
+        if turn_s:
+            await asyncio.sleep(turn_s)
         self._check_options(options)
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
@@ -191,6 +193,7 @@ class Service:
             deadline_s=math.inf if deadline_ms is None else started_s + deadline_ms / 1000,
             is_session=is_session,
             is_running=session.num_answers > 0,
+            stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
         )
 
     async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:
