@@ -19,7 +19,7 @@ from deft_server.dashboard.pages import build_page_routes
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
-from deft_server.http.problems import answer_problem
+from deft_server.http.problems import answer_http_exception
 from deft_server.http.routes import PlainRoute, build_act_route, build_health_router, build_router
 from deft_server.http.stream import build_stream_route
 from deft_server.recording.routes import build_recording_router
@@ -105,7 +105,7 @@ def create_app(policy: Policy | LoadPolicy, settings: Settings | None = None) ->
 
 def _add_layers(app: DeftApp) -> None:
     """Put around the routes what every request passes; the gate is added last: it is outermost."""
-    app.add_exception_handler(HTTPException, answer_problem)
+    app.add_exception_handler(HTTPException, answer_http_exception)
     origins = app.service.settings.cors_origins
     if origins:
         app.add_middleware(

@@ -17,8 +17,6 @@ ServerError
 └── CallerGoneError             the caller hung up before the answer
 """
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -138,34 +136,10 @@ _BY_STATUS = {
 UNEXPECTED = ProblemKind(500, "internal", "Internal error")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a caller is told: the members of an application/problem+json document."""
-
-    kind: ProblemKind
-    detail: str
-    field: str | None = None
-    retry_after_s: float | None = None
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def problem_of(error: Exception) -> Problem:
-    """Look an exception up in the table; one that is not there keeps its text to itself."""
+def kind_of(error: Exception) -> ProblemKind:
+    """Look an exception up in the table."""
     if isinstance(error, HTTPException):
-        return _http_problem(error)
-    kind = next((kind for known, kind in _ROWS if isinstance(error, known)), UNEXPECTED)
-    if kind is UNEXPECTED:
-        return Problem(kind, "The server failed; quote the request id to its operator.")
-    return Problem(
-        kind,
-        str(error),
-        field=getattr(error, "field", None),
-        retry_after_s=getattr(error, "retry_after_s", None),
-    )
-
-
-def _http_problem(error: HTTPException) -> Problem:
-    phrase = HTTPStatus(error.status_code).phrase
-    fallback = ProblemKind(error.status_code, phrase.lower().replace(" ", "-"), phrase)
-    kind = _BY_STATUS.get(error.status_code, fallback)
-    return Problem(kind, str(error.detail), headers=dict(error.headers or {}))
+        phrase = HTTPStatus(error.status_code).phrase
+        fallback = ProblemKind(error.status_code, phrase.lower().replace(" ", "-"), phrase)
+        return _BY_STATUS.get(error.status_code, fallback)
+    return next((kind for known, kind in _ROWS if isinstance(error, known)), UNEXPECTED)

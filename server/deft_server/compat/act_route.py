@@ -148,7 +148,7 @@ def _legacy_error(error: Exception, request: Request) -> Response:
         return _json(json.dumps({"detail": [_detail(error)]}, separators=(",", ":")).encode(), 422)
     problem = describe(error, request)
     response = _json(b'"error"')
-    response.headers[REASON_HEADER] = brief(f"{problem.kind.status} {problem.detail}", 300)[1:-1]
+    response.headers[REASON_HEADER] = brief(f"{problem.status} {problem.detail}", 300)[1:-1]
     return response
 
 

@@ -185,7 +185,7 @@ class _Connection:
     async def _fail(self, error: Exception) -> None:
         """Tell an openpi client as its own server would: a text frame, then close code 1011."""
         problem = describe(error, self._connection)
-        text = f"{problem.kind.title}: {problem.detail}"
+        text = f"{problem.title}: {problem.detail}"
         await self._send({"type": "websocket.send", "text": text})
         await self._send({"type": "websocket.close", "code": 1011, "reason": CLOSE_REASON})
 

@@ -12,12 +12,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError
 from deft_client.types import ActionChunk
+from deft_client.wire.json_codec import encode_problem
 from deft_client.wire.msgpack_codec import CONTENT_TYPE, encode_answer
 from deft_server.errors import CallerGoneError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import caller_of
-from deft_server.http.problems import describe, problem_body
+from deft_server.http.problems import describe
 from deft_server.serving.access import Caller
 from deft_server.serving.service import Service
 
@@ -57,7 +58,7 @@ class _Stream:
         except CallerGoneError:
             raise
         except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
-            problem = problem_body(describe(error, HTTPConnection(scope)))
+            problem = encode_problem(describe(error, HTTPConnection(scope)))
             return {"type": "websocket.send", "text": problem.decode()}
 
     async def _act(self, message: Message, caller: Caller) -> ActionChunk:

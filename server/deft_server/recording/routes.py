@@ -9,10 +9,10 @@ from fastapi.responses import JSONResponse
 
 from deft_client.errors import MalformedMessageError, UnusableValueError
 from deft_server.http.gate import ADMIN_PREFIX
-from deft_server.recording.writer import Recording
+from deft_server.recording.writer import SessionRecording
 
 
-def build_recording_router(recording: Recording | None) -> APIRouter:
+def build_recording_router(recording: SessionRecording | None) -> APIRouter:
     """Return the routes around a recording, or those that say how to have one."""
     router = APIRouter()
 

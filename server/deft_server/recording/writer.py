@@ -18,7 +18,7 @@ from deft_client.types import ServerInfo
 from deft_server.errors import NotReadyError
 from deft_server.recording.files import (
     EpisodeFiles,
-    EpisodeKey,
+    RecordedSession,
     RecordingRules,
     TimedStep,
 )
@@ -29,7 +29,7 @@ from deft_server.settings import SettingsError
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # steps between the event loop and the disk
-_Job = TimedStep | EpisodeKey | None
+_Job = TimedStep | RecordedSession | None
 
 
 class RecordingMetrics:
@@ -58,7 +58,7 @@ class RecordingStatus:
     bytes_kept: int
 
 
-class Recording:
+class SessionRecording:
     """The recording of one server. `start` and `stop` may be called any number of times."""
 
     build_files: Callable[[RecordingRules], EpisodeFiles] = EpisodeFiles
@@ -157,8 +157,8 @@ class Recording:
         except NotReadyError:
             return None  # stopping; the episode is recorded without
 
-    def _write(self, files: EpisodeFiles, job: TimedStep | EpisodeKey) -> None:
-        if isinstance(job, EpisodeKey):
+    def _write(self, files: EpisodeFiles, job: TimedStep | RecordedSession) -> None:
+        if isinstance(job, RecordedSession):
             files.end(job, "reset")
             return
         before = files.written.bytes
@@ -167,17 +167,17 @@ class Recording:
         self._metrics.bytes.inc(files.written.bytes - before)
 
 
-def _job_of(event: Event) -> TimedStep | EpisodeKey | None:
+def _job_of(event: Event) -> TimedStep | RecordedSession | None:
     if isinstance(event, SessionEnded):
-        return EpisodeKey(event.caller, event.session_id)
+        return RecordedSession(event.caller, event.session_id)
     if not isinstance(event, FinishedAction) or event.chunk is None or event.is_hold:
         return None
     step = RecordedStep(event.step, 0.0, event.observation, event.options, event.chunk)
-    key = EpisodeKey(event.caller, event.session_id or "")
+    key = RecordedSession(event.caller, event.session_id or "")
     return TimedStep(key, step, time.time(), time.monotonic())
 
 
-def build_recording(service: Service) -> Recording | None:
+def build_recording(service: Service) -> SessionRecording | None:
     """Return what `record` asks for; raise `SettingsError` where the directory cannot be used."""
     settings = service.settings
     if settings.record is None:
@@ -193,4 +193,4 @@ def build_recording(service: Service) -> Recording | None:
     except OSError as error:
         raise SettingsError(f"cannot record to {settings.record}: {error}") from error
     metrics = RecordingMetrics(service.metrics.registry)
-    return Recording(rules, service.events, metrics, lambda: service.info)
+    return SessionRecording(rules, service.events, metrics, lambda: service.info)

@@ -1,4 +1,4 @@
-"""Who is calling, and may they: API keys from a file, rates, and the origin of web pages.
+"""Who is calling, and may they: request ids, API keys from a file, rates, origins of web pages.
 
 The file is TOML, one table per caller, and is read again when it changes:
 
@@ -12,36 +12,17 @@ The file is TOML, one table per caller, and is read again when it changes:
 import hashlib
 import hmac
 import logging
+import os
+import re
 import sys
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
-
-
-class TokenBucket:
-    """Allows `rate_per_s` on average, and `burst` at once. Tokens may be taken ahead of time."""
-
-    def __init__(self, rate_per_s: float, burst: float) -> None:
-        self._rate_per_s = rate_per_s
-        self._burst = max(1.0, burst)
-        self._tokens = self._burst
-        self._filled_s: float | None = None
-
-    def take(self, now_s: float, most_wait_s: float = 0.0) -> float:
-        """Return the seconds until there is a token, which is taken if that is not too long."""
-        if self._filled_s is not None:
-            gained = max(0.0, now_s - self._filled_s) * self._rate_per_s
-            self._tokens = min(self._burst, self._tokens + gained)
-        self._filled_s = now_s
-        wait_s = max(0.0, (1 - self._tokens) / self._rate_per_s)
-        if wait_s <= most_wait_s:
-            self._tokens -= 1
-        return wait_s
-
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,6 +34,20 @@ MAX_BUCKETS = 4096
 _SCHEMES = ("bearer", "api-key")
 
 logger = logging.getLogger(__name__)
+
+
+REQUEST_ID_HEADER = b"x-request-id"
+_ACCEPTABLE = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+
+# The id of the request that is being answered; on its answer and in every log line about it.
+current_request_id: ContextVar[str] = ContextVar("deft_request_id", default="")
+
+
+def request_id_from(header: bytes | None) -> str:
+    """Return the caller's id if it is harmless to repeat, else a fresh one."""
+    if header is not None and _ACCEPTABLE.fullmatch(header):
+        return header.decode("ascii")
+    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
@@ -130,6 +125,27 @@ def _digest(row: Mapping[str, object], name: str, path: Path) -> bytes:
     raise KeyFileError(
         f"{path}: [{name}] needs either key (16 characters or more) or sha256 (64 hex digits)"
     )
+
+
+class TokenBucket:
+    """Allows `rate_per_s` on average, and `burst` at once. Tokens may be taken ahead of time."""
+
+    def __init__(self, rate_per_s: float, burst: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = max(1.0, burst)
+        self._tokens = self._burst
+        self._filled_s: float | None = None
+
+    def take(self, now_s: float, most_wait_s: float = 0.0) -> float:
+        """Return the seconds until there is a token, which is taken if that is not too long."""
+        if self._filled_s is not None:
+            gained = max(0.0, now_s - self._filled_s) * self._rate_per_s
+            self._tokens = min(self._burst, self._tokens + gained)
+        self._filled_s = now_s
+        wait_s = max(0.0, (1 - self._tokens) / self._rate_per_s)
+        if wait_s <= most_wait_s:
+            self._tokens -= 1
+        return wait_s
 
 
 class Access:

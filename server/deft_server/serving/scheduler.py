@@ -20,11 +20,17 @@ from deft_server.errors import (
     RefusedFrameError,
     SupersededFrameError,
 )
-from deft_server.serving.attempts import Attempts, Failure, answer_batch
 from deft_server.serving.estimates import BatchLimit
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import Finished, LoadPolicy, PolicyThread
-from deft_server.serving.readiness import Phase, Readiness
+from deft_server.serving.policy_thread import (
+    Attempts,
+    Failure,
+    FinishedBatch,
+    LoadPolicy,
+    PolicyThread,
+    answer_batch,
+)
+from deft_server.serving.readiness import Readiness, ServerPhase
 from deft_server.serving.waiting_line import (
     Admission,
     LineRules,
@@ -71,7 +77,7 @@ class Scheduler:
     ) -> None:
         self.policy: Policy | None = None
         self.on_ready: Callable[[], None] = lambda: None
-        self.on_fatal: Callable[[Phase], None] = lambda _: None
+        self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
         self._load = load
         self._settings = settings
         self._readiness = readiness
@@ -149,7 +155,7 @@ class Scheduler:
             return
         self.policy = policy
         self.answers_at_once = is_immediate(policy)
-        self._readiness.enter(Phase.READY)
+        self._readiness.enter(ServerPhase.READY)
         self._settled.set()
         logger.info("ready: policy %s", policy.info.policy)
         self.on_ready()
@@ -158,11 +164,11 @@ class Scheduler:
         """Give up: there is nothing to serve."""
         if thread is not self._thread:
             return
-        self._readiness.enter(Phase.BROKEN, str(error))
+        self._readiness.enter(ServerPhase.BROKEN, str(error))
         self._settled.set()
-        self.on_fatal(Phase.BROKEN)
+        self.on_fatal(ServerPhase.BROKEN)
 
-    def batch_finished(self, thread: PolicyThread, finished: Finished) -> None:
+    def batch_finished(self, thread: PolicyThread, finished: FinishedBatch) -> None:
         """Hand out the answers and start the next batch."""
         if thread is not self._thread:
             return
@@ -294,25 +300,25 @@ class Scheduler:
         if broke and all(isinstance(one, Exception) for one in attempts.answers):
             self._num_failed_batches += 1
             if self._num_failed_batches >= self._settings.unready_after_failures:
-                self._readiness.enter(Phase.FAILING, f"{self._num_failed_batches} in a row")
+                self._readiness.enter(ServerPhase.FAILING, f"{self._num_failed_batches} in a row")
         elif self._num_failed_batches:
             self._num_failed_batches = 0
-            self._readiness.enter(Phase.READY)
+            self._readiness.enter(ServerPhase.READY)
 
     def _hang(self) -> None:
         """Leave a policy behind that does not come back."""
         detail = f"a batch of {len(self._batch)} took over {self._settings.hang_after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
-        self._readiness.enter(Phase.STUCK, detail)
+        self._readiness.enter(ServerPhase.STUCK, detail)
         self._fail_all(NotReadyError(f"the policy hangs: {detail}"))
         self._batch = []
         if self._settings.on_hang is OnHang.EXIT:
-            self.on_fatal(Phase.STUCK)
+            self.on_fatal(ServerPhase.STUCK)
             return
         self._line.finish(time.monotonic())
         self.policy = None
-        self._readiness.enter(Phase.LOADING, "again, because it did not come back")
+        self._readiness.enter(ServerPhase.LOADING, "again, because it did not come back")
         self.start()
 
 

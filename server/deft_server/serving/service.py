@@ -21,12 +21,11 @@ from deft_client.types import (
 from deft_policies.base import ActRequest, Policy
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.serving import request_ids
-from deft_server.serving.access import Access, Caller
+from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.policy_thread import LoadPolicy
-from deft_server.serving.readiness import Phase, Readiness
+from deft_server.serving.readiness import Readiness, ServerPhase
 from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Answered, Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
@@ -64,7 +63,7 @@ class Service:
         self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
-        self.metrics.ready.set_function(lambda: self.readiness.phase is Phase.READY)
+        self.metrics.ready.set_function(lambda: self.readiness.phase is ServerPhase.READY)
 
     @property
     def policy(self) -> Policy:
@@ -140,7 +139,7 @@ class Service:
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more frames and finish those in hand; return whether all were finished."""
-        self.readiness.enter(Phase.DRAINING)
+        self.readiness.enter(ServerPhase.DRAINING)
         until_s = time.monotonic() + timeout_s
         while self.num_in_hand and time.monotonic() < until_s:
             await asyncio.sleep(0.005)
@@ -148,7 +147,7 @@ class Service:
 
     async def close(self) -> None:
         """Refuse what is left and end the threads."""
-        self.readiness.enter(Phase.DRAINING)
+        self.readiness.enter(ServerPhase.DRAINING)
         await self.scheduler.close()
 
     def reset_all(self) -> int:
@@ -250,7 +249,7 @@ class Service:
                 caller=session.caller,
                 session_id=session.session_id,
                 step=session.num_answers,
-                request_id=request_ids.current.get(),
+                request_id=current_request_id.get(),
                 observation=request.observation,
                 options=request.options,
                 chunk=outcome if isinstance(outcome, ActionChunk) else None,

@@ -21,7 +21,7 @@ from deft_server.errors import (
 )
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
-from deft_server.serving.readiness import Phase
+from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Fallback, OnHang, Settings
 from tests.server.fakes import (
@@ -275,7 +275,7 @@ async def test_a_policy_that_raises_once_fails_one_frame_and_serves_the_next():
 async def test_a_policy_that_hangs_is_given_up():
     policy = GatedPolicy()
     service = await started(policy, hang_after_s=0.05)
-    given_up: list[Phase] = []
+    given_up: list[ServerPhase] = []
     service.scheduler.on_fatal = given_up.append
     tasks = [send(service, "a")]
     await entered(policy)
@@ -283,7 +283,7 @@ async def test_a_policy_that_hangs_is_given_up():
     for task in tasks:
         with pytest.raises(NotReadyError, match="hangs"):
             await task
-    assert given_up == [Phase.STUCK]
+    assert given_up == [ServerPhase.STUCK]
     with pytest.raises(NotReadyError, match="hangs"):
         await send(service, "c")
     policy.gate.set()
