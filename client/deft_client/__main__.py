@@ -1,6 +1,6 @@
 """`deft-client`: what runs beside the robot."""
 
-from deft_client.commands.program import Program, Command
+from deft_client.commands.program import Command, Program
 
 COMMANDS = {
     "ping": Command("deft_client.commands.ping", "ask a server whether it is ready, and how far"),

@@ -1,6 +1,6 @@
 """`deft train`: one subcommand per step from demonstrations to a draft head or a small policy."""
 
-from deft_client.commands.program import Program, Command
+from deft_client.commands.program import Command, Program
 from deft_draft_training.errors import TrainingError
 from deft_policies.errors import PolicyError
 
