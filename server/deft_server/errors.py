@@ -22,7 +22,12 @@ from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 
-from deft_client import errors as wire_errors
+from deft_client.errors import (
+    MalformedMessageError,
+    MessageTooLargeError,
+    UnsupportedMessageError,
+    UnusableValueError,
+)
 from deft_policies.errors import DeviceError, RequestError
 
 
@@ -112,15 +117,15 @@ class ProblemKind:
 
 
 _ROWS: tuple[tuple[type[Exception], ProblemKind], ...] = (
-    (wire_errors.MalformedMessageError, ProblemKind(400, "malformed", "Malformed message")),
+    (MalformedMessageError, ProblemKind(400, "malformed", "Malformed message")),
     (MissingKeyError, ProblemKind(401, "no-access", "API key needed")),
     (ForbiddenError, ProblemKind(403, "forbidden", "Not allowed")),
     (BodyTooSlowError, ProblemKind(408, "too-slow", "Body took too long")),
     (SupersededFrameError, ProblemKind(409, "superseded", "Superseded by a newer frame")),
-    (wire_errors.MessageTooLargeError, ProblemKind(413, "too-large", "Too large")),
+    (MessageTooLargeError, ProblemKind(413, "too-large", "Too large")),
     (BodyTooLargeError, ProblemKind(413, "too-large", "Too large")),
-    (wire_errors.UnsupportedMessageError, ProblemKind(415, "unsupported", "Unsupported encoding")),
-    (wire_errors.UnusableValueError, ProblemKind(422, "unusable", "Unusable value")),
+    (UnsupportedMessageError, ProblemKind(415, "unsupported", "Unsupported encoding")),
+    (UnusableValueError, ProblemKind(422, "unusable", "Unusable value")),
     (RequestError, ProblemKind(422, "unusable", "Unusable value")),
     (OverloadedError, ProblemKind(429, "overloaded", "Too many requests")),
     (UnsafeAnswerError, ProblemKind(500, "unsafe-answer", "Unsafe answer withheld")),

@@ -26,7 +26,7 @@ from deft_server.compat.dialects import (
     VlaEvalDialect,
     action_message,
     error_message,
-    first_frame,
+    greeting,
     looks_like_message,
     read_message,
 )
@@ -88,11 +88,11 @@ class _Connection:
         try:
             self._options = self._read_options()
             await self._service.scheduler.settled()
-            hello = first_frame(self._service.info, self._session_id, version("deft-vla"))
+            hello = greeting(self._service.info, self._session_id, version("deft-vla"))
         except _KNOWN as error:
             await self._fail(error)
             return
-        await self._send_frame(hello)
+        await self._send_bytes(hello)
         goes_on = True
         while goes_on:
             event = await self._watch.next_message()
@@ -135,11 +135,11 @@ class _Connection:
             raise MalformedMessageError("frame", f"must be a map, got {brief(value)}")
         if value.get("endpoint") == "reset":
             self.end_episode()
-            await self._send_frame(_ENDED_EPISODE)
+            await self._send_bytes(_ENDED_EPISODE)
             return
         chunk = await self._act(self._openpi.request(value), arrived_s)
         infer_ms = (time.monotonic() - arrived_s) * 1000
-        await self._send_frame(self._openpi.result(chunk, infer_ms))
+        await self._send_bytes(self._openpi.result(chunk, infer_ms))
         self._openpi.prev_total_ms = (time.monotonic() - arrived_s) * 1000
 
     async def _answer_vla_eval(self, value: object, arrived_s: float) -> None:
@@ -156,7 +156,7 @@ class _Connection:
             except _KNOWN as error:
                 detail = describe(error, self._connection).detail
                 reply = error_message(f"observation_failed: {detail}", message.seq)
-            await self._send_frame(reply)
+            await self._send_bytes(reply)
 
     async def _next_action(self, message: Message, arrived_s: float) -> bytes:
         action = self._vla_eval.planned_action()
@@ -183,7 +183,7 @@ class _Connection:
         )
 
     async def _fail(self, error: Exception) -> None:
-        """Tell an openpi client as its own server would: a text frame, then close code 1011."""
+        """Tell an openpi client as its own server would: a text message, then close code 1011."""
         problem = describe(error, self._connection)
         text = f"{problem.title}: {problem.detail}"
         await self._send({"type": "websocket.send", "text": text})
@@ -195,5 +195,5 @@ class _Connection:
         except OSError as error:
             raise CallerGoneError("the caller left while we sent") from error
 
-    async def _send_frame(self, frame: bytes) -> None:
-        await self._send({"type": "websocket.send", "bytes": frame})
+    async def _send_bytes(self, data: bytes) -> None:
+        await self._send({"type": "websocket.send", "bytes": data})

@@ -1,6 +1,6 @@
 """WebSocket /v1/stream: frames in, answers out, strictly alternating, msgpack as in POST /v1/act.
 
-An error is a text frame with problem+json; the connection stays open. Plain ASGI, because every
+An error is a text message with problem+json; the connection stays open. Plain ASGI, because every
 frame of a robot comes this way.
 """
 
@@ -50,7 +50,7 @@ class _Stream:
             return
 
     async def _answer(self, message: Message, watch: CallerWatch, scope: Scope) -> Message:
-        """Return the frame to send back."""
+        """Return the message to send back."""
         try:
             is_quick = self._service.scheduler.answers_at_once
             chunk = await watch.run(self._act(message, caller_of(scope)), is_quick)

@@ -1,21 +1,28 @@
 """Writes answered frames to disk beside the serving: one thread, a bounded queue, no robot waits.
 
-A disk that fails or fills stops the recording with a metric and a reason; serving goes on.
+A disk that fails or fills stops the recording with a metric and a reason; serving goes on. Under
+`/v1/admin/recording` administrators see how it goes, and switch it on and off.
 """
 
+import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Full, Queue
 from threading import Thread
 
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from deft_client.errors import MalformedMessageError, UnusableValueError
 from deft_client.recordings import RecordedStep
 from deft_client.types import ServerInfo
 from deft_server.errors import NotReadyError
+from deft_server.http.gate import ADMIN_PREFIX
 from deft_server.recording.files import (
     EpisodeFiles,
     RecordedSession,
@@ -194,3 +201,44 @@ def build_recording(service: Service) -> SessionRecording | None:
         raise SettingsError(f"cannot record to {settings.record}: {error}") from error
     metrics = RecordingMetrics(service.metrics.registry)
     return SessionRecording(rules, service.events, metrics, lambda: service.info)
+
+
+def build_recording_router(recording: SessionRecording | None) -> APIRouter:
+    """Return the routes around a recording, or those that say how to have one."""
+    router = APIRouter()
+
+    def told() -> JSONResponse:
+        if recording is None:
+            return JSONResponse({"is_on": False, "reason": "started without --record"})
+        return JSONResponse(asdict(recording.status))
+
+    async def status() -> JSONResponse:
+        """Say whether frames are recorded, and why not."""
+        return told()
+
+    async def switch(request: Request) -> JSONResponse:
+        """Switch the recording on or off: `{"on": true}`."""
+        wanted = _wanted(await request.body())
+        if recording is None:
+            raise UnusableValueError("on", "start the server with --record DIR to record")
+        if wanted:
+            recording.start()
+        else:
+            await asyncio.to_thread(recording.stop)
+        return told()
+
+    path = f"{ADMIN_PREFIX}/recording"
+    router.add_api_route(path, status, methods=["GET"])
+    router.add_api_route(path, switch, methods=["POST"])
+    return router
+
+
+def _wanted(body: bytes) -> bool:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessageError("body", f"is not JSON: {error}") from None
+    wanted = said.get("on") if isinstance(said, dict) else None
+    if not isinstance(wanted, bool):
+        raise UnusableValueError("on", 'send {"on": true} or {"on": false}')
+    return wanted

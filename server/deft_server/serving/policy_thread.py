@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from queue import SimpleQueue
@@ -37,10 +37,11 @@ class Failure(Enum):
 
 @dataclass
 class Attempts:
-    """The answers of one batch, in order, and what went wrong on the way to them."""
+    """The answers of one batch, in order, what went wrong on the way, and the seconds it took."""
 
     answers: list[Answer]
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[Failure]
+    service_s: float
 
 
 def answer_batch(policy: Policy, batch: Sequence[ActRequest]) -> Attempts:
@@ -49,6 +50,7 @@ def answer_batch(policy: Policy, batch: Sequence[ActRequest]) -> Attempts:
     Where the device gives up (out of memory), each half of the batch is tried once more. Where the
     policy raises, every frame of several is tried once more alone, so that only the culprit fails.
     """
+    started_s = time.perf_counter()
     failures: list[Failure] = []
     answers = _call(policy, batch, failures)
     if failures == [Failure.DEVICE]:
@@ -58,7 +60,7 @@ def answer_batch(policy: Policy, batch: Sequence[ActRequest]) -> Attempts:
             answers += _call(policy, batch[middle:], failures)
     elif failures and len(batch) > 1:
         answers = [_call(policy, [one], failures)[0] for one in batch]
-    return Attempts(answers, failures)
+    return Attempts(answers, failures, time.perf_counter() - started_s)
 
 
 def _call(policy: Policy, batch: Sequence[ActRequest], failures: list[Failure]) -> list[Answer]:
@@ -84,14 +86,6 @@ def _call(policy: Policy, batch: Sequence[ActRequest], failures: list[Failure]) 
     return [error] * len(batch)
 
 
-@dataclass(frozen=True, eq=False)
-class FinishedBatch:
-    """One batch came back: the answers, and the seconds the policy thread spent on it."""
-
-    attempts: Attempts
-    service_s: float
-
-
 class Listener(Protocol):
     """Who is told, on the event loop, what happens on the policy thread."""
 
@@ -101,7 +95,7 @@ class Listener(Protocol):
     def policy_broken(self, thread: "PolicyThread", error: Exception) -> None:
         """The policy could not be loaded or warmed up."""
 
-    def batch_finished(self, thread: "PolicyThread", finished: FinishedBatch) -> None:
+    def batch_finished(self, thread: "PolicyThread", attempts: Attempts) -> None:
         """A batch came back."""
 
 
@@ -149,10 +143,8 @@ class PolicyThread:
 
     def _serve(self, policy: Policy) -> None:
         while (batch := self._batches.get()) is not None:
-            started_s = time.perf_counter()
             attempts = answer_batch(policy, batch)
-            finished = FinishedBatch(attempts, time.perf_counter() - started_s)
-            self._report(partial(self._listener.batch_finished, self, finished))
+            self._report(partial(self._listener.batch_finished, self, attempts))
 
     def _report(self, tell: Callable[[], None]) -> None:
         try:

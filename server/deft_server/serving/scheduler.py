@@ -25,7 +25,6 @@ from deft_server.serving.metrics import Metrics
 from deft_server.serving.policy_thread import (
     Attempts,
     Failure,
-    FinishedBatch,
     LoadPolicy,
     PolicyThread,
     answer_batch,
@@ -168,7 +167,7 @@ class Scheduler:
         self._settled.set()
         self.on_fatal(ServerPhase.BROKEN)
 
-    def batch_finished(self, thread: PolicyThread, finished: FinishedBatch) -> None:
+    def batch_finished(self, thread: PolicyThread, attempts: Attempts) -> None:
         """Hand out the answers and start the next batch."""
         if thread is not self._thread:
             return
@@ -176,10 +175,9 @@ class Scheduler:
         self._hang_timer.cancel()
         batch, self._batch = self._batch, []
         now_s = time.monotonic()
-        attempts = finished.attempts
-        self._line.finish(now_s, None if attempts.failures else finished.service_s)
-        self._note(attempts, len(batch), finished.service_s)
-        started_s = now_s - finished.service_s
+        self._line.finish(now_s, None if attempts.failures else attempts.service_s)
+        self._note(attempts)
+        started_s = now_s - attempts.service_s
         for frame, answer in zip(batch, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
@@ -193,9 +191,8 @@ class Scheduler:
         assert self.policy is not None
         if ticket.deadline_s <= time.monotonic():
             raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
-        started_s = time.perf_counter()
         attempts = answer_batch(self.policy, (request,))
-        self._note(attempts, 1, time.perf_counter() - started_s)
+        self._note(attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -277,10 +274,11 @@ class Scheduler:
             self._held_since_s = self._held_since_s or now_s
             self._wake = self._loop.call_later(decision.wake_s, self._pump)
 
-    def _note(self, attempts: Attempts, size: int, service_s: float) -> None:
+    def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
+        size = len(attempts.answers)
         self._metrics.batch_size.observe(size)
-        self._metrics.batch_seconds.observe(service_s)
+        self._metrics.batch_seconds.observe(attempts.service_s)
         if attempts.failures:
             for failure in attempts.failures:
                 self._metrics.policy_failures.labels(failure.value).inc()
