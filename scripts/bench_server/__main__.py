@@ -28,7 +28,7 @@ from deft_client.peers.msgpack_numpy import pack
 from deft_client.stream import StreamClient
 from deft_policies.base import ActRequest
 from deft_policies.constant import ConstantPolicy
-from deft_server.app import STANDARD_PROTOCOLS, create_app
+from deft_server.app import create_app
 from deft_server.commands import serve
 from deft_server.settings import LogFormat, LogLevel, Settings
 from scripts.bench_server.load import (
@@ -131,7 +131,7 @@ def serving(policy: str, **settings: int) -> Iterator[Server]:
 def serve_policy(policy: str, settings: dict[str, int]) -> int:
     """Be the server."""
     chosen = Settings(port=0, log_format=LogFormat.TEXT, log_level=LogLevel.INFO, **settings)  # type: ignore[arg-type]
-    return serve.run(create_app(POLICIES[policy](), chosen, STANDARD_PROTOCOLS))
+    return serve.run(create_app(POLICIES[policy](), chosen))
 
 
 def times_ms(work: Callable[[], object], count: int) -> np.ndarray:

@@ -28,7 +28,7 @@ _LANGUAGE = {"name": "language", "dims": 0, "format": "language"}
 _ARM_DIMENSIONS = 7  # position, rotation and gripper: the only layout these specs describe
 
 
-def first_frame(info: ServerInfo, session_id: str, version: str) -> bytes:
+def greeting(info: ServerInfo, session_id: str, version: str) -> bytes:
     """Return metadata for openpi that is at the same time a HELLO for vla-eval."""
     payload: dict[str, object] = {
         "harness_version": f"deft {version}",

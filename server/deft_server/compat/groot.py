@@ -235,10 +235,10 @@ _MAX_IN_HAND = 256
 class GrootSocket:
     """Answers GR00T's clients for as long as the app runs. A client's robots are its sessions."""
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, port: int) -> None:
         self._service = service
         self._limits: WireLimits = service.settings.wire_limits
-        self._address = f"tcp://{host}:{port}"
+        self._address = f"tcp://{service.settings.host}:{port}"
         self._task: asyncio.Task[None] | None = None
         self._zmq = _import_zmq()
         self.port = port  # the real one once it listens, where 0 was asked for

@@ -83,11 +83,11 @@ class FrameDecoder:
         finally:
             self._num_pending -= 1
 
-    def warm_up(self) -> None:
+    def start(self) -> None:
         """Load the image library before the first picture needs it."""
         self._threads.submit(import_module, "PIL.PngImagePlugin")
         self._threads.submit(import_module, "PIL.JpegImagePlugin")
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -41,12 +41,15 @@ def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) 
     """Add the bodies of our routes to a document that FastAPI made, and the plain routes to it."""
     _child(_child(document, "components"), "schemas").update(_schemas(limits))
     reset_body = _body({"application/json": _reference("Reset")})
+    switch_body = _body({"application/json": _reference("RecordingSwitch")})
     operations = [
         _Operation("/v1/act", "post", "ActAnswer", tuple(_ERRORS), _act_body(), _ACT),
         _Operation("/act", "post", "Anything", ("401", "413"), _legacy_body(), _LEGACY_ACT),
         _Operation("/v1/reset", "post", "WasReset", body=reset_body),
         _Operation("/v1/info", "get", "ServerInfo"),
         _Operation("/v1/admin/reset_all", "post", "Ended"),
+        _Operation("/v1/admin/recording", "get", "RecordingStatus"),
+        _Operation("/v1/admin/recording", "post", "RecordingStatus", body=switch_body),
         _Operation("/healthz", "get", None, ()),
         _Operation("/readyz", "get", None, ("503",)),
         _Operation("/metrics", "get", None, ("401",)),
@@ -119,6 +122,12 @@ def _schemas(limits: WireLimits) -> Json:
         "Reset": RESET.schema(limits),
         "WasReset": _object({"existed": {"type": "boolean"}}, ("existed",)),
         "Ended": _object({"ended": _COUNT}, ("ended",)),
+        "RecordingSwitch": _object({"on": {"type": "boolean"}}, ("on",)),
+        "RecordingStatus": _object(
+            {"is_on": {"type": "boolean"}, "reason": {"type": "string"}},
+            ("is_on", "reason"),
+            open_ended=True,
+        ),
         "ServerInfo": INFO.schema(limits),
         "Problem": PROBLEM.schema(limits),
     }

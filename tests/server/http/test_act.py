@@ -342,7 +342,12 @@ def test_a_bad_reset_is_refused(client: TestClient, body: bytes):
 def test_info_says_what_is_served(client: TestClient):
     info = wire_json.decode_info(client.get("/v1/info").content)
     assert info.versions == {"deft-vla": version("deft-vla"), "deft-client": version("deft-client")}
-    assert replace(info, versions={}) == ConstantPolicy().info
+    assert replace(info, versions={}, details={}) == ConstantPolicy().info
+    assert set(info.details) == {
+        "POST /act (openvla)",
+        "WebSocket / (openpi)",
+        "WebSocket / (vla-eval)",
+    }
 
 
 def test_messages_with_pictures_are_told_from_raw_ones():

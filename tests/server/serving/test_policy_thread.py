@@ -7,7 +7,7 @@ from deft_client.types import ActionChunk
 from deft_policies.base import ActRequest
 from deft_policies.errors import DeviceError, RequestError
 from deft_server.errors import PolicyFailedError
-from deft_server.serving.attempts import Failure, answer_batch
+from deft_server.serving.policy_thread import Failure, answer_batch
 from tests.server.fakes import (
     FakePolicy,
     PickyPolicy,
