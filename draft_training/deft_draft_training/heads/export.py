@@ -12,8 +12,7 @@ from torch import nn
 from deft_draft_training.errors import TrainingError
 from deft_draft_training.heads.load import add_target_flags, load_fitted, load_target
 from deft_draft_training.run_directory import explained
-from deft_policies.decoding.drafts.eagle import EagleHead
-from deft_policies.decoding.drafts.head_files import HeadLayout, load_head, save_head
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadLayout, load_head, save_head
 from deft_policies.decoding.drafts.medusa import MedusaHeads, load_medusa, save_medusa
 
 

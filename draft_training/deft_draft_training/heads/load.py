@@ -11,8 +11,7 @@ from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
 from deft_draft_training.heads.target import FeatureTarget
 from deft_draft_training.run_directory import STATE_FILE
-from deft_policies.decoding.drafts.eagle import EagleHead
-from deft_policies.decoding.drafts.head_files import load_head
+from deft_policies.decoding.drafts.eagle import EagleHead, load_head
 from deft_policies.decoding.drafts.medusa import MedusaHeads, is_medusa, load_medusa
 from deft_policies.errors import PolicyError
 from deft_policies.openvla.load import load_policy

@@ -117,10 +117,6 @@ class LlamaTarget:
         missing = (1 << (num_rows - 1).bit_length()) - num_rows
         return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
 
-    def committed_lengths(self) -> Tensor:
-        """Slots in use, [row]."""
-        return self._lengths[: self._num_rows]
-
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings."""

@@ -14,7 +14,7 @@ _BESIDE_PATCHES = 1  # patches come right after the first id
 
 
 class OpenVLATarget(LlamaTarget):
-    """The decoder of an OpenVLA model, with its eyes."""
+    """The decoder of an OpenVLA model, with the vision towers before it."""
 
     def __init__(
         self,

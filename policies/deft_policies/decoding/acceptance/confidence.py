@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.rule import AcceptanceRule
-from deft_policies.decoding.acceptance.scored import ScoredTree
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
 from deft_policies.errors import RequestError
 
 
@@ -96,7 +95,7 @@ class DeferredWindow(AcceptanceRule):
         """True where every miss on the node's path has its window on that path, without a miss."""
         depths = scored.tree.depths()
         ancestors = scored.tree.ancestor_mask()
-        deepest = scored.context.space.length - 1 - scored.num_committed
+        deepest = scored.deepest
         window_end = torch.minimum(depths + self.window, deepest.unsqueeze(1))
         too_short = window_end.unsqueeze(1) > depths.unsqueeze(2)  # [row, node, miss]
         # later[row, miss, node]: node lies inside the miss's window and is itself a miss.

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deft_policies.decoding.acceptance.rule import AcceptanceRule
-from deft_policies.decoding.acceptance.scored import ScoredTree
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
 
 
 @dataclass(frozen=True)
