@@ -1,4 +1,4 @@
-"""The baseline that speed is compared with: transformers' own Llama behind our eyes.
+"""The baseline that speed is compared with: transformers' own Llama behind our towers.
 
 Same weights, pixels and prompt; only the language model and its loop are theirs. Behind the
 `Policy` interface, so that it is measured like any other policy.

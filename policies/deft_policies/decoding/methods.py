@@ -7,6 +7,7 @@ from deft_policies.decoding.acceptance.confidence import (
     EntropyRadius,
     NearTop,
     TopK,
+    VisualRelevance,
 )
 from deft_policies.decoding.acceptance.distance import (
     ScheduledRadius,
@@ -17,7 +18,6 @@ from deft_policies.decoding.acceptance.distance import (
     WithinLimits,
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
-from deft_policies.decoding.acceptance.visual import VisualRelevance
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
 from deft_policies.decoding.sampling import Sampling

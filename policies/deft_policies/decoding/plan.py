@@ -45,7 +45,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TreeTemplate:
-    """A tree that is the same whatever the drafts are, so that its shape can be recorded.
+    """A tree that is the same whatever the drafts are, so that its steps can be captured.
 
     A node is named by its path: at every step, the rank of its token among its siblings by
     likelihood, 0 the likeliest. Nodes are numbered level by level, the root being node 0.

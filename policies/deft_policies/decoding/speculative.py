@@ -134,7 +134,7 @@ class RunState:
         places = self._places(accepted, path.shape[1])
         self.tokens.scatter_(1, places, result.next_tokens)
         self.own.scatter_(1, places, result.accepted.own)
-        if self.wants_margins:  # a copy: a recorded pass overwrites its logits when it runs again
+        if self.wants_margins:  # a copy: a captured pass overwrites its logits when it runs again
             self._written.append((_at_path(result.scores.logits, path), places))
         self.num_committed = (self.num_committed + accepted + 1).clamp_(max=self.length)
         # Where nothing was guessed the host knows what was committed without reading.

@@ -29,9 +29,9 @@ from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
 from deft_policies.openvla.target import OpenVLATarget
 
-# Ids of the prompts whose passes are recorded beforehand, one for each bucket of usual lengths. The
-# longest comes first: a cache that grows later would cost the recordings made before.
-_RECORDED_LENGTHS = (63, 47, 31, 15)
+# Ids of the prompts whose passes are captured beforehand, one for each bucket of usual lengths. The
+# longest comes first: a cache that grows later would cost those that were captured before.
+_CAPTURED_LENGTHS = (63, 47, 31, 15)
 _DECODERS_KEPT = 64  # callers may ask for any radius
 
 
@@ -169,14 +169,14 @@ class OpenVLAPolicy:
     def warm_up(self) -> None:
         """Answer a black frame by every way the default method may take, in prompts of any length.
 
-        Where passes are recorded, this records them; elsewhere the method learns what they cost.
+        Where passes are captured, this captures them; elsewhere the method learns what they cost.
         """
         parts = self._parts
         size, weight = parts.target.model.config.image.size, parts.target.decoder.embedding.weight
         fitted = parts.images.fit(np.zeros((size, size, 3), dtype=np.uint8))
         space = self.action_space(self._default_key or self._keys[0])
         ids = list(self._encode("pick up the cup"))
-        lengths = _RECORDED_LENGTHS if parts.target.has_fixed_shapes else (len(ids),)
+        lengths = _CAPTURED_LENGTHS if parts.target.has_fixed_shapes else (len(ids),)
         with torch.inference_mode():
             pixels = parts.images.pixel_values([fitted], parts.target.device, weight.dtype)
             for length in lengths:

@@ -52,7 +52,7 @@ class OpenVLATarget(LlamaTarget):
             lengths=texts + num_patches,
             last_tokens=ids[:, -1],
             patches=slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches),
-            features=features.clone(),  # a recorded step overwrites its outputs next time
+            features=features.clone(),  # a captured step overwrites its outputs next time
         )
 
     def _see_step(self, pixels: Tensor) -> Tensors:

@@ -76,7 +76,7 @@ class HeadDrafts:
             step,
             (start.roots, start.out, start.length, start.position, start.deepest),
         )
-        if self._runner.has_fixed_shapes:  # the next tree overwrites what a recording put out
+        if self._runner.has_fixed_shapes:  # the next tree overwrites what a captured step put out
             grown = tuple(tensor.clone() for tensor in grown)
         return DraftTree(*grown)
 

@@ -13,6 +13,7 @@ from deft_policies.decoding.acceptance.confidence import (
     EntropyRadius,
     NearTop,
     TopK,
+    VisualRelevance,
 )
 from deft_policies.decoding.acceptance.distance import (
     ScheduledRadius,
@@ -23,7 +24,6 @@ from deft_policies.decoding.acceptance.distance import (
     WithinLimits,
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch, ScoredTree
-from deft_policies.decoding.acceptance.visual import VisualRelevance
 from deft_policies.errors import RequestError
 from tests.policies.decoding.trees import (
     SPACE,
