@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from deft_client.recordings import find_episodes, iterate_steps
-from deft_client.types import ActionChunk, ActOptions, Image, Observation
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Image,
+    Observation,
+)
 from deft_policies.base import ActRequest, Policy, Session
 from deft_policies.commands.act import load_image, read_cases
 from deft_policies.errors import PolicyError
