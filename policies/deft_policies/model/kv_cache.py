@@ -21,6 +21,15 @@ class CacheSizes:
 
 
 @dataclass(frozen=True)
+class HeadSplit:
+    """How the fused projection of a token divides: queries, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class Append:
     """Where the tokens of a pass go, and how far attention reads.
 
@@ -71,6 +80,7 @@ class KVCache:
             keys=read[:, :, : self._num_heads].unbind(0),
             values=read[:, :, self._num_heads :].unbind(0),
             targets=targets.unbind(0),
+            layers=self.data.unbind(0),
             slots=append.slots,
         )
 
@@ -95,6 +105,7 @@ class CacheWindow:
     keys: tuple[Tensor, ...]  # [layer] of [row, head, slot, head_dim]
     values: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]  # [layer] of [row, token, 2 * head, head_dim], or of flat slots
+    layers: tuple[Tensor, ...]  # [layer] of everything, [row, slot, 2 * head, head_dim]
     slots: Tensor | None
 
     def write(self, layer: int, keys_values: Tensor) -> None:

@@ -5,14 +5,21 @@ views made anew in every layer, separate additions. Weights are looked up once, 
 not be replaced afterwards.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.kv_cache import Append, CacheWindow, KVCache
-from deft_policies.model.llama import Layer, LlamaDecoder, Rotation
+from deft_policies.model.kv_cache import Append, CacheWindow, HeadSplit, KVCache
+from deft_policies.model.llama import Layer, LlamaDecoder, RMSNorm, Rotation
+
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
+
+_ALIGNMENT = 16  # of the rows of a mask: attention copies others, in every layer
+_MOST_QUERIES = 64  # tokens of a row whose attention is split: more fill a device by themselves
 
 
 @dataclass(frozen=True)
@@ -34,26 +41,24 @@ class PassInput:
 class LlamaPasses:
     """Runs passes of a decoder whose weights do not change any more."""
 
-    def __init__(self, decoder: LlamaDecoder) -> None:
-        self._sizes = decoder.sizes
+    def __init__(self, decoder: LlamaDecoder, kernels: "FusedKernels | None" = None) -> None:
+        """`kernels` do in one launch what takes several otherwise; where a GPU is."""
+        sizes = decoder.sizes
+        self._sizes = sizes
+        self._kernels = kernels
         self._rotary = decoder.rotary
-        self._layers = [_LayerWeights(layer) for layer in decoder.layers]
-        self._norm = _Norm(decoder.norm)
+        self._layers = [_LayerWeights(layer, kernels) for layer in decoder.layers]
+        self._norm = _Norm(decoder.norm, kernels)
 
     def run(self, tokens: PassInput, cache: KVCache) -> Tensor:
         """Hidden states after the final norm, [row, token, width], of `rows_out` if given.
 
         Every layer but the last computes every token, because later layers read their keys.
         """
-        num_rows, num_tokens, width = tokens.embeds.shape
-        attend = _Attention(
-            self._sizes.num_heads,
-            self._sizes.num_kv_heads,
-            self._rotary(tokens.positions, tokens.embeds),
-            tokens,
-            cache.open(num_rows, num_tokens, tokens.append),
-        )
-        hidden = tokens.embeds.reshape(-1, width)
+        num_rows, _, width = tokens.embeds.shape
+        attend = self._attention(tokens, cache)
+        # A copy, because layers add to it in place.
+        hidden = tokens.embeds.reshape(-1, width).clone()
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if index == last and tokens.rows_out is not None:
@@ -61,9 +66,31 @@ class LlamaPasses:
             fused = layer.qkv.apply(layer.attention_norm.apply(hidden))
             mixed = attend.mix(index, fused)
             hidden = layer.out.add_to(attend.keep(hidden), mixed)
-            gate, up = layer.gate_up.apply(layer.mlp_norm.apply(hidden)).chunk(2, dim=1)
-            hidden = layer.down.add_to(hidden, functional.silu(gate).mul_(up))
+            gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden))
+            hidden = layer.down.add_to(hidden, self._open(gate_up))
         return self._norm.apply(hidden).view(num_rows, -1, width)
+
+    def _attention(self, tokens: PassInput, cache: KVCache) -> "_Attention":
+        num_rows, num_tokens = tokens.positions.shape
+        heads = HeadSplit(self._sizes.num_heads, self._sizes.num_kv_heads, self._sizes.head_dim)
+        rotation = self._rotary(tokens.positions, tokens.embeds)
+        append = tokens.append
+        if self._kernels is not None and append.slots is None:
+            rows = torch.arange(num_rows, device=rotation.cos.device)[:, None] * cache.length
+            here = append.start + torch.arange(num_tokens, device=rows.device)
+            append = replace(append, slots=(rows + here).flatten())
+        tokens = replace(tokens, mask=_added(tokens.mask, tokens.embeds.dtype))
+        window = cache.open(num_rows, num_tokens, append)
+        if self._kernels is None:
+            return _Attention(heads, rotation, tokens, window)
+        return _FusedAttention(heads, rotation, tokens, window, kernels=self._kernels)
+
+    def _open(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        if self._kernels is not None:
+            return self._kernels.silu_times(gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        return functional.silu(gate).mul_(up)
 
 
 class Projection:
@@ -83,24 +110,28 @@ class Projection:
         return torch.mm(inputs, self._turned)
 
     def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
-        """Multiply [token, in] and add [token, out]."""
+        """Multiply [token, in] and add to [token, out] in place: else that is copied first."""
         if self._turned is None:
-            return residual + functional.linear(inputs, self._weight)
-        return torch.addmm(residual, inputs, self._turned)
+            return residual.add_(functional.linear(inputs, self._weight))
+        return residual.addmm_(inputs, self._turned)
 
 
 class _Norm:
     """`RMSNorm` with as few kernels as it takes: on a CPU they cost more than the arithmetic."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, kernels: "FusedKernels | None") -> None:
+        assert isinstance(norm, RMSNorm)
         weight, eps = norm.weight, norm.eps
-        assert isinstance(weight, Tensor)
+        self._kernels = kernels
+        self._number = eps
         self._weight = weight.detach()
         self._eps = torch.tensor(eps, device=weight.device, dtype=torch.float32)
         self._share = 1.0 / len(weight)
         self._is_float32 = weight.dtype == torch.float32
 
     def apply(self, hidden: Tensor) -> Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(hidden, self._weight, self._number)
         wide = hidden if self._is_float32 else hidden.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
@@ -112,12 +143,12 @@ class _Norm:
 class _LayerWeights:
     """What one layer multiplies with."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, kernels: "FusedKernels | None") -> None:
         assert isinstance(layer, Layer)
-        self.attention_norm = _Norm(layer.attention_norm)
+        self.attention_norm = _Norm(layer.attention_norm, kernels)
         self.qkv = Projection(layer.attention.qkv)
         self.out = Projection(layer.attention.out)
-        self.mlp_norm = _Norm(layer.mlp_norm)
+        self.mlp_norm = _Norm(layer.mlp_norm, kernels)
         self.gate_up = Projection(layer.mlp.gate_up)
         self.down = Projection(layer.mlp.down)
 
@@ -126,8 +157,7 @@ class _LayerWeights:
 class _Attention:
     """The attention of one pass: everything its layers share."""
 
-    num_heads: int
-    num_kv_heads: int
+    heads: HeadSplit
     rotation: Rotation
     tokens: PassInput
     window: CacheWindow
@@ -136,23 +166,28 @@ class _Attention:
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """From fused projections [row * token, ...] to mixed values [row * kept, ...]."""
         num_rows, num_tokens = self.tokens.positions.shape
-        fused = fused.view(num_rows, num_tokens, self.num_heads + 2 * self.num_kv_heads, -1)
-        num_rotated = self.num_heads + self.num_kv_heads
-        self.rotation.apply_(fused[:, :, :num_rotated])
-        self.window.write(layer, fused[:, :, self.num_heads :])
-        queries = fused[:, :, : self.num_heads]
+        num_heads, num_kv_heads = self.heads.num_heads, self.heads.num_kv_heads
+        split = fused.view(num_rows, num_tokens, num_heads + 2 * num_kv_heads, -1)
+        self.append(layer, split)
+        queries = split[:, :, :num_heads]
         if self.kept is not None:
             queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
-            queries = queries.view(num_rows, -1, self.num_heads, fused.shape[3])
+            queries = queries.view(num_rows, -1, num_heads, split.shape[3])
         mixed = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
             self.window.keys[layer],
             self.window.values[layer],
             attn_mask=self.tokens.mask,
             is_causal=self.tokens.is_causal,
-            enable_gqa=self.num_kv_heads != self.num_heads,
+            enable_gqa=num_kv_heads != num_heads,
         )
-        return mixed.transpose(1, 2).reshape(-1, self.num_heads * fused.shape[3])
+        return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
+
+    def append(self, layer: int, split: Tensor) -> None:
+        """Rotate queries and keys of [row, token, head, head_dim] in place; fill the cache."""
+        num_rotated = self.heads.num_heads + self.heads.num_kv_heads
+        self.rotation.apply_(split[:, :, :num_rotated])
+        self.window.write(layer, split[:, :, self.heads.num_heads :])
 
     def keep(self, hidden: Tensor) -> Tensor:
         """The residual stream [row * token, width] of the tokens whose output is wanted."""
@@ -167,9 +202,48 @@ class _Attention:
         rows = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
         kept = (rows_out + rows).flatten()
         slots = torch.arange(self.tokens.append.read, device=rows_out.device)
-        mask = slots <= rows_out[:, :, None]
-        if self.tokens.mask is not None:
-            every = self.tokens.mask.expand(len(rows_out), -1, -1, -1)
-            mask = every.flatten(0, 2).index_select(0, kept).view(mask.shape)
-        tokens = replace(self.tokens, mask=mask.unsqueeze(1), is_causal=False)
+        if self.tokens.mask is None:
+            mask = _added((slots <= rows_out[:, :, None]).unsqueeze(1), self.tokens.embeds.dtype)
+        else:
+            index = rows_out[:, None, :, None].expand(-1, -1, -1, len(slots))
+            mask = self.tokens.mask.expand(len(rows_out), -1, -1, -1).gather(2, index)
+        tokens = replace(self.tokens, mask=mask, is_causal=False)
         return replace(self, tokens=tokens, kept=kept)
+
+
+@dataclass(frozen=True)
+class _FusedAttention(_Attention):
+    """The same in fewer launches: one to rotate and append, two to look where queries are few."""
+
+    kernels: "FusedKernels" = field(kw_only=True)
+
+    def mix(self, layer: int, fused: Tensor) -> Tensor:
+        """Split the slots among programs, unless there are queries enough to fill the device."""
+        mask, num_tokens = self.tokens.mask, self.tokens.positions.shape[1]
+        if mask is None or self.kept is not None or num_tokens > _MOST_QUERIES:
+            return super().mix(layer, fused)
+        self._append(layer, fused)
+        return self.kernels.attend(fused, self.window.layers[layer], mask, self.heads)
+
+    def append(self, layer: int, split: Tensor) -> None:
+        """In one launch."""
+        self._append(layer, split.view(-1, split.shape[2] * split.shape[3]))
+
+    def _append(self, layer: int, fused: Tensor) -> None:
+        assert self.window.slots is not None
+        head_dim = self.heads.head_dim
+        rotation = (
+            self.rotation.cos.reshape(-1, head_dim),
+            self.rotation.sin.reshape(-1, head_dim),
+        )
+        cache = self.window.layers[layer]
+        self.kernels.rotate_append(fused, rotation, cache, self.window.slots, self.heads)
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores, made once for all layers; rows lie at multiples of 16."""
+    if mask is None:
+        return None
+    *shape, width = mask.shape
+    room = torch.zeros(*shape, width + -width % _ALIGNMENT, dtype=dtype, device=mask.device)
+    return room[..., :width].masked_fill_(~mask, float("-inf"))

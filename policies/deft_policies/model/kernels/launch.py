@@ -1,0 +1,126 @@
+"""Tensors in, launches out: the fused operations of a layer. Imports Triton, so only where it is.
+
+Every function is one launch, `attend` two. Scalars that change from pass to pass are not
+specialised on: what was compiled for one pass serves all others of the same model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from deft_policies.model.kernels import programs
+from deft_policies.model.kv_cache import HeadSplit
+
+_SLOTS = 64  # that a program looks at together
+_LEAST_QUERIES = 16  # of a matrix product
+_PROGRAMS = 256  # that keep a large GPU busy
+_MOST_SPLITS = 8
+_COLUMNS = 1024
+
+Grid = tuple[int, ...]
+Launch = Callable[..., None]
+
+
+def start(kernel: Any, grid: Grid, *arguments: object, **constants: object) -> None:
+    """Start a Triton program on the tensors' device."""
+    kernel[grid](*arguments, **constants)
+
+
+@dataclass(frozen=True)
+class FusedKernels:
+    """The operations; `launch` starts them."""
+
+    launch: Launch = start
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise [token, width]."""
+        tokens, width = hidden.shape
+        out = torch.empty_like(hidden)
+        block = triton.next_power_of_2(width)
+        self.launch(programs.rms_norm, (tokens,), hidden, weight, out, width, eps, BLOCK=block)
+        return out
+
+    def add_layer_norm(
+        self, residual: Tensor, branch: Tensor, scale: Tensor | None, norm: torch.nn.LayerNorm
+    ) -> tuple[Tensor, Tensor]:
+        """residual + branch * scale, and its layer norm; [..., width] each."""
+        width = residual.shape[-1]
+        total, out = torch.empty_like(residual), torch.empty_like(residual)
+        factors = residual if scale is None else scale
+        self.launch(
+            programs.add_layer_norm,
+            (residual.numel() // width,),
+            residual, branch, factors, norm.weight, norm.bias, total, out, width, norm.eps,
+            HAS_SCALE=scale is not None,
+            BLOCK=triton.next_power_of_2(width),
+        )  # fmt: skip
+        return total, out
+
+    def silu_times(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [token, 2 * width]."""
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, width)
+        grid = (tokens, triton.cdiv(width, _COLUMNS))
+        self.launch(programs.silu_times, grid, gate_up, out, width, BLOCK=_COLUMNS)
+        return out
+
+    def rotate_append(
+        self, fused: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, slots: Tensor,
+        heads: HeadSplit,
+    ) -> None:  # fmt: skip
+        """Rotate queries of [token, head * head_dim] in place; append keys and values.
+
+        `rotation` is cos and sin, [token, head_dim]; `cache` is one layer and `slots` are flat
+        indices into its rows.
+        """
+        cos, sin = rotation
+        grid = (fused.shape[0], heads.num_heads + 2 * heads.num_kv_heads)
+        self.launch(
+            programs.rotate_append,
+            grid,
+            fused, cos, sin, cache, slots,
+            NUM_HEADS=heads.num_heads,
+            NUM_KV_HEADS=heads.num_kv_heads,
+            HEAD_DIM=heads.head_dim,
+            BLOCK=triton.next_power_of_2(heads.head_dim),
+        )  # fmt: skip
+
+    def attend(self, fused: Tensor, cache: Tensor, mask: Tensor, heads: HeadSplit) -> Tensor:
+        """Mix [row * node, head * head_dim] out of one layer's cache [row, slot, ...].
+
+        `mask` [row, 1, node, slot] is added to the scores. The rows of the cache are contiguous.
+        """
+        num_rows, _, num_nodes, read = mask.shape
+        head_dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
+        # Rows and shares of slots are what there is to spread over a GPU when queries are few.
+        splits = triton.cdiv(_PROGRAMS, num_rows * heads.num_kv_heads)
+        splits = max(1, min(splits, _MOST_SPLITS, triton.cdiv(read, _SLOTS)))
+        entries = num_rows * num_nodes * heads.num_heads
+        partial = torch.empty(splits, entries, head_dim, device=fused.device, dtype=torch.float32)
+        summary = partial.new_empty(splits, entries, 2)
+        out = fused.new_empty(num_rows * num_nodes, heads.num_heads * head_dim)
+        block = triton.next_power_of_2(head_dim)
+        self.launch(
+            programs.attend_split,
+            (num_rows, heads.num_kv_heads, splits),
+            fused, cache, mask, partial, summary,
+            num_nodes, read, cache.shape[1], mask.stride(2), head_dim**-0.5,
+            NUM_HEADS=heads.num_heads,
+            NUM_KV_HEADS=heads.num_kv_heads,
+            HEAD_DIM=head_dim,
+            NUM_SPLITS=splits,
+            QUERIES=max(_LEAST_QUERIES, triton.next_power_of_2(num_nodes * group)),
+            SLOTS=_SLOTS,
+            BLOCK=max(block, 16),
+        )  # fmt: skip
+        self.launch(
+            programs.join_splits,
+            (entries,),
+            partial, summary, out, entries,
+            HEAD_DIM=head_dim, NUM_SPLITS=splits, BLOCK=block,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,95 @@
+"""Fused kernels, under Triton's interpreter, against the plain operations that they replace."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="fused kernels need Triton")
+
+from deft_policies.model.kv_cache import HeadSplit  # noqa: E402  (only where Triton is)
+from deft_policies.model.llama import RMSNorm, Rotation  # noqa: E402
+from tests.triton_twins import Counted  # noqa: E402
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+FORMATS = [torch.float32, torch.bfloat16]
+# The interpreter cannot multiply matrices of bfloat16; float16 takes the same way.
+PRODUCT_FORMATS = [torch.float32, torch.float16]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def assert_alike(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    bound = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("width", [40])
+def test_rms_norm(dtype: torch.dtype, width: int) -> None:
+    norm = RMSNorm(width, 1e-6).to(dtype)
+    norm.weight.data = random(width, dtype=dtype, seed=1)
+    hidden = random(5, width, dtype=dtype)
+    assert_alike(Counted().kernels.rms_norm(hidden, norm.weight, 1e-6), norm(hidden))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_adding_a_branch_and_normalising_the_sum(dtype: torch.dtype, is_scaled: bool) -> None:
+    norm = torch.nn.LayerNorm(24, eps=1e-6).to(dtype)
+    norm.weight.data, norm.bias.data = random(24, dtype=dtype), random(24, dtype=dtype, seed=1)
+    residual, branch = random(2, 3, 24, dtype=dtype, seed=2), random(2, 3, 24, dtype=dtype, seed=3)
+    scale = random(24, dtype=dtype, seed=4) if is_scaled else None
+    total, out = Counted().kernels.add_layer_norm(residual, branch, scale, norm)
+    expected = residual + (branch if scale is None else branch * scale)
+    assert_alike(total, expected)
+    assert_alike(out, norm(total))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_gate_times_up(dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * 48, dtype=dtype)
+    gate, up = gate_up.chunk(2, dim=1)
+    assert_alike(Counted().kernels.silu_times(gate_up), functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_rotating_and_appending_in_one_launch(dtype: torch.dtype, num_kv_heads: int) -> None:
+    heads = HeadSplit(4, num_kv_heads, 8)
+    num_rotated, slots = 4 + num_kv_heads, torch.tensor([9, 3, 17])
+    fused = random(3, (4 + 2 * num_kv_heads) * 8, dtype=dtype)
+    cos, sin = random(3, 8, dtype=dtype, seed=1), random(3, 8, dtype=dtype, seed=2)
+    cache = random(2, 10, 2 * num_kv_heads, 8, dtype=dtype, seed=3)
+    plain, expected = fused.clone().view(3, -1, 8), cache.clone()
+    Rotation(cos[:, None], sin[:, None]).apply_(plain[:, :num_rotated])
+    expected.view(20, 2 * num_kv_heads, 8)[slots] = plain[:, 4:]
+    Counted().kernels.rotate_append(fused, (cos, sin), cache, slots, heads)
+    assert_alike(fused.view(3, -1, 8)[:, :4], plain[:, :4])
+    assert_alike(cache, expected)
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+@pytest.mark.parametrize("num_nodes", [1, 24])
+def test_split_attention(dtype: torch.dtype, num_kv_heads: int, num_nodes: int) -> None:
+    """Rows of two lengths in a cache of 200 slots: shares of it are empty, full and cut."""
+    heads, read = HeadSplit(4, num_kv_heads, 8), 150
+    fused = random(2 * num_nodes, (4 + 2 * num_kv_heads) * 8, dtype=dtype)
+    cache = random(2, 200, 2 * num_kv_heads, 8, dtype=dtype, seed=1)
+    seen = torch.rand(2, 1, num_nodes, read, generator=torch.Generator().manual_seed(2)) < 0.7
+    seen[0, :, :, 70:] = False
+    seen[:, :, :, 0] = True
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf"))
+    launch = Counted()
+    found = launch.kernels.attend(fused, cache, mask, heads)
+    queries = fused.view(2, num_nodes, -1, 8)[:, :, :4].transpose(1, 2)
+    keys_values = cache[:, :read].transpose(1, 2).repeat_interleave(4 // num_kv_heads, dim=1)
+    keys, values = keys_values.chunk(2, dim=1)
+    expected = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    assert_alike(found, expected.transpose(1, 2).reshape(2 * num_nodes, -1))
+    assert launch.launched == ["attend_split", "join_splits"]
