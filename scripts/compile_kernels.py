@@ -55,7 +55,7 @@ def variants() -> Iterator[Variant]:
         constants = {"HAS_SCALE": scaled, "BLOCK": triton.next_power_of_2(width)}
         yield Variant(f"add_layer_norm {width}", programs.add_layer_norm, row, constants)
     yield Variant("silu_times", programs.silu_times, row, {"BLOCK": 1024})
-    slots = {"slots": _INDEX}
+    slots = {"slots": _INDEX, "rotation_stride": "i32"}
     yield Variant("rotate_append", programs.rotate_append, slots, {**_HEADS, "BLOCK": 128})
     scalars = dict.fromkeys(("num_nodes", "read", "row_length", "mask_stride"), "i32")
     types = {"partial": _WIDE, "summary": _WIDE, "scale": "fp32", **scalars}

@@ -56,14 +56,14 @@ def golden_model() -> OpenVLAModel:
     return model.requires_grad_(False)
 
 
-def tiny_config(num_kv_heads: int = 4) -> OpenVLAConfig:
-    """Towers of 4 patches and a decoder of two layers."""
+def tiny_config(num_kv_heads: int = 4, num_layers: int = 2) -> OpenVLAConfig:
+    """Towers of 4 patches and a small decoder."""
     return OpenVLAConfig(
         llm=LlamaConfig(
             vocab_size=384,
             width=32,
             mlp=48,
-            num_layers=2,
+            num_layers=num_layers,
             heads=4,
             kv_heads=num_kv_heads,
             head_width=8,
@@ -85,10 +85,10 @@ def tiny_config(num_kv_heads: int = 4) -> OpenVLAConfig:
     )
 
 
-def tiny_model(seed: int = 0, num_kv_heads: int = 4) -> OpenVLAModel:
+def tiny_model(seed: int = 0, num_kv_heads: int = 4, num_layers: int = 2) -> OpenVLAModel:
     """Random weights, large enough that different inputs give different tokens."""
     generator = torch.Generator().manual_seed(seed)
-    model = OpenVLAModel.empty(tiny_config(num_kv_heads), CPU, torch.float32)
+    model = OpenVLAModel.empty(tiny_config(num_kv_heads, num_layers), CPU, torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight") or "norm1.weight" in name or "norm2.weight" in name:

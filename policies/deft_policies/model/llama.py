@@ -5,12 +5,16 @@ weights through a cache: see `passes`. Draft heads use single layers, with a cac
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.model.kv_cache import CacheSizes, LayerCache
+
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,7 @@ class LlamaDecoder(nn.Module):
         self.norm = RMSNorm(sizes.width, sizes.norm_eps)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         self.rotary = RotaryTable(sizes)
+        self.kernels: FusedKernels | None = None  # what inference passes run with
 
     def forward(self, embeds: Tensor, mask: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, of whole sequences at once and without a cache.

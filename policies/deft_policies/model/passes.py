@@ -41,11 +41,9 @@ class PassInput:
 class LlamaPasses:
     """Runs passes of a decoder whose weights do not change any more."""
 
-    def __init__(self, decoder: LlamaDecoder, kernels: "FusedKernels | None" = None) -> None:
-        """`kernels` do in one launch what takes several otherwise; where a GPU is."""
-        sizes = decoder.sizes
-        self._sizes = sizes
-        self._kernels = kernels
+    def __init__(self, decoder: LlamaDecoder) -> None:
+        self._sizes = decoder.sizes
+        self._kernels = kernels = decoder.kernels
         self._rotary = decoder.rotary
         self._layers = [_LayerWeights(layer, kernels) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, kernels)

@@ -5,11 +5,16 @@ final norm and SigLIP's pooling head are in every checkpoint and are never used,
 here.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.model.sizes import LAYER_NORM_EPS, ProjectorKind, TowerConfig
+
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
 
 
 class Projector(nn.Module):
@@ -50,12 +55,18 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[row, token, width] in and out."""
-        mixed = self._attend(self.norm1(tokens))
+        mixed = self.attend(self.norm1(tokens))
         tokens = tokens + (mixed if self.scale1 is None else mixed * self.scale1)
-        lowered: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.norm2(tokens))))
+        lowered = self.lower(self.norm2(tokens))
         return tokens + (lowered if self.scale2 is None else lowered * self.scale2)
 
-    def _attend(self, tokens: Tensor) -> Tensor:
+    def lower(self, tokens: Tensor) -> Tensor:
+        """The MLP of normalised tokens."""
+        lowered: Tensor = self.mlp_out(functional.gelu(self.mlp_in(tokens)))
+        return lowered
+
+    def attend(self, tokens: Tensor) -> Tensor:
+        """The attention of normalised tokens."""
         fused = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1)).transpose(1, 3)
         queries, keys, values = fused.unbind(2)  # [row, head, token, head_dim]
         mixed = functional.scaled_dot_product_attention(queries, keys, values)
@@ -74,6 +85,7 @@ class VisionTransformer(nn.Module):
         self.class_token = _tokens(int(sizes.has_class_token), sizes.width)
         self.registers = _tokens(sizes.num_registers, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_used_blocks))
+        self.kernels: FusedKernels | None = None  # for inference
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[row, 3, height, width] to [row, patch, width]."""
@@ -82,9 +94,21 @@ class VisionTransformer(nn.Module):
         if before:
             wide = [part.expand(len(pixels), -1, -1) for part in before]
             tokens = torch.cat((*wide, tokens), dim=1)
-        for block in self.blocks:
-            tokens = block(tokens)
-        return tokens[:, -self.sizes.num_patches :]
+        return self._run_blocks(tokens)[:, -self.sizes.num_patches :]
+
+    def _run_blocks(self, tokens: Tensor) -> Tensor:
+        if self.kernels is None:
+            for block in self.blocks:
+                tokens = block(tokens)
+            return tokens
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        normed = blocks[0].norm1(tokens)
+        for block, after in zip(blocks, [*blocks[1:], blocks[-1]], strict=True):
+            mixed = block.attend(normed)
+            tokens, normed = self.kernels.add_layer_norm(tokens, mixed, block.scale1, block.norm2)
+            lowered = block.lower(normed)
+            tokens, normed = self.kernels.add_layer_norm(tokens, lowered, block.scale2, after.norm1)
+        return tokens
 
     def _embed(self, pixels: Tensor) -> Tensor:
         """The patch convolution as one matrix product: its windows do not overlap."""

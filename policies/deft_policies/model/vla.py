@@ -5,7 +5,10 @@ The same modules serve inference, where the decoder runs through its cache, and 
 """
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,9 @@ from deft_policies.checkpoint.tensor_names import tensor_places
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes
 from deft_policies.model.sizes import LlamaConfig, OpenVLAConfig
 from deft_policies.model.vision import Projector, VisionTransformer
+
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,10 @@ class OpenVLAModel(nn.Module):
     def see(self, pixels: Tensor) -> Sight:
         """Run the towers on [row, 3 * tower, height, width] and project what they return."""
         views = pixels.chunk(len(self.towers), dim=1)
-        seen = [tower(view) for tower, view in zip(self.towers, views, strict=True)]
+        seen = run_side_by_side(
+            [partial(tower, view) for tower, view in zip(self.towers, views, strict=True)],
+            pixels.device,
+        )
         features = seen[0] if len(seen) == 1 else torch.cat(seen, dim=2)
         return Sight(features, self.projector(features))
 
@@ -64,6 +73,13 @@ class OpenVLAModel(nn.Module):
         """
         hidden: Tensor = self.decoder(self.compose(self.see(pixels).patches, ids))
         return hidden
+
+    def fuse(self, kernels: "FusedKernels") -> None:
+        """From now on run inference with these. Before anything is built on the decoder."""
+        self.decoder.kernels = kernels
+        for tower in self.towers:
+            assert isinstance(tower, VisionTransformer)
+            tower.kernels = kernels
 
     def fingerprint(self) -> str:
         """A digest of the weights: equal for equal checkpoints, in float32 and bfloat16 alike.
@@ -86,6 +102,28 @@ class OpenVLAModel(nn.Module):
             for place in tensor_places(self.config)
             if place.parameter is not None
         }
+
+
+def run_side_by_side(parts: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
+    """The results of parts that do not need each other; on a GPU they share the device.
+
+    In a recording the streams become branches of the graph, which costs nothing when it runs.
+    """
+    if device.type != "cuda" or len(parts) == 1:
+        return [part() for part in parts]
+    here = torch.cuda.current_stream(device)
+    first, *others = parts
+    aside = [torch.cuda.Stream(device) for _ in others]  # type: ignore[no-untyped-call]
+    results = []
+    for stream, part in zip(aside, others, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            results.append(part())
+    mine = first()
+    for stream, result in zip(aside, results, strict=True):
+        here.wait_stream(stream)
+        result.record_stream(here)
+    return [mine, *results]
 
 
 def allocate(part: nn.Module, device: torch.device) -> None:

@@ -36,6 +36,7 @@ def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:
         shallow = LlamaDecoder(replace(decoder.sizes, num_layers=num_layers))
     shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
     shallow.layers, shallow.rotary = decoder.layers[:num_layers], decoder.rotary
+    shallow.kernels = decoder.kernels
     return shallow
 
 

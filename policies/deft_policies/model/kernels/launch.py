@@ -74,7 +74,7 @@ class FusedKernels:
     ) -> None:  # fmt: skip
         """Rotate queries of [token, head * head_dim] in place; append keys and values.
 
-        `rotation` is cos and sin, [token, head_dim]; `cache` is one layer and `slots` are flat
+        `rotation` is cos and sin, [token, head_dim] with the same strides; `cache` is one layer and `slots` are flat
         indices into its rows.
         """
         cos, sin = rotation
@@ -82,7 +82,7 @@ class FusedKernels:
         self.launch(
             programs.rotate_append,
             grid,
-            fused, cos, sin, cache, slots,
+            fused, cos, sin, cache, slots, cos.stride(0),
             NUM_HEADS=heads.num_heads,
             NUM_KV_HEADS=heads.num_kv_heads,
             HEAD_DIM=heads.head_dim,

@@ -65,7 +65,7 @@ def silu_times(gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_append(
-    fused, cos, sin, cache, slots,
+    fused, cos, sin, cache, slots, rotation_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +80,9 @@ def rotate_append(
     own = tl.load(source + columns, mask=inside, other=0.0)
     if head < NUM_HEADS + NUM_KV_HEADS:
         turned = tl.load(source + other_half, mask=inside, other=0.0).to(tl.float32)
-        along = tl.load(cos + token * HEAD_DIM + columns, mask=inside, other=0.0).to(tl.float32)
-        across = tl.load(sin + token * HEAD_DIM + columns, mask=inside, other=0.0).to(tl.float32)
+        angle = token * rotation_stride + columns
+        along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         rotated = own.to(tl.float32) * along + turned * across
         own = rotated.to(fused.dtype.element_ty)
     if head < NUM_HEADS:

@@ -1,0 +1,83 @@
+"""Whole passes with fused kernels against their plain twins, and how many launches they take."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="fused kernels need Triton")
+
+from deft_policies.decoding.tree import DraftTree  # noqa: E402  (only where Triton is)
+from deft_policies.model.graphs import CapturedRunner  # noqa: E402
+from deft_policies.model.vla import OpenVLAModel  # noqa: E402
+from deft_policies.openvla.target import OpenVLATarget  # noqa: E402
+from tests.launches import LaunchCounter  # noqa: E402
+from tests.tiny_openvla import ReplayingCapturer, random_prompts, tiny_model  # noqa: E402
+from tests.triton_twins import Counted  # noqa: E402
+
+MOST_PER_LAYER = 10
+
+
+def fixed_shapes(model: OpenVLAModel) -> OpenVLATarget:
+    return OpenVLATarget(model, runner=CapturedRunner(ReplayingCapturer()))
+
+
+def random_tree(num_rows: int, num_nodes: int) -> DraftTree:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 300, (num_rows, num_nodes), generator=generator)
+    parents = torch.tensor([-1, *((node - 1) // 2 for node in range(1, num_nodes))])
+    return replace(DraftTree.chain(tokens), parents=parents.expand_as(tokens), is_chain=False)
+
+
+def answers(target: OpenVLATarget, num_nodes: int) -> list[Tensor]:
+    """Scores of a prefill with guesses and of two passes behind it."""
+    prompts = random_prompts(target.model, [3, 9])
+    tree = random_tree(2, num_nodes)
+    first, features = target.prefill(prompts, tree)
+    found = [first.logits.clone(), features.hidden.clone()]
+    for nodes in (num_nodes, 1):
+        target.commit(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
+        found.append(target.score(random_tree(2, nodes)).logits.clone())
+    return found
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_fused_passes_score_what_plain_ones_do(num_kv_heads: int) -> None:
+    plain = answers(fixed_shapes(tiny_model(num_kv_heads=num_kv_heads)), 6)
+    model, launch = tiny_model(num_kv_heads=num_kv_heads), Counted()
+    model.fuse(launch.kernels)
+    for found, expected in zip(answers(fixed_shapes(model), 6), plain, strict=True):
+        torch.testing.assert_close(found[:, :1], expected[:, :1], atol=2e-4, rtol=2e-4)
+        assert torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1))
+    assert set(launch.launched) == {
+        *("rms_norm", "silu_times", "rotate_append", "attend_split", "join_splits")
+    }
+
+
+def test_fused_towers_see_what_plain_ones_do() -> None:
+    pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(0))
+    plain, fused = tiny_model(), tiny_model()
+    fused.fuse(Counted().kernels)
+    found, expected = fused.see(pixels).patches, plain.see(pixels).patches
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 8])
+def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches_at_most(num_nodes: int) -> None:
+    """Counted as the difference between models of four and of two layers."""
+    totals = []
+    for num_layers in (2, 4):
+        launch = Counted()
+        model = tiny_model(num_layers=num_layers)
+        model.fuse(launch.kernels)
+        target = fixed_shapes(model)
+        prompts = random_prompts(model, [3])
+        target.prefill(prompts, DraftTree.root_only(prompts.last_tokens))
+        tree = random_tree(1, num_nodes)
+        launch.launched.clear()
+        inputs = (tree.tokens, tree.ancestor_mask(), torch.tensor([6]))
+        with LaunchCounter() as counter:
+            target._score_step(64, *inputs)
+        totals.append(counter.total + len(launch.launched))
+    assert (totals[1] - totals[0]) / 2 <= MOST_PER_LAYER
