@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--warm-ups", type=int, default=10)
     parser.add_argument("--batch", default="1,2,4,8,16")
     parser.add_argument("--quantization", default="none,fp8,int8")
-    parser.add_argument("--fuse-kernels", action="store_true", help="as deft serve")
+    parser.add_argument("--no-fused-kernels", action="store_true", help="as deft serve")
     parser.add_argument("--no-baseline", action="store_true", help="leave transformers out")
     parser.add_argument("--json", type=Path, default=None)
 
@@ -201,7 +201,8 @@ def _measure_format(
         quantization=quantization,
         precision=Precision.BFLOAT16,
         decoding=AUTOREGRESSIVE,
-        fuses_kernels=given.fuse_kernels,
+        fuses_kernels=not given.no_fused_kernels,
+        largest_batch=max(sizes),
     )
     started = time.perf_counter()
     policy = load_policy(options)

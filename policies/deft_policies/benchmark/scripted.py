@@ -169,7 +169,7 @@ class ScriptedModels(DraftModels):
         chains = ScriptedChains(answers, coins, target.action_tokens)
         if self.head is None:
             return Sources((chains,), ())
-        head = ScriptedHead(self.head, target, self.new_runner(), answers)
+        head = ScriptedHead(self.head, target, self.runner, answers)
         return Sources((chains,), (head,))
 
 
@@ -186,12 +186,17 @@ class ScriptedPolicy(OpenVLAPolicy):
         self._next = Answers(script, nothing)
         models = ScriptedModels(
             head=random_head(target.model) if script.lengths else None,
-            new_runner=policy.parts.drafts.new_runner,
+            runner=policy.parts.drafts.runner,
             answers=self._next,
         )
         key = policy.info.default_statistics_key
         settings = PolicySettings(statistics_key=key, method=script.method)
         super().__init__(replace(policy.parts, drafts=models), settings)
+
+    def warm_up(self) -> None:
+        """Capture what this script's own drafts need beside the policy's."""
+        with self.parts.target.runner.warming_up(), torch.inference_mode():
+            self._decoder_for(ActOptions()).capture(_ACTION_LENGTH)
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
         """Tell the drafts what is right, then answer."""

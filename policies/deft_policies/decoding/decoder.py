@@ -1,7 +1,7 @@
 """The way in: join a target model, a method and draft sources, and decode batches of actions."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -70,7 +70,10 @@ class DraftModels:
     index: RetrievalIndex | None = None
     small_model: TargetModel | None = None
     patch_share: float = 1.0  # of the image patches that the small model looks at
-    new_runner: Callable[[], StepRunner] = EagerRunner  # runs the head's steps of fixed shape
+    runner: StepRunner = field(default_factory=EagerRunner)  # of the head's steps
+    _heads: dict[tuple[TargetModel, HeadOptions], HeadDrafts] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def sources_for(self, target: TargetModel, method: Method) -> Sources:
         """Every draft source that can be had for a target, as a method runs it."""
@@ -88,12 +91,21 @@ class DraftModels:
             if method.draws_drafts:
                 growers.append(DrawnHeadDrafts(self.head, target, options, method.sampling))
             else:
-                growers.append(HeadDrafts(self.head, target, options, self.new_runner()))
+                growers.append(self._head_drafts(self.head, target, options))
         if self.medusa is not None:
             growers.append(MedusaDrafts(self.medusa, target))
         if self.small_model is not None:
             growers.append(SmallModelDrafts(self.small_model, self.patch_share))
         return Sources(tuple(guessers), tuple(growers))
+
+    def _head_drafts(
+        self, head: EagleHead, target: TargetModel, options: HeadOptions
+    ) -> HeadDrafts:
+        """One for all methods, so that they share its memory and what was captured."""
+        key = (target, options)
+        if key not in self._heads:
+            self._heads.setdefault(key, HeadDrafts(head, target, options, self.runner))
+        return self._heads[key]
 
 
 class Decoder:
@@ -132,6 +144,12 @@ class Decoder:
             guard.learn(choice, cost, remembering)
             self._learn_hypothetically(guard, choice, rows)
         return traces
+
+    def capture(self, length: int) -> None:
+        """Run every step of its draft sources, for actions of `length` tokens."""
+        for plan in self._plans:
+            for grower in self._sources.growers_of(plan.rounds):
+                grower.warm_up(plan.shape, length)
 
     def warm_up(self, prompts: Prompts, spaces: Sequence[ActionSpace]) -> None:
         """Run every plan on a batch that nobody waits for, so that the guard knows their costs."""

@@ -5,7 +5,8 @@ and a single token needs no mask. Elsewhere nothing is read back: lengths stay o
 do the work, and the host keeps an upper bound, rounded up so that few shapes occur.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,15 +16,15 @@ from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model import layout
 from deft_policies.model.kv_cache import Append, KVCache
-from deft_policies.model.layout import EagerRunner, StepRunner, Tensors
+from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors
 from deft_policies.model.llama import LlamaDecoder, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 
-_PROMPT_BUCKET = 16
-_READ_BUCKET = 64
-# Widths of captured trees: a pass costs the same for few nodes and for some more, capturing one
-# takes a second.
-_TREE_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 50)
+# Widths of captured trees: a pass costs the same for few nodes and for some more. Fewer of them
+# behind a prompt, whose own length counts.
+_TREE_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 50, 64)
+_RIDER_WIDTHS = (1, 8, 24, 50, 64)
+_ALIGNMENT = 64  # of the slots of a cache
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class LlamaTarget:
         self._vocabulary = action_tokens if action_rows_only else every_token
         self._room = room or Room()
         self._runner: StepRunner = runner or EagerRunner()
-        self._reads_lengths = self.device.type == "cpu" and not self._runner.has_fixed_shapes
-        self._cache = KVCache(decoder.sizes.cache, 0, 0, decoder.embedding.weight)
+        self._active = self._runner  # what runs this batch
+        self._reads_lengths = self.device.type == "cpu" and self._runner.reserve is None
+        self._kept = self._cache = self._allocate(self._runner.reserve)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self.device)  # [row], committed
         self._roots = self._lengths  # [row], slot of the root of the last pass
         self._num_rows = 0
         self._extent = Extent(0)
-        self._limit = 0  # no row ever grows beyond this
 
     @property
     def vocabulary(self) -> TokenRange:
@@ -100,9 +101,9 @@ class LlamaTarget:
         return self.decoder.embedding.weight.device
 
     @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether passes are captured, one by one for each shape."""
-        return self._runner.has_fixed_shapes
+    def runner(self) -> StepRunner:
+        """What its passes run on."""
+        return self._runner
 
     @property
     def longest_prompt(self) -> int:
@@ -111,11 +112,32 @@ class LlamaTarget:
 
     def pad_rows(self, values: Tensor) -> Tensor:
         """The batch with copies of its first row behind, up to the next captured batch size."""
-        num_rows = len(values)
-        if not self._runner.has_fixed_shapes or num_rows == 1:
+        num_rows, reserve = len(values), self._runner.reserve
+        if reserve is None or num_rows > reserve.rows:
             return values
-        missing = (1 << (num_rows - 1).bit_length()) - num_rows
+        missing = reserve.padded_rows(num_rows) - num_rows
+        if missing == 0:
+            return values
         return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
+
+    def warm_up(self) -> None:
+        """Capture every pass that a batch within the reserve can need."""
+        reserve, weight = self._runner.reserve, self.decoder.embedding.weight
+        if reserve is None:
+            return
+        width = self.decoder.sizes.width
+        for rows in reserve.batches:
+            tokens = torch.zeros(rows, _TREE_WIDTHS[-1], dtype=torch.int64, device=self.device)
+            roots = tokens[:, 0]
+            for length in reserve.lengths:
+                embeds = torch.zeros(rows, length, width, device=self.device, dtype=weight.dtype)
+                prompts = Prompts(embeds, torch.full_like(roots, length), roots, slice(0))
+                for nodes in _RIDER_WIDTHS:
+                    for keeps in (True, False):
+                        tree = DraftTree.chain(tokens[:, :nodes])
+                        self.prefill(replace(prompts, keep_hidden=keeps), tree)
+            for nodes in _TREE_WIDTHS:
+                self.score(DraftTree.chain(tokens[:, :nodes]))
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -138,18 +160,20 @@ class LlamaTarget:
         """Run the prompts and the guesses behind them in one pass."""
         self._num_rows, num_positions, _ = prompts.embeds.shape
         embeds, lengths = self.pad_rows(prompts.embeds), self.pad_rows(prompts.lengths)
-        if self._runner.has_fixed_shapes:
-            embeds = functional.pad(embeds, (0, 0, 0, -num_positions % _PROMPT_BUCKET))
+        reserve = self._runner.reserve
+        missing = 0 if reserve is None else reserve.padded(num_positions) - num_positions
+        if missing:
+            embeds = functional.pad(embeds, (0, 0, 0, missing))
         self._begin(lengths, embeds.shape[1])
         is_causal = tree.num_nodes == 1 or (self._reads_lengths and layout.is_chain(tree.parents))
         kind = PrefillKind(is_causal, prompts.keep_hidden)
-        tokens, ancestors = self._widen(tree)
+        tokens, ancestors = self._widen(tree, _RIDER_WIDTHS)
 
         def step(*inputs: Tensor) -> Tensors:
             return self._prefill_step(kind, *inputs)
 
-        scored, logits, kept = self._runner.run(
-            (kind, tokens.shape[1], *embeds.shape),
+        scored, logits, kept = self._active.run(
+            (self, kind, tokens.shape[1], *embeds.shape),
             step,
             (embeds, lengths, tokens, ancestors),
         )
@@ -163,17 +187,16 @@ class LlamaTarget:
         self._roots = self._lengths
         if self._extent.is_exact:
             return self._score_aligned(tree)
-        tokens, ancestors = self._widen(tree)
+        tokens, ancestors = self._widen(tree, _TREE_WIDTHS)
         num_rows, num_nodes = tokens.shape
-        read = self._extent.longest + num_nodes
-        if not self._reads_lengths:
-            read = min(read + -read % _READ_BUCKET, self._cache.length)
+        # Where lengths stay on the device, masks hide what is behind them.
+        read = self._extent.longest + num_nodes if self._reads_lengths else self._cache.length
 
         def step(*inputs: Tensor) -> Tensors:
             return self._score_step(read, *inputs)
 
-        logits, hidden = self._runner.run(
-            ("score", num_rows, num_nodes, read),
+        logits, hidden = self._active.run(
+            (self, "score", num_rows, num_nodes),
             step,
             (tokens, ancestors, self._roots),
         )
@@ -191,16 +214,13 @@ class LlamaTarget:
         self._lengths = self._roots + lengths
         if self._reads_lengths:
             self._extent = _measure(self._lengths)
-        else:
-            longest = self._extent.longest + path.shape[1]
-            self._extent = Extent(min(longest, self._limit))
 
-    def _widen(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    def _widen(self, tree: DraftTree, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens and ancestors of a tree, padded to the next captured width where there is one."""
         tokens, ancestors = self.pad_rows(tree.tokens), self.pad_rows(tree.ancestor_mask())
         width = tree.num_nodes
-        if self._runner.has_fixed_shapes:
-            width = next((one for one in _TREE_WIDTHS if one >= width), width)
+        if self._runner.reserve is not None:
+            width = next((one for one in widths if one >= width), width)
         if width == tree.num_nodes:
             return tokens, ancestors
         tokens = functional.pad(tokens, (0, width - tree.num_nodes))
@@ -212,18 +232,25 @@ class LlamaTarget:
         return Scores(logits[rows, nodes], hidden[rows, nodes])
 
     def _begin(self, lengths: Tensor, num_positions: int) -> None:
-        num_rows = lengths.shape[0]
-        needed = num_positions + self._room.new_tokens + self._room.nodes
-        if not self._cache.fits(num_rows, needed):
-            self._runner.forget()
-            num_slots = max(needed + -needed % _READ_BUCKET, self._cache.length)
-            num_rows = max(num_rows, self._cache.num_rows)
-            weight = self.decoder.embedding.weight
-            self._cache = KVCache(self.decoder.sizes.cache, num_rows, num_slots, weight)
+        """Choose the memory of a batch: what is kept, or where that is too small, more."""
+        num_rows, room = lengths.shape[0], self._room.new_tokens + self._room.nodes
+        self._cache, self._active = self._kept, self._runner
+        if not self._cache.fits(num_rows, num_positions + room):
+            self._cache = self._allocate(Reserve(num_rows, longest=num_positions))
+            if self._runner.reserve is None:
+                self._kept = self._cache
+            else:  # captured passes point to what is kept
+                self._active = EagerRunner()
         self._lengths = lengths
         self._roots = lengths - 1
-        self._limit = num_positions + self._room.new_tokens
         self._extent = _measure(lengths) if self._reads_lengths else Extent(num_positions)
+
+    def _allocate(self, reserve: Reserve | None) -> KVCache:
+        sizes, weight = self.decoder.sizes.cache, self.decoder.embedding.weight
+        if reserve is None:
+            return KVCache(sizes, 0, 0, weight)
+        needed = reserve.longest + self._room.new_tokens + self._room.nodes
+        return KVCache(sizes, reserve.rows, needed + -needed % _ALIGNMENT, weight)
 
     def _prefill_step(
         self, kind: PrefillKind, embeds: Tensor, lengths: Tensor, tokens: Tensor, ancestors: Tensor

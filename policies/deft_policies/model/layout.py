@@ -5,6 +5,7 @@ flight. Rows have their own lengths, so the same node lies in a different slot i
 """
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,31 +17,71 @@ Tensors = tuple[Tensor, ...]
 Step = Callable[..., Tensors]
 
 
+@dataclass(frozen=True)
+class Reserve:
+    """What memory is set aside for, and steps are captured for, before the first frame.
+
+    Shorter prompts are padded to `shortest`; larger batches and longer prompts get memory of their
+    own and run step by step.
+    """
+
+    rows: int = 8
+    shortest: int = 16  # positions of a prompt, patches included
+    longest: int = 320
+    bucket: int = 16  # to whose multiples prompts are padded
+
+    def holds(self, num_rows: int, num_positions: int) -> bool:
+        """Whether a batch is within it."""
+        return num_rows <= self.rows and num_positions <= self.longest
+
+    def padded(self, num_positions: int) -> int:
+        """The length of the captured prompts that one of this length is padded to."""
+        needed = max(num_positions, self.shortest)
+        return needed + -needed % self.bucket
+
+    def padded_rows(self, num_rows: int) -> int:
+        """The next size of captured batches."""
+        return 1 << (num_rows - 1).bit_length()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every length of captured prompts."""
+        start, stop = self.padded(self.shortest), self.padded(self.longest)
+        return tuple(range(start, stop + 1, self.bucket))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Every size of captured batches, the largest first."""
+        powers = range(self.padded_rows(self.rows).bit_length())
+        return tuple(1 << power for power in reversed(powers))
+
+
 class StepRunner(Protocol):
     """Runs steps. `key` names the step and every shape and number baked into it."""
 
     @property
-    def has_fixed_shapes(self) -> bool:
-        """True if few distinct keys are wanted: callers then round lengths up to buckets."""
+    def reserve(self) -> Reserve | None:
+        """What steps are captured for; None where nothing is, and any shape is as good."""
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Return what `step(*inputs)` returns; valid until the same key runs again."""
 
-    def forget(self) -> None:
-        """Drop what was captured, because memory it points to is gone."""
+    def warming_up(self) -> AbstractContextManager[None]:
+        """A block in which steps are captured; once it has ended, no more are."""
 
 
 class EagerRunner:
     """Calls the step."""
 
-    has_fixed_shapes = False
+    reserve = None
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Call it."""
         return step(*inputs)
 
-    def forget(self) -> None:
-        """Nothing was captured."""
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Nothing is ever captured."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)

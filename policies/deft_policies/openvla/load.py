@@ -1,8 +1,10 @@
 """From options to a policy: weights on their device, tokenizer, statistics, draft head."""
 
+import logging
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +20,7 @@ from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.model.graphs import CapturedRunner, CudaCapturer
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import EagerRunner, StepRunner
+from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
 from deft_policies.model.vla import OpenVLAModel
@@ -31,6 +33,11 @@ from deft_policies.openvla.policy import (
 )
 from deft_policies.openvla.target import OpenVLATarget
 
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
+
+_log = logging.getLogger(__name__)
+_LONGEST_INSTRUCTION = 64  # ids of a prompt that passes are captured for
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
 
 
@@ -44,8 +51,13 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
     model, encoder = _load_model(options, device, dtype)
     if device.type == "cpu" and options.quantization is Quantization.NONE:
         model.decoder.prefer_columns()
+    kernels = find_kernels(device) if options.fuses_kernels else None
+    if kernels is not None:
+        model.fuse(kernels)
     target = OpenVLATarget(
-        model, action_rows_only=options.action_rows_only, runner=_choose_runner(options, device)
+        model,
+        action_rows_only=options.action_rows_only,
+        runner=_choose_runner(options, device, model.config.num_patches),
     )
     parts = PolicyParts(
         target=target,
@@ -140,7 +152,7 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
     drafts = DraftModels(
         rope_offset=options.rope_offset,
         key_mask=options.key_mask,
-        new_runner=lambda: _choose_runner(options, device),
+        runner=target.runner,
     )
     for directory in options.draft_heads:
         if is_medusa(directory):
@@ -151,18 +163,32 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
         index = load_index(options.retrieval_index, model.fingerprint(), like.device)
         drafts = replace(drafts, index=index)
     if options.self_draft_layers is not None:
-        shallow = self_draft_target(
-            target, options.self_draft_layers, _choose_runner(options, device)
-        )
+        shallow = self_draft_target(target, options.self_draft_layers, target.runner)
         share = options.self_draft_patches
         drafts = replace(drafts, small_model=shallow, patch_share=share)
     return drafts
 
 
-def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
+def _choose_runner(options: OpenVLAOptions, device: torch.device, num_patches: int) -> StepRunner:
     if device.type == "cuda" and options.has_graphs:
-        return CapturedRunner(CudaCapturer(fuses_kernels=options.fuses_kernels))
+        reserve = Reserve(
+            options.largest_batch, num_patches + 1, num_patches + _LONGEST_INSTRUCTION
+        )
+        return CapturedRunner(CudaCapturer(), reserve)
     return EagerRunner()
+
+
+def find_kernels(device: torch.device) -> "FusedKernels | None":
+    """Fused kernels where they run: on CUDA, with Triton, which PyTorch for CUDA brings along."""
+    if device.type != "cuda":
+        return None
+    try:
+        # Imported here: only GPUs need it, and it takes seconds.
+        from deft_policies.model.kernels.launch import FusedKernels
+    except ImportError:
+        _log.warning("no Triton here: passes take three times as many kernels; pip install triton")
+        return None
+    return FusedKernels()
 
 
 def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype) -> PolicySettings:

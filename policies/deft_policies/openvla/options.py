@@ -59,7 +59,8 @@ class OpenVLAOptions:
     seed: int = 0
     action_rows_only: bool = False
     has_graphs: bool = True
-    fuses_kernels: bool = False
+    fuses_kernels: bool = True
+    largest_batch: int = 8
     num_threads: int | None = None
 
 
@@ -115,9 +116,15 @@ def add_flags(group: _ArgumentGroup) -> None:
     )
     group.add_argument("--no-graphs", action="store_true", help="on a GPU: run passes eagerly")
     group.add_argument(
-        "--fuse-kernels",
-        action="store_true",
-        help="on a GPU: compile passes before capturing them; takes minutes to start",
+        "--no-fused-kernels", action="store_true", help="on a GPU: PyTorch's own kernels alone"
+    )
+    group.add_argument(
+        "--largest-batch",
+        type=_at_least_one,
+        default=8,
+        metavar="N",
+        help="on a GPU: frames in a batch that memory is set aside and passes are captured for; "
+        "larger ones are answered more slowly",
     )
     group.add_argument(
         "--threads", type=_at_least_one, metavar="N", help="on a CPU; more than are idle is slower"
@@ -198,7 +205,8 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         seed=namespace.seed,
         action_rows_only=namespace.action_rows_only,
         has_graphs=not namespace.no_graphs,
-        fuses_kernels=namespace.fuse_kernels,
+        fuses_kernels=not namespace.no_fused_kernels,
+        largest_batch=namespace.largest_batch,
         num_threads=namespace.threads,
     )
 

@@ -1,5 +1,7 @@
 """OpenVLA behind the `Policy` interface: frames and instructions in, actions and traces out."""
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -39,9 +41,7 @@ from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
 from deft_policies.openvla.target import OpenVLATarget
 
-# Ids of the prompts whose passes are captured beforehand, one for each bucket of usual lengths. The
-# longest comes first: a cache that grows later would cost those that were captured before.
-_CAPTURED_LENGTHS = (63, 47, 31, 15)
+_log = logging.getLogger(__name__)
 _DECODERS_KEPT = 64  # callers may ask for any radius
 
 
@@ -177,22 +177,38 @@ class OpenVLAPolicy:
             )
 
     def warm_up(self) -> None:
-        """Answer a black frame by every way the default method may take, in prompts of any length.
+        """Answer a black frame by every way the default method may take, to learn what they cost.
 
-        Where passes are captured, this captures them; elsewhere the method learns what they cost.
+        Where steps are captured, capture before that all that any batch, prompt or method within
+        the reserve can need: nothing is captured afterwards.
         """
+        runner = self._parts.target.runner
+        with runner.warming_up(), torch.inference_mode():
+            if runner.reserve is not None:
+                self._capture()
+            self._learn_costs()
+
+    def _capture(self) -> None:
+        started = time.perf_counter()
+        self._parts.target.warm_up()
+        lengths = {statistics.action_dim for statistics in self._parts.statistics.values()}
+        names = [name for name in METHOD_NAMES if self.has_method(name)]
+        for index, name in enumerate((self._settings.method.name, *names)):
+            seconds = time.perf_counter() - started
+            _log.info("capturing: %d of %d methods, %.0f s", index, len(names) + 1, seconds)
+            for length in lengths:
+                self._decoder_for(ActOptions(decoding=name)).capture(length)
+        _log.info("everything captured in %.0f s", time.perf_counter() - started)
+
+    def _learn_costs(self) -> None:
         parts = self._parts
         size, weight = parts.target.model.config.image.size, parts.target.decoder.embedding.weight
         fitted = parts.images.fit(np.zeros((size, size, 3), dtype=np.uint8))
         space = self.action_space(self._default_key or self._keys[0])
         ids = list(self._encode("pick up the cup"))
-        lengths = _CAPTURED_LENGTHS if parts.target.has_fixed_shapes else (len(ids),)
-        with torch.inference_mode():
-            pixels = parts.images.pixel_values([fitted], parts.target.device, weight.dtype)
-            for length in lengths:
-                prompt = (ids + [ids[-1]] * length)[:length]
-                prompts = parts.target.read(pixels, [prompt])
-                self._decoder_for(ActOptions()).warm_up(prompts, [space])
+        pixels = parts.images.pixel_values([fitted], parts.target.device, weight.dtype)
+        prompts = parts.target.read(pixels, [ids])
+        self._decoder_for(ActOptions()).warm_up(prompts, [space])
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
         """Answer a batch, in order. Where it raises, no session has changed."""

@@ -44,7 +44,9 @@ class OpenVLATarget(LlamaTarget):
         ids = torch.tensor(padded).to(self.device, non_blocking=True)
         texts = torch.tensor([len(row) for row in prompt_ids]).to(self.device, non_blocking=True)
         pixels = self.pad_rows(pixels)
-        patches, features = self._runner.run(("see", *pixels.shape), self._see_step, (pixels,))
+        patches, features = self._runner.run(
+            (self, "see", *pixels.shape), self._see_step, (pixels,)
+        )
         patches, features = patches[: len(ids)], features[: len(ids)]
         num_patches = patches.shape[1]
         return Prompts(
@@ -54,6 +56,17 @@ class OpenVLATarget(LlamaTarget):
             patches=slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches),
             features=features.clone(),  # a captured step overwrites its outputs next time
         )
+
+    def warm_up(self) -> None:
+        """Capture every step that a batch within the reserve can need."""
+        if self.runner.reserve is None:
+            return
+        config, weight = self.model.config, self.decoder.embedding.weight
+        size, channels = config.image.size, 3 * len(config.towers)
+        for rows in self.runner.reserve.batches:
+            shape = (rows, channels, size, size)
+            self.read(torch.zeros(shape, device=self.device, dtype=weight.dtype), [[0, 0]] * rows)
+        super().warm_up()
 
     def _see_step(self, pixels: Tensor) -> Tensors:
         sight = self.model.see(pixels)

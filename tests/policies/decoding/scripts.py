@@ -35,6 +35,9 @@ class ScriptedDrafts:
     def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
         pass
 
+    def warm_up(self, shape: TreeShape, length: int) -> None:
+        pass
+
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         self.depths_asked.append(progress.depth)
         grown = [self._row(progress, row) for row in range(len(progress.roots))]

@@ -14,9 +14,9 @@ from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.vla import OpenVLAModel
+from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import (
     CPU,
-    ReplayingCapturer,
     one_row,
     plain_decode,
     plain_next_tokens,
@@ -28,7 +28,7 @@ TEXT_LENGTHS = [5, 9, 3]
 
 
 def runners() -> list[StepRunner]:
-    return [EagerRunner(), CapturedRunner(ReplayingCapturer())]
+    return [EagerRunner(), CapturedRunner(RecordingCapturer())]
 
 
 def target_of(model: OpenVLAModel, runner: StepRunner | None = None) -> LlamaTarget:
@@ -120,7 +120,7 @@ def test_a_single_chain_in_the_prefill_needs_no_mask_and_scores_the_same() -> No
         random_tree(prompts, 5, 0), parents=torch.arange(-1, 4).expand(3, -1)
     )
     causal, _ = target_of(model).prefill(prompts, chain)
-    masked, _ = target_of(model, CapturedRunner(ReplayingCapturer())).prefill(prompts, chain)
+    masked, _ = target_of(model, CapturedRunner(RecordingCapturer())).prefill(prompts, chain)
     torch.testing.assert_close(causal.logits, masked.logits, atol=1e-4, rtol=1e-4)
 
 
@@ -178,7 +178,7 @@ def test_scoring_again_without_a_commit_forgets_the_first_tree() -> None:
 
 def test_a_longer_prompt_and_a_larger_batch_make_the_cache_grow_and_drop_old_recordings() -> None:
     model = tiny_model()
-    capturer = ReplayingCapturer()
+    capturer = RecordingCapturer()
     decoder = AutoregressiveDecoder(target_of(model, CapturedRunner(capturer)))
     small, large = random_prompts(model, [3]), random_prompts(model, [150, 2])
     before = tokens_of(decoder, small)
@@ -191,7 +191,7 @@ def test_a_longer_prompt_and_a_larger_batch_make_the_cache_grow_and_drop_old_rec
 
 def test_a_recording_made_for_one_prompt_length_serves_its_whole_bucket() -> None:
     model = tiny_model()
-    capturer = ReplayingCapturer()
+    capturer = RecordingCapturer()
     decoder = AutoregressiveDecoder(target_of(model, CapturedRunner(capturer)))
     for length in (3, 5, 9, 11):
         prompts = random_prompts(model, [length], seed=length)
@@ -201,7 +201,7 @@ def test_a_recording_made_for_one_prompt_length_serves_its_whole_bucket() -> Non
 
 def test_batches_of_three_and_four_share_their_recordings() -> None:
     model = tiny_model()
-    capturer = ReplayingCapturer()
+    capturer = RecordingCapturer()
     decoder = AutoregressiveDecoder(target_of(model, CapturedRunner(capturer)))
     four, three = random_prompts(model, [3, 5, 9, 1]), random_prompts(model, [4, 8, 2], seed=1)
     tokens_of(decoder, four)

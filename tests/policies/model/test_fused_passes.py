@@ -13,14 +13,15 @@ from deft_policies.model.graphs import CapturedRunner  # noqa: E402
 from deft_policies.model.vla import OpenVLAModel  # noqa: E402
 from deft_policies.openvla.target import OpenVLATarget  # noqa: E402
 from tests.launches import LaunchCounter  # noqa: E402
-from tests.tiny_openvla import ReplayingCapturer, random_prompts, tiny_model  # noqa: E402
+from tests.recorder import RecordingCapturer  # noqa: E402
+from tests.tiny_openvla import random_prompts, tiny_model  # noqa: E402
 from tests.triton_twins import Counted  # noqa: E402
 
 MOST_PER_LAYER = 10
 
 
 def fixed_shapes(model: OpenVLAModel) -> OpenVLATarget:
-    return OpenVLATarget(model, runner=CapturedRunner(ReplayingCapturer()))
+    return OpenVLATarget(model, runner=CapturedRunner(RecordingCapturer()))
 
 
 def random_tree(num_rows: int, num_nodes: int) -> DraftTree:

@@ -58,7 +58,7 @@ def test_every_flag_reaches_the_options() -> None:
         *("--image-chain", "libero", "--decoding", "deft", "--radius", "4"),
         *("--draft-head", "a", "--draft-head", "b", "--retrieval-index", "c"),
         *("--temperature", "0.5", "--seed", "3", "--action-rows-only"),
-        *("--no-graphs", "--fuse-kernels", "--threads", "2"),
+        *("--no-graphs", "--no-fused-kernels", "--threads", "2"),
     )
     assert options == OpenVLAOptions(
         checkpoint="dir",
@@ -76,7 +76,7 @@ def test_every_flag_reaches_the_options() -> None:
         seed=3,
         action_rows_only=True,
         has_graphs=False,
-        fuses_kernels=True,
+        fuses_kernels=False,
         num_threads=2,
     )
     assert parse() == OpenVLAOptions()

@@ -19,7 +19,7 @@ from deft_policies.errors import (
 )
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import StepRunner
+from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.prompt import PromptEncoder
 from deft_policies.model.random_weights import WordIds
 from deft_policies.model.vla import OpenVLAModel
@@ -31,7 +31,8 @@ from deft_policies.openvla.policy import (
 )
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
-from tests.tiny_openvla import ReplayingCapturer, golden_model, tiny_model
+from tests.recorder import RecordingCapturer
+from tests.tiny_openvla import golden_model, tiny_model
 
 PLAIN = find_method("autoregressive")
 
@@ -95,15 +96,15 @@ def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
 
 
 def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> None:
-    capturer = ReplayingCapturer()
-    runner = CapturedRunner(capturer)
+    runner = CapturedRunner(RecordingCapturer(), Reserve(1, 272, 288))
     policy = golden_policy(PolicySettings("libero_spatial", PLAIN), runner)
     policy.warm_up()
-    num_captured = capturer.num_captured
+    num_captured = runner.num_captured
     requests = golden_requests(policy)
     for case, request in zip(golden.cases_with_image(), requests, strict=True):
         assert tokens_of(policy.act([request])) == [case.tokens]
-    assert capturer.num_captured == num_captured
+    assert runner.num_captured == num_captured
+    assert not runner.uncaptured
     three = [case.tokens for case in golden.cases_with_image()[:3]]
     assert tokens_of(policy.act(golden_requests(policy)[:3])) == three
 

@@ -18,8 +18,12 @@ from deft_policies.decoding.sampling import Sampling, target_odds
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
 from deft_policies.model.kv_cache import Append, KVCache
-from deft_policies.model.layout import EagerRunner, StepRunner, Tensors
+from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors
 from deft_policies.model.llama import PassContext
+
+# Beyond a prompt within the reserve: tokens of an action, and nodes that a tree is grown through.
+_MOST_COMMITTED = 16
+_MOST_GROWN = 64
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class HeadDrafts:
         self._runner: StepRunner = runner or EagerRunner()
         whole = self._options.whole_vocabulary
         self._drafted: TokenRange = target.vocabulary if whole else target.action_tokens
-        self._cache = KVCache(head.sizes.cache, 0, 0, head.fc.weight)
+        self._active = self._runner  # what runs this batch
+        self._kept = self._cache = self._allocate(self._runner.reserve)
         self._features: PromptFeatures | None = None
         self._room = 0  # slots of committed positions
         self._length = torch.zeros(0, dtype=torch.int64)  # [row], committed positions
@@ -70,18 +75,36 @@ class HeadDrafts:
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Draft behind the roots."""
         start = self.take_in(progress, shape)
-        shape = shape.cut(progress.depth)
+        return self._grow(shape.cut(progress.depth), start)
 
+    @torch.no_grad()
+    def warm_up(self, shape: TreeShape, length: int) -> None:
+        """Capture the growth of every depth and batch size."""
+        reserve, weight = self._runner.reserve, self.head.fc.weight
+        if reserve is None:
+            return
+        self._cache, self._active = self._kept, self._runner
+        self._room = reserve.padded(reserve.longest) + _MOST_COMMITTED
+        for rows in reserve.batches:
+            numbers = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+            out = weight.new_zeros(rows, self.head.sizes.width)
+            start = HeadStart(numbers, out, numbers + 1, numbers, numbers)
+            for depth in range(1, length):
+                self._grow(shape.cut(depth), start)
+
+    def _grow(self, shape: TreeShape, start: "HeadStart") -> DraftTree:
         def step(*inputs: Tensor) -> Tensors:
             tree = self._grow_step(shape, HeadStart(*inputs))
             return tree.tokens, tree.parents, tree.is_real, tree.log_probs, tree.sources
 
-        grown = self._runner.run(
-            ("grow", shape, len(start.out), self._room),
+        grown = self._active.run(
+            (self, "grow", shape, len(start.out)),
             step,
             (start.roots, start.out, start.length, start.position, start.deepest),
         )
-        if self._runner.has_fixed_shapes:  # the next tree overwrites what a captured step put out
+        if (
+            self._runner.reserve is not None
+        ):  # the next tree overwrites what a captured step put out
             grown = tuple(tensor.clone() for tensor in grown)
         return DraftTree(*grown)
 
@@ -146,17 +169,27 @@ class HeadDrafts:
     def _make_room(self, length: int, shape: TreeShape) -> None:
         assert self._features is not None
         num_rows, num_positions = self._features.embeds.shape[:2]
-        self._room = num_positions + length
+        reserve = self._runner.reserve
+        self._cache, self._active = self._kept, self._runner
+        if reserve is not None and reserve.holds(num_rows, num_positions):
+            self._room = reserve.padded(reserve.longest) + _MOST_COMMITTED
+        else:
+            self._room = num_positions + length
         # A pass's pairs are written with their padding, which reaches past the committed ones.
         needed = self._room + max(shape.num_grown, length)
         if not self._cache.fits(num_rows, needed):
-            self._runner.forget()
-            self._cache = KVCache(
-                self.head.sizes.cache,
-                max(num_rows, self._cache.num_rows),
-                max(needed, self._cache.length),
-                self.head.fc.weight,
-            )
+            num_rows, needed = max(num_rows, self._kept.num_rows), max(needed, self._kept.length)
+            self._cache = KVCache(self.head.sizes.cache, num_rows, needed, self.head.fc.weight)
+            if reserve is None:
+                self._kept = self._cache
+            else:  # captured steps point to what is kept
+                self._active = EagerRunner()
+
+    def _allocate(self, reserve: Reserve | None) -> KVCache:
+        if reserve is None:
+            return KVCache(self.head.sizes.cache, 0, 0, self.head.fc.weight)
+        length = reserve.padded(reserve.longest) + _MOST_COMMITTED + _MOST_GROWN
+        return KVCache(self.head.sizes.cache, reserve.rows, length, self.head.fc.weight)
 
     def _visible(self, last: Tensor) -> Tensor:
         """Committed slots that queries at positions `last` [row, query] see, [row, query, slot]."""

@@ -106,6 +106,9 @@ class MedusaDrafts:
     def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
         """Nothing of the prompt is needed."""
 
+    def warm_up(self, shape: TreeShape, length: int) -> None:
+        """Nothing is captured here."""
+
     @torch.no_grad()
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Branch as EAGLE-2 does, with scores that depend on the depth alone."""

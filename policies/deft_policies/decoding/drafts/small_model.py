@@ -71,6 +71,11 @@ class SmallModelDrafts:
         """Remember the prompt; it is read together with the first committed tokens."""
         self._prompts = replace(with_fewer_patches(prompts, self._patch_share), keep_hidden=False)
 
+    def warm_up(self, shape: TreeShape, length: int) -> None:
+        """Capture the model's passes."""
+        if isinstance(self.model, LlamaTarget):
+            self.model.warm_up()
+
     @torch.no_grad()
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Decode up to `shape.levels` tokens behind the roots."""

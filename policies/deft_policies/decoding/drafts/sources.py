@@ -74,6 +74,9 @@ class Grower(Protocol):
         No deeper than `progress.depth`, unless the shape is of full depth.
         """
 
+    def warm_up(self, shape: TreeShape, length: int) -> None:
+        """Run every step that trees of this shape can need, for actions of `length` tokens."""
+
 
 def tree_of_guesses(
     guesses: Sequence[Guesses], kinds: Sequence[DraftKind], progress: BatchProgress

@@ -1,0 +1,96 @@
+"""Serving from captured steps: nothing is captured while robots wait, whatever they send."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActRequest, Session
+from deft_policies.benchmark.scripted import random_head
+from deft_policies.decoding.decoder import DraftModels
+from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
+from deft_policies.model.random_weights import WordIds
+from deft_policies.model.statistics import ActionStatistics
+from deft_policies.openvla.policy import OpenVLAPolicy, PolicyParts
+from deft_policies.openvla.target import OpenVLATarget
+from tests.recorder import RecordingCapturer
+from tests.tiny_openvla import tiny_config, tiny_model
+
+METHODS = ("autoregressive", "lossless", "spec-vla")
+PROMPT_LENGTHS = range(3, 15)  # words, each an id
+NUM_FRAMES = 500
+RESERVE = Reserve(rows=8, shortest=8, longest=24)
+
+
+def policy_on(runner: StepRunner) -> OpenVLAPolicy:
+    model = tiny_model()
+    target = OpenVLATarget(model, runner=runner)
+    drafts = DraftModels(head=random_head(model), runner=runner)
+    images = ImageProcessor(tiny_config().image, ImageChain.NONE)
+    smaller = ActionStatistics(-np.ones(7) / 2, np.ones(7) / 2, np.arange(7) < 6)
+    statistics = {"first": tiny_config().statistics["tiny"], "second": smaller}
+    return OpenVLAPolicy(PolicyParts(target, WordIds(300), images, statistics, drafts))
+
+
+def mixed_batches(seed: int = 0) -> list[list[tuple[Observation, ActOptions, int]]]:
+    """Frames of sixteen sessions, with methods, statistics and prompt lengths at random."""
+    rng, numbers = random.Random(seed), np.random.default_rng(seed)
+    batches, left = [], NUM_FRAMES
+    while left:
+        size = min(left, rng.randint(1, 8))
+        method = rng.choice(METHODS)
+        batches.append(
+            [
+                (
+                    Observation(
+                        numbers.integers(0, 256, (28, 28, 3), dtype=np.uint8),
+                        " ".join(["word"] * rng.choice(PROMPT_LENGTHS)),
+                    ),
+                    ActOptions(decoding=method, statistics_key=rng.choice(("first", "second"))),
+                    session,
+                )
+                for session in rng.sample(range(16), size)
+            ]
+        )
+        left -= size
+    return batches
+
+
+def serve(
+    policy: OpenVLAPolicy, batches: list[list[tuple[Observation, ActOptions, int]]]
+) -> list[tuple[int, ...]]:
+    sessions: list[Session] = [policy.open_session() for _ in range(16)]
+    tokens = []
+    for batch in batches:
+        requests = [ActRequest(frame, sessions[who], options) for frame, options, who in batch]
+        tokens += [chunk.trace.tokens for chunk in policy.act(requests) if chunk.trace]
+    return tokens
+
+
+def test_500_mixed_frames_capture_nothing_after_the_warm_up_and_answer_as_without() -> None:
+    runner = CapturedRunner(RecordingCapturer(), RESERVE)
+    policy = policy_on(runner)
+    policy.warm_up()
+    num_captured = runner.num_captured
+    batches = mixed_batches()
+    tokens = serve(policy, batches)
+    assert len(tokens) == NUM_FRAMES
+    assert runner.num_captured == num_captured
+    assert not runner.uncaptured
+    assert tokens == serve(policy_on(EagerRunner()), batches)
+
+
+def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothing() -> None:
+    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=8))
+    policy = policy_on(runner)
+    policy.warm_up()
+    num_captured = runner.num_captured
+    batches = mixed_batches(1)[:6]
+    assert serve(policy, batches) == serve(policy_on(EagerRunner()), batches)
+    assert runner.num_captured == num_captured
+    assert torch.is_inference_mode_enabled() is False
