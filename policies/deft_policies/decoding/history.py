@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from deft_policies.model.staging import to_device
+
 STEPS_KEPT = 32
 
 
@@ -108,8 +110,8 @@ class HistoryTensors:
             for history in histories
         ]
         return HistoryTensors(
-            own=torch.tensor(own, device=device).view(len(histories), steps, length),
-            num_known=torch.tensor([len(known) for known in kept], device=device),
-            drift=torch.tensor(drift, dtype=torch.float32, device=device),
-            num_steps=torch.tensor([one.num_steps for one in histories], device=device),
+            own=to_device(own, device, torch.int64).view(len(histories), steps, length),
+            num_known=to_device([len(known) for known in kept], device),
+            drift=to_device(drift, device, torch.float32),
+            num_steps=to_device([one.num_steps for one in histories], device),
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from deft_client.image_chain import ImageChain
 from deft_client.types import Image
 from deft_policies.model.sizes import ImageProcessorConfig, ResizeStrategy
+from deft_policies.model.staging import to_device
 
 
 class ImageProcessor:
@@ -44,7 +45,7 @@ class ImageProcessor:
 
         The towers' channels stand side by side, in the towers' order.
         """
-        frames = torch.from_numpy(np.stack(fitted)).to(device)
+        frames = to_device(np.stack(fitted), device)
         table = self._place_table(frames.device, dtype).view(1, -1, 3, 256)
         rows, height, width, _ = frames.shape
         codes = frames.permute(0, 3, 1, 2).reshape(rows, 1, 3, -1).long()

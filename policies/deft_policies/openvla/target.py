@@ -8,6 +8,7 @@ from torch import Tensor
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.target import Prompts
 from deft_policies.model.layout import StepRunner, Tensors
+from deft_policies.model.staging import to_device
 from deft_policies.model.vla import OpenVLAModel
 
 _BESIDE_PATCHES = 1  # patches come right after the first id
@@ -41,8 +42,8 @@ class OpenVLATarget(LlamaTarget):
         """
         longest = max(len(ids) for ids in prompt_ids)
         padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
-        ids = torch.tensor(padded).to(self.device, non_blocking=True)
-        texts = torch.tensor([len(row) for row in prompt_ids]).to(self.device, non_blocking=True)
+        ids = to_device(padded, self.device)
+        texts = to_device([len(row) for row in prompt_ids], self.device)
         pixels = self.pad_rows(pixels)
         patches, features = self._runner.run(
             (self, "see", *pixels.shape), self._see_step, (pixels,)

@@ -11,6 +11,7 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest, Session
 from deft_policies.benchmark.scripted import random_head
 from deft_policies.decoding.decoder import DraftModels
+from deft_policies.decoding.plan import KeyMask
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
@@ -27,10 +28,10 @@ NUM_FRAMES = 500
 RESERVE = Reserve(rows=8, shortest=8, longest=24)
 
 
-def policy_on(runner: StepRunner) -> OpenVLAPolicy:
+def policy_on(runner: StepRunner, key_mask: KeyMask = KeyMask.CAUSAL) -> OpenVLAPolicy:
     model = tiny_model()
     target = OpenVLATarget(model, runner=runner)
-    drafts = DraftModels(head=random_head(model), runner=runner)
+    drafts = DraftModels(head=random_head(model), key_mask=key_mask, runner=runner)
     images = ImageProcessor(tiny_config().image, ImageChain.NONE)
     smaller = ActionStatistics(-np.ones(7) / 2, np.ones(7) / 2, np.arange(7) < 6)
     statistics = {"first": tiny_config().statistics["tiny"], "second": smaller}
@@ -83,6 +84,16 @@ def test_500_mixed_frames_capture_nothing_after_the_warm_up_and_answer_as_withou
     assert runner.num_captured == num_captured
     assert not runner.uncaptured
     assert tokens == serve(policy_on(EagerRunner()), batches)
+
+
+def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
+    """Captured growth once read the lengths of the prompt that it had been captured with."""
+    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=16))
+    captured = policy_on(runner, KeyMask.PREFIX_ONLY)
+    captured.warm_up()
+    batches = [batch[:2] for batch in mixed_batches(2)[:8]]
+    plain = policy_on(EagerRunner(), KeyMask.PREFIX_ONLY)
+    assert serve(captured, batches) == serve(plain, batches)
 
 
 def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothing() -> None:

@@ -1,6 +1,6 @@
 """Drafting with the EAGLE head: take in what was committed, then grow a tree level by level."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class HeadDrafts:
         for rows in reserve.batches:
             numbers = torch.zeros(rows, dtype=torch.int64, device=weight.device)
             out = weight.new_zeros(rows, self.head.sizes.width)
-            start = HeadStart(numbers, out, numbers + 1, numbers, numbers)
+            start = HeadStart(numbers, out, numbers + 1, numbers, numbers, numbers)
             for depth in range(1, length):
                 self._grow(shape.cut(depth), start)
 
@@ -100,7 +100,7 @@ class HeadDrafts:
         grown = self._active.run(
             (self, "grow", shape, len(start.out)),
             step,
-            (start.roots, start.out, start.length, start.position, start.deepest),
+            tuple(getattr(start, one.name) for one in fields(start)),
         )
         if (
             self._runner.reserve is not None
@@ -116,7 +116,8 @@ class HeadDrafts:
         deepest = progress.length - 1 - progress.num_committed
         if shape.is_full_depth:
             deepest = torch.full_like(deepest, shape.levels)
-        start = HeadStart(progress.roots, out, self._length, self._tree_position(), deepest)
+        position, seen = self._tree_position(), self._last_seen(self._length - 1)
+        start = HeadStart(progress.roots, out, self._length, position, deepest, seen)
         self._is_first = False
         return start
 
@@ -156,7 +157,7 @@ class HeadDrafts:
             first = torch.zeros_like(self._length)
             start = self._length
         end = start + last.accepted.num_accepted  # position of the last pair
-        mask = self._visible(end[:, None])
+        mask = self._visible(self._last_seen(end)[:, None])
         context = PassContext(
             self.head.rotary(positions, hidden),
             mask=mask[:, None],
@@ -191,11 +192,15 @@ class HeadDrafts:
         length = reserve.padded(reserve.longest) + _MOST_COMMITTED + _MOST_GROWN
         return KVCache(self.head.sizes.cache, reserve.rows, length, self.head.fc.weight)
 
-    def _visible(self, last: Tensor) -> Tensor:
-        """Committed slots that queries at positions `last` [row, query] see, [row, query, slot]."""
+    def _last_seen(self, position: Tensor) -> Tensor:
+        """The last committed slot that a query at a position sees, [row]."""
+        if self._options.key_mask is KeyMask.CAUSAL:
+            return position
         assert self._features is not None
-        if self._options.key_mask is KeyMask.PREFIX_ONLY:
-            last = (self._features.lengths - 2)[:, None].expand_as(last)
+        return self._features.lengths - 2
+
+    def _visible(self, last: Tensor) -> Tensor:
+        """Slots up to the `last` [row, query] of every query, [row, query, slot]."""
         return torch.arange(self._room, device=last.device) <= last[:, :, None]
 
     def _grow_step(self, shape: TreeShape, start: "HeadStart") -> DraftTree:
@@ -217,7 +222,7 @@ class HeadDrafts:
         ancestors = nodes.ancestors
         num_rows, width = nodes.tokens.shape
         slot = self._room + ancestors.shape[2] - width
-        committed = self._visible((start.length - 1)[:, None]).expand(-1, width, -1)
+        committed = self._visible(start.seen[:, None]).expand(-1, width, -1)
         if self._options.key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
         positions = (start.position + nodes.depth - 1)[:, None].expand(-1, width)
@@ -241,6 +246,7 @@ class HeadStart:
     length: Tensor  # committed positions
     position: Tensor  # rotary, of the roots' children
     deepest: Tensor  # levels that are of use
+    seen: Tensor  # the last committed slot that nodes attend to
 
 
 class DrawnHeadDrafts(HeadDrafts):
