@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deft_client.action_queue import ActionQueue
+    from deft_client.action_rules import ActionRules
     from deft_client.client import AsyncPolicyClient, PolicyClient
     from deft_client.errors import (
         DeftError,
@@ -40,6 +41,7 @@ __all__ = [
     "ActOptions",
     "ActionChunk",
     "ActionQueue",
+    "ActionRules",
     "AsyncPolicyClient",
     "AsyncStreamClient",
     "ClientSettings",
@@ -64,6 +66,7 @@ __all__ = [
 
 _HOMES = {
     "action_queue": ("ActionQueue",),
+    "action_rules": ("ActionRules",),
     "client": ("AsyncPolicyClient", "PolicyClient"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),
     "wire.images": ("ImageEncoding",),

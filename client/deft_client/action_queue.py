@@ -2,12 +2,8 @@
 
 from collections import deque
 
-import numpy as np
-from numpy.typing import NDArray
-
+from deft_client.action_rules import Action
 from deft_client.types import ActionChunk
-
-Action = NDArray[np.float64]  # [action_dim]
 
 
 class ActionQueue:

@@ -47,6 +47,7 @@ class FakeServer:
 
     def __init__(self, *script: Reaction) -> None:
         self._script = list(script)
+        self.react = self._sound  # once the script is at its end
         self.requests: list[httpx.Request] = []
 
     @property
@@ -60,7 +61,11 @@ class FakeServer:
             if isinstance(reaction, Exception):
                 raise reaction
             return reaction
-        return self._sound(request)
+        return self.react(request)
+
+    def script(self, *reactions: Reaction) -> None:
+        """Put off the sound answers once more."""
+        self._script += reactions
 
     def _sound(self, request: httpx.Request) -> httpx.Response:
         match (request.method, request.url.path):
@@ -75,11 +80,17 @@ class FakeServer:
         return refusal(404)
 
 
+PING = "ping"
+Answers = bytes | str | tuple[bytes | str, ...] | None  # to one frame
+
+
 class FakeStream:
     """What one scripted WebSocket server saw, and where it is."""
 
-    def __init__(self, script: list[bytes | str | None]) -> None:
+    def __init__(self, script: list[Answers]) -> None:
         self.script = script  # None closes the connection instead of answering
+        self.all_sent = threading.Event()  # all that belongs to one frame
+        self.pongs: list[threading.Event] = []
         self.frames: list[bytes | str] = []
         self.connections = 0
         self.headers: list[str | None] = []
@@ -94,14 +105,18 @@ class FakeStream:
                 answer = self.script.pop(0) if self.script else ANSWER
                 if answer is None:
                     return
-                if answer:  # an empty answer is none at all: the client waits in vain
-                    connection.send(answer)
+                for one in answer if isinstance(answer, tuple) else (answer,):
+                    if one == PING:
+                        self.pongs.append(connection.ping())
+                    elif one:  # an empty answer is none at all: the client waits in vain
+                        connection.send(one)
+                self.all_sent.set()
         except ConnectionClosed:
             return
 
 
 @contextmanager
-def streaming(*script: bytes | str | None) -> Iterator[FakeStream]:
+def streaming(*script: Answers) -> Iterator[FakeStream]:
     """Serve a script on a WebSocket of this machine."""
     stream = FakeStream(list(script))
     with websockets.sync.server.serve(stream.serve, "127.0.0.1", 0) as server:
