@@ -71,6 +71,12 @@ def refusing(connection: socket.socket, server: HostileServer) -> None:
     )
 
 
+def withholding(connection: socket.socket, server: HostileServer) -> None:
+    """Answer every request with 500: the policy's answer was unsafe."""
+    _read_head(connection)
+    connection.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
 def stream_silent(connection: socket.socket, server: HostileServer) -> None:
     """Open the stream, and never answer a frame."""
     _open_stream(connection)

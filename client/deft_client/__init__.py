@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from deft_client.action_queue import ActionQueue
     from deft_client.action_rules import ActionRules
     from deft_client.client import AsyncPolicyClient, PolicyClient
+    from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
     from deft_client.errors import (
         DeftError,
         ProblemError,
@@ -42,12 +43,16 @@ __all__ = [
     "ActionChunk",
     "ActionQueue",
     "ActionRules",
+    "Arm",
     "AsyncPolicyClient",
     "AsyncStreamClient",
     "ClientSettings",
+    "ControlLoop",
     "DecodeTrace",
     "DeftError",
     "ImageEncoding",
+    "LoopSettings",
+    "LoopStatus",
     "Observation",
     "PassTrace",
     "PolicyClient",
@@ -68,6 +73,7 @@ _HOMES = {
     "action_queue": ("ActionQueue",),
     "action_rules": ("ActionRules",),
     "client": ("AsyncPolicyClient", "PolicyClient"),
+    "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),
     "wire.images": ("ImageEncoding",),
     "recorder": ("Recorder",),
