@@ -50,7 +50,7 @@ RETRIED_STATUS = (429, 503)
 ACT_PATH = "/v1/act"
 # A server counts a deadline from the arrival of the frame, and answers one that it missed with 504
 # or with an action that holds: that word is worth waiting for, and it keeps the connection.
-WAY_BACK_S = 0.1
+WAY_BACK_S = 0.05
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from deft_client.calls import (
     ping_call,
     reset_call,
 )
-from deft_client.deadlines import KEPT_OPEN, DeadlineTransport, ending_at
+from deft_client.deadlines import AsyncDeadlineTransport, DeadlineTransport, ending_at
 from deft_client.errors import (
     AnswerTimeoutError,
     MessageTooLargeError,
@@ -187,8 +187,8 @@ class AsyncPolicyClient(_Caller):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, settings)
-        self._transport = transport or httpx.AsyncHTTPTransport(
-            verify=self._ssl or True, limits=KEPT_OPEN, proxy=self.settings.proxy
+        self._transport = transport or AsyncDeadlineTransport(
+            self._ssl or True, self.settings.proxy
         )
 
     async def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:

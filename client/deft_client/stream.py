@@ -31,7 +31,7 @@ from deft_client.client import (
     PolicyClient,
     transport_error,
 )
-from deft_client.deadlines import ending_at
+from deft_client.deadlines import READ_SHARE, ending_at
 from deft_client.errors import (
     AnswerTimeoutError,
     MessageTooLargeError,
@@ -45,7 +45,8 @@ from deft_client.wire.fields import DEFAULT_LIMITS, FieldReader
 
 STREAM_PATH = "/v1/stream"
 CLOSE_S = 0.1  # for saying goodbye; the other side's is not waited for
-READ_BYTES = 1024 * 1024  # all that may have come: what is left in a buffer would go unseen
+# All that may have come: what is left in a buffer would go unseen.
+READ_BYTES = READ_SHARE * 1024 * 1024
 SLICE_BYTES = 4096  # parsed between two looks at the clock
 _WAITING_S = 0.05  # for bytes that are there already
 _TIMEOUTS = (TimeoutError, httpcore.TimeoutException, httpx.TimeoutException)
