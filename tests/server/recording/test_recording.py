@@ -312,7 +312,7 @@ while True:
 
 
 def test_after_a_kill_everything_that_was_written_is_readable(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     path = os.pathsep.join(str(root / one) for one in ("client", "policies", "server", "."))
     writer = subprocess.Popen(
         [sys.executable, "-c", _ENDLESS_WRITER, str(tmp_path)],
