@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from deft_client.action_rules import Action, ActionRules
+from deft_client.actions import Action, ActionRules
 from deft_client.client import AsyncPolicyClient, PolicyClient
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import DeftError

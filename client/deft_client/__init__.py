@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deft_client.action_queue import ActionQueue
-    from deft_client.action_rules import ActionRules
+    from deft_client.actions import ActionQueue, ActionRules
     from deft_client.client import AsyncPolicyClient, PolicyClient
     from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
     from deft_client.errors import (
@@ -70,8 +69,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "action_queue": ("ActionQueue",),
-    "action_rules": ("ActionRules",),
+    "actions": ("ActionQueue", "ActionRules"),
     "client": ("AsyncPolicyClient", "PolicyClient"),
     "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Protocol, TypeVar
 
-from deft_client.action_rules import check_actions
+from deft_client.actions import check_actions
 from deft_client.errors import (
     AnswerTimeoutError,
     DeftError,

@@ -15,8 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from deft_client.action_queue import ActionQueue
-from deft_client.action_rules import Action, ActionRules
+from deft_client.actions import Action, ActionQueue, ActionRules
 from deft_client.calls import ActingPolicy
 from deft_client.errors import DeftError
 from deft_client.types import ActOptions, Observation

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deft_client.action_rules import ActionRules
+from deft_client.actions import ActionRules
 from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deft_client import PolicyClient
-from deft_client.action_rules import ActionRules
+from deft_client.actions import ActionRules
 from deft_client.calls import retry_after_s
 from deft_client.client import AsyncPolicyClient
 from deft_client.errors import (

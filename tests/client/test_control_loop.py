@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deft_client import control_loop
-from deft_client.action_rules import ActionRules
+from deft_client.actions import ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import AnswerTimeoutError, Problem, ServerFaultError
 from deft_client.types import ActionChunk, Observation

@@ -1,16 +1,18 @@
-"""What the numbers of an action mean to one robot: what staying is, and how far it may go.
+"""The actions of a chunk, one at a time, and what their numbers mean to one robot.
 
 There are two kinds of dimension. A *motion* is what the robot does in one period (a delta of the
 pose, a velocity): zero stays. A *position* is where it shall be (an absolute joint, a gripper, each
 of several grippers): zero is a place like any other, and staying means the position as it was.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import UnusableValueError
+from deft_client.types import ActionChunk
 
 Action = NDArray[np.float64]  # [action_dim]
 
@@ -94,3 +96,39 @@ def check_actions(actions: NDArray[np.float64], action_dim: int | None = None) -
         )
     if not np.isfinite(actions).all():
         raise UnusableValueError("actions", "must be finite, got NaN or infinity")
+
+
+class ActionQueue:
+    """The actions still to be executed.
+
+    `execute` limits how many actions of a chunk are used before a fresh observation is worth more
+    than the rest of the plan; None means all of them.
+    """
+
+    def __init__(self, execute: int | None = None) -> None:
+        if execute is not None and execute < 1:
+            raise ValueError(f"execute must be at least 1 action of each chunk, got {execute}")
+        self._execute = execute
+        self._actions: deque[Action] = deque()
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    @property
+    def is_empty(self) -> bool:
+        """Is it time to ask the policy again?"""
+        return not self._actions
+
+    def refill(self, chunk: ActionChunk) -> None:
+        """Replace what is left by the actions of a newer chunk."""
+        self._actions = deque(chunk.actions[: self._execute])
+
+    def next(self) -> Action:
+        """Take the next action."""
+        if not self._actions:
+            raise IndexError("the queue is empty: refill it with the answer to a new observation")
+        return self._actions.popleft()
+
+    def clear(self) -> None:
+        """Forget what is left: an episode starts, or something went wrong."""
+        self._actions.clear()

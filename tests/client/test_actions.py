@@ -1,12 +1,13 @@
-"""What staying and a limit mean, for each kind of action."""
+"""What staying and a limit mean, for each kind of action; chunks are handed out in order."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_client.action_rules import ActionRules, check_actions
+from deft_client.actions import ActionQueue, ActionRules, check_actions
 from deft_client.errors import UnusableValueError
+from deft_client.types import ActionChunk
 
 DELTAS = ActionRules((True,) * 6 + (False,), max_step=(0.1,) * 6 + (np.inf,))
 JOINTS = ActionRules((False,) * 3, max_step=(0.2,) * 3)
@@ -91,3 +92,48 @@ def test_any_size_is_taken_where_none_was_promised():
 def test_rules_that_make_no_sense_are_refused(values):
     with pytest.raises(ValueError, match="needed|must be"):
         ActionRules(**values)
+
+
+CHUNK = ActionChunk(np.arange(21.0).reshape(3, 7))
+
+
+def test_a_new_queue_asks_for_actions():
+    assert ActionQueue().is_empty
+    with pytest.raises(IndexError, match="refill"):
+        ActionQueue().next()
+
+
+def test_actions_come_in_the_order_of_the_chunk():
+    queue = ActionQueue()
+    queue.refill(CHUNK)
+    taken = []
+    while not queue.is_empty:
+        taken.append(queue.next())
+    np.testing.assert_array_equal(taken, CHUNK.actions)
+
+
+def test_only_the_first_actions_of_a_chunk_are_used_when_told_so():
+    queue = ActionQueue(execute=2)
+    queue.refill(CHUNK)
+    assert len(queue) == 2
+
+
+def test_a_newer_chunk_replaces_what_is_left():
+    queue = ActionQueue()
+    queue.refill(CHUNK)
+    queue.next()
+    queue.refill(ActionChunk(CHUNK.actions + 100))
+    assert len(queue) == 3
+    assert queue.next()[0] == 100
+
+
+def test_an_episode_starts_with_nothing_left_over():
+    queue = ActionQueue()
+    queue.refill(CHUNK)
+    queue.clear()
+    assert queue.is_empty
+
+
+def test_executing_less_than_one_action_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        ActionQueue(execute=0)
