@@ -13,6 +13,7 @@ from deft_policies import tiny_libero as bundle
 from deft_policies.base import Finding, Policy
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError
+from deft_policies.oft import options as oft_options
 from deft_policies.openvla import options as openvla_options
 
 
@@ -76,6 +77,12 @@ def _examine_openvla(namespace: Namespace) -> Sequence[Finding]:
     return examine(openvla_options.read_flags(namespace))
 
 
+def _load_oft(namespace: Namespace) -> Policy:
+    from deft_policies.oft.load import load_policy
+
+    return load_policy(oft_options.read_flags(namespace))
+
+
 def _load_tiny(namespace: Namespace) -> Policy:
     from deft_policies.openvla.load import load_policy
 
@@ -97,6 +104,9 @@ CATALOG: dict[str, CatalogEntry] = {
         openvla_options.add_flags,
         _load_openvla,
         _examine_openvla,
+    ),
+    "oft": CatalogEntry(
+        "OpenVLA-OFT: chunks of actions in one pass", oft_options.add_flags, _load_oft
     ),
     "tiny-libero": CatalogEntry(
         "a small OpenVLA for LIBERO's objects, with draft heads; ships with Deft",

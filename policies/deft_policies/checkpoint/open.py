@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from deft_policies.model.vla import OpenVLAModel, allocate
 from deft_policies.openvla.options import Quantization
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model")
+_HUB_FILES = ("*.json", "*.safetensors", "*.pt", "tokenizer.model")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +112,13 @@ def _locate(name: str, download: Callable[[str], Path]) -> Path:
 _DERIVED = ".rotary_emb.inv_freq"
 
 
+class WeightChanges(Protocol):
+    """What a fine-tune that is not merged makes of the weights it was trained on."""
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """Return the weight of this published name with its change, or as it is."""
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A checkpoint whose files fit together."""
@@ -119,7 +127,7 @@ class Checkpoint:
     config: OpenVLAConfig
     encoder: PromptEncoder
     reader: CheckpointReader
-    adapter: LoraAdapter | None = None
+    adapter: WeightChanges | None = None
 
     def weight(self, name: str, device: torch.device) -> Tensor:
         """Read one tensor by its published name, with the adapter's change if there is one.
