@@ -1,5 +1,6 @@
 """Files that hold a flat dictionary of tensors: safetensors, and pickles of weights alone."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,7 +29,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == SAFETENSORS_SUFFIX:
             return dict(load_file(path))
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it says about odd pickles; they are refused
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
