@@ -27,7 +27,7 @@ from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import TOKENIZER_FILE, PromptEncoder
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.sizes import OpenVLAConfig
-from deft_policies.model.statistics import STATISTICS_FILE, parse_statistics
+from deft_policies.model.statistics import STATISTICS_FILE, find_statistics, parse_statistics
 from deft_policies.model.vla import OpenVLAModel, allocate
 from deft_policies.openvla.options import Quantization
 
@@ -51,6 +51,13 @@ class CheckpointSource:
         if self.overlay is not None and (self.overlay / file_name).exists():
             return self.overlay
         return self.directory
+
+    def read_statistics(self) -> JsonFields:
+        """The action statistics as they are written, by key."""
+        path = self.find(STATISTICS_FILE) / STATISTICS_FILE
+        if path.exists():
+            return JsonFields.load(path, f"restore {STATISTICS_FILE}")
+        return find_statistics(JsonFields.load(self.directory / CONFIG_FILE, "restore it"))
 
 
 def locate_checkpoint(
@@ -239,11 +246,9 @@ def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _load_config(source: CheckpointSource) -> OpenVLAConfig:
     config = load_config(source.directory, source.name)
-    own = source.find(STATISTICS_FILE)
-    if own == source.directory:
+    if source.find(STATISTICS_FILE) == source.directory:
         return config
-    statistics = JsonFields.load(own / STATISTICS_FILE, f"restore {STATISTICS_FILE}")
-    return replace(config, statistics=parse_statistics(statistics))
+    return replace(config, statistics=parse_statistics(source.read_statistics()))
 
 
 def _load_adapter(source: CheckpointSource, reader: CheckpointReader) -> LoraAdapter | None:

@@ -4,10 +4,10 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from deft_policies.checkpoint.tensor_file import SAFETENSORS_SUFFIX, read_tensors, write_tensors
+from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.commands.parse import run_command
 from deft_policies.errors import CheckpointError
-from deft_policies.oft.files import PICKLE_SUFFIX, OftFile, find_part
+from deft_policies.oft.recognition import PICKLE_SUFFIX, SAFETENSORS_SUFFIX, OftFile, find_file
 
 PROG = "deft convert"
 
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     directory: Path = parser.parse_args(arguments).directory
 
     def run() -> int:
-        found = [find_part(directory, one) for one in OftFile]
+        found = [find_file(directory, one) for one in OftFile]
         pickles = [path for path in found if path is not None and path.suffix == PICKLE_SUFFIX]
         if not pickles:
             raise CheckpointError(

@@ -1,11 +1,6 @@
-"""The files that OFT's training writes beside a model, found and read; what their shapes tell.
-
-Nothing in a checkpoint says how many pictures the model looks at, nor, for seven action dimensions,
-how many steps it answers at once.
-"""
+"""Reads the files that OFT's training writes beside a model. Sizes come from the tensors."""
 
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,42 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from deft_policies.checkpoint.reader import list_names
-from deft_policies.checkpoint.tensor_file import SAFETENSORS_SUFFIX, read_tensors
+from deft_policies.checkpoint.tensor_file import read_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.oft.modules import RegressionHead, StateProjector
+from deft_policies.oft.recognition import OftFile, find_file
 
-PICKLE_SUFFIX = ".pt"
 # Names start with this where the module was wrapped for training on several GPUs.
 _WRAPPER = "module."
 _HEAD_PREFIX = "model."
 _DIFFUSION_PREFIX = "noise_predictor."
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-class OftFile(Enum):
-    """A file beside the model; its name contains this and `checkpoint`."""
-
-    HEAD = "action_head"
-    STATE = "proprio_projector"
-    VISION = "vision_backbone"
-    NOISE = "noisy_action_projector"
-
-
-def find_part(directory: Path, part: OftFile) -> Path | None:
-    """The one file of a part, the converted one where there are both; None if there is none."""
-    suffixes = (SAFETENSORS_SUFFIX, PICKLE_SUFFIX)
-    named = [
-        path
-        for path in sorted(directory.glob(f"*{part.value}*"))
-        if "checkpoint" in path.name and path.suffix in suffixes
-    ]
-    if len({path.stem for path in named}) > 1:
-        names = list_names(path.name for path in named)
-        raise CheckpointError(
-            f"{directory} holds several files of the {part.value}: {names}; keep those of one step"
-        )
-    return min(named, key=lambda path: suffixes.index(path.suffix), default=None)
 
 
 def read_part(path: Path) -> dict[str, Tensor]:
@@ -64,11 +34,11 @@ def read_part(path: Path) -> dict[str, Tensor]:
 
 def load_head(directory: Path, width: int) -> RegressionHead | None:
     """Read the head that answers with numbers; None where the model answers with tokens."""
-    path = find_part(directory, OftFile.HEAD)
+    path = find_file(directory, OftFile.HEAD)
     if path is None:
         return None
     tensors = read_part(path)
-    if find_part(directory, OftFile.NOISE) is not None or any(
+    if find_file(directory, OftFile.NOISE) is not None or any(
         name.startswith(_DIFFUSION_PREFIX) for name in tensors
     ):
         raise CheckpointError(
@@ -76,7 +46,7 @@ def load_head(directory: Path, width: int) -> RegressionHead | None:
             "or without a head"
         )
     own = {name.removeprefix(_HEAD_PREFIX): one for name, one in tensors.items()}
-    action_dim = own["fc2.bias"].shape[0] if "fc2.bias" in own else 1
+    action_dim = own["fc2.bias"].numel() if "fc2.bias" in own else 1
     blocks = {name.split(".")[1] for name in own if name.startswith("mlp_resnet_blocks.")}
     with torch.device("meta"):
         head = RegressionHead(width, action_dim, len(blocks))
@@ -85,13 +55,15 @@ def load_head(directory: Path, width: int) -> RegressionHead | None:
 
 def load_state_projector(directory: Path, width: int) -> StateProjector | None:
     """Read what turns the robot's state into a token; None where the model gets none."""
-    path = find_part(directory, OftFile.STATE)
+    path = find_file(directory, OftFile.STATE)
     if path is None:
         return None
     tensors = read_part(path)
     first = tensors.get("fc1.weight")
     with torch.device("meta"):
-        projector = StateProjector(1 if first is None else first.shape[-1], width)
+        projector = StateProjector(
+            1 if first is None or first.dim() != 2 else first.shape[1], width
+        )
     return _fill(projector, tensors, path)
 
 

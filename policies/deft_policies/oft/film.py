@@ -14,8 +14,9 @@ from deft_policies.checkpoint.reader import list_names
 from deft_policies.checkpoint.tensor_names import tensor_places
 from deft_policies.errors import CheckpointError
 from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
-from deft_policies.oft.files import OftFile, find_part, read_part
+from deft_policies.oft.files import read_part
 from deft_policies.oft.modules import Film
+from deft_policies.oft.recognition import OftFile, find_file
 
 _LARGEST_ALPHA = 16  # training sets alpha to the rank, or to this where the rank is larger
 _WRAPPED_BLOCK = re.compile(r"(blocks\.\d+)\.block\.")
@@ -31,7 +32,7 @@ class FilmTowers:
     @staticmethod
     def load(directory: Path) -> "FilmTowers | None":
         """Read the file; None where the towers are the model's own."""
-        path = find_part(directory, OftFile.VISION)
+        path = find_file(directory, OftFile.VISION)
         return None if path is None else FilmTowers(path, read_part(path))
 
     def check(self, config: OpenVLAConfig) -> None:

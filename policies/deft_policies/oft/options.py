@@ -17,7 +17,6 @@ class OftOptions(WeightOptions):
     """How to load and run an OFT policy. None leaves the choice to the checkpoint, if it tells."""
 
     num_pictures: int | None = None
-    num_steps: int | None = None
 
 
 def add_flags(group: _ArgumentGroup) -> None:
@@ -29,12 +28,6 @@ def add_flags(group: _ArgumentGroup) -> None:
         metavar="N",
         help="how many the model looks at: the frame, then the wrist cameras in their order",
     )
-    group.add_argument(
-        "--chunk",
-        type=at_least_one,
-        metavar="N",
-        help="actions per answer: 8 of LIBERO's fine-tunes, 5 of Bridge's; 25 of ALOHA's is known",
-    )
 
 
 def read_flags(namespace: Namespace) -> OftOptions:
@@ -42,5 +35,4 @@ def read_flags(namespace: Namespace) -> OftOptions:
     return OftOptions(
         **vars(read_weight_flags(namespace)),
         num_pictures=namespace.pictures,
-        num_steps=namespace.chunk,
     )

@@ -22,6 +22,7 @@ from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
 from deft_policies.model.vla import OpenVLAModel
+from deft_policies.oft.recognition import check_is_openvla
 from deft_policies.openvla.decoders import DecodingChoice
 from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization, WeightOptions
 from deft_policies.openvla.policy import (
@@ -112,6 +113,8 @@ def _load_model(
         return build_random(options.random_weights, options, device, dtype)
     assert options.checkpoint is not None
     checkpoint = open_checkpoint(options.checkpoint, options.adapter)
+    source = checkpoint.source
+    check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
     model = load_model(checkpoint, device, dtype, options.quantization)
     return model, checkpoint.encoder
 

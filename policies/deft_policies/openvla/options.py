@@ -41,6 +41,7 @@ class WeightOptions:
     has_graphs: bool = True
     fuses_kernels: bool = False
     num_threads: int | None = None
+    num_steps: int | None = None  # actions per answer
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,13 @@ def add_weight_flags(group: _ArgumentGroup, chain: ImageChain = ImageChain.NONE)
     group.add_argument(
         "--threads", type=at_least_one, metavar="N", help="on a CPU; more than are idle is slower"
     )
+    group.add_argument(
+        "--chunk",
+        type=at_least_one,
+        metavar="N",
+        help="actions per answer, where the checkpoint does not tell: 1 of OpenVLA's, 8 of OFT's "
+        "for LIBERO, 5 for Bridge; 25 of OFT's for ALOHA is known",
+    )
 
 
 def _add_drafting_flags(group: _ArgumentGroup) -> None:
@@ -213,6 +221,7 @@ def read_weight_flags(namespace: Namespace) -> WeightOptions:
         has_graphs=not namespace.no_graphs,
         fuses_kernels=namespace.fuse_kernels,
         num_threads=namespace.threads,
+        num_steps=namespace.chunk,
     )
 
 
