@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -210,15 +210,16 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
 
 
 def _read_list(
-    fields: Mapping[str, Any], name: str, where: str, *kinds: type[ItemT]
+    fields: Mapping[str, object], name: str, where: str, *kinds: type[ItemT]
 ) -> list[ItemT] | None:
     values = fields.get(name)
     if values is None:
         return None
-    if not isinstance(values, list) or not all(type(one) in kinds for one in values):
+    found = [one for one in values if type(one) in kinds] if isinstance(values, list) else None
+    if found != values:
         wanted = "strings" if str in kinds else "numbers"
         raise CaseError(f"{where}: {name} must be a list of {wanted}, got {values!r}")
-    return values
+    return found
 
 
 def _find_image(name: str, where: str, folder: Path) -> Path:

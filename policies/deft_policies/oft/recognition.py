@@ -41,33 +41,27 @@ def find_file(directory: Path, kind: OftFile) -> Path | None:
 def has_head(name: str, list_files: Callable[[str], Iterable[str]] | None = None) -> bool:
     """True if a checkpoint (directory or hub id) has a head of OFT's; False if it cannot be told.
 
-    A hub id that is not in the cache costs a request.
+    Asks no network: of a hub id that was never fetched nothing is known.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         names: Iterable[str] = [one.name for one in path.iterdir()]
     elif _HUB_ID.fullmatch(name) and not path.exists():
-        names = (list_files or list_hub_files)(name)
+        names = (list_files or list_cached_files)(name)
     else:
         names = ()
     return any(OftFile.HEAD.matches(one) for one in names)
 
 
-def list_hub_files(hub_id: str) -> list[str]:
-    """Names of a model's files, of the local copy if there is one; none if nobody can say."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+def list_cached_files(hub_id: str) -> list[str]:
+    """Names of a model's files in the hub's cache; none if it is not there."""
+    from huggingface_hub import snapshot_download
 
-    # Whatever is wrong with the name or the network is told when the files are fetched.
     try:
         local = Path(snapshot_download(hub_id, local_files_only=True))
-        return [path.name for path in local.iterdir()]
     except (OSError, ValueError):
-        pass
-    try:
-        return HfApi().list_repo_files(hub_id)
-    except (HfHubHTTPError, OSError, ValueError):
         return []
+    return [path.name for path in local.iterdir()]
 
 
 def check_is_openvla(directory: Path, statistics: JsonFields, num_steps: int | None) -> None:
@@ -83,7 +77,8 @@ def check_is_openvla(directory: Path, statistics: JsonFields, num_steps: int | N
     head = find_file(directory, OftFile.HEAD)
     if head is not None:
         raise CheckpointError(
-            f"{head} is the head of an OFT fine-tune; leave --policy away, or say --policy oft"
+            f"{head} is the head of an OFT fine-tune; leave --policy away or say --policy oft, and "
+            "say --pictures and --chunk"
         )
     if num_steps is None and (reason := _find_sign(directory, statistics)):
         raise CheckpointError(
