@@ -112,13 +112,10 @@ class LlamaTarget:
 
     def pad_rows(self, values: Tensor) -> Tensor:
         """The batch with copies of its first row behind, up to the next captured batch size."""
-        num_rows, reserve = len(values), self._runner.reserve
-        if reserve is None or num_rows > reserve.rows:
+        reserve = self._runner.reserve
+        if reserve is None or len(values) > reserve.rows:
             return values
-        missing = reserve.padded_rows(num_rows) - num_rows
-        if missing == 0:
-            return values
-        return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
+        return layout.pad_batch(values)
 
     def warm_up(self) -> None:
         """Capture every pass that a batch within the reserve can need."""
@@ -250,7 +247,7 @@ class LlamaTarget:
         if reserve is None:
             return KVCache(sizes, 0, 0, weight)
         needed = reserve.longest + self._room.new_tokens + self._room.nodes
-        return KVCache(sizes, reserve.rows, needed + -needed % _ALIGNMENT, weight)
+        return KVCache(sizes, reserve.batches[0], needed + -needed % _ALIGNMENT, weight)
 
     def _prefill_step(
         self, kind: PrefillKind, embeds: Tensor, lengths: Tensor, tokens: Tensor, ancestors: Tensor

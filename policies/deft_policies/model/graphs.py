@@ -40,6 +40,8 @@ class CapturedRunner:
     takes milliseconds longer, where capturing would hold up every robot for a good part of a second.
     """
 
+    has_fixed_shapes = True
+
     def __init__(self, capturer: StepCapturer, reserve: Reserve | None = None) -> None:
         self.reserve = reserve or Reserve()
         self._capturer = capturer

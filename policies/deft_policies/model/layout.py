@@ -39,10 +39,6 @@ class Reserve:
         needed = max(num_positions, self.shortest)
         return needed + -needed % self.bucket
 
-    def padded_rows(self, num_rows: int) -> int:
-        """The next size of captured batches."""
-        return 1 << (num_rows - 1).bit_length()
-
     @property
     def lengths(self) -> tuple[int, ...]:
         """Every length of captured prompts."""
@@ -52,8 +48,7 @@ class Reserve:
     @property
     def batches(self) -> tuple[int, ...]:
         """Every size of captured batches, the largest first."""
-        powers = range(self.padded_rows(self.rows).bit_length())
-        return tuple(1 << power for power in reversed(powers))
+        return tuple(1 << power for power in reversed(range((self.rows - 1).bit_length() + 1)))
 
 
 class StepRunner(Protocol):
@@ -62,6 +57,10 @@ class StepRunner(Protocol):
     @property
     def reserve(self) -> Reserve | None:
         """What steps are captured for; None where nothing is, and any shape is as good."""
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether there is a reserve: few distinct keys are wanted, lengths rounded up."""
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Return what `step(*inputs)` returns; valid until the same key runs again."""
@@ -74,6 +73,7 @@ class EagerRunner:
     """Calls the step."""
 
     reserve = None
+    has_fixed_shapes = False
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Call it."""
@@ -141,6 +141,12 @@ def tree_mask(roots: Tensor, ancestors: Tensor, read: int) -> Tensor:
     column = behind.clamp(0, num_nodes - 1)[:, None, :].expand(-1, num_nodes, -1)
     seen = ancestors.gather(2, column) & is_node[:, None, :]
     return (seen | (behind < 0)[:, None, :]).unsqueeze(1)
+
+
+def pad_batch(values: Tensor) -> Tensor:
+    """The batch with copies of its first row behind, up to the next power of two."""
+    missing = (1 << (len(values) - 1).bit_length()) - len(values)
+    return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
 
 
 def pad_ancestors(ancestors: Tensor, num_nodes: int) -> Tensor:

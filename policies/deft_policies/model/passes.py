@@ -33,9 +33,14 @@ class PassInput:
     embeds: Tensor  # [row, token, width]
     positions: Tensor  # [row, token] int64
     append: Append
-    mask: Tensor | None = None  # [row, 1, token, slot] bool
+    mask: Tensor | None = None  # [row, 1, token or 1, slot] bool
     is_causal: bool = False
     rows_out: Tensor | None = None  # [row, kept] int64
+
+    @property
+    def sees_alike(self) -> bool:
+        """True if every token of a row sees the same slots, so that some need no other mask."""
+        return not self.is_causal and (self.mask is None or self.mask.shape[2] == 1)
 
 
 class LlamaPasses:
@@ -48,10 +53,11 @@ class LlamaPasses:
         self._layers = [_LayerWeights(layer, kernels) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, kernels)
 
-    def run(self, tokens: PassInput, cache: KVCache) -> Tensor:
+    def run(self, tokens: PassInput, cache: KVCache | None) -> Tensor:
         """Hidden states after the final norm, [row, token, width], of `rows_out` if given.
 
         Every layer but the last computes every token, because later layers read their keys.
+        Without a cache the tokens see each other alone, and nothing is kept of them.
         """
         num_rows, _, width = tokens.embeds.shape
         attend = self._attention(tokens, cache)
@@ -68,16 +74,18 @@ class LlamaPasses:
             hidden = layer.down.add_to(hidden, self._open(gate_up))
         return self._norm.apply(hidden).view(num_rows, -1, width)
 
-    def _attention(self, tokens: PassInput, cache: KVCache) -> "_Attention":
+    def _attention(self, tokens: PassInput, cache: KVCache | None) -> "_Attention":
         num_rows, num_tokens = tokens.positions.shape
         heads = HeadSplit(self._sizes.num_heads, self._sizes.num_kv_heads, self._sizes.head_dim)
         rotation = self._rotary(tokens.positions, tokens.embeds)
+        tokens = replace(tokens, mask=_added(tokens.mask, tokens.embeds.dtype))
+        if cache is None:
+            return _Attention(heads, rotation, tokens, None)
         append = tokens.append
         if self._kernels is not None and append.slots is None:
             rows = torch.arange(num_rows, device=rotation.cos.device)[:, None] * cache.length
             here = append.start + torch.arange(num_tokens, device=rows.device)
             append = replace(append, slots=(rows + here).flatten())
-        tokens = replace(tokens, mask=_added(tokens.mask, tokens.embeds.dtype))
         window = cache.open(num_rows, num_tokens, append)
         if self._kernels is None:
             return _Attention(heads, rotation, tokens, window)
@@ -158,7 +166,7 @@ class _Attention:
     heads: HeadSplit
     rotation: Rotation
     tokens: PassInput
-    window: CacheWindow
+    window: CacheWindow | None
     kept: Tensor | None = None  # [row * kept], flat indices of the tokens whose output is wanted
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
@@ -166,26 +174,34 @@ class _Attention:
         num_rows, num_tokens = self.tokens.positions.shape
         num_heads, num_kv_heads = self.heads.num_heads, self.heads.num_kv_heads
         split = fused.view(num_rows, num_tokens, num_heads + 2 * num_kv_heads, -1)
-        self.append(layer, split)
+        keys, values = self.append(layer, split)
         queries = split[:, :, :num_heads]
         if self.kept is not None:
             queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
             queries = queries.view(num_rows, -1, num_heads, split.shape[3])
         mixed = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
-            self.window.keys[layer],
-            self.window.values[layer],
+            keys,
+            values,
             attn_mask=self.tokens.mask,
             is_causal=self.tokens.is_causal,
             enable_gqa=num_kv_heads != num_heads,
         )
         return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
 
-    def append(self, layer: int, split: Tensor) -> None:
-        """Rotate queries and keys of [row, token, head, head_dim] in place; fill the cache."""
+    def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate [row, token, head, head_dim] in place and append keys and values to the cache.
+
+        Returns what is attended to, [row, head, slot, head_dim], the tokens of this pass included.
+        """
         num_rotated = self.heads.num_heads + self.heads.num_kv_heads
         self.rotation.apply_(split[:, :, :num_rotated])
-        self.window.write(layer, split[:, :, self.heads.num_heads :])
+        keys_values = split[:, :, self.heads.num_heads :]
+        if self.window is None:
+            keys, values = keys_values.transpose(1, 2).chunk(2, dim=1)
+            return keys, values
+        self.window.write(layer, keys_values)
+        return self.window.keys[layer], self.window.values[layer]
 
     def keep(self, hidden: Tensor) -> Tensor:
         """The residual stream [row * token, width] of the tokens whose output is wanted."""
@@ -199,6 +215,8 @@ class _Attention:
         num_tokens = self.tokens.positions.shape[1]
         rows = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
         kept = (rows_out + rows).flatten()
+        if self.tokens.sees_alike:
+            return replace(self, kept=kept)
         slots = torch.arange(self.tokens.append.read, device=rows_out.device)
         if self.tokens.mask is None:
             mask = _added((slots <= rows_out[:, :, None]).unsqueeze(1), self.tokens.embeds.dtype)
@@ -213,6 +231,7 @@ class _Attention:
 class _FusedAttention(_Attention):
     """The same in fewer launches: one to rotate and append, two to look where queries are few."""
 
+    window: CacheWindow
     kernels: "FusedKernels" = field(kw_only=True)
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
@@ -223,9 +242,10 @@ class _FusedAttention(_Attention):
         self._append(layer, fused)
         return self.kernels.attend(fused, self.window.layers[layer], mask, self.heads)
 
-    def append(self, layer: int, split: Tensor) -> None:
+    def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
         """In one launch."""
         self._append(layer, split.view(-1, split.shape[2] * split.shape[3]))
+        return self.window.keys[layer], self.window.values[layer]
 
     def _append(self, layer: int, fused: Tensor) -> None:
         assert self.window.slots is not None

@@ -53,10 +53,13 @@ class Block(nn.Module):
         self.scale1 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
         self.scale2 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[row, token, width] in and out."""
+    def forward(self, tokens: Tensor, modulation: Tensor | None = None) -> Tensor:
+        """[row, token, width] in and out; see `VisionTransformer.forward` for the modulation."""
         mixed = self.attend(self.norm1(tokens))
         tokens = tokens + (mixed if self.scale1 is None else mixed * self.scale1)
+        if modulation is not None:
+            scale, shift = modulation.unsqueeze(2)
+            tokens = tokens * (1 + scale) + shift
         lowered = self.lower(self.norm2(tokens))
         return tokens + (lowered if self.scale2 is None else lowered * self.scale2)
 
@@ -87,27 +90,32 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_used_blocks))
         self.kernels: FusedKernels | None = None  # for inference
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[row, 3, height, width] to [row, patch, width]."""
+    def forward(self, pixels: Tensor, modulations: Tensor | None = None) -> Tensor:
+        """[row, 3, height, width] to [row, patch, width].
+
+        `modulations` [block, 2, row, width] are a scale and a shift of every channel, which each
+        block applies to all its tokens between attention and MLP (FiLM).
+        """
         tokens = self._embed(pixels)
         before = [part for part in (self.class_token, self.registers) if part is not None]
         if before:
             wide = [part.expand(len(pixels), -1, -1) for part in before]
             tokens = torch.cat((*wide, tokens), dim=1)
-        return self._run_blocks(tokens)[:, -self.sizes.num_patches :]
+        if self.kernels is None or modulations is not None:
+            for index, block in enumerate(self.blocks):
+                tokens = block(tokens, None if modulations is None else modulations[index])
+        else:
+            tokens = self._run_fused(tokens, self.kernels)
+        return tokens[:, -self.sizes.num_patches :]
 
-    def _run_blocks(self, tokens: Tensor) -> Tensor:
-        if self.kernels is None:
-            for block in self.blocks:
-                tokens = block(tokens)
-            return tokens
+    def _run_fused(self, tokens: Tensor, kernels: "FusedKernels") -> Tensor:
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         normed = blocks[0].norm1(tokens)
         for block, after in zip(blocks, [*blocks[1:], blocks[-1]], strict=True):
             mixed = block.attend(normed)
-            tokens, normed = self.kernels.add_layer_norm(tokens, mixed, block.scale1, block.norm2)
+            tokens, normed = kernels.add_layer_norm(tokens, mixed, block.scale1, block.norm2)
             lowered = block.lower(normed)
-            tokens, normed = self.kernels.add_layer_norm(tokens, lowered, block.scale2, after.norm1)
+            tokens, normed = kernels.add_layer_norm(tokens, lowered, block.scale2, after.norm1)
         return tokens
 
     def _embed(self, pixels: Tensor) -> Tensor:

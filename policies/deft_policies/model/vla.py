@@ -48,13 +48,18 @@ class OpenVLAModel(nn.Module):
         allocate(model, device)
         return model.eval()
 
-    def see(self, pixels: Tensor) -> Sight:
-        """Run the towers on [row, 3 * tower, height, width] and project what they return."""
+    def see(self, pixels: Tensor, modulations: Sequence[Tensor | None] | None = None) -> Sight:
+        """Run the towers on [row, 3 * tower, height, width] and project what they return.
+
+        `modulations`, one of each tower, are what an instruction does to the towers' channels.
+        """
         views = pixels.chunk(len(self.towers), dim=1)
-        seen = run_side_by_side(
-            [partial(tower, view) for tower, view in zip(self.towers, views, strict=True)],
-            pixels.device,
-        )
+        changes = modulations or [None] * len(views)
+        work = [
+            partial(tower, view, change)
+            for tower, view, change in zip(self.towers, views, changes, strict=True)
+        ]
+        seen = run_side_by_side(work, pixels.device)
         features = seen[0] if len(seen) == 1 else torch.cat(seen, dim=2)
         return Sight(features, self.projector(features))
 

@@ -25,7 +25,7 @@ from tests.tiny_openvla import tiny_config, tiny_model
 METHODS = ("autoregressive", "lossless", "spec-vla")
 PROMPT_LENGTHS = range(3, 15)  # words, each an id
 NUM_FRAMES = 500
-RESERVE = Reserve(rows=8, shortest=8, longest=24)
+RESERVE = Reserve(rows=8, shortest=40, longest=48)
 
 
 def policy_on(runner: StepRunner, key_mask: KeyMask = KeyMask.CAUSAL) -> OpenVLAPolicy:
@@ -88,7 +88,7 @@ def test_500_mixed_frames_capture_nothing_after_the_warm_up_and_answer_as_withou
 
 def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
     """Captured growth once read the lengths of the prompt that it had been captured with."""
-    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=16))
+    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=48))
     captured = policy_on(runner, KeyMask.PREFIX_ONLY)
     captured.warm_up()
     batches = [batch[:2] for batch in mixed_batches(2)[:8]]
@@ -97,7 +97,7 @@ def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
 
 
 def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothing() -> None:
-    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=8))
+    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=40))
     policy = policy_on(runner)
     policy.warm_up()
     num_captured = runner.num_captured

@@ -18,7 +18,7 @@ from deft_policies.decoding.sampling import Sampling, target_odds
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
 from deft_policies.model.kv_cache import Append, KVCache
-from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors
+from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors, pad_batch
 from deft_policies.model.llama import PassContext
 
 # Beyond a prompt within the reserve: tokens of an action, and nodes that a tree is grown through.
@@ -97,15 +97,14 @@ class HeadDrafts:
             tree = self._grow_step(shape, HeadStart(*inputs))
             return tree.tokens, tree.parents, tree.is_real, tree.log_probs, tree.sources
 
-        grown = self._active.run(
-            (self, "grow", shape, len(start.out)),
-            step,
-            tuple(getattr(start, one.name) for one in fields(start)),
-        )
-        if (
-            self._runner.reserve is not None
-        ):  # the next tree overwrites what a captured step put out
-            grown = tuple(tensor.clone() for tensor in grown)
+        num_rows = len(start.out)
+        inputs = tuple(getattr(start, one.name) for one in fields(start))
+        if self._active.reserve is not None:
+            inputs = tuple(pad_batch(one) for one in inputs)
+        grown = self._active.run((self, "grow", shape, len(inputs[0])), step, inputs)
+        # The next tree overwrites what a captured step put out.
+        if self._runner.reserve is not None:
+            grown = tuple(tensor[:num_rows].clone() for tensor in grown)
         return DraftTree(*grown)
 
     def take_in(self, progress: BatchProgress, shape: TreeShape) -> "HeadStart":
@@ -190,7 +189,7 @@ class HeadDrafts:
         if reserve is None:
             return KVCache(self.head.sizes.cache, 0, 0, self.head.fc.weight)
         length = reserve.padded(reserve.longest) + _MOST_COMMITTED + _MOST_GROWN
-        return KVCache(self.head.sizes.cache, reserve.rows, length, self.head.fc.weight)
+        return KVCache(self.head.sizes.cache, reserve.batches[0], length, self.head.fc.weight)
 
     def _last_seen(self, position: Tensor) -> Tensor:
         """The last committed slot that a query at a position sees, [row]."""

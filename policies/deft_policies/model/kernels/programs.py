@@ -5,7 +5,7 @@ know pointers and strides only; `launch` knows tensors.
 """
 
 # Pointers and sizes have no types of their own here: Triton gives them some when it compiles.
-# mypy: disable-error-code="no-untyped-def, type-arg"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
 import triton.language as tl
