@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deft_policies.model.kernels import programs
+from deft_policies.model.kernels.launch import STAGES
 
 CAPABILITY = 90
 _HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 32, "HEAD_DIM": 128}
@@ -78,7 +79,8 @@ class Resources:
 
 def compile_variant(variant: Variant) -> Resources:
     """Compile down to machine code and read what the assembler says of it."""
-    built = triton.compile(variant.source(), target=GPUTarget("cuda", CAPABILITY, 32))
+    target, options = GPUTarget("cuda", CAPABILITY, 32), {"num_stages": STAGES}
+    built = triton.compile(variant.source(), target=target, options=options)
     said = _assemble(built.asm["ptx"])
     registers = re.search(r"Used (\d+) registers", said)
     if registers is None:

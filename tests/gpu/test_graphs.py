@@ -76,8 +76,9 @@ def test_a_session_of_many_prompt_lengths_records_few_passes() -> None:
         assert np.isfinite(chunk.actions).all()
 
 
-def test_compiled_passes_answer_the_same() -> None:
-    policy = load_policy(replace(RECORDED, fuses_kernels=True))
-    requests = requests_of(policy, 3, "autoregressive")
-    expected = [case.tokens for case in golden.cases_with_image()[:3]]
-    assert [tokens_of(policy, [one])[0] for one in requests] == expected
+def test_fused_and_plain_kernels_answer_the_same() -> None:
+    for fuses_kernels in (True, False):
+        policy = load_policy(replace(RECORDED, fuses_kernels=fuses_kernels))
+        requests = requests_of(policy, 3, "autoregressive")
+        expected = [case.tokens for case in golden.cases_with_image()[:3]]
+        assert [tokens_of(policy, [one])[0] for one in requests] == expected

@@ -38,6 +38,7 @@ class BaselineLoop(Enum):
     """Which loop of transformers."""
 
     GENERATE = "transformers"  # what OpenVLA's own code calls
+    STATIC = "transformers-static"  # the same with a static cache, which it compiles on a GPU
     FORWARD = "transformers-forward"  # the leanest loop over their model and cache
 
 
@@ -82,7 +83,7 @@ class TransformersPolicy:
         prompts = parts.target.read(pixels, [ids])
         clock.lap(Stage.VISION)
         statistics = parts.statistics[self._ours.find_key(request.options.statistics_key)]
-        decode = self._generate if self._loop is BaselineLoop.GENERATE else self._forward
+        decode = self._forward if self._loop is BaselineLoop.FORWARD else self._generate
         tokens = decode(prompts.embeds, statistics.action_dim, clock)
         clock.skip()
         actions = self._codec.decode(np.array([tokens]), statistics)
@@ -108,6 +109,7 @@ class TransformersPolicy:
             eos_token_id=None,
             pad_token_id=0,
             logits_processor=[after_each_pass],  # type: ignore[arg-type]
+            cache_implementation="static" if self._loop is BaselineLoop.STATIC else None,
         )
         tokens: list[int] = found[0].tolist()
         clock.lap(Stage.VERIFY)

@@ -37,7 +37,7 @@ class CapturedRunner:
     """Captures a step the first time its key comes up, replays it from then on.
 
     Once sealed it captures nothing more: what was not captured by then is run step by step, which
-    takes milliseconds longer, where capturing would hold up every robot for a good part of a second.
+    takes milliseconds longer; capturing would hold up every robot for a good part of a second.
     """
 
     has_fixed_shapes = True
@@ -64,9 +64,7 @@ class CapturedRunner:
             return step(*inputs)
         if captured is None:
             captured = self._captured[key] = self._capture(step, inputs)
-        for kept, given in zip(captured.inputs, inputs, strict=True):
-            if kept is not given:
-                kept.copy_(given, non_blocking=True)
+        _copy_together(captured.inputs, inputs)
         captured.replay()
         return captured.outputs
 
@@ -89,6 +87,13 @@ class CapturedRunner:
         if key not in self.uncaptured:
             self.uncaptured.add(key)
             _log.warning("not captured when the policy warmed up, so run step by step: %s", key)
+
+
+def _copy_together(kept: Tensors, given: Tensors) -> None:
+    """Copy inputs to where they are read, those of one format in one launch."""
+    for dtype in {tensor.dtype for tensor in kept}:
+        pairs = [pair for pair in zip(kept, given, strict=True) if pair[0].dtype == dtype]
+        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
 
 
 class CudaCapturer:

@@ -10,7 +10,7 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import DecodeTrace, Observation
 from deft_policies.benchmark import limits
-from deft_policies.benchmark.limits import GOALS, Measured, verdicts
+from deft_policies.benchmark.limits import GOALS, Measured, judge, verdicts
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.benchmark.scripted import (
     SPEC_VLA_RELAXED,
@@ -115,10 +115,11 @@ def test_the_whole_table_is_measured_on_any_device(
     text = capsys.readouterr().out
     assert "random weights, scripted drafts" in text
     assert "not measured  autoregressive fp8" in text
-    rows = json.loads(target.read_text())
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
     names = {row["name"] for row in rows}
     assert {"autoregressive", "autoregressive eager", "spec-vla relaxed"} <= names
     assert all(row["p50"] > 0.0 for row in rows)
+    assert {row["verdict"] for row in rows} <= {"PASS", "FAIL", "beside"}
 
 
 def measured(name: str, p50: float, batch_size: int = 1, pass_ms: float = 3.0) -> Measured:
@@ -147,4 +148,5 @@ def test_verdicts_compare_each_row_with_its_goal() -> None:
     assert "FAIL  one decode pass: 3.80 ms, at most 3.7 ms" in lines
     assert "PASS  batch 8: 4.64x, at least 4x" in lines
     assert "PASS  transformers: 4.48x faster, at least 4x" in lines
+    assert [judge(row) for row in rows] == ["PASS", "FAIL", "beside"]
     assert sum(line.startswith("not measured") for line in lines) == len(GOALS) - 2

@@ -20,6 +20,7 @@ _LEAST_QUERIES = 16  # of a matrix product
 _PROGRAMS = 256  # that keep a large GPU busy
 _MOST_SPLITS = 8
 _COLUMNS = 1024
+STAGES = 2  # of loads on their way: more take shared memory that small GPUs have not
 
 Grid = tuple[int, ...]
 Launch = Callable[..., None]
@@ -69,9 +70,13 @@ class FusedKernels:
         return out
 
     def rotate_append(
-        self, fused: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, slots: Tensor,
+        self,
+        fused: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        slots: Tensor,
         heads: HeadSplit,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Rotate queries of [token, head * head_dim] in place; append keys and values.
 
         `rotation` is cos and sin, [token, head_dim] with the same strides; `cache` is one layer and `slots` are flat
@@ -98,7 +103,8 @@ class FusedKernels:
         head_dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
         # Rows and shares of slots are what there is to spread over a GPU when queries are few.
         splits = triton.cdiv(_PROGRAMS, num_rows * heads.num_kv_heads)
-        splits = max(1, min(splits, _MOST_SPLITS, triton.cdiv(read, _SLOTS)))
+        splits = min(splits, _MOST_SPLITS, triton.cdiv(read, _SLOTS))
+        splits = 1 << (splits.bit_length() - 1)  # few values: each is compiled by itself
         entries = num_rows * num_nodes * heads.num_heads
         partial = torch.empty(splits, entries, head_dim, device=fused.device, dtype=torch.float32)
         summary = partial.new_empty(splits, entries, 2)
@@ -116,6 +122,7 @@ class FusedKernels:
             QUERIES=max(_LEAST_QUERIES, triton.next_power_of_2(num_nodes * group)),
             SLOTS=_SLOTS,
             BLOCK=max(block, 16),
+            num_stages=STAGES,
         )  # fmt: skip
         self.launch(
             programs.join_splits,
