@@ -119,13 +119,9 @@ def _decode(
     """One episode in order, with the history that a session would keep."""
     parts, traces = policy.parts, []
     row = DecodeRow(ActionHistory(), policy.action_space(None))
-    weight = parts.target.decoder.embedding.weight
     for frame in frames:
-        pixels = parts.images.pixel_values(
-            [parts.images.fit(frame.image)], parts.target.device, weight.dtype
-        )
-        prompts = parts.target.read(pixels, [parts.encoder.encode(frame.instruction)])
-        traces += decoder.decode(prompts, [row], StageClock(parts.target.device))
+        clock = StageClock(parts.target.device)
+        traces += decoder.decode(parts.read([frame], clock), [row], clock)
     return traces
 
 
