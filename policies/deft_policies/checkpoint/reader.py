@@ -141,7 +141,7 @@ def _open(path: Path) -> _File:
 def _read_sharded(index: Path) -> dict[str, StoredTensor]:
     fields = JsonFields.load(index, _DOWNLOAD)
     weight_map = fields.section("weight_map")
-    shard_of = {name: index.parent / weight_map.text(name) for name in weight_map.keys()}  # noqa: SIM118
+    shard_of = {name: index.parent / weight_map.value(name, str) for name in weight_map.keys()}  # noqa: SIM118
     if not shard_of:
         raise fields.error("weight_map", f"lists no tensors; {_DOWNLOAD}")
     stored: dict[str, StoredTensor] = {}
