@@ -54,13 +54,6 @@ def open_board(directory: Path, first_step: int) -> Board:
     return board
 
 
-def show(board: Board, step: int, values: Mapping[str, float]) -> None:
-    """Show all numbers of a step."""
-    for name, value in values.items():
-        board.add_scalar(name, value, step)
-    board.flush()
-
-
 STATE_FILE = "state.pt"
 _CONFIG, _METRICS = "config.json", "metrics.jsonl"
 
@@ -136,7 +129,9 @@ class RunDirectory:
         with explained(path), path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
-            show(self._board, step, values)
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
 
     def metrics(self) -> list[dict[str, float]]:
         """All whole lines written so far, in order."""

@@ -95,14 +95,7 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
             return {"loss": medusa_losses(states, self.target.logits, batch.tokens, actions)}
         own = self.workers.share(np.arange(self.config.batch_size))
         seeds = [self._seed(step, int(place)) for place in own]
-        losses = head_losses(self.net, self.target.logits, batch, self.config.loss, seeds)
-        return {
-            "loss": losses.total,
-            "regression": losses.regression,
-            "distillation": losses.distillation,
-            "distance": losses.distance,
-            "agreement": losses.agreement,
-        }
+        return head_losses(self.net, self.target.logits, batch, self.config.loss, seeds)
 
     def _seed(self, step: int, place: int) -> int:
         """Of the noise on one sample of one step, whichever process has it."""
