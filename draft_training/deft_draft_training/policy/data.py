@@ -121,12 +121,7 @@ def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArra
 
 def take(samples: PolicySamples, prompts: PromptTable, chosen: NDArray[np.int64]) -> PolicyBatch:
     """The named samples as a batch."""
+    names = ("frames", "labels", "positions", "weights")
+    columns = {name: torch.from_numpy(getattr(samples, name)[chosen]) for name in names}
     prompt = torch.from_numpy(samples.prompt[chosen])
-    return PolicyBatch(
-        frames=torch.from_numpy(samples.frames[chosen]),
-        labels=torch.from_numpy(samples.labels[chosen]),
-        positions=torch.from_numpy(samples.positions[chosen]),
-        weights=torch.from_numpy(samples.weights[chosen]),
-        prompts=prompts.ids[prompt],
-        lengths=prompts.lengths[prompt],
-    )
+    return PolicyBatch(**columns, prompts=prompts.ids[prompt], lengths=prompts.lengths[prompt])
