@@ -189,6 +189,7 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
     if unknown := sorted(set(entries) - _FIELDS):
         raise CaseError(f"{where} has unknown fields {unknown}; known: {sorted(_FIELDS)}")
     fields = JsonFields(Path(where), entries)
+    image, instruction = (fields.value(name, str) for name in ("image", "instruction"))
     state = fields.values("state", float) if fields.has("state") else None
     if not all(map(math.isfinite, state or ())):
         raise fields.error("state", f"must hold finite numbers, got {state}")
@@ -198,8 +199,8 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
     )
     wrists = fields.values("wrist_images", str, ())
     return Case(
-        image=_find_image(fields.value("image", str), where, folder),
-        instruction=fields.value("instruction", str),
+        image=_find_image(image, where, folder),
+        instruction=instruction,
         wrist_images=tuple(_find_image(one, where, folder) for one in wrists),
         state=state,
         statistics_key=key,
