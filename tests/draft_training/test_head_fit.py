@@ -176,7 +176,7 @@ def test_a_head_that_has_learnt_the_target_drafts_longer_paths(tmp_path, demos, 
     fresh, fitted = trainer(shards, config), trainer(shards, config)
     fitted.run(tmp_path / "run")
     setups = [
-        DraftSetup(name, (DraftKind.HEAD,), DraftModels(head=one.head.eval()))
+        DraftSetup(name, (DraftKind.HEAD,), DraftModels(head=one.net.eval()))
         for name, one in (("fresh", fresh), ("fitted", fitted))
     ]
     scores = list(evaluate(tiny_target().policy, (demos,), setups, [0]))
@@ -194,7 +194,7 @@ def test_a_head_that_has_learnt_the_target_drafts_longer_paths(tmp_path, demos, 
     ],
 )
 def test_an_exported_head_reads_back_and_is_never_overwritten(tmp_path, shards, kind, layout):
-    head = trainer(shards, replace(CONFIG, kind=kind)).head
+    head = trainer(shards, replace(CONFIG, kind=kind)).net
     export_head(head, tmp_path / "head", torch.bfloat16, layout)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["head"]
     with pytest.raises(TrainingError, match="never overwrites"):

@@ -84,7 +84,7 @@ def test_recording_goes_on_where_it_stopped(tmp_path, folder):
     last = text[text.rindex(",\n  {") : text.rindex("\n ]")]
     (tmp_path / "cut" / INDEX).write_text(text.replace(last, ""))
     assert record(target, config, tmp_path / "cut") == whole
-    assert whole.num_samples == estimate(target, config).num_observations == 12
+    assert whole.num_samples == estimate(target, config)[0] == 12
 
 
 def test_damaged_missing_and_foreign_features_are_refused_by_name(tmp_path, folder):
@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_what_was_recorded_and_recording_goes_on(
 
 def test_shards_end_before_they_outgrow_memory(tmp_path, folder, monkeypatch: pytest.MonkeyPatch):
     target = tiny_target()
-    bytes_per_sample = estimate(target, RecordConfig((folder,))).bytes_per_sample
+    _, bytes_per_sample = estimate(target, RecordConfig((folder,)))
     monkeypatch.setattr("deft_draft_training.heads.record._SHARD_BYTES", 3 * bytes_per_sample)
     index = record(target, RecordConfig((folder,), batch_size=2), tmp_path)
     assert [one.num_samples for one in index.shards] == [4, 4, 4]

@@ -19,6 +19,7 @@ from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import observations
 from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_policies.benchmark.summary import drafted_by_position
 from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
@@ -60,13 +61,6 @@ def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> Dra
     """Sum up what the traces of one source and radius say."""
     checked = [one for trace in traces for one in trace.passes if len(one.tokens) > 1]
     lengths = [one.committed_length for one in checked] or [1]
-    length = len(traces[0].tokens)
-    hits = np.zeros(length)
-    for trace in traces:
-        done = 0
-        for one in trace.passes:
-            hits[done : done + one.accepted_length] += 1
-            done += one.committed_length
     return DraftScore(
         source=source,
         radius=radius,
@@ -74,7 +68,7 @@ def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> Dra
         committed_length=float(np.mean(lengths)),
         passes=float(np.mean([trace.num_passes for trace in traces])),
         relaxed_share=float(np.mean([trace.relaxed_share for trace in traces])),
-        accepted_by_position=tuple(float(hit) / len(traces) for hit in hits),
+        accepted_by_position=drafted_by_position(traces),
     )
 
 
@@ -119,13 +113,9 @@ def _decode(
     """One episode in order, with the history that a session would keep."""
     parts, traces = policy.parts, []
     row = DecodeRow(ActionHistory(), policy.action_space(None))
-    weight = parts.target.decoder.embedding.weight
     for frame in frames:
-        pixels = parts.images.pixel_values(
-            [parts.images.fit(frame.image)], parts.target.device, weight.dtype
-        )
-        prompts = parts.target.read(pixels, [parts.encoder.encode(frame.instruction)])
-        traces += decoder.decode(prompts, [row], StageClock(parts.target.device))
+        clock = StageClock(parts.target.device)
+        traces += decoder.decode(parts.read([frame], clock), [row], clock)
     return traces
 
 

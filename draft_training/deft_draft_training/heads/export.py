@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from deft_client.files import creating
 from deft_draft_training.config import build_config
@@ -51,41 +51,37 @@ def load_any_head(directory: Path, target: FeatureTarget) -> EagleHead | MedusaH
         like = target.weight
         return load_fitted(directory, target).to(like.device, like.dtype)
     try:
-        if is_medusa(directory):
-            return load_medusa(directory, target.width, target.weight)
-        return load_head(directory, target.width, target.weight)
+        return _load(directory, target.width, target.weight)
     except PolicyError as error:
         raise DataError(str(error)) from error
 
 
-def export_head(head: nn.Module, directory: Path, dtype: torch.dtype, layout: HeadLayout) -> None:
+def _load(directory: Path, width: int, like: Tensor) -> EagleHead | MedusaHeads:
+    """An exported head, as the server loads it."""
+    load = load_medusa if is_medusa(directory) else load_head
+    return load(directory, width, like)
+
+
+def export_head(
+    head: EagleHead | MedusaHeads, directory: Path, dtype: torch.dtype, layout: HeadLayout
+) -> None:
     """Write a head directory. Nothing is left behind, and nothing replaced, where it fails."""
     if directory.exists():
         raise TrainingError(f"{directory} exists; an export never overwrites, choose another")
     with explained(directory), creating(directory) as beside:
-        stored = _write(head.to(dtype), beside, layout)
-        _compare(stored, beside, layout)
-
-
-def _write(head: nn.Module, directory: Path, layout: HeadLayout) -> nn.Module:
-    if isinstance(head, EagleHead):
-        save_head(head, directory, layout)
-    elif isinstance(head, MedusaHeads):
-        if layout is not HeadLayout.SAFETENSORS:
+        head = head.to(dtype)
+        if isinstance(head, EagleHead):
+            save_head(head, beside, layout)
+        elif layout is HeadLayout.SAFETENSORS:
+            save_medusa(head, beside)
+        else:
             raise TrainingError("there is no published layout for Medusa heads; use safetensors")
-        save_medusa(head, directory)
-    else:
-        raise TypeError(f"not a draft head: {type(head).__name__}")
-    return head
+        _compare(head, beside, layout)
 
 
-def _compare(head: nn.Module, directory: Path, layout: HeadLayout) -> None:
+def _compare(head: EagleHead | MedusaHeads, directory: Path, layout: HeadLayout) -> None:
     """Read the files as the server would and ask for the very weights that were written."""
-    if isinstance(head, EagleHead):
-        width, like = head.sizes.width, head.fc.weight
-        loaded: nn.Module = load_head(directory, width, like)
-    elif isinstance(head, MedusaHeads):
-        loaded = load_medusa(directory, head.sizes.width, head.weight)
+    loaded = _load(directory, head.sizes.width, next(head.parameters()))
     is_half = layout is HeadLayout.PUBLISHED  # the published layout stores float16
     for name, weight in head.state_dict().items():
         expected = weight.half().to(weight.dtype) if is_half else weight

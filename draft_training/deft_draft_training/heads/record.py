@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from deft_client.files import write_atomically
 from deft_draft_training.errors import DataError
-from deft_draft_training.heads.samples import HeadSample, SourcedObservation, observations
+from deft_draft_training.heads.samples import HeadSample, observations
 from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_draft_training.run_directory import explained
 
@@ -192,28 +192,15 @@ class RecordConfig:
     stride: int = 1  # every how many steps
     batch_size: int = 8
     samples_per_shard: int = 512
-    dtype: str = "bfloat16"
+    dtype: torch.dtype = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class SizeEstimate:
-    """What a recording will take on disk."""
-
-    num_observations: int
-    bytes_per_sample: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.num_observations * self.bytes_per_sample
-
-
-def estimate(target: FeatureTarget, config: RecordConfig) -> SizeEstimate:
-    """Count the observations and measure one sample."""
+def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
+    """Count the observations, and measure the bytes of one sample."""
     total = sum(1 for _ in observations(config.sources, config.stride))
     first = next(observations(config.sources, config.stride))
-    sample = target.sample([first.observation], [first.episode], _dtype(config))[0]
-    return SizeEstimate(total, _bytes([sample]))
+    sample = target.sample([first.observation], [first.episode], config.dtype)[0]
+    return total, _bytes([sample])
 
 
 def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIndex:
@@ -221,7 +208,7 @@ def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIn
     index = ShardIndex(
         fingerprint=target.fingerprint(),
         width=target.width,
-        dtype=config.dtype,
+        dtype=str(config.dtype).removeprefix("torch."),
         sources=tuple(f"{source}:{config.stride}" for source in config.sources),
     )
     writer = ShardWriter(folder, index)
@@ -230,9 +217,9 @@ def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIn
     samples: list[HeadSample] = []
     size, last, held_bytes = min(config.batch_size, config.samples_per_shard), start - 1, 0
     with tqdm(desc="record", unit="action", initial=start, file=sys.stderr) as bar:
-        for batch in _groups(rest, size):
+        for batch in iter(lambda: list(islice(rest, size)), []):
             fresh = target.sample(
-                [one.observation for one in batch], [one.episode for one in batch], _dtype(config)
+                [one.observation for one in batch], [one.episode for one in batch], config.dtype
             )
             bar.update(len(batch))
             samples += fresh
@@ -254,15 +241,6 @@ def _bytes(samples: Sequence[HeadSample]) -> int:
     )
 
 
-def _dtype(config: RecordConfig) -> torch.dtype:
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
-
-
-def _groups(items: Iterator[SourcedObservation], size: int) -> Iterator[list[SourcedObservation]]:
-    while group := list(islice(items, size)):
-        yield group
-
-
 _MEGABYTE = 1e6
 
 
@@ -280,13 +258,13 @@ def main(arguments: list[str]) -> int:
         tuple(given.sources),
         given.stride,
         given.batch_size,
-        dtype="float32" if given.float32 else "bfloat16",
+        dtype=torch.float32 if given.float32 else torch.bfloat16,
     )
     target = load_target(given)
-    size = estimate(target, config)
-    megabytes = size.total_bytes / _MEGABYTE
-    sys.stderr.write(f"{size.num_observations} actions, {megabytes:,.1f} MB in {given.out}\n")
-    _check_room(given.out, size.total_bytes)
+    num_observations, sample_bytes = estimate(target, config)
+    needed = num_observations * sample_bytes
+    sys.stderr.write(f"{num_observations} actions, {needed / _MEGABYTE:,.1f} MB in {given.out}\n")
+    _check_room(given.out, needed)
     index = record(target, config, given.out)
     sys.stdout.write(f"{given.out}: {index.num_samples} actions in {len(index.shards)} shards\n")
     return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
 from deft_client.recordings import find_episodes, iterate_steps
@@ -77,14 +78,8 @@ class HeadBatch:
 def collate(samples: Sequence[HeadSample], table: Tensor) -> HeadBatch:
     """Lay samples side by side. `table` is the target's embedding, [token, width]."""
     rows = [_lay_out(sample, table) for sample in samples]
-    longest = max(len(hidden) for _, hidden in rows)
-
-    def pad(values: Tensor) -> Tensor:
-        missing = longest - len(values)
-        return torch.cat([values, values.new_zeros(missing, values.shape[1])])
-
-    embeds = torch.stack([pad(row) for row, _ in rows])
-    hidden = torch.stack([pad(row) for _, row in rows])
+    embeds = pad_sequence([row for row, _ in rows], batch_first=True)
+    hidden = pad_sequence([row for _, row in rows], batch_first=True)
     return HeadBatch(
         embeds=embeds[:, 1:],
         hidden=hidden[:, :-1],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from deft_client.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError
@@ -66,9 +67,8 @@ class FeatureTarget:
         parts = self.policy.parts
         with torch.no_grad():
             fitted = [parts.images.fit(one.image) for one in observations]
-            pixels = parts.images.pixel_values(fitted, self.table.device, self.table.dtype)
-            patches = parts.target.model.see(pixels).patches
-            prompts = [torch.tensor(parts.encoder.encode(one.instruction)) for one in observations]
+            patches = parts.target.model.see(parts.pixels(fitted)).patches
+            prompts = [torch.tensor(parts.encode(one.instruction)) for one in observations]
             hidden = self._features(patches, prompts, tokens)
         return [
             HeadSample(
@@ -87,8 +87,7 @@ class FeatureTarget:
         """Hidden states after the final norm at every position but the last token's, by row."""
         model = self.policy.parts.target.model
         ids = [torch.cat([one, own[:-1]]) for one, own in zip(prompts, tokens, strict=True)]
-        longest = max(len(one) for one in ids)
-        padded = torch.stack([torch.cat([one, one.new_zeros(longest - len(one))]) for one in ids])
+        padded = pad_sequence(ids, batch_first=True)
         hidden = model.decoder(model.compose(patches, padded.to(patches.device)))
         lengths = [patches.shape[1] + len(one) for one in ids]
         return [hidden[row, :length] for row, length in enumerate(lengths)]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows it by)
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from deft_draft_training.errors import DataError
 
@@ -71,11 +72,10 @@ class PolicySamples:
         if not parts:
             raise DataError("there are no samples to train on; record demonstrations first")
         return PolicySamples(
-            np.concatenate([one.frames for one in parts]),
-            np.concatenate([one.labels for one in parts]),
-            np.concatenate([one.positions for one in parts]),
-            np.concatenate([one.weights for one in parts]),
-            np.concatenate([one.prompt for one in parts]),
+            *(
+                np.concatenate([getattr(one, column.name) for one in parts])
+                for column in fields(PolicySamples)
+            )
         )
 
 
@@ -100,8 +100,7 @@ class PromptTable:
     """Prompts of a data set as one right-padded tensor."""
 
     def __init__(self, ids: Sequence[Sequence[int]]) -> None:
-        longest = max(len(one) for one in ids)
-        self.ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in ids])
+        self.ids = pad_sequence([torch.tensor(one) for one in ids], batch_first=True)
         self.lengths = torch.tensor([len(one) for one in ids])
 
 
@@ -122,12 +121,7 @@ def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArra
 
 def take(samples: PolicySamples, prompts: PromptTable, chosen: NDArray[np.int64]) -> PolicyBatch:
     """The named samples as a batch."""
+    names = ("frames", "labels", "positions", "weights")
+    columns = {name: torch.from_numpy(getattr(samples, name)[chosen]) for name in names}
     prompt = torch.from_numpy(samples.prompt[chosen])
-    return PolicyBatch(
-        frames=torch.from_numpy(samples.frames[chosen]),
-        labels=torch.from_numpy(samples.labels[chosen]),
-        positions=torch.from_numpy(samples.positions[chosen]),
-        weights=torch.from_numpy(samples.weights[chosen]),
-        prompts=prompts.ids[prompt],
-        lengths=prompts.lengths[prompt],
-    )
+    return PolicyBatch(**columns, prompts=prompts.ids[prompt], lengths=prompts.lengths[prompt])

@@ -3,7 +3,7 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -250,7 +250,7 @@ def _replay(
     for contender in contenders:
         for frame in frames:
             contender.policy.check(frame.observation, contender.options(frame))
-    return replay(contenders, frames, options.num_warm_ups, _progress(len(frames)))
+    return replay(contenders, frames, options.num_warm_ups)
 
 
 def _decodings(
@@ -259,13 +259,3 @@ def _decodings(
     plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]
     return tuple(summarise_decoding(run, plain, spaces) for run in runs)
-
-
-def _progress(total: int) -> Callable[[int], None]:
-    def show(done: int) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            sys.stderr.write(f"\rdeft bench: {done} of {total} frames{end}")
-            sys.stderr.flush()
-
-    return show

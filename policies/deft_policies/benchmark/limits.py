@@ -250,7 +250,7 @@ class _Bench:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        run = replay([contender], self.frames, self.num_warm_ups, lambda _: None)[0]
+        run = replay([contender], self.frames, self.num_warm_ups)[0]
         _say(f"{contender.name} x{contender.batch_size}: {time.perf_counter() - started:.1f} s")
         speed, roofline = summarise_speed(run), self.model.roofline(run, self.frames)
         traces = [answer.chunk.trace for answer in run.answers if answer.chunk.trace is not None]

@@ -4,12 +4,13 @@ The observations come from recorded episodes or listed pictures, or are generate
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from deft_client.recordings import find_episodes, iterate_steps
 from deft_client.types import (
@@ -143,7 +144,6 @@ def replay(
     contenders: Sequence[Contender],
     frames: Sequence[ReplayFrame],
     num_warm_ups: int,
-    progress: Callable[[int], None],
 ) -> list[Replay]:
     """Answer every frame with every contender, taking turns frame by frame.
 
@@ -155,10 +155,9 @@ def replay(
         for frame in (list(frames) * num_warm_ups)[:num_warm_ups]:
             _answer(warm, frame)
     runs = [Replay(contender) for contender in contenders]
-    for index, frame in enumerate(frames):
+    for frame in tqdm(frames, unit="frame", disable=None):  # shown on a terminal alone
         for run in runs:
             run.answers.append(_answer(run, frame))
-        progress(index + 1)
     return runs
 
 

@@ -6,10 +6,8 @@ A directory appears whole or not at all.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -44,6 +42,12 @@ MAX_SHARD_BYTES = 5 * 1024**3
 _TIMM_IDS = {TowerFamily.DINOV2: DINOV2_TIMM_ID, TowerFamily.SIGLIP: SIGLIP_TIMM_ID}
 _FORMAT = {"format": "pt"}  # what readers of Hugging Face's ask of a file
 _BICUBIC = 3  # in Pillow's numbering, which the processor's file uses
+
+# What the arrays of action statistics are called in the file, and here.
+_STATISTICS = {
+    **{name: name for name in ("mean", "std", "q01", "q99", "mask")},
+    **{"max": "maximum", "min": "minimum"},
+}
 
 Json = dict[str, object]
 
@@ -124,13 +128,8 @@ def _describe_llm(llm: LlamaConfig, dtype: torch.dtype) -> Json:
 
 
 def _describe_tower(tower: TowerConfig) -> Json:
-    return {
-        "width": tower.width,
-        "depth": tower.depth,
-        "heads": tower.heads,
-        "mlp": tower.mlp,
-        "patch_size": tower.patch_size,
-    }
+    names = ("width", "depth", "heads", "mlp", "patch_size")
+    return {name: getattr(tower, name) for name in names}
 
 
 def _describe_processor(image: ImageProcessorConfig) -> Json:
@@ -160,26 +159,14 @@ def _describe_statistics(statistics: Mapping[str, ActionStatistics]) -> Json:
     return {
         key: {
             "action": {
-                name: values.tolist()
-                for name, values in _arrays_of(one).items()
-                if values is not None
+                name: getattr(one, attribute).tolist()
+                for name, attribute in _STATISTICS.items()
+                if getattr(one, attribute) is not None
             },
             "num_transitions": one.num_transitions,
             "num_trajectories": one.num_trajectories,
         }
         for key, one in statistics.items()
-    }
-
-
-def _arrays_of(one: ActionStatistics) -> dict[str, NDArray[Any] | None]:
-    return {
-        "mean": one.mean,
-        "std": one.std,
-        "max": one.maximum,
-        "min": one.minimum,
-        "q01": one.q01,
-        "q99": one.q99,
-        "mask": one.mask,
     }
 
 

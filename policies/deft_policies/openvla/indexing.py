@@ -79,12 +79,8 @@ def _entries(
     policy: OpenVLAPolicy, frames: Sequence[StoredFrame], actions: StoredActions
 ) -> tuple[Tensor, Tensor]:
     """Keys [frame, feature] and action tokens [frame, position]."""
-    parts = policy.parts
-    weight = parts.target.decoder.embedding.weight
-    fitted = [parts.images.fit(frame.observation.image) for frame in frames]
-    pixels = parts.images.pixel_values(fitted, weight.device, weight.dtype)
-    ids = [parts.encoder.encode(frame.observation.instruction) for frame in frames]
-    prompts = parts.target.read(pixels, ids)
+    clock = StageClock(policy.parts.target.device)
+    prompts = policy.parts.read([frame.observation for frame in frames], clock)
     keys = frame_keys(prompts).cpu()
     if actions is StoredActions.RECORDED:
         return keys, _recorded(policy, frames)
@@ -98,9 +94,8 @@ def _own(policy: OpenVLAPolicy, prompts: Prompts, frames: Sequence[StoredFrame])
     }
     if len(lengths) != 1:
         raise PolicyError(f"one index holds actions of one length, got {sorted(lengths)}")
-    target = policy.parts.target
-    clock = StageClock(target.device)
-    traces = AutoregressiveDecoder(target).decode(prompts, lengths.pop(), clock)
+    clock = StageClock(policy.parts.target.device)
+    traces = AutoregressiveDecoder(policy.parts.target).decode(prompts, lengths.pop(), clock)
     return torch.tensor([trace.tokens for trace in traces])
 
 
