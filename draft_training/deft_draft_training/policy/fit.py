@@ -23,6 +23,7 @@ from deft_draft_training.optimizer import (
 )
 from deft_draft_training.policy.augment import AugmentConfig, augment
 from deft_draft_training.policy.data import PolicyBatch, PolicySamples, PromptTable, chosen_at, take
+from deft_draft_training.policy.growth import count_layers, deepened
 from deft_draft_training.policy.loss import (
     PolicyLossConfig,
     nearest_taught,
@@ -86,7 +87,7 @@ class PolicyTrainer:
         """Train to the configured step and return the averaged model.
 
         `warm_start` is another run's directory whose weights a new run begins with: what DAgger
-        does when more data have come.
+        does when more data have come. Its decoder may have been shallower.
         """
         run = RunDirectory(directory, plain(self.config), with_board)
         progress, extra = run.load(self.net, self.optimizers)
@@ -112,16 +113,13 @@ class PolicyTrainer:
         if not path.exists():
             raise DataError(f"{path} is missing; a warm start needs the directory of a run")
         weights = torch.load(path, map_location="cpu", weights_only=True)["module"]
-        other = sorted(
-            name
-            for name, tensor in self.net.state_dict().items()
-            if name not in weights or weights[name].shape != tensor.shape
-        )
+        if count_layers(weights) < self.config.model.num_layers:
+            weights = deepened(weights, self.config.model.num_layers)
+        own = {name: one.shape for name, one in self.net.state_dict().items()}
+        theirs = {name: one.shape for name, one in weights.items()}
+        other = sorted(name for name, _ in own.items() ^ theirs.items())
         if other:
-            raise DataError(
-                f"{path} is of another shape in {other[0]} ({len(other)} tensors in all); give "
-                "the same sizes"
-            )
+            raise DataError(f"{path} is of another shape in {other[0]}; give the same sizes")
         self.net.load_state_dict(weights)
         self.average = WeightAverage(self.net, self.config.average_decay)
 
@@ -136,7 +134,8 @@ class PolicyTrainer:
         loss.backward()  # type: ignore[no-untyped-call]
         norm = clip_gradients(self.net, config.optimizer.clip)
         for optimizer in self.optimizers:
-            optimizer.step()
+            with computing_in(config.precision, self.device):
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.average.follow(self.net)
         return {
