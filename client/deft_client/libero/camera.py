@@ -8,13 +8,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from deft_client.libero import conventions
 from deft_client.libero.errors import GraphicsError
 from deft_client.libero.graphics import Renderer
 from deft_client.libero.meshes import thinned_faces
+from deft_client.libero.stage import Stage
 from deft_client.libero.standins.model import RING_NAME
+from deft_client.libero.still_layer import StillLayer
 from deft_client.types import Image
 
 
@@ -40,35 +40,49 @@ class Camera:
         self._context = _graphics_context(look.renderer, size)
         atexit.register(self.close)  # before EGL's own farewell, which would complain
         self._context.make_current()
-        self._drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
-        self._scene = mujoco.MjvScene(self._model, maxgeom=1000)
-        self._options = mujoco.MjvOption()
-        self._options.geomgroup[0] = 0  # collision shapes stay invisible
-        self._area = mujoco.MjrRect(0, 0, size, size)
-        self._view = mujoco.MjvCamera()
-        self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, drawing)
+        options = mujoco.MjvOption()
+        options.geomgroup[0] = 0  # collision shapes stay invisible
+        self._stage = Stage(
+            mujoco=mujoco,
+            model=self._model,
+            data=self._data,
+            drawing=drawing,
+            scene=mujoco.MjvScene(self._model, maxgeom=1000),
+            options=options,
+            area=mujoco.MjrRect(0, 0, size, size),
+        )
+        self._layers: dict[str, StillLayer] | None = {} if _is_slow(drawing) else None
 
     def look(self, name: str) -> Image:
         """The camera's picture, turned as policies expect it."""
-        mujoco = self._mujoco
+        mujoco, stage = self._mujoco, self._stage
         self._context.make_current()
-        self._view.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, name)
-        everything = mujoco.mjtCatBit.mjCAT_ALL
-        mujoco.mjv_updateScene(
-            self._model, self._data, self._options, None, self._view, everything, self._scene
-        )
-        mujoco.mjr_render(self._area, self._scene, self._drawing)
-        pixels: Image = np.empty((self._area.height, self._area.width, 3), dtype=np.uint8)
-        mujoco.mjr_readPixels(pixels, None, self._area, self._drawing)
-        return conventions.upright(pixels)
+        view = mujoco.MjvCamera()
+        view.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        view.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, name)
+        if self._layers is None:
+            stage.draw(view, stage.options)
+        else:
+            if name not in self._layers:
+                self._layers[name] = StillLayer(stage, view)
+            self._layers[name].draw()
+        return conventions.upright(stage.pixels())
 
     def close(self) -> None:
         """Free what OpenGL holds."""
         atexit.unregister(self.close)
         self._context.make_current()
-        self._drawing.free()
+        self._stage.drawing.free()
         self._context.free()
+
+
+def _is_slow(drawing: Any) -> bool:
+    """Whether OpenGL draws in software here, and several samples of each pixel."""
+    from OpenGL import GL
+
+    return drawing.offSamples > 0 and b"pipe" in GL.glGetString(GL.GL_RENDERER)
 
 
 def _graphics_context(renderer: Renderer, size: int) -> Any:
