@@ -6,12 +6,11 @@ from PIL import Image
 
 from deft_client.libero.assets_check import check_task
 from deft_client.libero.assets_command import main
-from deft_client.libero.environment import EnvironmentSettings
-from deft_client.libero.graphics import Renderer
 from deft_client.libero.suites import find_task
-from tests.libero.simulator import needs_simulator
+from tests.libero.simulator import PHYSICS, needs_simulator
 
 pytestmark = needs_simulator
+ON_STAND_INS = ("--assets", "stand-in")
 
 
 @pytest.mark.parametrize(
@@ -24,14 +23,13 @@ pytestmark = needs_simulator
     ],
 )
 def test_a_task_stands_still(suite, number, trial):
-    settings = EnvironmentSettings(renderer=Renderer.NONE)
-    problems = check_task(find_task(suite, number), [trial], settings)
+    problems = check_task(find_task(suite, number), [trial], PHYSICS)
     assert not problems, "\n".join(map(str, problems))
 
 
 def test_show_renders_a_scene(tmp_path, capsys):
     out = tmp_path / "scene.png"
-    assert main(["show", "libero_object/5", "--out", str(out), "--size", "96"]) == 0
+    assert main(["show", "libero_object/5", "--out", str(out), "--size", "96", *ON_STAND_INS]) == 0
     assert "pick up the tomato sauce" in capsys.readouterr().out
     with Image.open(out) as picture:
         assert picture.size == (96, 96)

@@ -27,6 +27,7 @@ from deft_client.libero.camera import Camera, Look
 from deft_client.libero.errors import AssetsError, SimulatorMissingError, UnstableError
 from deft_client.libero.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.init_states import load_initial_states
+from deft_client.libero.mujoco_version import warning
 from deft_client.libero.scene import Box, Goal, Pose, Scene
 from deft_client.libero.stepping import LeanStepper
 from deft_client.libero.suites import Task
@@ -34,8 +35,6 @@ from deft_client.libero.widening import draw_shifts, footprint
 from deft_client.types import Image
 
 logger = logging.getLogger("deft_client.libero")
-
-_PIXELS_CHANGED_IN = (3, 3, 3)  # MuJoCo's rendering differs from this version on
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +91,7 @@ class EnvironmentSettings:
     frame_size: int = conventions.FRAME_SIZE
     wrist_camera: bool = False
     renderer: Renderer = Renderer.AUTO
-    assets_folder: Path | None = None  # None: the real ones if installed, else stand-ins
+    assets_folder: Path | None = None  # None: LIBERO's own
     cache: Path | None = None  # None: $DEFT_CACHE_DIR, or a temporary folder
 
 
@@ -335,7 +334,9 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
             from libero.libero.envs.env_wrapper import ControlEnv
     except ImportError as error:
         raise SimulatorMissingError(f"{error}; run `make install-libero`") from error
-    _warn_of_pixels(assets)
+    text = warning(_mujoco().__version__)
+    if text and assets.kind is AssetsKind.REAL:
+        logger.warning("%s", text)
     # Its own handler prints, and writes a file into the current folder.
     _mujoco().set_mju_user_warning(lambda text: logger.debug("MuJoCo: %s", text))
     libero.libero._assets_path_cache = str(assets.folder)
@@ -353,17 +354,6 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
         raise AssetsError(
             f"{bddl_file.stem}: {error}; the {assets.label} assets in {assets.folder} lack it"
         ) from error
-
-
-def _warn_of_pixels(assets: Assets) -> None:
-    text = _mujoco().__version__
-    version = tuple(int(part) for part in text.split(".")[:3])
-    if assets.kind is AssetsKind.REAL and version >= _PIXELS_CHANGED_IN:
-        logger.warning(
-            "MuJoCo %s renders differently from 3.3.2, with which published checkpoints were "
-            "trained; for comparable success rates install mujoco==3.3.2",
-            text,
-        )
 
 
 @contextlib.contextmanager

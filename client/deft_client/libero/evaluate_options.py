@@ -118,7 +118,14 @@ def _add_simulation(group: Group) -> None:
         "--widen-cm", type=float, default=0.0, metavar="CM",
         help="move things by up to this far from where the initial states have them",
     )  # fmt: skip
-    group.add_argument("--assets", type=Path, metavar="FOLDER", help="LIBERO's assets folder")
+    group.add_argument(
+        "--assets", type=Path, metavar="FOLDER",
+        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
+    )  # fmt: skip
+    group.add_argument(
+        "--any-mujoco", action="store_true",
+        help="play also suites that the installed MuJoCo is known to upset",
+    )  # fmt: skip
     group.add_argument(
         "--environment", default=LIBERO, metavar="MODULE:FUNCTION", help="another simulator"
     )
@@ -172,6 +179,7 @@ def _checked(options: argparse.Namespace) -> EvaluationOptions:
         step_limit=options.step_limit,
         seed=options.seed,
         video=VideoChoice(options.video),
+        any_mujoco=options.any_mujoco,
     )
     return EvaluationOptions(wishes, options.workers, options.patience)
 

@@ -40,6 +40,7 @@ class Wishes:
     step_limit: int | None = None  # None: the suite's
     seed: int = 7
     video: VideoChoice = VideoChoice.NONE
+    any_mujoco: bool = False  # play also what the installed MuJoCo is known to upset
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class PlannedRun:
 
 def plan_runs(wishes: Wishes, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
+    if not wishes.any_mujoco:
+        simulators.check_physics(wishes.simulator, wishes.environment, wishes.suites)
     assets = simulators.describe_assets(wishes.simulator, wishes.environment)
     runs = []
     for name in wishes.suites:

@@ -4,14 +4,16 @@ A factory is `function(task, settings) -> Environment`. If its module also has `
 its suites are used instead of LIBERO's; `point_world` is an example of both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from deft_client.libero import suites
-from deft_client.libero.assets import find_assets
+from deft_client.libero.assets import AssetsKind, find_assets
 from deft_client.libero.cache import cache_folder
 from deft_client.libero.environment import Environment, EnvironmentSettings
+from deft_client.libero.evaluate_errors import SelectionError
 from deft_client.libero.factories import load_function
+from deft_client.libero.mujoco_version import installed_mujoco, refused_suites, warning
 from deft_client.libero.suites import Suite, Task
 
 LIBERO = "deft_client.libero.environment:open_environment"
@@ -38,3 +40,17 @@ def describe_assets(simulator: str, settings: EnvironmentSettings) -> str:
     if simulator != LIBERO:
         return f"those of {simulator.partition(':')[0]}"
     return find_assets(settings.assets_folder, cache_folder(settings.cache)).label
+
+
+def check_physics(simulator: str, settings: EnvironmentSettings, names: Sequence[str]) -> None:
+    """Raise SelectionError for suites that the installed MuJoCo plays otherwise than LIBERO did."""
+    version = installed_mujoco()
+    if simulator != LIBERO or version is None:
+        return
+    if find_assets(settings.assets_folder, cache_folder(settings.cache)).kind is AssetsKind.REAL:
+        refused = refused_suites(names, version)
+        if refused:
+            raise SelectionError(
+                f"{', '.join(refused)} cannot be trusted here: {warning(version)}, or give "
+                "--any-mujoco to play nevertheless"
+            )
