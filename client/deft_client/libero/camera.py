@@ -44,7 +44,7 @@ class Camera:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, drawing)
         options = mujoco.MjvOption()
         options.geomgroup[0] = 0  # collision shapes stay invisible
-        self._stage = Stage(
+        self.stage = Stage(
             mujoco=mujoco,
             model=self._model,
             data=self._data,
@@ -57,7 +57,7 @@ class Camera:
 
     def look(self, name: str) -> Image:
         """The camera's picture, turned as policies expect it."""
-        mujoco, stage = self._mujoco, self._stage
+        mujoco, stage = self._mujoco, self.stage
         self._context.make_current()
         view = mujoco.MjvCamera()
         view.type = mujoco.mjtCamera.mjCAMERA_FIXED
@@ -74,7 +74,7 @@ class Camera:
         """Free what OpenGL holds."""
         atexit.unregister(self.close)
         self._context.make_current()
-        self._stage.drawing.free()
+        self.stage.drawing.free()
         self._context.free()
 
 

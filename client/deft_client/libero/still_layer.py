@@ -107,7 +107,7 @@ class StillLayer:
         self._picture = KeptPicture(stage.drawing)
         self._before = self._shown = self._appearance()  # [geom, number]; at the last, kept frame
         self._num_steady = np.zeros(len(self._before), dtype=np.int64)  # [geom], frames
-        self._still = np.zeros(len(self._before), dtype=np.bool_)  # [geom], in the kept picture
+        self.still = np.zeros(len(self._before), dtype=np.bool_)  # [geom], in the kept picture
 
     def draw(self) -> None:
         """Draw the scene as it is now, to the last bit as in one part."""
@@ -115,21 +115,21 @@ class StillLayer:
         is_same = (now == self._before).all(axis=1)
         self._num_steady = np.where(is_same, self._num_steady + 1, 0)
         self._before = now
-        if not self._still.any() or (now != self._shown)[self._still].any():
+        if not self.still.any() or (now != self._shown)[self.still].any():
             self._keep(now)
-        if self._still.any() and self._draw_part(wants_still=False):
+        if self.still.any() and self._draw_part(wants_still=False):
             self._picture.put_under()
         else:
             self._stage.draw(self._view, self._stage.options)
 
     def _keep(self, now: NDArray[np.float32]) -> None:
-        self._still = (self._num_steady >= _STEADY_FRAMES) & self._is_drawn
+        self.still = (self._num_steady >= _STEADY_FRAMES) & self._is_drawn
         self._shown = now
-        if self._still.any():
+        if self.still.any():
             if self._draw_part(wants_still=True):
                 self._picture.keep()
             else:
-                self._still[:] = False
+                self.still[:] = False
 
     def _draw_part(self, wants_still: bool) -> bool:
         """Draw what stands still, or all else; false where parts are not the same as the whole."""
@@ -138,7 +138,7 @@ class StillLayer:
         options.sitegroup[:] = 0 if wants_still else stage.options.sitegroup
         options.geomgroup[_KEPT_GROUP] = wants_still
         groups = stage.model.geom_group.copy()
-        stage.model.geom_group[self._still] = _KEPT_GROUP
+        stage.model.geom_group[self.still] = _KEPT_GROUP
         stage.update(self._view, options)
         stage.model.geom_group[:] = groups
         if not stage.is_plain():
