@@ -272,6 +272,19 @@ class LiberoEnvironment:
         """The predicates that must all hold for the episode to succeed."""
         return tuple(Goal(*parts) for parts in self._goal_parts)
 
+    def broken_premises(self) -> tuple[Goal, ...]:
+        """What the task's file says of how things begin, and is not so now.
+
+        Only between things: regions of floor and tables are boxes to draw positions from.
+        """
+        inner = self._inner
+        things = (*inner.objects_dict, *inner.fixtures_dict)
+        return tuple(
+            Goal(*parts)
+            for parts in inner.parsed_problem["initial_state"]
+            if parts[-1].startswith(things) and not inner._eval_predicate(parts)
+        )
+
     def _widened(self, trial: int, variation: Variation) -> NDArray[np.float64]:
         """The trial's recorded state with things moved about; the same for the same seed."""
         inner = self._inner

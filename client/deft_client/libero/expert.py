@@ -12,7 +12,7 @@ import numpy as np
 
 from deft_client.libero.environment import LiberoEnvironment
 from deft_client.libero.errors import SimulationError
-from deft_client.libero.expert_fixtures import PullDrawer, PushPlate, PushShut, TurnKnob
+from deft_client.libero.expert_fixtures import Handle, PullDrawer, PushPlate, PushShut, TurnKnob
 from deft_client.libero.expert_geometry import build_clouds, pinch
 from deft_client.libero.expert_grasps import GraspFinder, category
 from deft_client.libero.expert_motion import Aim, steer
@@ -69,12 +69,21 @@ class Expert:
 
     def _work(self, goal: Goal, scene: Scene, attempt: int) -> Label:
         if goal.predicate == "open":
-            return PullDrawer(parent(goal.subject, scene), goal.subject).label(scene)
+            return PullDrawer(self._handle(goal.subject, scene)).label(scene)
         if goal.predicate == "close":
-            return PushShut(parent(goal.subject, scene), goal.subject).label(scene)
+            return PushShut(self._handle(goal.subject, scene)).label(scene)
         if goal.predicate == "turnon":
             return TurnKnob(goal.subject, f"{goal.subject}_button").label(scene)
         return self._put(goal, goal.target or "", scene, attempt)
+
+    def _handle(self, region: str, scene: Scene) -> Handle:
+        cabinet = parent(region, scene)
+        level = region.removeprefix(f"{cabinet}_").removesuffix("_region")
+        drawer = next(
+            name for name in scene.bodies if name.startswith(cabinet) and name.endswith(level)
+        )
+        points = self.finder.clouds[drawer].at(scene.bodies[drawer])
+        return Handle.of_drawer(points, -scene.bodies[cabinet].rotation[:, 1])
 
     def _put(self, goal: Goal, target: str, scene: Scene, attempt: int) -> Label:
         start = self.finder.clouds[goal.subject].at(self.start.bodies[goal.subject])
@@ -83,7 +92,7 @@ class Expert:
             return PushPlate(goal.subject, target, rest).label(scene)
         drawer = drawer_joint(target, scene)
         if drawer is not None and scene.joints[drawer] > _OPEN_DRAWER:
-            return PullDrawer(parent(target, scene), target).label(scene)
+            return PullDrawer(self._handle(target, scene)).label(scene)
         up = self.start.bodies[goal.subject].rotation[2]
         skill = PickAndPlace(goal.subject, rest, up, self.finder)
         return skill.label(scene, self._place(goal, target, scene), attempt)
