@@ -15,6 +15,7 @@ from deft_client.libero.scene import Scene, Vector
 
 _BAR_DEPTH = 0.014  # what of a drawer is nearer to its foremost point than this is its bar
 _BAR_SLACK = 0.007  # fingers no further apart than the bar is thick, and this, hold it
+_PULL_LEAN = 0.3  # the palm upwards, over what stands in front
 _STAND_OFF = 0.10
 _KNOB_GRIP = 0.038  # height of the knob's bar above the stove's origin
 _KNOB_BAR = 0.034  # fingers nearer than this hold the bar
@@ -53,7 +54,7 @@ class PullDrawer:
     def label(self, scene: Scene) -> Label:
         """The action for a scene."""
         hand, bar, front = scene.gripper, self.handle.middle, self.handle.front
-        rotation = pointing(-front, UP)
+        rotation = pointing(-front - _PULL_LEAN * UP, UP)
         offset = hand.position - bar
         out = float(offset @ front)
         aside = float(np.linalg.norm(offset - out * front))
