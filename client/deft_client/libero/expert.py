@@ -23,7 +23,7 @@ from deft_client.libero.scene import Goal, Pose, Scene, Vector
 from deft_client.libero.suites import Task
 
 _SPACING = 0.088  # metres between the middles of things that share a region
-_OPEN_DRAWER = -0.12  # metres along the slide; fully open is -0.16
+_OPEN_DRAWER = -0.10  # metres along the slide; fully open is -0.16, and an arm may bump it
 _STUCK_STEPS = 25
 _STUCK_METRES = 0.004
 
