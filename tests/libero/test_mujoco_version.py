@@ -1,8 +1,14 @@
 """Published success rates belong to one MuJoCo; what another one changes is said, and refused."""
 
+from pathlib import Path
+
 import pytest
 
+from deft_client.libero.assets import REQUIRED_FOLDERS, STAND_INS
+from deft_client.libero.environment import EnvironmentSettings
+from deft_client.libero.evaluate_errors import SelectionError
 from deft_client.libero.mujoco_version import PUBLISHED, differences, refused_suites, warning
+from deft_client.libero.simulators import LIBERO, check_physics
 
 SUITES = ("libero_object", "libero_spatial", "libero_goal")
 
@@ -27,3 +33,14 @@ def test_another_rendering_is_named_and_nothing_refused():
 def test_other_contacts_are_named_and_their_suite_refused(version: str):
     assert "task 5 of libero_spatial" in (warning(version) or "")
     assert refused_suites(SUITES, version) == ["libero_spatial"]
+
+
+def test_an_evaluation_of_a_suite_that_is_upset_is_refused_on_real_assets_alone(tmp_path: Path):
+    for name in REQUIRED_FOLDERS:
+        (tmp_path / name).mkdir()
+    real = EnvironmentSettings(assets_folder=tmp_path)
+    with pytest.raises(SelectionError, match="libero_spatial cannot be trusted here.*--any-mujoco"):
+        check_physics(LIBERO, real, SUITES, "3.8.1")
+    check_physics(LIBERO, real, SUITES, PUBLISHED)
+    check_physics(LIBERO, real, ("libero_object",), "3.8.1")
+    check_physics(LIBERO, EnvironmentSettings(assets_folder=STAND_INS), SUITES, "3.8.1")

@@ -14,6 +14,7 @@ from deft_client.libero.environment import EnvironmentSettings
 from deft_client.libero.evaluate_errors import ProfileError
 from deft_client.libero.evaluate_messages import Pacing, VideoChoice, WorkerSettings
 from deft_client.libero.evaluate_selection import select_episodes
+from deft_client.libero.mujoco_version import installed_mujoco
 from deft_client.libero.policy_source import PolicySource
 from deft_client.libero.results import EpisodeKey
 from deft_client.libero.results_header import RunHeader
@@ -55,7 +56,8 @@ class PlannedRun:
 def plan_runs(wishes: Wishes, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
     if not wishes.any_mujoco:
-        simulators.check_physics(wishes.simulator, wishes.environment, wishes.suites)
+        version = installed_mujoco()
+        simulators.check_physics(wishes.simulator, wishes.environment, wishes.suites, version)
     assets = simulators.describe_assets(wishes.simulator, wishes.environment)
     runs = []
     for name in wishes.suites:

@@ -13,7 +13,7 @@ from deft_client.libero.cache import cache_folder
 from deft_client.libero.environment import Environment, EnvironmentSettings
 from deft_client.libero.evaluate_errors import SelectionError
 from deft_client.libero.factories import load_function
-from deft_client.libero.mujoco_version import installed_mujoco, refused_suites, warning
+from deft_client.libero.mujoco_version import refused_suites, warning
 from deft_client.libero.suites import Suite, Task
 
 LIBERO = "deft_client.libero.environment:open_environment"
@@ -42,9 +42,10 @@ def describe_assets(simulator: str, settings: EnvironmentSettings) -> str:
     return find_assets(settings.assets_folder, cache_folder(settings.cache)).label
 
 
-def check_physics(simulator: str, settings: EnvironmentSettings, names: Sequence[str]) -> None:
-    """Raise SelectionError for suites that the installed MuJoCo plays otherwise than LIBERO did."""
-    version = installed_mujoco()
+def check_physics(
+    simulator: str, settings: EnvironmentSettings, names: Sequence[str], version: str | None
+) -> None:
+    """Raise SelectionError for suites that this MuJoCo plays otherwise than LIBERO did."""
     if simulator != LIBERO or version is None:
         return
     if find_assets(settings.assets_folder, cache_folder(settings.cache)).kind is AssetsKind.REAL:
