@@ -1,5 +1,6 @@
 """`deft train policy` goes on from another run, also where a new task has joined."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +72,15 @@ def test_a_warm_start_of_another_size_is_refused(demos: Path):
     first = train([demos], "first")
     flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
     with pytest.raises(DataError, match=r"state\.pt is of another shape in .* the same sizes"):
-        train([demos], "second", *flags, "--set=fit.model.num_layers=3")
+        train([demos], "second", *flags, "--set=fit.model.num_layers=1")
+
+
+def test_a_warm_start_may_come_from_a_shallower_decoder(demos: Path):
+    first = train([demos], "first")
+    flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
+    second = train([demos], "second", *flags, "--set=fit.model.num_layers=3")
+    sizes = json.loads((second / "config.json").read_text())["text_config"]
+    assert sizes["num_hidden_layers"] == 3
 
 
 def test_a_warm_start_from_no_run_is_refused(demos: Path):

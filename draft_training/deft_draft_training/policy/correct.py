@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CHANCE",
         help="per step, of the expert leading for a moment (default: %(default)s)",
     )
-    add("--assets", type=Path, metavar="DIR", help="LIBERO's assets")
+    add("--assets", type=Path, metavar="DIR", help="as for deft-client demos")
     return parser
 
 

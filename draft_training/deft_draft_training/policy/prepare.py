@@ -92,12 +92,11 @@ def prepare(
     config = build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics})
     encoder = PromptEncoder(tokenizer, config.prompt_template, Path("the tokenizer made here"))
     prompts = PromptTable([encoder.encode(one) for one in instructions])
-    samples = PolicySamples.join(
-        [
-            _samples(one, instructions, config, statistics)
-            for one in tqdm(episodes, desc="prepare", unit="episode")
-        ]
+    parts = (
+        _samples(one, instructions, config, statistics)
+        for one in tqdm(episodes, desc="prepare", unit="episode")
     )
+    samples = PolicySamples.join(parts, sum(len(one) for one in episodes))
     return Prepared(config, tokenizer, samples, prompts, instructions)
 
 

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_assets(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assets", type=Path, metavar="DIR",
-                        help="default: LIBERO's own if installed, else the stand-ins")  # fmt: skip
+                        help="default: LIBERO's own; stand-in: ours")  # fmt: skip
 
 
 def _build(options: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--assets",
         type=Path,
         metavar="DIR",
-        help="LIBERO's assets (default: the real ones if installed, else stand-ins)",
+        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
     )
     add("--hdf5", type=Path, metavar="DIR", help="also write LIBERO's HDF5 files there")
     return parser  # fmt: skip

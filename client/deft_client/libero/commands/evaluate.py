@@ -65,6 +65,7 @@ def read_options(arguments: list[str]) -> EvaluationOptions:
         video=VideoChoice(options.video),
         num_workers=options.workers,
         patience_s=options.patience,
+        any_mujoco=options.any_mujoco,
     )
 
 
@@ -153,7 +154,14 @@ def _add_simulation(group: Group) -> None:
         "--widen-cm", type=float, default=0.0, metavar="CM",
         help="move things by up to this far from where the initial states have them",
     )  # fmt: skip
-    group.add_argument("--assets", type=Path, metavar="FOLDER", help="LIBERO's assets folder")
+    group.add_argument(
+        "--assets", type=Path, metavar="FOLDER",
+        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
+    )  # fmt: skip
+    group.add_argument(
+        "--any-mujoco", action="store_true",
+        help="play also suites that the installed MuJoCo is known to upset",
+    )  # fmt: skip
     group.add_argument(
         "--environment", default=LIBERO, metavar="MODULE:FUNCTION", help="another simulator"
     )

@@ -13,6 +13,7 @@ from deft_client.libero.errors import ProfileError
 from deft_client.libero.evaluation.player import Pacing, VideoChoice, WorkerSettings
 from deft_client.libero.evaluation.selection import (
     LIBERO,
+    check_physics,
     describe_assets,
     find_suite,
     select_episodes,
@@ -21,6 +22,7 @@ from deft_client.libero.policies.source import PolicySource
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunHeader
 from deft_client.libero.simulator.environment import EnvironmentSettings
+from deft_client.libero.simulator.mujoco_version import installed_mujoco
 from deft_client.libero.simulator.suites import Suite
 from deft_client.types import ServerInfo
 
@@ -46,6 +48,7 @@ class EvaluationOptions:
     video: VideoChoice = VideoChoice.NONE
     num_workers: int = 1
     patience_s: float = 30.0  # for a server that went away
+    any_mujoco: bool = False  # play also what the installed MuJoCo is known to upset
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class PlannedRun:
 
 def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
+    if not asked.any_mujoco:
+        check_physics(asked.simulator, asked.environment, asked.suites, installed_mujoco())
     assets = describe_assets(asked.simulator, asked.environment)
     runs = []
     for name in asked.suites:

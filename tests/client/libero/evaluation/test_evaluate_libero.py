@@ -1,4 +1,4 @@
-"""The evaluation with LIBERO itself, on whatever assets are there."""
+"""The evaluation with LIBERO itself, on the stand-ins."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_frames_and_actions_are_the_same_in_every_run_with_one_worker_and_with_t
     for workers in ("1", "2"):
         code = main(
             ["libero_object", "--policy", "tests.client.libero.looking:look", "--tasks", "5",
-             "--trials", "40,41", "--step-limit", "4", "--workers", workers,
+             "--trials", "40,41", "--step-limit", "4", "--workers", workers, "--assets", "stand-in",
              "--out", str(tmp_path / workers)]
         )  # fmt: skip
         assert code == 0
