@@ -62,12 +62,12 @@ class PlannedRun:
 
 def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
+    suites = [find_suite(asked.simulator, name) for name in asked.suites]
     if not asked.any_mujoco:
         check_physics(asked.simulator, asked.environment, asked.suites, installed_mujoco())
     assets = describe_assets(asked.simulator, asked.environment)
     runs = []
-    for name in asked.suites:
-        suite = find_suite(asked.simulator, name)
+    for suite in suites:
         keys = select_episodes(suite, asked.tasks, asked.trials, asked.num_episodes)
         for decoding in asked.decodings:
             for pacing in asked.pacings:

@@ -54,6 +54,15 @@ def check_task(
         environment.close()
 
 
+def settle_task(task: Task, trials: Sequence[int], settings: EnvironmentSettings) -> list[Poses]:
+    """Where everything rests in each of a task's trials."""
+    environment = LiberoEnvironment(task, settings)
+    try:
+        return [settle(environment, trial)[1] for trial in trials]
+    finally:
+        environment.close()
+
+
 def settle(environment: LiberoEnvironment, trial: int) -> tuple[list[str], Poses]:
     """Wait until all is at rest; what is wrong then, and where everything is."""
     environment.restart(trial)

@@ -2,7 +2,7 @@
 
 An initial state is a raw placement: things fall into place during an episode's first steps, and
 another physics may let them fall elsewhere, where they stand just as still. Written by
-`python -m scripts.record_settled`.
+`deft-client assets record`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,8 @@ class SettledPoses:
     @classmethod
     def load(cls) -> "SettledPoses":
         """Those that come with Deft: all trials of the four suites of ten tasks."""
-        with files("deft_client.libero.simulator").joinpath(FILE).open("rb") as file, np.load(file) as stored:
+        path = files("deft_client.libero.simulator").joinpath(FILE)
+        with path.open("rb") as file, np.load(file) as stored:
             return cls(dict(stored))
 
     def find_strays(self, task: Task, trial: int, poses: Poses) -> list[str]:

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deft_client.libero.commands.assets import main
-from deft_client.libero.simulator.assets_check import check_task
+from deft_client.libero.commands.assets import CHECKED_SUITES, main
+from deft_client.libero.simulator.assets_check import check_task, settle_task
 from deft_client.libero.simulator.conventions import wait_action
 from deft_client.libero.simulator.scene import Pose
 from deft_client.libero.simulator.settled import SettledPoses, pack_poses
 from deft_client.libero.simulator.stepping import turned
-from deft_client.libero.simulator.suites import find_task
+from deft_client.libero.simulator.suites import NUM_TRIALS, find_suite, find_task
 from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
 
 pytestmark = needs_simulator
@@ -65,6 +65,26 @@ def test_a_premise_that_does_not_hold_is_named():
     environment.advance(wait_action())
     (broken,) = environment.broken_premises()
     assert str(broken) == "on(akita_black_bowl_1, glazed_rim_porcelain_ramekin_1)"
+
+
+def test_record_writes_where_everything_rests(tmp_path):
+    task, out = find_task("libero_object", 3), tmp_path / "settled.npz"
+    selection = ("--suite", "libero_object", "--tasks", "3", "--trials", "0-1", *ON_STAND_INS)
+    assert main(["record", str(out), *selection]) == 0
+    with np.load(out) as stored:
+        recorded = SettledPoses(dict(stored))
+    (second,) = settle_task(task, [1], PHYSICS)
+    assert recorded.find_strays(task, 1, second) == []
+    assert recorded.find_strays(task, 0, second) != []
+
+
+def test_every_trial_of_the_four_suites_is_recorded():
+    members = SettledPoses.load().members
+    tasks = [task for suite in CHECKED_SUITES for task in find_suite(suite).tasks]
+    assert len(members) == 2 * len(tasks)
+    for task in tasks:
+        assert len(members[f"{task.suite}/{task.number}/positions"]) == NUM_TRIALS
+        assert len(members[f"{task.suite}/{task.number}/rotations"]) == NUM_TRIALS
 
 
 def test_what_rests_elsewhere_than_recorded_is_named():
