@@ -33,7 +33,7 @@ help:
 	@echo "make check         lint, formatting, types, import contracts"
 	@echo "make install       the environment alone; install-libero: client and simulator alone"
 	@echo "make serve         deft serve SERVE_FLAGS"
-	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS, against a running server"
+	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS: the tasks a running server's policy was trained on"
 	@echo "make test-gpu      the tests that need a GPU"
 	@echo "make clean         remove caches and build outputs, keep the environment"
 
@@ -62,7 +62,7 @@ serve: $(INSTALLED)
 	$(BIN)/deft serve $(SERVE_FLAGS)
 
 eval-libero: $(LIBERO)
-	$(BIN)/deft-client eval $(SUITE) $(EVAL_FLAGS)
+	$(BIN)/deft-client eval $(SUITE) --tasks trained $(EVAL_FLAGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

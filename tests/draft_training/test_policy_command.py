@@ -13,7 +13,7 @@ from deft_draft_training.policy.prepare import main
 from deft_policies.base import ActRequest
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
-from tests.draft_training.made_up import write_demonstrations
+from tests.draft_training.made_up import INSTRUCTIONS, write_demonstrations
 
 SMALL = {
     "image_size": 32,
@@ -59,6 +59,7 @@ def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task:
     options = OpenVLAOptions(checkpoint=str(second), statistics_key="libero_object")
     frame = Observation(np.zeros((32, 32, 3), np.uint8), "lift the milk, quick")
     policy = load_policy(options)
+    assert policy.info.instructions == ("lift the milk, quick", *sorted(INSTRUCTIONS))
     (chunk,) = policy.act([ActRequest(frame, policy.open_session())])
     assert chunk.actions.shape == (1, 7)
 

@@ -12,12 +12,17 @@ from pathlib import Path
 from deft_client.libero.errors import ProfileError
 from deft_client.libero.evaluation.player import Pacing, VideoChoice, WorkerSettings
 from deft_client.libero.evaluation.selection import (
+    EXPERT,
     LIBERO,
+    TRAINED,
     check_physics,
     describe_assets,
     find_suite,
     select_episodes,
+    trained_tasks,
+    untrained_tasks,
 )
+from deft_client.libero.expert.expert import check_tasks
 from deft_client.libero.policies.source import PolicySource
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunHeader
@@ -58,6 +63,7 @@ class PlannedRun:
     header: RunHeader
     settings: WorkerSettings
     keys: tuple[TrialKey, ...]
+    untrained: tuple[int, ...]  # those of its tasks that the policy was not trained on
 
 
 def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
@@ -68,13 +74,18 @@ def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[Planned
     assets = describe_assets(asked.simulator, asked.environment)
     runs = []
     for suite in suites:
-        keys = select_episodes(suite, asked.tasks, asked.trials, asked.num_episodes)
+        wanted = trained_tasks(suite, info) if asked.tasks == TRAINED else asked.tasks
+        keys = select_episodes(suite, wanted, asked.trials, asked.num_episodes)
+        numbers = {key.task for key in keys}
+        if asked.source.factory == EXPERT:
+            check_tasks(map(suite.task, sorted(numbers)))
+        untrained = tuple(one for one in untrained_tasks(suite, info) if one in numbers)
         for decoding in asked.decodings:
             for pacing in asked.pacings:
                 settings = _settings(asked, suite, decoding, pacing, info)
                 header = _header(suite, settings, assets, info)
                 settings = replace(settings, folder=asked.folder / _slug(header.name))
-                runs.append(PlannedRun(header, settings, keys))
+                runs.append(PlannedRun(header, settings, keys, untrained))
     return runs
 
 
