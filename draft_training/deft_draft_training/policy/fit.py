@@ -23,6 +23,7 @@ from deft_draft_training.policy.data import (
     chosen_at,
     take,
 )
+from deft_draft_training.policy.growth import count_layers, deepened
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, initialise
 from deft_draft_training.run_directory import STATE_FILE, RunDirectory
 from deft_draft_training.trainer import FitConfig, Trainer
@@ -151,7 +152,7 @@ class PolicyTrainer(Trainer[PolicyNet]):
         """Train to the configured step and return the averaged model.
 
         `warm_start` is another run's directory whose weights a new run begins with: what DAgger
-        does when more data have come.
+        does when more data have come. Its decoder may have been shallower.
         """
         run = RunDirectory(directory, plain(self.config), with_board)
         if warm_start is not None and not (directory / STATE_FILE).exists():
@@ -163,16 +164,13 @@ class PolicyTrainer(Trainer[PolicyNet]):
         if not path.exists():
             raise DataError(f"{path} is missing; a warm start needs the directory of a run")
         weights = torch.load(path, map_location="cpu", weights_only=True)["module"]
-        other = sorted(
-            name
-            for name, tensor in self.net.state_dict().items()
-            if name not in weights or weights[name].shape != tensor.shape
-        )
+        if count_layers(weights) < self.config.model.num_layers:
+            weights = deepened(weights, self.config.model.num_layers)
+        own = {name: one.shape for name, one in self.net.state_dict().items()}
+        theirs = {name: one.shape for name, one in weights.items()}
+        other = sorted(name for name, _ in own.items() ^ theirs.items())
         if other:
-            raise DataError(
-                f"{path} is of another shape in {other[0]} ({len(other)} tensors in all); give "
-                "the same sizes"
-            )
+            raise DataError(f"{path} is of another shape in {other[0]}; give the same sizes")
         self.net.load_state_dict(weights)
         self.average = WeightAverage(self.net, self.config.average_decay)
 
@@ -184,7 +182,8 @@ class PolicyTrainer(Trainer[PolicyNet]):
             tokens, positions = self._losses(batch, step)
         loss = tokens + config.loss.position_weight * positions
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = self._update(step)
+        with computing_in(config.precision, self.device):
+            norm = self._update(step)
         return {
             "loss": float(loss.detach()),
             "tokens": float(tokens.detach()),

@@ -4,10 +4,9 @@ Loading decodes and resizes every frame once, by the very processor the policy w
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,6 @@ class Prepared:
     tokenizer: Tokenizer
     samples: PolicySamples
     prompts: PromptTable
-    instructions: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,16 +87,18 @@ def prepare(
     instructions = tuple(sorted({one.header.instruction for one in episodes}))
     statistics = kept.statistics if kept else measure_statistics(episodes)
     tokenizer = kept.tokenizer if kept else build_tokenizer(instructions)
-    config = build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics})
+    config = replace(
+        build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics}),
+        instructions=instructions,
+    )
     encoder = PromptEncoder(tokenizer, config.prompt_template, Path("the tokenizer made here"))
     prompts = PromptTable([encoder.encode(one) for one in instructions])
-    samples = PolicySamples.join(
-        [
-            _samples(one, instructions, config, statistics)
-            for one in tqdm(episodes, desc="prepare", unit="episode")
-        ]
+    parts = (
+        _samples(one, instructions, config, statistics)
+        for one in tqdm(episodes, desc="prepare", unit="episode")
     )
-    return Prepared(config, tokenizer, samples, prompts, instructions)
+    samples = PolicySamples.join(parts, sum(len(one) for one in episodes))
+    return Prepared(config, tokenizer, samples, prompts)
 
 
 def measure_statistics(episodes: Iterable[Demonstration]) -> ActionStatistics:
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
     prepared = prepare(episodes, config.fit.model, config.statistics_key, kept)
     sys.stderr.write(
         f"{len(episodes)} episodes, {len(prepared.samples)} frames, "
-        f"{len(prepared.instructions)} instructions\n"
+        f"{len(prepared.config.instructions)} instructions\n"
     )
     trainer = PolicyTrainer(
         config.fit,
@@ -226,8 +226,6 @@ def write_policy(net: PolicyNet, prepared: Prepared, directory: Path, dtype: tor
         for name, tensor in net.model.named_tensors().items()
     }
     write_checkpoint(directory, prepared.config, tensors, prepared.tokenizer)
-    names = json.dumps(list(prepared.instructions), indent=2) + "\n"
-    (directory / "instructions.json").write_text(names)
 
 
 def _kept_tokens(checkpoint: Path | None, key: str) -> KeptTokens | None:

@@ -16,6 +16,7 @@ from deft_client.files import creating
 from deft_policies.checkpoint.config import (
     CONFIG_FILE,
     DINOV2_TIMM_ID,
+    INSTRUCTIONS_FILE,
     MODEL_TYPE,
     PREPROCESSOR_FILE,
     SIGLIP_TIMM_ID,
@@ -77,6 +78,8 @@ def write_checkpoint(
             _write_json(beside / CONFIG_FILE, describe_config(config, dtype))
             _write_json(beside / PREPROCESSOR_FILE, _describe_processor(config.image))
             _write_json(beside / STATISTICS_FILE, _describe_statistics(config.statistics))
+            if config.instructions:
+                _write_json(beside / INSTRUCTIONS_FILE, list(config.instructions))
             write_tokenizer(tokenizer, beside)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -192,7 +195,7 @@ def _write_tensors(directory: Path, tensors: Mapping[str, Tensor], max_bytes: in
     _write_json(directory / INDEX_FILE, index_content)
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def _write_json(path: Path, content: Mapping[str, object] | list[str]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

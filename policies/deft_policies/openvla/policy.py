@@ -157,6 +157,7 @@ class OpenVLAPolicy:
             image_chains=tuple(chain.value for chain in chains),
             decoding=self._settings.method.name,
             decoding_methods=tuple(name for name in METHOD_NAMES if self.has_method(name)),
+            instructions=self._parts.target.model.config.instructions,
             versions=dict(self._settings.versions),
             details=dict(self._settings.details),
         )

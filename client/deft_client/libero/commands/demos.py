@@ -103,7 +103,7 @@ def add_recording_flags(parser: argparse.ArgumentParser) -> None:
         "--assets",
         type=Path,
         metavar="DIR",
-        help="LIBERO's assets (default: the real ones if installed, else stand-ins)",
+        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
     )
 
 
