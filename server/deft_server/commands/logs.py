@@ -27,6 +27,17 @@ class _Tagged(QueueHandler):
         return record
 
 
+class TextFormatter(logging.Formatter):
+    """One line per record, and more only for a traceback: nobody's text begins a line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
+        """Return a record as a line."""
+        line = super().formatMessage(record)
+        if line.isprintable():
+            return line
+        return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
@@ -55,7 +66,7 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     if settings.log_format is LogFormat.JSON:
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter(_TEXT))
+        handler.setFormatter(TextFormatter(_TEXT))
     queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
     root = logging.getLogger()
     root.handlers = [_Tagged(queue)]

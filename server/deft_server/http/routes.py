@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from deft_client.types import ServerInfo
+from deft_client.types import ActionChunk, ServerInfo
 from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.frame_bodies import FrameDecoder, encode_answer, wants_msgpack
@@ -74,12 +74,15 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
         arrived_s = time.monotonic()
         service.readiness.require()
         content_type = request.headers.get("content-type", "")
-        asked = await decoder.decode(content_type, body)
         caller = caller_of(request.scope)
-        chunk = await CallerWatch(request.receive).run(
-            service.act(asked.observation, asked.options, caller, arrived_s),
-            service.scheduler.answers_at_once,
-        )
+
+        async def answer() -> ActionChunk:
+            await service.admit(caller)
+            asked = await decoder.decode(content_type, body)
+            return await service.act(asked.observation, asked.options, caller, arrived_s)
+
+        is_quick = service.scheduler.answers_at_once
+        chunk = await CallerWatch(request.receive).run(answer(), is_quick)
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
         content, media_type = encode_answer(chunk, as_msgpack)
         return Response(content, media_type=media_type)

@@ -67,5 +67,6 @@ class _Stream:
         if data is None:
             raise MalformedMessageError("body", "send binary frames, got text")
         self._service.readiness.require()
+        await self._service.admit(caller)
         asked = await self._decoder.decode(CONTENT_TYPE, data)
         return await self._service.act(asked.observation, asked.options, caller, arrived_s)

@@ -17,6 +17,7 @@ from deft_server.serving import access as access_module
 from deft_server.serving.access import Access, Caller, KeyFileError
 from deft_server.settings import Settings
 from tests.server.fakes import MSGPACK, FakePolicy, packed
+from tests.server.running import client_of
 
 ARM, ADMIN = "arm-secret-0123456789", "admin-secret-0123456789"
 DIGEST = hashlib.sha256(ADMIN.encode()).hexdigest()
@@ -32,7 +33,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(keys: Path) -> Iterator[TestClient]:
-    with TestClient(create_app(FakePolicy(), Settings(keys_file=keys))) as client:
+    with client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client:
         yield client
 
 
@@ -126,7 +127,7 @@ def test_a_caller_whose_frames_stay_is_slowed_down_to_its_rate():
 
 def test_frames_over_the_rate_get_429_and_retry_after():
     settings = Settings(rate_per_s=1)
-    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+    with client_of(create_app(ConstantPolicy(), settings)) as client:
         codes = [
             client.post("/v1/act", content=packed(), headers=MSGPACK).status_code for _ in range(3)
         ]
@@ -163,7 +164,7 @@ def test_health_needs_no_key(client: TestClient, path: str):
 
 def test_metrics_may_be_put_behind_the_key(keys: Path):
     settings = Settings(keys_file=keys, open_metrics=False)
-    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+    with client_of(create_app(ConstantPolicy(), settings)) as client:
         assert client.get("/metrics").status_code == 401
         assert client.get("/metrics", headers=bearer(ARM)).status_code == 200
 
@@ -195,10 +196,10 @@ def test_a_stream_with_a_key_opens(client: TestClient):
         assert socket.receive_bytes()
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://testserver.evil"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil"])
 def test_web_pages_of_other_sites_may_not_call(origin: str):
     headers = MSGPACK | {"origin": origin}
-    with TestClient(create_app(ConstantPolicy())) as client:
+    with client_of(create_app(ConstantPolicy())) as client:
         refused = client.post("/v1/act", content=packed(), headers=headers)
         assert refused.status_code == 403
         with pytest.raises(WebSocketDenialResponse) as denial:
@@ -211,7 +212,7 @@ def test_a_key_taken_out_of_the_file_ends_its_open_streams(
 ):
     monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
     with (
-        TestClient(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
         client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket,
     ):
         socket.send_bytes(packed())
@@ -234,15 +235,15 @@ def test_a_new_rate_applies_to_open_streams(keys: Path, monkeypatch: pytest.Monk
 
 def test_our_own_pages_and_listed_ones_may_call():
     app = create_app(ConstantPolicy(), Settings(cors_origins=("https://lab.example",)))
-    with TestClient(app) as client:
-        for origin in ("http://testserver", "https://lab.example"):
+    with client_of(app) as client:
+        for origin in ("http://127.0.0.1", "https://lab.example"):
             answer = client.post("/v1/act", content=packed(), headers=MSGPACK | {"origin": origin})
             assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://lab.example"
 
 
 def test_cors_is_off_unless_asked_for():
-    with TestClient(create_app(ConstantPolicy())) as client:
+    with client_of(create_app(ConstantPolicy())) as client:
         answer = client.get("/v1/info", headers={"origin": "https://lab.example"})
     assert "access-control-allow-origin" not in answer.headers
 
