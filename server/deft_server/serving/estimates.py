@@ -137,21 +137,20 @@ class OwnerShares:
         """Take in that an owner waits who did not."""
         self._used_s[owner] = max(self._level_s, self._used_s.get(owner, 0.0))
 
-    def use(self, owners: Collection[str], each_s: float) -> None:
-        """Take in that frames of these owners (one each, repeated) have their turn."""
-        self._level_s = max(self._level_s, min(self._used_s[one] for one in owners))
+    def use(self, owners: Collection[str], each_s: float, waiting: Collection[str]) -> None:
+        """Take in that frames of these owners (one each, repeated) have their turn, while others
+        wait on. Those who would begin at the same level if they were unknown are forgotten."""
+        least_s = min(self._used_s[one] for one in {*owners, *waiting})
+        self._level_s = max(self._level_s, least_s)
         for one in owners:
             self._used_s[one] += each_s
-
-    def ahead(self, owners: Collection[str], slack_s: float) -> frozenset[str]:
-        """Return those of the owners that had more by `slack_s` than the one that had least."""
-        least_s = min((self._used_s[one] for one in owners), default=0.0)
-        return frozenset(one for one in owners if self._used_s[one] > least_s + slack_s)
-
-    def keep(self, waiting: Collection[str]) -> None:
-        """Forget the owners that would begin at the same level if they were unknown."""
         self._used_s = {
             owner: used_s
             for owner, used_s in self._used_s.items()
             if owner in waiting or used_s > self._level_s
         }
+
+    def ahead(self, owners: Collection[str], slack_s: float) -> frozenset[str]:
+        """Return those of the owners that had more by `slack_s` than the one that had least."""
+        least_s = min((self._used_s[one] for one in owners), default=0.0)
+        return frozenset(one for one in owners if self._used_s[one] > least_s + slack_s)

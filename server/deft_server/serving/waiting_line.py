@@ -6,7 +6,7 @@ an address where there are none; its flows share what it gets. The rules:
 - a session has at most one frame with the policy and one waiting; a newer frame takes the place
   of the one that waits;
 - frames of owners that had more of the policy lately than others that wait go last: an owner is
-  ahead when it had `patience` (or a batch) more than the one that had least;
+  ahead when it had the time of a batch more than the one that had least;
 - frames with a deadline go before frames without, except for one place in `OVERDUE_EVERY`, which
   belongs to the frame without that has waited longest beyond `patience`. So neither starves;
 - then the earliest due time goes first. A deadline is a due time; a frame without one is due
@@ -276,8 +276,7 @@ class WaitingLine:
     def _ahead(self) -> frozenset[str]:
         """Return the waiting owners that had more than their share lately."""
         owners = {one.owner for one in self._waiting.values()}
-        slack_s = max(self.rules.patience_s, self.service_time.expect(self.max_batch))
-        return self._shares.ahead(owners, slack_s)
+        return self._shares.ahead(owners, self.service_time.expect(self.max_batch))
 
     def _in_order(self, now_s: float) -> list[Ticket]:
         """Return what waits, in the order in which it should go."""
@@ -301,8 +300,8 @@ class WaitingLine:
     def _note_places(self, chosen: Sequence[Ticket]) -> None:
         """Count what the owners had, and the places that were not left to overdue frames."""
         each_s = self.service_time.expect(len(chosen)) / len(chosen)
-        self._shares.use([one.owner for one in chosen], each_s)
-        self._shares.keep({one.owner for one in self._waiting.values()})
+        waiting = {one.owner for one in self._waiting.values()}
+        self._shares.use([one.owner for one in chosen], each_s, waiting)
         num_urgent = sum(one.has_deadline for one in chosen)
         earned = num_urgent / (OVERDUE_EVERY - 1) - (num_urgent < len(chosen))
         self._overdue_credit = min(1.0, max(0.0, self._overdue_credit + earned))

@@ -115,7 +115,7 @@ def test_an_owner_that_was_away_has_saved_nothing_up_and_one_that_was_alone_owes
     shares = OwnerShares()
     shares.join("alone")
     for _ in range(1000):
-        shares.use(["alone"], 1.0)
+        shares.use(["alone"], 1.0, ())
     shares.join("comes")
     assert shares.ahead({"alone", "comes"}, slack_s=2.0) == frozenset()
 
