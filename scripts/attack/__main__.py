@@ -8,7 +8,6 @@ answer to a robot that sends a picture ten times a second. Ends with 1 beyond th
 
 import argparse
 import multiprocessing
-import random
 import re
 import sys
 import threading
@@ -24,7 +23,7 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
-from scripts.attack.floods import FLOODS
+from scripts.attack.floods import FLOODS, run_flood
 from scripts.local_server import local_server
 
 MAX_GROWTH_MB = 100.0
@@ -99,10 +98,6 @@ def watched(url: str, noticed: Noticed) -> Iterator[None]:
                 thread.join()
 
 
-def _attack(name: str, port: int, seconds: float, seed: int) -> None:
-    FLOODS[name](port, time.monotonic() + seconds, random.Random(seed))
-
-
 def measure(url: str, name: str | None, seconds: float, seed: int) -> Noticed:
     """Attack from a process of its own, and return what the others noticed."""
     noticed = Noticed()
@@ -112,10 +107,11 @@ def measure(url: str, name: str | None, seconds: float, seed: int) -> Noticed:
             time.sleep(seconds)
         else:
             attacker = multiprocessing.get_context("spawn").Process(
-                target=_attack, args=(name, port, seconds, seed)
+                target=run_flood, args=(name, port, seconds, seed)
             )
             attacker.start()
             attacker.join()
+            assert attacker.exitcode == 0, "the attack itself broke"
             time.sleep(0.3)  # what it left behind
     return noticed
 
@@ -145,9 +141,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of every attack [5]")
     parser.add_argument("--only", default="", help="attacks whose name holds this")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", default="constant", help="constant: only the server is tried")
     options = parser.parse_args()
     sys.stdout.write(f"seed {options.seed}, {options.seconds:g} s each\n")
-    flags = ("--max-total-bytes", str(HELD_BYTES), "--log-level", "error")
+    flags = ("--policy", options.policy, "--max-total-bytes", str(HELD_BYTES))
     with local_server(*flags) as url:
         measure(url, None, 2.0, options.seed)  # warm
         calm = measure(url, None, 3.0, options.seed)

@@ -201,3 +201,8 @@ FLOODS: dict[str, Attack] = {
 }
 _JPEG = _with_picture("jpeg", many_scans())
 _PNG = _with_picture("png", many_chunks())
+
+
+def run_flood(name: str, port: int, seconds: float, seed: int) -> None:
+    """Attack a port of this machine; the target of a process."""
+    FLOODS[name](port, time.monotonic() + seconds, random.Random(seed))

@@ -58,7 +58,12 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             self._parse()
 
     async def receive(self) -> Any:
-        """Return the next message; the one before it is done with."""
+        """Return the next message; the one before it is done with.
+
+        Where many are here already, everybody else has a turn before each.
+        """
+        if not self.queue.empty():
+            await asyncio.sleep(0)
         self._num_message_bytes -= self._num_taken_bytes
         self._num_taken_bytes = 0
         message: Any = await super().receive()
