@@ -27,7 +27,7 @@ class StepRunner(Protocol):
         """Return what `step(*inputs)` returns; valid until the same key runs again."""
 
     def forget(self) -> None:
-        """Drop what was recorded, because memory it points to is gone."""
+        """Drop what was captured, because memory it points to is gone."""
 
 
 class EagerRunner:
@@ -40,7 +40,7 @@ class EagerRunner:
         return step(*inputs)
 
     def forget(self) -> None:
-        """Nothing was recorded."""
+        """Nothing was captured."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,12 @@ def tree_mask(roots: Tensor, ancestors: Tensor, read: int) -> Tensor:
     column = behind.clamp(0, num_nodes - 1)[:, None, :].expand(-1, num_nodes, -1)
     seen = ancestors.gather(2, column) & is_node[:, None, :]
     return (seen | (behind < 0)[:, None, :]).unsqueeze(1)
+
+
+def pad_batch(values: Tensor) -> Tensor:
+    """The batch with copies of its first row behind, up to the next power of two."""
+    missing = (1 << (len(values) - 1).bit_length()) - len(values)
+    return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
 
 
 def pad_ancestors(ancestors: Tensor, num_nodes: int) -> Tensor:

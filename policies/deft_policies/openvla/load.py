@@ -6,24 +6,24 @@ from pathlib import Path
 
 import torch
 
-from deft_policies.benchmark.cost import WeightBytes
 from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.open import load_model, open_checkpoint
-from deft_policies.decoding.acceptance.sampled import Sampling
-from deft_policies.decoding.drafts.head_files import load_head
+from deft_policies.decoding.decoder import DraftModels
+from deft_policies.decoding.drafts.eagle import load_head
 from deft_policies.decoding.drafts.medusa import is_medusa, load_medusa
 from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.drafts.small_model import self_draft_target
-from deft_policies.decoding.methods import DraftModels
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import CheckpointError, DeviceError
-from deft_policies.model.graphs import CudaRecorder, RecordedRunner
+from deft_policies.model.graphs import CapturedRunner, CudaCapturer
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
 from deft_policies.model.vla import OpenVLAModel
-from deft_policies.openvla.decoders import DecodingChoice
-from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization
+from deft_policies.oft.recognition import check_is_openvla
+from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization, WeightOptions
 from deft_policies.openvla.policy import (
     OpenVLAPolicy,
     PolicyParts,
@@ -46,7 +46,7 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
     if device.type == "cpu" and options.quantization is Quantization.NONE:
         model.decoder.prefer_columns()
     target = OpenVLATarget(
-        model, action_rows_only=options.action_rows_only, runner=_choose_runner(options, device)
+        model, action_rows_only=options.action_rows_only, runner=choose_runner(options, device)
     )
     parts = PolicyParts(
         target=target,
@@ -109,16 +109,19 @@ def _load_model(
             "give one of --checkpoint (a directory or hub id) and --random-weights (sizes)"
         )
     if options.random_weights is not None:
-        return _build_random(options.random_weights, options, device, dtype)
+        return build_random(options.random_weights, options, device, dtype)
     assert options.checkpoint is not None
     checkpoint = open_checkpoint(options.checkpoint, options.adapter)
+    source = checkpoint.source
+    check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
     model = load_model(checkpoint, device, dtype, options.quantization)
     return model, checkpoint.encoder
 
 
-def _build_random(
-    name: str, options: OpenVLAOptions, device: torch.device, dtype: torch.dtype
+def build_random(
+    name: str, options: WeightOptions, device: torch.device, dtype: torch.dtype
 ) -> tuple[OpenVLAModel, PromptSource]:
+    """A model of these sizes whose answers are noise, for measuring."""
     if name in NAMED_SIZES:
         config = NAMED_SIZES[name]()
     elif Path(name).exists():
@@ -141,7 +144,7 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
     drafts = DraftModels(
         rope_offset=options.rope_offset,
         key_mask=options.key_mask,
-        new_runner=lambda: _choose_runner(options, device),
+        new_runner=lambda: choose_runner(options, device),
     )
     for directory in options.draft_heads:
         if is_medusa(directory):
@@ -153,16 +156,17 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
         drafts = replace(drafts, index=index)
     if options.self_draft_layers is not None:
         shallow = self_draft_target(
-            target, options.self_draft_layers, _choose_runner(options, device)
+            target, options.self_draft_layers, choose_runner(options, device)
         )
         share = options.self_draft_patches
         drafts = replace(drafts, small_model=shallow, patch_share=share)
     return drafts
 
 
-def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
+def choose_runner(options: WeightOptions, device: torch.device) -> StepRunner:
+    """Record passes where that helps, unless the options forbid it."""
     if device.type == "cuda" and options.has_graphs:
-        return RecordedRunner(CudaRecorder(fuses_kernels=options.fuses_kernels))
+        return CapturedRunner(CudaCapturer(fuses_kernels=options.fuses_kernels))
     return EagerRunner()
 
 
@@ -170,19 +174,13 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
     return PolicySettings(
         name=options.name,
         statistics_key=options.statistics_key,
-        decoding=DecodingChoice(
-            options.decoding,
-            options.radius,
-            options.drafts,
-            options.is_guarded,
-            options.draft_tree,
-        ),
+        method=_choose_method(options),
         sampling=Sampling(options.temperature, options.seed),
-        weight_bytes=_weight_bytes(options.quantization, device, dtype),
-        versions=(("deft", _version("deft-vla")), ("torch", torch.__version__)),
+        is_guarded=options.is_guarded,
+        versions=(("deft", version_of("deft-vla")), ("torch", torch.__version__)),
         details=(
             ("weights", options.checkpoint or f"random:{options.random_weights}"),
-            ("device", _describe(device)),
+            ("device", describe_device(device)),
             ("dtype", str(dtype).removeprefix("torch.")),
             ("quantization", options.quantization.value),
             ("head", "action rows only" if options.action_rows_only else "whole vocabulary"),
@@ -191,24 +189,26 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
     )
 
 
-def _weight_bytes(
-    quantization: Quantization, device: torch.device, dtype: torch.dtype
-) -> WeightBytes:
-    size = float(dtype.itemsize)
-    if quantization is Quantization.NONE:
-        return WeightBytes(size, size)
-    # On a CPU int4 values are kept in a byte each.
-    is_packed = quantization is Quantization.INT4 and device.type == "cuda"
-    return WeightBytes(0.5 if is_packed else 1.0, size)
+def _choose_method(options: OpenVLAOptions) -> Method:
+    method = find_method(options.decoding)
+    if options.radius is not None:
+        method = method.with_radius(options.radius)
+    if options.drafts is not None:
+        method = method.with_drafts(options.drafts)
+    if options.draft_tree is not None:
+        method = method.with_shape(options.draft_tree)
+    return method
 
 
-def _describe(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
+    """The device as people know it."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """The installed version of a distribution."""
     try:
         return version(distribution)
     except PackageNotFoundError:

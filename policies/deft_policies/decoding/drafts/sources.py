@@ -1,0 +1,258 @@
+"""What draft sources are given and return, and how their guesses become one tree.
+
+Two kinds. A guesser names whole actions, position by position; it needs no pass of any model, so
+its guesses can ride in the prefill. A grower reads the target's hidden states, so it starts after
+the prefill and grows a tree. Neither knows which rule will judge its guesses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
+)
+from deft_policies.decoding.records import BatchProgress
+from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Guessed actions of every row, aligned with positions. A guess stops at the first unknown."""
+
+    tokens: Tensor  # [row, chain, position] int64
+    is_known: Tensor  # [row, chain, position] bool
+
+
+class Guesser(Protocol):
+    """Names whole actions without running a model."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """Its name."""
+
+    @property
+    def steps_needed(self) -> int:
+        """How many past steps of the session it reads."""
+
+    @property
+    def guesses_once(self) -> bool:
+        """True if what it says before the prefill stays its answer for the whole action."""
+
+    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
+        """False when there is nothing to guess from in any row."""
+
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
+        """Say what the action may be, given what is committed of it."""
+
+
+class Grower(Protocol):
+    """Grows trees from what the target computed. `begin`, then `grow` after every pass."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """Its name."""
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether `begin` reads the prompt's hidden states."""
+
+    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+        """Start a batch of actions, after the prefill."""
+
+    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
+        """Take in `progress.last`, then guess what follows the roots.
+
+        No deeper than `progress.depth`, unless the shape is of full depth.
+        """
+
+
+def tree_of_guesses(
+    guesses: Sequence[Guesses], kinds: Sequence[DraftKind], progress: BatchProgress
+) -> DraftTree:
+    """Merge guessed actions into a prefix tree below the roots.
+
+    `kinds` names the source of each of `guesses`. Chains that start alike share nodes: the first
+    of them keeps the node and the others' copies become padding, so the shape depends on nothing
+    but the number of chains and the depth.
+    """
+    tokens = torch.cat([one.tokens for one in guesses], dim=1)
+    known = torch.cat([one.is_known for one in guesses], dim=1)
+    tokens, known = _from_here(tokens, known, progress)
+    num_rows, num_chains, depth = tokens.shape
+    # Filled on the device: a list would have to be copied there, which makes the host wait.
+    sources = torch.cat(
+        [
+            tokens.new_full((one.tokens.shape[1] * depth,), kind.number)
+            for kind, one in zip(kinds, guesses, strict=True)
+        ]
+    )
+    if num_chains == 1:
+        parents, is_real = torch.arange(depth, device=tokens.device), known
+        parents = parents.expand(num_rows, -1)
+    else:
+        parents, is_real = _share_prefixes(tokens, known)
+    return DraftTree(
+        tokens=tokens.flatten(1),
+        parents=parents,
+        is_real=is_real.flatten(1),
+        log_probs=torch.zeros_like(parents, dtype=torch.float32),
+        sources=sources.expand_as(parents),
+        is_chain=num_chains == 1,
+    ).below(progress.roots)
+
+
+def _from_here(tokens: Tensor, known: Tensor, progress: BatchProgress) -> tuple[Tensor, Tensor]:
+    """Cut chains to the positions that are still open: [row, chain, level]."""
+    depth = progress.depth
+    if tokens.shape[0] == 1:  # the host knows where the only row stands
+        here = slice(progress.fewest, progress.fewest + depth)
+        tokens, known = tokens[:, :, here], known[:, :, here]
+    else:
+        levels = torch.arange(depth, device=tokens.device)
+        places = progress.num_committed[:, None] + levels
+        is_open = (places < progress.length - 1)[:, None, :]
+        index = places.clamp(max=progress.length - 1)[:, None, :].expand(-1, tokens.shape[1], -1)
+        tokens, known = tokens.gather(2, index), known.gather(2, index) & is_open
+    return tokens, known.cummin(dim=2).values
+
+
+def _share_prefixes(tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Parents [row, guess] and reality [row, chain, level] of chains merged into a prefix tree."""
+    num_rows, num_chains, depth = tokens.shape
+    both = known.unsqueeze(2) & known.unsqueeze(1)
+    alike = (tokens.unsqueeze(2) == tokens.unsqueeze(1)) & both
+    alike = alike.cummin(dim=3).values  # [row, chain, other, level]: equal up to this level
+    first = alike.int().argmax(dim=2)  # the first chain with this prefix, [row, chain, level]
+    chains = torch.arange(num_chains, device=tokens.device)[:, None]
+    levels = torch.arange(depth, device=tokens.device)
+    is_real = known & (first == chains)
+    above = 1 + first[:, :, :-1] * depth + levels[:-1]
+    parents = torch.cat((torch.zeros_like(first[:, :, :1]), above), dim=2).flatten(1)
+    return torch.where(is_real.flatten(1), parents, 0), is_real
+
+
+def trimmed(tree: DraftTree) -> DraftTree:
+    """Drop nodes that are padding in every row, where looking costs nothing (on a CPU).
+
+    Elsewhere shapes stay fixed and a wider pass is as fast.
+    """
+    if tree.tokens.device.type != "cpu":
+        return tree
+    kept = tree.is_real.any(dim=0)
+    if bool(kept.all()):
+        return tree
+    return tree.select(kept.nonzero().flatten())
+
+
+def cut(tree: DraftTree, widest: int) -> DraftTree:
+    """Drop what a target has no room for: the last nodes, on which no earlier one hangs."""
+    if tree.num_nodes <= widest:
+        return tree
+    return tree.select(torch.arange(widest, device=tree.tokens.device))
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Every draft source that was built for a target."""
+
+    guessers: tuple[Guesser, ...]
+    growers: tuple[Grower, ...]
+
+    @property
+    def kinds(self) -> frozenset[DraftKind]:
+        """The sources there are."""
+        return frozenset([one.kind for one in self.guessers] + [one.kind for one in self.growers])
+
+    def usable(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
+        """Those of the plans whose sources are all there, in order; plain decoding if none."""
+        return tuple(plan for plan in plans if plan.kinds <= self.kinds) or (PLAIN,)
+
+    def guessers_of(self, kinds: Sequence[DraftKind]) -> list[Guesser]:
+        """The guessers among `kinds`, in that order."""
+        found = {one.kind: one for one in self.guessers}
+        return [found[kind] for kind in kinds if kind in found]
+
+    def growers_of(self, kinds: Sequence[DraftKind]) -> list[Grower]:
+        """The growers among `kinds`, in that order."""
+        found = {one.kind: one for one in self.growers}
+        return [found[kind] for kind in kinds if kind in found]
+
+    def steps_needed(self, plan: Plan) -> int:
+        """Past steps the plan's sources read."""
+        used = self.guessers_of(tuple(plan.kinds))
+        return max((one.steps_needed for one in used), default=0)
+
+    def needs_hidden(self, plan: Plan) -> bool:
+        """Whether any of the plan's sources reads the prompt's hidden states."""
+        return any(one.needs_hidden for one in self.growers_of(plan.rounds))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a batch starts from, and how wide a tree its target can take."""
+
+    prompts: Prompts
+    sessions: Sequence[ActionHistory]
+    history: HistoryTensors
+    widest_tree: int
+
+
+class BatchDrafts:
+    """Where the guesses of one batch come from, by one plan."""
+
+    def __init__(self, sources: Sources, plan: Plan, seen: Seen) -> None:
+        self._plan = plan
+        self._seen = seen
+        self._riders = sources.guessers_of(plan.prefill)
+        self._guessers = sources.guessers_of(plan.rounds)
+        self._growers = sources.growers_of(plan.rounds)
+        self._guessed: dict[DraftKind, Guesses] = {}
+
+    def before_prefill(self, progress: BatchProgress) -> DraftTree:
+        """The chains that ride behind the prompt."""
+        return self._guess(self._riders, progress)
+
+    def begin(self, features: PromptFeatures) -> None:
+        """Hand the growers what the prefill computed of the prompt; only if passes follow."""
+        for grower in self._growers:
+            grower.begin(self._seen.prompts, features)
+
+    def between_passes(self, progress: BatchProgress) -> DraftTree:
+        """Guesses for the next pass; `progress.last` is the one that just ended."""
+        shape = self._plan.shape
+        grown = [
+            grower.grow(progress, shape)
+            for grower in self._growers
+            if progress.depth > 0 or shape.is_full_depth
+        ]
+        guessed = self._guess(self._guessers, progress)
+        trees = [*grown, guessed] if guessed.num_nodes > 1 or not grown else grown
+        return cut(DraftTree.side_by_side(trees), self._seen.widest_tree)
+
+    def _guess(self, guessers: Sequence[Guesser], progress: BatchProgress) -> DraftTree:
+        seen = self._seen
+        able = [one for one in guessers if one.can_guess(seen.prompts, seen.sessions)]
+        if not able or progress.depth == 0:
+            return DraftTree.root_only(progress.roots)
+        guesses = [self._ask(one, progress) for one in able]
+        tree = tree_of_guesses(guesses, [one.kind for one in able], progress)
+        return cut(trimmed(tree), self._seen.widest_tree)
+
+    def _ask(self, guesser: Guesser, progress: BatchProgress) -> Guesses:
+        seen = self._seen
+        known = self._guessed.get(guesser.kind)
+        if known is not None:
+            return known
+        guesses = guesser.guess(seen.prompts, seen.history, progress)
+        if guesser.guesses_once:
+            self._guessed[guesser.kind] = guesses
+        return guesses
