@@ -10,16 +10,25 @@ import sys
 import time
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
+from threading import Thread
 from typing import TextIO
 
 from deft_server.serving.access import current_request_id
 from deft_server.settings import LogFormat, Settings
 
+MAX_LINES = 10_000  # that wait to be written
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s [%(request_id)s] %(message)s"
 
 
 class _Tagged(QueueHandler):
-    """Marks a record with the request it belongs to, on the thread that logs it."""
+    """Marks a record with the request it belongs to, on the thread that logs it.
+
+    Lines that nobody takes are dropped beyond a number, which is kinder than to fill the memory.
+    """
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.queue.qsize() < MAX_LINES:
+            super().enqueue(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         if not hasattr(record, "request_id"):
@@ -80,3 +89,11 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     listener = QueueListener(queue, handler)
     listener.start()
     return listener
+
+
+def end_logging(listener: QueueListener, timeout_s: float) -> bool:
+    """Write what still waits; return False if whoever reads the lines does not take them."""
+    last = Thread(target=listener.stop, daemon=True)
+    last.start()
+    last.join(timeout_s)
+    return not last.is_alive()

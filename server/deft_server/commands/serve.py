@@ -19,7 +19,7 @@ import uvicorn
 
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
-from deft_server.commands.logs import start_logging
+from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import read_command
 from deft_server.http.http_protocol import build_http_protocol
 from deft_server.http.websocket_protocol import build_websocket_protocol
@@ -93,7 +93,8 @@ def run(app: DeftApp) -> ExitCode:
     logger.info("listening on %s", _url(settings, listening))
     server.run(sockets=[listening])
     logger.info("stopped with exit code %d", server.exit_code)
-    log.stop()
+    if not end_logging(log, LAST_WORDS_S):
+        os._exit(server.exit_code)  # the interpreter's own end would wait for the log, too
     return server.exit_code
 
 

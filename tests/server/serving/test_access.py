@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 from starlette.testclient import WebSocketDenialResponse
+from starlette.websockets import WebSocketDisconnect
 
+from deft_client.types import ActOptions
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands import key as new_key
-from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
+from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError, WrongHostError
+from deft_server.http import key_watch
 from deft_server.serving import access as access_module
 from deft_server.serving.access import Access, Caller, KeyFileError
 from deft_server.settings import Settings
-from tests.server.fakes import MSGPACK, FakePolicy, packed
+from tests.server.fakes import MSGPACK, FakePolicy, LimitedFake, packed
 from tests.server.running import client_of
 
 ARM, ADMIN = "arm-secret-0123456789", "admin-secret-0123456789"
@@ -265,3 +269,111 @@ def test_a_new_key_opens_the_door_it_is_made_for(
     assert key not in said.out
     caller = Access(path).identify(f"Bearer {key}", "")
     assert (caller.name, caller.is_admin, caller.rate_per_s) == ('arm "left"', True, 40)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost:8000", "LocalHost.", "arm.localhost", "192.0.2.7:80", "[::1]:8000", "[2001:db8::1]",
+     "robots.lab.example", "gpu.lab.example:443"],
+)  # fmt: skip
+def test_addresses_this_machine_and_listed_names_lead_here(host: str):
+    access = Access(hosts=("robots.lab.example", "GPU.*"))
+    access.check_host([host])
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [["evil.example"], ["evil.example:8000"], ["127.0.0.1.evil.example"], ["localhost.evil.example"],
+     ["[evil]"], [""], [], ["127.0.0.1", "127.0.0.1"]],
+)  # fmt: skip
+def test_other_names_no_name_and_two_names_do_not(hosts: list[str]):
+    with pytest.raises(WrongHostError):
+        Access().check_host(hosts)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/info", "/dashboard", "/dashboard/", "/openapi.json", "/docs"]
+)
+def test_a_web_page_whose_name_leads_to_our_address_sees_nothing(path: str):
+    """A page may have its own name lead here; the browser then takes us for that page's server."""
+    with client_of(create_app(ConstantPolicy())) as client:
+        refused = client.get(path, headers={"host": "evil.example"}, follow_redirects=False)
+        assert refused.status_code == 421
+        assert "allowed_hosts" in refused.json()["detail"]
+        with pytest.raises(WebSocketDenialResponse) as denial:
+            headers = {"host": "evil.example", "origin": "http://evil.example"}
+            client.websocket_connect("/dashboard/feed", headers=headers).__enter__()
+        assert denial.value.status_code == 421
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+def test_probes_may_use_any_name(path: str):
+    with client_of(create_app(ConstantPolicy())) as client:
+        assert client.get(path, headers={"host": "pod-7.cluster"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://]", "//", "http://[::1"])
+def test_an_origin_that_is_no_url_is_refused_like_any_other(origin: str):
+    with client_of(create_app(ConstantPolicy())) as client:
+        assert client.post("/v1/reset", headers={"origin": origin}).status_code == 403
+
+
+def test_frames_that_cannot_be_read_count_like_those_that_can():
+    app = create_app(ConstantPolicy(), Settings(rate_per_s=3))
+    with client_of(app) as client:
+        bad = [client.post("/v1/act", content=b"\xc1", headers=MSGPACK) for _ in range(3)]
+        assert [one.status_code for one in bad] == [400] * 3
+        assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 429
+
+
+def test_a_key_that_is_gone_ends_even_the_stream_that_says_nothing(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    monkeypatch.setattr(key_watch, "RECHECK_S", 0.01)
+    with (
+        client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket,
+    ):
+        socket.send_bytes(packed())
+        assert socket.receive_bytes()
+        keys.write_text('[arm-1]\nkey = "another-secret-0123"\n')
+        with pytest.raises(WebSocketDisconnect) as closed:
+            socket.receive_bytes()
+        assert closed.value.code == 1008
+
+
+def test_a_key_that_is_gone_ends_the_dashboards_feed(keys: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once whoever had held an administrator's key went on watching the camera."""
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    with (
+        client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client.websocket_connect("/dashboard/feed") as feed,
+    ):
+        feed.send_json({"key": ADMIN})
+        assert "overview" in feed.receive_json()
+        keys.write_text(f'[arm-1]\nkey = "{ARM}"\n')
+        with pytest.raises(WebSocketDisconnect) as closed:
+            while True:
+                feed.receive_json()
+        assert closed.value.code == 4401
+
+
+def test_frames_whose_steps_are_limited_must_name_their_session():
+    """Without, nobody knows the action before, and +1 was followed by -1."""
+    settings = Settings(step_limits={"anonymous": (0.1,) * 7})
+    with client_of(create_app(LimitedFake(), settings)) as client:
+        refused = client.post("/v1/act", content=packed(), headers=MSGPACK)
+        assert (refused.status_code, refused.json()["field"]) == (422, "session_id")
+        named = packed(ActOptions(session_id="arm"))
+        assert client.post("/v1/act", content=named, headers=MSGPACK).status_code == 200
+
+
+def test_a_public_address_without_keys_must_be_meant(keys: Path):
+    for host in ("0.0.0.0", "::", "192.0.2.1", "robots.lab.example"):
+        with pytest.raises(ValidationError, match="say allow_anyone if that is meant"):
+            Settings(host=host)
+        Settings(host=host, allow_anyone=True)
+        Settings(host=host, keys_file=keys)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        Settings(host=host)
