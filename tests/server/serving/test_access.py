@@ -283,8 +283,8 @@ def test_addresses_this_machine_and_listed_names_lead_here(host: str):
 
 @pytest.mark.parametrize(
     "hosts",
-    [["evil.example"], ["evil.example:8000"], ["127.0.0.1.evil.example"], ["localhost.evil.example"],
-     ["[evil]"], [""], [], ["127.0.0.1", "127.0.0.1"]],
+    [["evil.example"], ["evil.example:8000"], ["127.0.0.1.evil.example"],
+     ["localhost.evil.example"], ["[evil]"], [""], [], ["127.0.0.1", "127.0.0.1"]],
 )  # fmt: skip
 def test_other_names_no_name_and_two_names_do_not(hosts: list[str]):
     with pytest.raises(WrongHostError):
@@ -300,8 +300,8 @@ def test_a_web_page_whose_name_leads_to_our_address_sees_nothing(path: str):
         refused = client.get(path, headers={"host": "evil.example"}, follow_redirects=False)
         assert refused.status_code == 421
         assert "allowed_hosts" in refused.json()["detail"]
+        headers = {"host": "evil.example", "origin": "http://evil.example"}
         with pytest.raises(WebSocketDenialResponse) as denial:
-            headers = {"host": "evil.example", "origin": "http://evil.example"}
             client.websocket_connect("/dashboard/feed", headers=headers).__enter__()
         assert denial.value.status_code == 421
 
@@ -353,7 +353,7 @@ def test_a_key_that_is_gone_ends_the_dashboards_feed(keys: Path, monkeypatch: py
         feed.send_json({"key": ADMIN})
         assert "overview" in feed.receive_json()
         keys.write_text(f'[arm-1]\nkey = "{ARM}"\n')
-        with pytest.raises(WebSocketDisconnect) as closed:
+        with pytest.raises(WebSocketDisconnect) as closed:  # noqa: PT012  or what came before it
             while True:
                 feed.receive_json()
         assert closed.value.code == 4401
