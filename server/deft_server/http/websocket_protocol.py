@@ -5,7 +5,9 @@ loop, the bytes that all connections hold, the time and fragments of a message; 
 import asyncio
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
 from websockets.frames import CloseCode, Frame
 
 from deft_server.errors import OverloadedError
@@ -27,8 +29,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     bounds: ConnectionBounds
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: Any) -> None:
+        super().__init__(config, server_state, app_state)
         self._address = ""
         self._unparsed = memoryview(b"")
         self._next_turn: asyncio.Handle | None = None

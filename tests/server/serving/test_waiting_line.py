@@ -7,7 +7,6 @@ from collections import Counter
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deft_server.serving.estimates import OwnerShares
 from deft_server.serving.waiting_line import (
     Admission,
     LineRules,
@@ -109,15 +108,6 @@ def test_an_owner_that_asks_for_more_than_its_share_does_not_push_another_out():
         line.finish(at_s + 0.02, 0.02)
     assert answered["modest"] >= 180
     assert answered["greedy"] >= 180
-
-
-def test_an_owner_that_was_away_has_saved_nothing_up_and_one_that_was_alone_owes_nothing():
-    shares = OwnerShares()
-    shares.join("alone")
-    for _ in range(1000):
-        shares.use(["alone"], 1.0, ())
-    shares.join("comes")
-    assert shares.ahead({"alone", "comes"}, slack_s=2.0) == frozenset()
 
 
 def test_a_full_line_takes_a_place_from_the_owner_with_most_frames():
