@@ -176,6 +176,8 @@ def handshakes(port: int, until_s: float, rng: random.Random) -> None:
 
 
 _TRAILERS = _POST + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+_JPEG = _with_picture("jpeg", many_scans())
+_PNG = _with_picture("png", many_chunks())
 FLOODS: dict[str, Attack] = {
     "one header without end": _repeat(_POST + b"x-big: ", b"a" * CHUNK),
     "headers without end": _repeat(_POST, b"x-one: 1\r\n" * (CHUNK // 10)),
@@ -199,8 +201,6 @@ FLOODS: dict[str, Attack] = {
         b"",
     ),
 }
-_JPEG = _with_picture("jpeg", many_scans())
-_PNG = _with_picture("png", many_chunks())
 
 
 def run_flood(name: str, port: int, seconds: float, seed: int) -> None:

@@ -26,6 +26,8 @@ class _Tagged(QueueHandler):
     Lines that nobody takes are dropped beyond a number, which is kinder than to fill the memory.
     """
 
+    queue: SimpleQueue[logging.LogRecord]
+
     def enqueue(self, record: logging.LogRecord) -> None:
         if self.queue.qsize() < MAX_LINES:
             super().enqueue(record)
