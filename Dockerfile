@@ -49,4 +49,5 @@ RUN pip install --constraint requirements/ci.txt ./client ".[server,models]"
 USER 10001:10001
 EXPOSE 8000
 ENTRYPOINT ["deft"]
-CMD ["serve", "--host", "0.0.0.0"]
+# Who may reach it is up to whoever publishes the port.
+CMD ["serve", "--host", "0.0.0.0", "--allow-anyone"]

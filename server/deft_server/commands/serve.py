@@ -19,9 +19,10 @@ import uvicorn
 
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
-from deft_server.commands.logs import start_logging
+from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import read_command
-from deft_server.http.http_protocol import build_protocol
+from deft_server.http.http_protocol import build_http_protocol
+from deft_server.http.websocket_protocol import build_websocket_protocol
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
@@ -92,7 +93,8 @@ def run(app: DeftApp) -> ExitCode:
     logger.info("listening on %s", _url(settings, listening))
     server.run(sockets=[listening])
     logger.info("stopped with exit code %d", server.exit_code)
-    log.stop()
+    if not end_logging(log, LAST_WORDS_S):
+        os._exit(server.exit_code)  # the interpreter's own end would wait for the log, too
     return server.exit_code
 
 
@@ -132,8 +134,7 @@ def _allow_many_connections(wanted: int) -> None:
 def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=build_protocol(settings.header_timeout_s),
-        ws="websockets-sansio",
+        ws=build_websocket_protocol(app.bounds),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -142,6 +143,9 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
         timeout_keep_alive=int(settings.keep_alive_s),
         timeout_graceful_shutdown=LAST_WORDS_S,
         limit_concurrency=settings.max_connections,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         ssl_ca_certs=None if settings.tls_client_ca is None else str(settings.tls_client_ca),
@@ -151,6 +155,9 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(f"cannot use the TLS files: {error}") from error
+    # Our protocol shakes hands itself, within its bounds; uvicorn shall not.
+    config.http_protocol_class = build_http_protocol(app.bounds, config.ssl)
+    config.ssl = None
     return config
 
 

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from io import BytesIO
 
@@ -26,6 +27,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from deft_client.types import DecodeTrace, Image
 from deft_server.dashboard.history import History, SessionHistory
 from deft_server.errors import AccessError, ForbiddenError
+from deft_server.http.bounds import SMALL_BODY_BYTES
+from deft_server.serving.access import Caller
 from deft_server.serving.events import Event
 from deft_server.serving.service import Service
 
@@ -69,35 +72,42 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
     async def serve_feed(websocket: WebSocket) -> None:
         await websocket.accept()
         try:
-            hello = await asyncio.wait_for(_receive(websocket), _HELLO_S)
-            _check_key(service, websocket, hello.get("key"))
-            viewer = feed.enter()
-        except AccessError as error:
+            await _serve_feed(websocket, service, feed)
+        except AccessError as error:  # from the start, or because its key was taken out of the file
             await websocket.close(WRONG_KEY, str(error)[:120])
         except TooManyViewersError as error:
             await websocket.close(TOO_MANY, str(error))
         except (WebSocketDisconnect, asyncio.TimeoutError):
             return
-        else:
-            viewer.watch(_session_of(hello))
-            try:
-                await _push(websocket, viewer)
-            finally:
-                feed.leave()
 
     return [
         Route("/dashboard", page),
+        Route("/dashboard/", page),
         Route("/dashboard/explorer", explorer),
         Route("/dashboard/static/{name}", asset),
         WebSocketRoute("/dashboard/feed", serve_feed),
     ]
 
 
-async def _push(websocket: WebSocket, viewer: "Viewer") -> None:
-    """Send news until the page is closed."""
+async def _serve_feed(websocket: WebSocket, service: Service, feed: "Feed") -> None:
+    hello = await asyncio.wait_for(_receive(websocket), _HELLO_S)
+    caller = _identify(service, websocket, hello.get("key"))
+    viewer = feed.enter()
+    viewer.watch(_session_of(hello))
+    try:
+        await _push(websocket, viewer, partial(service.access.require_known, caller))
+    finally:
+        feed.leave()
+
+
+async def _push(
+    websocket: WebSocket, viewer: "Viewer", require_known: Callable[[], Caller]
+) -> None:
+    """Send news until the page is closed; raise `MissingKeyError` once its key is gone."""
     commands = asyncio.create_task(_follow_commands(websocket, viewer))
     try:
         while not commands.done():
+            require_known()
             news = await viewer.update()
             if news is not None:
                 await websocket.send_text(json.dumps(news, allow_nan=False))
@@ -116,9 +126,10 @@ async def _follow_commands(websocket: WebSocket, viewer: "Viewer") -> None:
 
 
 async def _receive(websocket: WebSocket) -> dict[str, object]:
-    """Return what the page says; what cannot be read says nothing."""
+    """Return what the page says; what cannot be read, or is no mere name, says nothing."""
     try:
-        value = json.loads(await websocket.receive_text())
+        said = await websocket.receive_text()
+        value = json.loads(said) if len(said) <= SMALL_BODY_BYTES else {}
     except (ValueError, KeyError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -129,14 +140,15 @@ def _session_of(message: dict[str, object]) -> str | None:
     return key if isinstance(key, str) else None
 
 
-def _check_key(service: Service, websocket: WebSocket, key: object) -> None:
+def _identify(service: Service, websocket: WebSocket, key: object) -> Caller:
     access = service.access
     if not access.needs_key:
-        return
+        return Caller()
     address = websocket.client.host if websocket.client else ""
     caller = access.identify(f"Bearer {key}" if isinstance(key, str) and key else "", address)
     if not caller.is_admin:
         raise ForbiddenError("the dashboard needs a key marked `admin = true`")
+    return caller
 
 
 def _load_static() -> dict[str, Response]:

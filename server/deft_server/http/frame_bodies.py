@@ -27,6 +27,7 @@ from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits
 from deft_client.wire.json_codec import load
 from deft_client.wire.messages import REQUEST, ActMessage, has_pictures
 from deft_server.errors import OverloadedError
+from deft_server.http.bounds import MAX_CONTENT_TYPE_CHARS
 
 FORM = "multipart/form-data"
 _CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
@@ -34,6 +35,11 @@ _CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
 
 def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage:
     """Return the frame in a body, or raise `WireError`."""
+    if len(content_type) > MAX_CONTENT_TYPE_CHARS:  # the standard library takes ages for long ones
+        raise UnsupportedMessageError(
+            "content-type",
+            f"must be one of {', '.join(_CONTENT_TYPES)}; got {len(content_type)} characters",
+        )
     header = Message()
     header["content-type"] = content_type or "none/none"
     kind = header.get_content_type()

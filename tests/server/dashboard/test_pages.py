@@ -19,6 +19,7 @@ from deft_server.app import DeftApp, create_app
 from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
+from tests.server.running import client_of
 
 ADMIN_KEY = "a-key-of-the-administrator"
 ROBOT_KEY = "a-key-of-some-robot-arm"
@@ -30,7 +31,7 @@ def build_app(settings: Settings | None = None) -> DeftApp:
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    with TestClient(build_app()) as client:
+    with client_of(build_app()) as client:
         yield client
 
 
@@ -170,7 +171,7 @@ def keyed_app(tmp_path: Path) -> DeftApp:
 
 
 def test_with_keys_the_pages_are_open_and_the_feed_is_not(tmp_path: Path) -> None:
-    with TestClient(keyed_app(tmp_path)) as client:
+    with client_of(keyed_app(tmp_path)) as client:
         assert client.get("/dashboard").status_code == 200
         for key in ("", "wrong", ROBOT_KEY):
             with client.websocket_connect("/dashboard/feed") as socket:
@@ -193,13 +194,13 @@ def test_a_page_of_another_site_cannot_open_the_feed(client: TestClient) -> None
 
 
 def test_the_dashboard_can_be_switched_off() -> None:
-    with TestClient(build_app(Settings(dashboard=False))) as client:
+    with client_of(build_app(Settings(dashboard=False))) as client:
         assert client.get("/dashboard").status_code == 404
 
 
 def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:
     app = keyed_app(tmp_path)
-    with TestClient(app) as client:
+    with client_of(app) as client:
         path, robot = "/v1/admin/recording", {"authorization": f"Bearer {ROBOT_KEY}"}
         boss = {"authorization": f"Bearer {ADMIN_KEY}"}
         assert client.post(path, json={"on": True}).status_code == 401
@@ -212,7 +213,7 @@ def test_a_server_told_to_record_records_from_the_start(tmp_path: Path) -> None:
     keys = keyed_app(tmp_path).service.settings.keys_file
     settings = Settings(keys_file=keys, record=tmp_path / "out", record_min_free_bytes=0)
     boss = {"authorization": f"Bearer {ADMIN_KEY}"}
-    with TestClient(build_app(settings)) as client:
+    with client_of(build_app(settings)) as client:
         assert client.get("/v1/admin/recording", headers=boss).json()["is_on"] is True
         act(client, headers=boss)
         off = client.post("/v1/admin/recording", json={"on": False}, headers=boss).json()
@@ -228,7 +229,7 @@ def test_a_server_told_to_record_records_from_the_start(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_the_recording_and_not_the_serving(tmp_path: Path) -> None:
     settings = Settings(record=tmp_path / "out", record_min_free_bytes=10**18)
-    with TestClient(build_app(settings)) as client:
+    with client_of(build_app(settings)) as client:
         for _ in range(3):
             assert act(client).status_code == 200
         for _ in range(200):
