@@ -257,7 +257,17 @@ def _task_table(tasks: Mapping[str, int]) -> Any:
     """One row per task; the text is the index of the data frame that pandas reads it as."""
     arrow = need("pyarrow")
     table = arrow.table({"task_index": list(tasks.values()), "task": list(tasks)})
-    described = {"index_columns": ["task"], "column_indexes": [], "columns": []}
+    columns = [
+        {
+            "name": name,
+            "field_name": name,
+            "pandas_type": kind,
+            "numpy_type": kind,
+            "metadata": None,
+        }
+        for name, kind in (("task_index", "int64"), ("task", "object"))
+    ]
+    described = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
     return table.replace_schema_metadata({"pandas": json.dumps(described)})
 
 
