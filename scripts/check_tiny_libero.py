@@ -21,10 +21,10 @@ import numpy as np
 
 from deft_client import ActOptions, Observation, PolicyClient
 from deft_client.libero.commands import evaluate as evaluate_command
-from deft_client.libero.report.summary import Summary, summarise
+from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import Interval
-from deft_client.libero.results.store import Run, load_run
+from deft_client.libero.results.store import RunResults, load_run
 from deft_policies.commands.act import load_image
 from scripts.local_server import local_server
 
@@ -38,22 +38,22 @@ CPU_SECONDS = re.compile(rb"^process_cpu_seconds_total (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedRun:
     """One run, and the server's processor time for each of its actions."""
 
     decoding: str
     widened_cm: float
-    run: Run
+    run: RunResults
     cpu_ms: float
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> RunSummary:
         return summarise(self.run)
 
     @property
     def passes(self) -> float:
-        drafting = self.summary.drafting
-        return drafting.passes_per_action if drafting else float("nan")
+        speculation = self.summary.speculation
+        return speculation.passes_per_action if speculation else float("nan")
 
     @property
     def num_frozen(self) -> int:
@@ -87,7 +87,7 @@ def stands_still(record: EpisodeRecord) -> bool:
     return record.outcome is Outcome.FAILED and max(runs, default=0) >= STILL_STEPS
 
 
-def play(url: str, out: Path, decoding: str, widened_cm: float) -> Played:
+def play(url: str, out: Path, decoding: str, widened_cm: float) -> PlayedRun:
     """Play what is missing of a run; the processor time is that of its last playing."""
     folder = out / f"{decoding}-{widened_cm:g}cm"
     before_s = cpu_seconds(url)
@@ -106,7 +106,7 @@ def play(url: str, out: Path, decoding: str, widened_cm: float) -> Played:
     if not kept.exists():
         num_actions = sum(len(one.answers) for one in run.records)
         kept.write_text(json.dumps(1000 * spent_s / num_actions))
-    return Played(decoding, widened_cm, run, json.loads(kept.read_text()))
+    return PlayedRun(decoding, widened_cm, run, json.loads(kept.read_text()))
 
 
 def cpu_seconds(url: str) -> float:
@@ -130,14 +130,14 @@ def actions_per_s(url: str, decoding: str) -> float:
         return NUM_TIMED / (time.perf_counter() - started_s)
 
 
-def share_of_equal_episodes(one: Run, other: Run) -> float:
+def share_of_equal_episodes(one: RunResults, other: RunResults) -> float:
     """Episodes whose actions are the same to the last bit, of those that both runs have."""
     pairs = zip(one.records, other.records, strict=True)
     return float(np.mean([np.array_equal(a.actions, b.actions) for a, b in pairs]))
 
 
 def promises(
-    runs: Mapping[tuple[str, float], Played], rates: Mapping[str, float]
+    runs: Mapping[tuple[str, float], PlayedRun], rates: Mapping[str, float]
 ) -> Iterator[tuple[str, str, bool]]:
     """What must hold, the figure for it, and whether it does."""
     plain, lossless, deft = (runs[decoding, 0.0] for decoding in DECODINGS)
@@ -160,7 +160,7 @@ def promises(
         yield f"{one.decoding}: less processor time", told, one.cpu_ms < plain.cpu_ms
 
 
-def print_rows(runs: Sequence[Played]) -> None:
+def print_rows(runs: Sequence[PlayedRun]) -> None:
     """One row per run."""
     print("| decoding | moved by | succeeded | 95% | passes | CPU ms | frozen |")
     print("|---|---|---|---|---|---|---|")

@@ -21,13 +21,13 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, encode_image
+from deft_client.wire.messages import ActMessage
 from scripts.local_server import local_server
-from tests.server.compat.captures import act_captures, frames
+from tests.client.peers.captures import act_captures, frames
+from tests.client.peers.mutations import mutate
 from tests.server.compat.groot_messages import FLAT, OBSERVATION, packed
-from tests.server.compat.mutations import mutate
 
 PATIENCE_S = 10.0
 PAUSE_S = 0.02  # after half a frame a server has nothing to say, and rightly
@@ -42,11 +42,11 @@ FLAGS = {OFT: ("--profile", "oft"), GROOT: ("--groot-port", str(GROOT_PORT))}
 Send = Callable[[bytes], str]
 
 
-def _own_message() -> wire.ActMessage:
+def _own_message() -> ActMessage:
     image = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
     state = np.arange(8, dtype=np.float32)
     options = ActOptions(session_id="arm", want_trace=True, radius=3)
-    return wire.ActMessage(Observation(image, "lift", {"wrist": image}, state), options)
+    return ActMessage(Observation(image, "lift", {"wrist": image}, state), options)
 
 
 def _own_form() -> bytes:
@@ -60,7 +60,7 @@ def _own_form() -> bytes:
 def _camera_frame() -> bytes:
     """Return a message of a real frame's size, which the server reads in a shorter way."""
     image = np.arange(256 * 256 * 3, dtype=np.uint32).astype(np.uint8).reshape(256, 256, 3)
-    return wire.encode_request(wire.ActMessage(Observation(image, "lift"), ActOptions()))
+    return msgpack_codec.encode_request(ActMessage(Observation(image, "lift"), ActOptions()))
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _groot_requests() -> list[bytes]:
 
 def _frames() -> list[bytes]:
     """Return WebSocket frames as a robot sends them: whole, in fragments, and a ping amid them."""
-    small, large = wire.encode_request(_own_message()), _camera_frame()
+    small, large = msgpack_codec.encode_request(_own_message()), _camera_frame()
     half = len(large) // 2
     parts = [
         Frame(Opcode.BINARY, large[:half], fin=False),
@@ -194,10 +194,13 @@ def _frames() -> list[bytes]:
 def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]]]:
     act = [one.request for one in act_captures() if one.request]
     oft = [body.replace(b'"image"', b'"full_image"') for body in act]
-    own, own_json = wire.encode_request(_own_message()), wire_json.encode_request(_own_message())
+    own, own_json = (codec.encode_request(_own_message()) for codec in (msgpack_codec, json_codec))
     sockets = lambda path, greets: lambda url: _websocket(url, path, greets)  # noqa: E731
     return {
-        "POST /v1/act, msgpack": ([own], lambda url: _http(url, "/v1/act", wire.CONTENT_TYPE)),
+        "POST /v1/act, msgpack": (
+            [own],
+            lambda url: _http(url, "/v1/act", msgpack_codec.CONTENT_TYPE),
+        ),
         "POST /v1/act, JSON": ([own_json], lambda url: _http(url, "/v1/act", "application/json")),
         "POST /v1/act, form": ([_own_form()], lambda url: _http(url, "/v1/act", FORM)),
         "WebSocket /v1/stream": ([own, _camera_frame()], sockets("/v1/stream", False)),

@@ -30,7 +30,7 @@ READY_WITHIN_S = 120
 
 
 @dataclass
-class Stage:
+class BuildStage:
     """One stage of the Dockerfile: what it copies and what it installs with pip."""
 
     parent: str
@@ -38,13 +38,13 @@ class Stage:
     installs: list[str] = field(default_factory=list)
 
 
-def read_stages(text: str) -> dict[str, Stage]:
-    stages: dict[str, Stage] = {}
+def read_stages(text: str) -> dict[str, BuildStage]:
+    stages: dict[str, BuildStage] = {}
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         word, _, rest = line.partition(" ")
         if word == "FROM":
             parent, _, name = rest.partition(" AS ")
-            stages[name] = Stage(parent)
+            stages[name] = BuildStage(parent)
         elif word == "COPY":
             list(stages.values())[-1].copies.append(rest.split())
         elif word == "RUN":
@@ -53,7 +53,7 @@ def read_stages(text: str) -> dict[str, Stage]:
     return stages
 
 
-def try_target(name: str, stages: dict[str, Stage]) -> bool:
+def try_target(name: str, stages: dict[str, BuildStage]) -> bool:
     with tempfile.TemporaryDirectory(prefix=f"deft-{name}-") as folder:
         home, context = Path(folder) / "venv", Path(folder) / "app"
         context.mkdir()

@@ -124,9 +124,12 @@ def test_what_pip_installs_is_here(command):
 
 def test_scripts_in_the_documents_exist():
     for command in (shlex.split(one.line, comments=True) for one in COMMANDS):
-        if command[0] == "python":
-            script = command[2].replace(".", "/") + ".py" if command[1] == "-m" else command[1]
-            assert (ROOT / script).is_file(), command
+        if command[:2] == ["python", "-m"]:
+            module = ROOT / command[2].replace(".", "/")
+            found = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+            assert found, command
+        elif command[0] == "python":
+            assert (ROOT / command[1]).is_file(), command
 
 
 def python_blocks(document: str) -> list[str]:

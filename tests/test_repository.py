@@ -67,6 +67,7 @@ MODEL_FACTS = {29871, 31743, 31744, 31745, 31872, 31999, 32000, 32001, 32064}
 UNTYPED_MAPS = {
     "client/deft_client/libero/results/records.py": "JSON lines",
     "client/deft_client/libero/simulator/standins/model.py": "JSON table",
+    "client/deft_client/wire/fields.py": "messages and their JSON schemas",
     "draft_training/deft_draft_training/config.py": "TOML",
     "draft_training/deft_draft_training/run_directory.py": "JSON",
     "server/deft_server/app.py": "FastAPI's own signature",

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from deft_client.errors import (
     AnswerTimeoutError,
     DeftError,
+    OverloadedError,
     ProblemError,
     TransportError,
     problem_error,
@@ -28,6 +29,7 @@ from deft_client.types import (
 )
 from deft_client.wire import json_codec as wire_json
 from deft_client.wire import msgpack_codec as wire
+from deft_client.wire.messages import ActMessage
 
 
 class ActingPolicy(Protocol):
@@ -84,7 +86,7 @@ def act_call(
     observation: Observation, options: ActOptions, settings: ClientSettings
 ) -> Call[ActionChunk]:
     """Send an observation, receive an action chunk."""
-    message = wire.ActMessage(observation, options)
+    message = ActMessage(observation, options)
     body = wire.encode_request(message, settings.image_encoding, settings.jpeg_quality)
     headers = {"content-type": wire.CONTENT_TYPE, "accept": wire.CONTENT_TYPE}
     request = HttpRequest("POST", ACT_PATH, body, headers)
@@ -138,6 +140,8 @@ def next_pause_s(failure: DeftError, attempt: int, retries: Retries) -> float | 
     A request that timed out is not made again: the server may still be at work on it.
     """
     if attempt >= retries.attempts or isinstance(failure, AnswerTimeoutError):
+        return None
+    if retries.only_when_overloaded and not isinstance(failure, OverloadedError):
         return None
     if isinstance(failure, ProblemError):
         if failure.status not in RETRIED_STATUS:

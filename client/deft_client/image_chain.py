@@ -1,6 +1,7 @@
-"""TensorFlow's antialiased Lanczos resize in numpy, bit for bit.
+"""What OpenVLA's LIBERO evaluation does to a frame, in numpy, equal to TensorFlow bit for bit.
 
-The slow part of the LIBERO image chain. Knows nothing of the other steps.
+A JPEG round trip, an antialiased Lanczos resize, which is the slow part and comes first below, and
+a crop of the centre that is scaled back bilinearly. `ImageChain` picks the steps.
 """
 
 import ctypes

@@ -12,17 +12,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgpack
 
 from deft_client.errors import DeftError, WireError
 from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_client.wire.fields import FieldReader
-from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
-from deft_client.wire.msgpack_codec import (
-    ActMessage,
+from deft_client.wire.fields import (
+    BINARY,
+    Json,
+    Kind,
+    Terms,
     WireLimits,
+    as_map,
+    constant,
+    number,
+    record,
+    record_of,
+    whole,
+)
+from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
+from deft_client.wire.messages import ActMessage
+from deft_client.wire.msgpack_codec import (
     decode_answer,
     decode_request,
     encode_answer,
@@ -151,7 +162,7 @@ class StepReader:
             if isinstance(payload, Ending):
                 self.ending = payload
                 return
-            step = _read_step(_fields(payload, self._path), self._path)
+            step = _read_step(_entries(payload, self._path), self._path)
             if step is None:
                 self.ending = Ending.CLOSED
                 return
@@ -176,9 +187,9 @@ def _read_payload(file: BinaryIO) -> bytes | Ending:
     return payload if zlib.crc32(payload) == checksum else Ending.DAMAGED
 
 
-def _fields(payload: bytes, path: Path) -> FieldReader:
+def _entries(payload: bytes, path: Path) -> dict[Any, object]:
     try:
-        return FieldReader(msgpack.unpackb(payload), _LIMITS)
+        return as_map(msgpack.unpackb(payload), "record")
     except (ValueError, TypeError, WireError) as error:
         raise RecordingError(f"{path}: a record is not readable: {error}") from error
 
@@ -189,38 +200,42 @@ def _read_header(file: BinaryIO, path: Path) -> EpisodeHeader:
     payload = _read_payload(file)
     if isinstance(payload, Ending):
         raise RecordingError(f"{path}: the header is {payload.value}; there is nothing to read")
-    fields = _fields(payload, path)
     try:
-        fields.choice("kind", ("header",))
-        return EpisodeHeader(
-            session_id=fields.name("session_id"),
-            started_at=fields.number("started_at"),
-            policy=fields.name("policy"),
-            caller=fields.name("caller"),
-            part=fields.integer("part", 0, 2**31),
-            details=_texts(fields.child("details")),
-        )
+        return _HEADER.read(_entries(payload, path), "", Terms(_LIMITS))
     except WireError as error:
         raise RecordingError(f"{path}: the header is unusable: {error}") from error
 
 
-def _texts(fields: FieldReader) -> dict[str, str]:
-    most = fields.limits.max_instruction_chars
-    return {name: fields.text(name, most) for name in fields.names_left()}
+def _build_step(values: Json) -> RecordedStep:
+    message = decode_request(values["request"], _LIMITS)
+    return RecordedStep(
+        index=values["index"],
+        at_s=values["at_s"],
+        observation=message.observation,
+        options=message.options,
+        chunk=decode_answer(values["answer"], _LIMITS),
+    )
 
 
-def _read_step(fields: FieldReader, path: Path) -> RecordedStep | None:
+_HEADER = record_of(EpisodeHeader, is_open=True)
+_STEP: Kind[RecordedStep] = record(
+    _build_step,
+    {
+        "kind": constant("step"),
+        "index": whole(low=0),
+        "at_s": number(),
+        "request": BINARY,
+        "answer": BINARY,
+    },
+    is_open=True,
+)
+
+
+def _read_step(entries: dict[Any, object], path: Path) -> RecordedStep | None:
     """Return the step in a record, or None where the record ends the episode."""
+    if entries.get("kind") == "end":
+        return None
     try:
-        if fields.choice("kind", ("step", "end")) == "end":
-            return None
-        message = decode_request(fields.binary("request"), _LIMITS)
-        return RecordedStep(
-            index=fields.integer("index", 0, 2**62),
-            at_s=fields.number("at_s"),
-            observation=message.observation,
-            options=message.options,
-            chunk=decode_answer(fields.binary("answer"), _LIMITS),
-        )
+        return _STEP.read(entries, "", Terms(_LIMITS))
     except WireError as error:
         raise RecordingError(f"{path}: a step is unusable: {error}") from error

@@ -41,11 +41,14 @@ class Retries:
 
     The pause before retry n is drawn between half and all of `first_pause_s` x 2^n. A server that
     says Retry-After is believed, unless it asks for more than `longest_pause_s`: then we give up.
+    `only_when_overloaded` leaves 429: after all else the server may be a new one, which has
+    forgotten the session, or have counted the frame already.
     """
 
     attempts: int = 3
     first_pause_s: float = 0.1
     longest_pause_s: float = 5.0
+    only_when_overloaded: bool = False
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.first_pause_s < 0 or self.longest_pause_s < 0:

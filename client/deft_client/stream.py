@@ -22,11 +22,12 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire.fields import DEFAULT_LIMITS, FieldReader
+from deft_client.wire.fields import Json, Kind, record, whole
+from deft_client.wire.json_codec import decode
 
 STREAM_PATH = "/v1/stream"
 CLOSE_TIMEOUT_S = 1.0
+_STATUS: Kind[Json] = record(dict, {"status": whole(400, 599)}, is_open=True)
 _FAILURES = (OSError, TimeoutError, asyncio.TimeoutError, ConnectionClosed, InvalidHandshake)
 
 
@@ -166,8 +167,7 @@ def read_frame(frame: bytes | str) -> HttpReply:
         return HttpReply(200, frame)
     body = frame.encode()
     try:
-        reader = FieldReader(wire_json.load(body), DEFAULT_LIMITS)
-        return HttpReply(reader.integer("status", 400, 599), body)
+        return HttpReply(decode(_STATUS, body)["status"], body)
     except WireError:
         return HttpReply(500, body)
 

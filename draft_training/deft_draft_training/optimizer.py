@@ -156,15 +156,23 @@ def _is_hidden(name: str, weight: Tensor) -> bool:
     return weight.ndim == 2 and "embed" not in name and "head" not in name
 
 
-def set_rate(
-    optimizers: Iterable[torch.optim.Optimizer], config: OptimizerConfig, step: int, steps: int
+def update(
+    module: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    config: OptimizerConfig,
+    fraction: float,
 ) -> float:
-    """Set every group's rate for this step; return the fraction of the peak."""
-    fraction = rate_fraction(config, step, steps)
+    """Take a step with the module's gradients at a fraction of the peak rates, and drop them.
+
+    Gradients are scaled so that their joint norm is at most `clip`; returns the norm before.
+    """
+    norm = float(nn.utils.clip_grad_norm_(module.parameters(), config.clip or math.inf))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * fraction
-    return fraction
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def rate_fraction(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -175,8 +183,3 @@ def rate_fraction(config: OptimizerConfig, step: int, steps: int) -> float:
         return warm
     fall = (step - start) / max(1.0, steps - start)
     return warm * (1.0 - (1.0 - config.final_fraction) * min(1.0, fall))
-
-
-def clip_gradients(module: nn.Module, limit: float) -> float:
-    """Scale all gradients so that their joint norm is at most `limit`; return the norm before."""
-    return float(nn.utils.clip_grad_norm_(module.parameters(), limit or math.inf))

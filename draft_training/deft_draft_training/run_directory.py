@@ -5,41 +5,20 @@ the old state or the new one, never half of it.
 """
 
 import json
-import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from deft_client.files import replacing, write_atomically
 from deft_draft_training.errors import ConfigError, ResumeError, StorageError
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside its final name: a reader sees all of the old content or of the new."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with explained(path):
-        try:
-            with partial.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content."""
-    with replacing(path) as file:
-        file.write(data)
 
 
 @contextmanager
@@ -90,7 +69,7 @@ _CONFIG, _METRICS = "config.json", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run has come."""
 
     step: int = 0
@@ -111,7 +90,8 @@ class RunDirectory:
         if stored.exists():
             self._compare(json.loads(stored.read_text()), wanted)
         else:
-            write_atomically(stored, json.dumps(wanted, indent=2).encode())
+            with explained(stored):
+                write_atomically(stored, json.dumps(wanted, indent=2).encode())
 
     def _compare(self, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
         keys = [key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)]
@@ -123,7 +103,7 @@ class RunDirectory:
 
     def save(
         self,
-        progress: Progress,
+        progress: RunProgress,
         module: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         extra: Mapping[str, Tensor] | None = None,
@@ -139,17 +119,18 @@ class RunDirectory:
             "numpy_rng": json.dumps(_numpy_state()),
             "python_rng": json.dumps(random.getstate()),
         }
-        with replacing(self.path / STATE_FILE) as file:
+        path = self.path / STATE_FILE
+        with explained(path), replacing(path) as beside, beside.open("wb") as file:
             torch.save(state, file)
 
     def load(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer]
-    ) -> tuple[Progress, dict[str, Tensor]]:
+    ) -> tuple[RunProgress, dict[str, Tensor]]:
         """Restore the newest state, or report that the run starts at step 0."""
         path = self.path / STATE_FILE
         if not path.exists():
             self._open_board(1)
-            return Progress(), {}
+            return RunProgress(), {}
         state = torch.load(path, map_location="cpu", weights_only=True)
         module.load_state_dict(state["module"])
         for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
@@ -158,7 +139,7 @@ class RunDirectory:
         _restore_numpy(json.loads(state["numpy_rng"]))
         version, internal, gauss = json.loads(state["python_rng"])
         random.setstate((version, tuple(internal), gauss))
-        progress = Progress(state["step"], state["samples"])
+        progress = RunProgress(state["step"], state["samples"])
         self._cut_metrics(progress.step)
         self._open_board(progress.step + 1)
         return progress, state["extra"]
@@ -184,7 +165,9 @@ class RunDirectory:
     def _cut_metrics(self, step: int) -> None:
         """Forget what a killed run logged after its last state: those steps happen again."""
         kept = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
-        write_atomically(self.path / _METRICS, "".join(f"{one}\n" for one in kept).encode())
+        path = self.path / _METRICS
+        with explained(path):
+            write_atomically(path, "".join(f"{one}\n" for one in kept).encode())
 
 
 def _numpy_state() -> list[Any]:

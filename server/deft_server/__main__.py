@@ -1,17 +1,6 @@
-"""`deft`: one command with a subcommand per job, each imported only when it is asked for."""
+"""`deft`: what runs beside the policy."""
 
-import sys
-from dataclasses import dataclass
-from importlib import import_module
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: the module whose `main(arguments)` returns an exit code, and its help."""
-
-    module: str
-    summary: str
-
+from deft_client.commands.program import Command, Program
 
 COMMANDS = {
     "serve": Command("deft_server.commands.serve", "answer observations over HTTP and WebSocket"),
@@ -31,22 +20,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if not given or given[0] in ("-h", "--help"):
-        print(_usage())
-        return 0
-    command = COMMANDS.get(given[0])
-    if command is None:
-        print(f"deft: unknown command {given[0]!r}\n\n{_usage()}", file=sys.stderr)
-        return 2
-    return int(import_module(command.module).main(given[1:]))
-
-
-def _usage() -> str:
-    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
-    return (
-        "usage: deft COMMAND [options]\n\n" + "\n".join(lines) + "\n\ndeft COMMAND --help for more"
-    )
+    return Program("deft", COMMANDS).run(arguments)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,17 @@ ServerError
 └── CallerGoneError             the caller hung up before the answer
 """
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 
-from deft_client import errors as wire_errors
+from deft_client.errors import (
+    MalformedMessageError,
+    MessageTooLargeError,
+    UnsupportedMessageError,
+    UnusableValueError,
+)
 from deft_policies.errors import DeviceError, RequestError
 
 
@@ -114,15 +117,15 @@ class ProblemKind:
 
 
 _ROWS: tuple[tuple[type[Exception], ProblemKind], ...] = (
-    (wire_errors.MalformedMessageError, ProblemKind(400, "malformed", "Malformed message")),
+    (MalformedMessageError, ProblemKind(400, "malformed", "Malformed message")),
     (MissingKeyError, ProblemKind(401, "no-access", "API key needed")),
     (ForbiddenError, ProblemKind(403, "forbidden", "Not allowed")),
     (BodyTooSlowError, ProblemKind(408, "too-slow", "Body took too long")),
     (SupersededFrameError, ProblemKind(409, "superseded", "Superseded by a newer frame")),
-    (wire_errors.MessageTooLargeError, ProblemKind(413, "too-large", "Too large")),
+    (MessageTooLargeError, ProblemKind(413, "too-large", "Too large")),
     (BodyTooLargeError, ProblemKind(413, "too-large", "Too large")),
-    (wire_errors.UnsupportedMessageError, ProblemKind(415, "unsupported", "Unsupported encoding")),
-    (wire_errors.UnusableValueError, ProblemKind(422, "unusable", "Unusable value")),
+    (UnsupportedMessageError, ProblemKind(415, "unsupported", "Unsupported encoding")),
+    (UnusableValueError, ProblemKind(422, "unusable", "Unusable value")),
     (RequestError, ProblemKind(422, "unusable", "Unusable value")),
     (OverloadedError, ProblemKind(429, "overloaded", "Too many requests")),
     (UnsafeAnswerError, ProblemKind(500, "unsafe-answer", "Unsafe answer withheld")),
@@ -138,34 +141,10 @@ _BY_STATUS = {
 UNEXPECTED = ProblemKind(500, "internal", "Internal error")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a caller is told: the members of an application/problem+json document."""
-
-    kind: ProblemKind
-    detail: str
-    field: str | None = None
-    retry_after_s: float | None = None
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def problem_of(error: Exception) -> Problem:
-    """Look an exception up in the table; one that is not there keeps its text to itself."""
+def kind_of(error: Exception) -> ProblemKind:
+    """Look an exception up in the table."""
     if isinstance(error, HTTPException):
-        return _http_problem(error)
-    kind = next((kind for known, kind in _ROWS if isinstance(error, known)), UNEXPECTED)
-    if kind is UNEXPECTED:
-        return Problem(kind, "The server failed; quote the request id to its operator.")
-    return Problem(
-        kind,
-        str(error),
-        field=getattr(error, "field", None),
-        retry_after_s=getattr(error, "retry_after_s", None),
-    )
-
-
-def _http_problem(error: HTTPException) -> Problem:
-    phrase = HTTPStatus(error.status_code).phrase
-    fallback = ProblemKind(error.status_code, phrase.lower().replace(" ", "-"), phrase)
-    kind = _BY_STATUS.get(error.status_code, fallback)
-    return Problem(kind, str(error.detail), headers=dict(error.headers or {}))
+        phrase = HTTPStatus(error.status_code).phrase
+        fallback = ProblemKind(error.status_code, phrase.lower().replace(" ", "-"), phrase)
+        return _BY_STATUS.get(error.status_code, fallback)
+    return next((kind for known, kind in _ROWS if isinstance(error, known)), UNEXPECTED)

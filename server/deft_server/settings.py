@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from deft_client.image_chain import ImageChain
 from deft_client.wire.fields import MAX_DECODABLE_PIXELS, WireLimits
 from deft_client.wire.images import ImageEncoding
-from deft_server.compat.profiles import ActProfile
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -40,6 +39,13 @@ class OnSuddenStep(Enum):
 
     CLAMP = "clamp"  # go as far as the limits allow
     ERROR = "error"
+
+
+class ActProfile(Enum):
+    """Which of OpenVLA's two servers `POST /act` stands in for."""
+
+    OPENVLA = "openvla"  # one bare array per reply
+    OFT = "oft"  # a list of arrays, one per action of the chunk
 
 
 class LogFormat(Enum):

@@ -17,7 +17,7 @@ from deft_client.types import (
     PassTrace,
     StageTimings,
 )
-from deft_client.wire.msgpack_codec import ActMessage
+from deft_client.wire.messages import ActMessage
 
 
 def frame(height: int = 6, width: int = 5, seed: int = 0) -> Image:

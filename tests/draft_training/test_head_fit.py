@@ -23,9 +23,8 @@ from deft_draft_training.errors import (
 )
 from deft_draft_training.heads.data import RecordedSamples, split_by_episode
 from deft_draft_training.heads.evaluate import DraftSetup, evaluate
-from deft_draft_training.heads.export import export_head
+from deft_draft_training.heads.export import export_head, load_any_head
 from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer
-from deft_draft_training.heads.load import load_any_head
 from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
@@ -49,7 +48,7 @@ KILLED = replace(CONFIG, steps=24, save_every=5, log_every=5)
 NEVER = -1
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "PYTHONPATH": os.pathsep.join(sys.path),
     "OMP_NUM_THREADS": "1",
 }
 
@@ -128,7 +127,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
 ):
     whole = trainer(shards, KILLED).run(tmp_path / "whole")
     with monkeypatch.context() as patch:
-        synced = iter(range(2))  # config.json and the first state still fit
+        synced = iter(range(4))  # config.json and the first state still fit, with their names
 
         def sync(number: int) -> None:
             if next(synced, None) is None:

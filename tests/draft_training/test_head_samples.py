@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from deft_draft_training.errors import DataError, StorageError
-from deft_draft_training.heads.observe import observations
-from deft_draft_training.heads.record import RecordConfig, estimate, record
-from deft_draft_training.heads.samples import collate
-from deft_draft_training.heads.shards import INDEX, iterate_shards, read_index
+from deft_draft_training.heads.record import (
+    INDEX,
+    RecordConfig,
+    estimate,
+    iterate_shards,
+    read_index,
+    record,
+)
+from deft_draft_training.heads.samples import collate, observations
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 
@@ -106,7 +111,9 @@ def test_a_full_disk_leaves_what_was_recorded_and_recording_goes_on(
 ):
     target, config = tiny_target(), RecordConfig((folder,), batch_size=2, samples_per_shard=4)
     with monkeypatch.context() as patch:
-        synced = iter(range(3))  # a shard, the index, and a shard that the index never names
+        synced = iter(
+            range(6)
+        )  # a shard, the index, a shard that it never names; file and folder each
 
         def sync(number: int) -> None:
             if next(synced, None) is None:

@@ -7,7 +7,7 @@ from deft_draft_training.optimizer import (
     build_optimizers,
     orthogonalise,
     rate_fraction,
-    set_rate,
+    update,
 )
 
 
@@ -39,14 +39,11 @@ def test_both_optimizers_learn_a_linear_map():
         torch.manual_seed(0)
         module = nn.Linear(6, 6)
         optimizers = build_optimizers(module, config)
-        losses = []
+        losses, schedule = [], OptimizerConfig(warm_up_steps=1)
         for step in range(300):
-            set_rate(optimizers, OptimizerConfig(warm_up_steps=1), step, 300)
             loss = (module(inputs) - inputs @ truth.T).square().mean()
             loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            update(module, optimizers, config, rate_fraction(schedule, step, 300))
             losses.append(loss.item())
         assert losses[-1] < 0.01 * losses[0]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from deft_draft_training.errors import ResumeError
-from deft_draft_training.run_directory import Progress, RunDirectory
+from deft_draft_training.run_directory import RunDirectory, RunProgress
 
 
 def build():
@@ -26,7 +26,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     module, optimizers = build()
     learn(module, optimizers, 5)
     run = RunDirectory(tmp_path / "run", {"rate": 0.1})
-    run.save(Progress(5, 20), module, optimizers)
+    run.save(RunProgress(5, 20), module, optimizers)
     learn(module, optimizers, 5)
     draws = (torch.rand(1), np.random.rand(), random.random())
 
@@ -35,7 +35,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     progress, _ = RunDirectory(tmp_path / "run", {"rate": 0.1}).load(other, others)
     learn(other, others, 5)
 
-    assert progress == Progress(5, 20)
+    assert progress == RunProgress(5, 20)
     assert torch.equal(module.weight, other.weight)
     assert (torch.rand(1), np.random.rand(), random.random()) == draws
 
@@ -50,7 +50,7 @@ def test_metrics_after_the_last_state_are_forgotten_on_resume(tmp_path):
     module, optimizers = build()
     run = RunDirectory(tmp_path, {})
     run.log(1, {"loss": 2.0})
-    run.save(Progress(1, 1), module, optimizers)
+    run.save(RunProgress(1, 1), module, optimizers)
     run.log(2, {"loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')

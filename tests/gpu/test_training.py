@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deft_draft_training.heads.data import RecordedSamples
+from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.fit import HeadKind, HeadTrainer
-from deft_draft_training.heads.load import load_any_head
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.optimizer import TrainingPrecision
 from deft_draft_training.policy.fit import PolicyTrainer

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from deft_server.http.websocket_protocol import FrameSocketProtocol
-
 
 @contextmanager
 def running(app: FastAPI, ping_s: float = 20.0) -> Iterator[str]:
@@ -17,7 +15,7 @@ def running(app: FastAPI, ping_s: float = 20.0) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         config = uvicorn.Config(
             app,
-            ws=FrameSocketProtocol,
+            ws="websockets-sansio",
             log_level="error",
             ws_ping_interval=ping_s,
             ws_ping_timeout=ping_s,

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from deft_policies.constant import ConstantPolicy
-from deft_server.app import STANDARD_PROTOCOLS, create_app
+from deft_server.app import create_app
 from deft_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -209,7 +209,7 @@ def queries() -> Iterator[str]:
 
 def test_every_metric_and_label_of_the_dashboard_is_one_the_server_has(tmp_path: Path) -> None:
     settings = Settings(record=tmp_path)
-    service = create_app(ConstantPolicy(), settings, STANDARD_PROTOCOLS).service
+    service = create_app(ConstantPolicy(), settings).service
     families = list(service.metrics.registry.collect())
     exported = {"process_resident_memory_bytes"}
     for family in families:

@@ -20,8 +20,8 @@ from deft_client.types import (
     Image,
     Observation,
 )
-from deft_client.wire import json_codec as wire_json
 from deft_client.wire.images import ImageEncoding, decode_image
+from deft_client.wire.json_codec import encode_answer
 
 
 def main(arguments: list[str]) -> int:
@@ -105,7 +105,7 @@ def _load_image(path: Path) -> Image:
 
 
 def _json(chunk: ActionChunk) -> str:
-    return wire_json.encode_answer(chunk).decode() + "\n"
+    return encode_answer(chunk).decode() + "\n"
 
 
 def _table(chunk: ActionChunk) -> str:

@@ -1,4 +1,4 @@
-"""What can go wrong around the simulator, as one small tree; every message says what to do.
+"""What can go wrong around the simulator and an evaluation; every message says what to do.
 
 SimulationError
 ├── UnknownSuiteError       no such suite; lists those there are
@@ -9,14 +9,28 @@ SimulationError
 ├── UnstableError           the physics blew up; the episode says nothing about a policy
 ├── InitialStatesError      an initial-states file is damaged, or not what it should be
 └── DemonstrationError      a demonstration file is damaged, or of another format version
+
+EvaluationError
+├── SelectionError          tasks, trials or variants that cannot be evaluated as asked
+├── ProfileError            the chosen profile and the server do not fit together
+├── PeerAnswerError         a server of another project answered something that is no action
+├── VideoError              an episode's video cannot be written
+├── EvaluationStoppedError  the evaluation ended early; what was finished is on disk
+└── ResultsError
+    ├── ResultsMismatchError    the folder holds results of another run, version or options
+    ├── ResultsDamagedError     a line that is no episode, or an episode twice
+    ├── ResultsBusyError        another process is writing there
+    └── ResultsWriteError       the disk refused; what was written before is intact
 """
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from deft_client.errors import DeftError
+
 
 class SimulationError(Exception):
-    """Base class of everything the LIBERO client raises on purpose."""
+    """Base class of what goes wrong in the simulator and around it."""
 
 
 class UnknownSuiteError(SimulationError):
@@ -58,3 +72,47 @@ class InitialStatesError(SimulationError):
 
 class DemonstrationError(SimulationError):
     """A demonstration file is damaged, or was written in another format."""
+
+
+class EvaluationError(DeftError):
+    """Base class of everything an evaluation raises on purpose."""
+
+
+class SelectionError(EvaluationError):
+    """Tasks, trials or variants that cannot be evaluated as asked."""
+
+
+class ProfileError(EvaluationError):
+    """The chosen profile and the server do not fit together."""
+
+
+class PeerAnswerError(EvaluationError):
+    """A server of another project answered something that is no action."""
+
+
+class VideoError(EvaluationError):
+    """An episode's video cannot be written; the episode itself is not affected."""
+
+
+class EvaluationStoppedError(EvaluationError):
+    """The evaluation ended early; what was finished is on disk."""
+
+
+class ResultsError(EvaluationError):
+    """Base class of everything around result files."""
+
+
+class ResultsMismatchError(ResultsError):
+    """The folder holds results of another run, version or options."""
+
+
+class ResultsDamagedError(ResultsError):
+    """A line that is no episode, or an episode that is there twice."""
+
+
+class ResultsBusyError(ResultsError):
+    """Another process is writing to the same folder."""
+
+
+class ResultsWriteError(ResultsError):
+    """The disk refused to take a result; what was written before is intact."""

@@ -1,16 +1,23 @@
-"""Takes typed fields out of an untrusted map, and names the field in every complaint.
+"""Kinds of values: what a field of a message may hold, said once for reading it and for OpenAPI.
 
-Knows nothing of observations or actions; `wire_messages` says which fields there are.
+Untrusted values are read limits first, and every complaint names its field. Knows nothing of
+observations or actions; `messages` says which fields there are.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+import sys
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
+
+try:
+    from pybase64 import b64decode  # thirty times quicker; servers have it
+except ImportError:
+    from base64 import b64decode  # type: ignore[assignment]
 
 MAX_DECODABLE_PIXELS = 64 * 1024 * 1024  # below where the image library itself starts to warn
 
@@ -42,24 +49,213 @@ class WireLimits:
 
 
 DEFAULT_LIMITS = WireLimits()
+Limit = Callable[[WireLimits], int]
+Json = dict[str, Any]
+T = TypeVar("T")
+EnumT = TypeVar("EnumT", bound=Enum)
 
 
-_LAYOUTS: dict[str, np.dtype[np.generic]] = {
-    "uint8": np.dtype("|u1"),
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-}
-_TOO_LARGE = 2**63
+@dataclass(frozen=True)
+class Terms:
+    """How a message is read: in JSON, bytes are base64 and arrays may be nested lists."""
+
+    limits: WireLimits = DEFAULT_LIMITS
+    is_json: bool = False
 
 
-def describe(value: object) -> str:
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """What a field may hold.
+
+    `read` takes a value, the name of its field and the terms, and raises `WireError` for what
+    cannot be used. `schema` is the JSON schema of what `read` takes.
+    """
+
+    read: Callable[[object, str, Terms], T]
+    schema: Callable[[WireLimits], Json]
+
+
+def text(max_chars: Limit) -> Kind[str]:
+    """Return the kind of a string of valid Unicode."""
+
+    def read(value: object, where: str, terms: Terms) -> str:
+        if not isinstance(value, str):
+            raise unusable(where, "text", value)
+        most = max_chars(terms.limits)
+        if len(value) > most:
+            raise MessageTooLargeError(where, f"{len(value)} characters; at most {most} are taken")
+        if not value.isascii() and printable(value) != value:
+            raise UnusableValueError(where, "is not valid UTF-8")
+        return value
+
+    return Kind(read, lambda limits: {"type": "string", "maxLength": max_chars(limits)})
+
+
+def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Kind[int]:
+    """Return the kind of an integer between two bounds, both included."""
+
+    def read(value: object, where: str, terms: Terms) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise unusable(where, f"an integer from {low} to {high}", value)
+        return value
+
+    return Kind(read, lambda limits: {"type": "integer", "minimum": low, "maximum": high})
+
+
+def number(most: float = math.inf) -> Kind[float]:
+    """Return the kind of a finite number; with `most`, of one above 0 and at most that."""
+    bounds = {} if most == math.inf else {"exclusiveMinimum": 0, "maximum": most}
+
+    def read(value: object, where: str, terms: Terms) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise unusable(where, "a number", value)
+        if not abs(value) < math.inf or abs(value) > _MAX_FLOAT:
+            raise UnusableValueError(where, "must be finite, got NaN, infinity or beyond")
+        if bounds and not 0 < value <= most:
+            raise UnusableValueError(where, f"must be above 0 and at most {most}, got {value}")
+        return float(value)
+
+    return Kind(read, lambda limits: {"type": "number", **bounds})
+
+
+def word(words: type[EnumT]) -> Kind[EnumT]:
+    """Return the kind of a word that an enumeration lists; reading it gives the member."""
+    members = {one.value: one for one in words}
+
+    def read(value: object, where: str, terms: Terms) -> EnumT:
+        if not isinstance(value, str) or value not in members:
+            raise unusable(where, f"one of {', '.join(members)}", value)
+        return members[value]
+
+    return Kind(read, lambda limits: {"enum": list(members)})
+
+
+def constant(only: str) -> Kind[str]:
+    """Return the kind of a word that is always the same."""
+
+    def read(value: object, where: str, terms: Terms) -> str:
+        if value != only:
+            raise unusable(where, only, value)
+        return only
+
+    return Kind(read, lambda limits: {"const": only})
+
+
+def list_of(kind: Kind[T]) -> Kind[tuple[T, ...]]:
+    """Return the kind of a list, no longer than the longest list of a trace."""
+
+    def read(value: object, where: str, terms: Terms) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise unusable(where, "a list", value)
+        most = terms.limits.max_trace_values
+        if len(value) > most:
+            raise MessageTooLargeError(where, f"{len(value)} items; at most {most} are taken")
+        return tuple(kind.read(one, f"{where}[{at}]", terms) for at, one in enumerate(value))
+
+    return Kind(read, lambda limits: {"type": "array", "items": kind.schema(limits)})
+
+
+def map_of(kind: Kind[T]) -> Kind[dict[str, T]]:
+    """Return the kind of a map from texts; entries whose name is none are passed over."""
+
+    def read(value: object, where: str, terms: Terms) -> dict[str, T]:
+        entries = as_map(value, where)
+        names = [name for name in entries if isinstance(name, str)]
+        return {name: kind.read(entries[name], f"{where}.{name}", terms) for name in names}
+
+    return Kind(
+        read, lambda limits: {"type": "object", "additionalProperties": kind.schema(limits)}
+    )
+
+
+def record(
+    build: Callable[[Json], T],
+    kinds: Mapping[str, Kind[Any]],
+    optional: Collection[str] = (),
+    is_open: bool = False,
+) -> Kind[T]:
+    """Return the kind of a map with known fields; `build` makes the result of the values read.
+
+    Fields are read in the order given; one that is optional and not there, or null, is left to
+    `build`. Unknown fields are refused unless the record is open: they are typing errors, or of a
+    later version. At the top of a message the name of the record is empty.
+    """
+
+    def read(value: object, where: str, terms: Terms) -> T:
+        entries = as_map(value, where or "body")
+        prefix = f"{where}." if where else ""
+        values = {}
+        for name, kind in kinds.items():
+            one = entries.get(name)
+            if one is None and name in optional:
+                continue
+            if name not in entries:
+                raise MalformedMessageError(prefix + name, "missing")
+            values[name] = kind.read(one, prefix + name, terms)
+        for name in [] if is_open else [name for name in entries if name not in kinds]:
+            label = name if isinstance(name, str) else repr(name)
+            raise MalformedMessageError(prefix + printable(label[:64]), "unknown field; remove it")
+        return build(values)
+
+    def schema(limits: WireLimits) -> Json:
+        told = {name: kind.schema(limits) for name, kind in kinds.items()}
+        null = {name: {"anyOf": [told[name], {"type": "null"}]} for name in optional}
+        return {
+            "type": "object",
+            "properties": {**told, **null},
+            "required": [name for name in kinds if name not in optional],
+            "additionalProperties": is_open,
+        }
+
+    return Kind(read, schema)
+
+
+def record_of(
+    cls: type[T], kinds: Mapping[str, Kind[Any]] | None = None, is_open: bool = False
+) -> Kind[T]:
+    """Return the kind of a dataclass; `kinds` are those of its fields that their types do not tell.
+
+    A field may be left out if it has a default or may be None.
+    """
+    hints = typing.get_type_hints(cls)
+    required = {one.name for one in fields(cls) if _has_no_default(one)}  # type: ignore[arg-type]
+    nullable = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)}
+    told = {name: (kinds or {}).get(name) or _kind_of(hint) for name, hint in hints.items()}
+    absent = dict.fromkeys(required & nullable)
+    return record(
+        lambda values: cls(**{**absent, **values}),
+        told,
+        told.keys() - (required - nullable),
+        is_open,
+    )
+
+
+def _has_no_default(one: Field[Any]) -> bool:
+    return one.default is MISSING and one.default_factory is MISSING
+
+
+def _kind_of(hint: Any) -> Kind[Any]:
+    inner = typing.get_args(hint)
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if is_dataclass(hint):
+        return record_of(hint)  # type: ignore[arg-type]
+    if typing.get_origin(hint) is tuple:
+        return list_of(_kind_of(inner[0]))
+    if typing.get_origin(hint) is Mapping:
+        return map_of(SENTENCE)
+    return _kind_of(inner[0])  # X | None
+
+
+def brief(value: object) -> str:
     """Name what arrived, briefly: for error messages."""
     if value is None:
         return "nothing"
     if isinstance(value, bool | int | float):
         return f"{type(value).__name__} {str(value)[:24]}"
     if isinstance(value, str):
-        return f"text {value[:24]!r}" if len(value) <= 24 else f"text of {len(value)} characters"
+        shown = f"text {value[:24]!r}" if len(value) <= 24 else f"text of {len(value)} characters"
+        return printable(shown)
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, list):
@@ -67,204 +263,56 @@ def describe(value: object) -> str:
     return "a map" if isinstance(value, dict) else type(value).__name__
 
 
-class FieldReader:
-    """One map of a message. Every field is taken once; `finish` refuses those nobody took."""
-
-    def __init__(self, source: object, limits: WireLimits, path: str = "") -> None:
-        if not isinstance(source, dict):
-            raise MalformedMessageError(path or "body", f"must be a map, got {describe(source)}")
-        self._left = dict(source)
-        self._path = path
-        self.limits = limits
-
-    def where(self, name: str) -> str:
-        """Return the full name of a field."""
-        return f"{self._path}.{name}" if self._path else name
-
-    def has(self, name: str) -> bool:
-        """Is the field there, and not null?"""
-        if self._left.get(name) is None:
-            self._left.pop(name, None)
-            return False
-        return True
-
-    def has_any(self, names: frozenset[str]) -> bool:
-        """Is one of these fields there, be it null?"""
-        return not names.isdisjoint(self._left)
-
-    def peek(self, name: str) -> object:
-        """Return a field without taking it; None where there is none."""
-        return self._left.get(name)
-
-    def take(self, name: str) -> object:
-        """Take a field of any type."""
-        try:
-            return self._left.pop(name)
-        except KeyError:
-            raise MalformedMessageError(self.where(name), "missing") from None
-
-    def finish(self) -> None:
-        """Refuse fields that nobody took: they are typing errors, or of a later version."""
-        for name in self._left:
-            label = name if isinstance(name, str) else repr(name)
-            raise MalformedMessageError(
-                self.where(_printable(label[:64])), "unknown field; remove it"
-            )
-
-    def text(self, name: str, max_chars: int) -> str:
-        """Take a string of valid Unicode."""
-        value = self.take(name)
-        if not isinstance(value, str):
-            raise self._unusable(name, "text", value)
-        if len(value) > max_chars:
-            raise MessageTooLargeError(
-                self.where(name), f"{len(value)} characters; at most {max_chars} are taken"
-            )
-        if not value.isascii() and _printable(value) != value:
-            raise UnusableValueError(self.where(name), "is not valid UTF-8")
-        return value
-
-    def name(self, name: str) -> str:
-        """Take a short string."""
-        return self.text(name, self.limits.max_name_chars)
-
-    def optional_name(self, name: str) -> str | None:
-        """Take a short string, or None where there is none."""
-        return self.name(name) if self.has(name) else None
-
-    def flag(self, name: str) -> bool:
-        """Take a boolean."""
-        value = self.take(name)
-        if not isinstance(value, bool):
-            raise self._unusable(name, "true or false", value)
-        return value
-
-    def integer(self, name: str, low: int, high: int) -> int:
-        """Take an integer between two bounds, both included."""
-        value = self.take(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self._unusable(name, f"an integer from {low} to {high}", value)
-        return value
-
-    def number(self, name: str) -> float:
-        """Take a finite number."""
-        value = self.take(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._unusable(name, "a number", value)
-        return _finite(value, self.where(name))
-
-    def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Take one of several words."""
-        value = self.take(name)
-        if not isinstance(value, str) or value not in choices:
-            raise self._unusable(name, f"one of {', '.join(choices)}", value)
-        return value
-
-    def binary(self, name: str) -> bytes:
-        """Take bytes."""
-        value = self.take(name)
-        if not isinstance(value, bytes):
-            raise self._unusable(name, "bytes", value)
-        return value
-
-    def items(self, name: str, max_items: int) -> list[object]:
-        """Take a list of anything."""
-        value = self.take(name)
-        if not isinstance(value, list):
-            raise self._unusable(name, "a list", value)
-        if len(value) > max_items:
-            raise MessageTooLargeError(
-                self.where(name), f"{len(value)} items; at most {max_items} are taken"
-            )
-        return value
-
-    def integers(self, name: str, max_items: int) -> tuple[int, ...]:
-        """Take a list of integers that fit 64 bits."""
-        items = self.items(name, max_items)
-        for item in items:
-            if type(item) is not int or not -_TOO_LARGE < item < _TOO_LARGE:
-                raise UnusableValueError(self.where(name), "must be a list of integers")
-        return tuple(items)  # type: ignore[arg-type]
-
-    def numbers(self, name: str, max_items: int) -> tuple[float, ...]:
-        """Take a list of finite numbers."""
-        items = self.items(name, max_items)
-        if set(map(type, items)) - {int, float}:
-            raise UnusableValueError(self.where(name), "must be a list of numbers")
-        return tuple(_finite(item, self.where(name)) for item in items)  # type: ignore[arg-type]
-
-    def names(self, name: str, max_items: int) -> tuple[str, ...]:
-        """Take a list of short strings."""
-        items = self.items(name, max_items)
-        for item in items:
-            if not isinstance(item, str) or len(item) > self.limits.max_name_chars:
-                raise self._unusable(name, "a list of short texts", item)
-        return tuple(map(str, items))
-
-    def child(self, name: str) -> "FieldReader":
-        """Take a map."""
-        return self.over(self.take(name), self.where(name))
-
-    def children(self, name: str, max_items: int) -> Iterator["FieldReader"]:
-        """Take a list of maps."""
-        for index, item in enumerate(self.items(name, max_items)):
-            yield self.over(item, f"{self.where(name)}[{index}]")
-
-    def names_left(self) -> list[str]:
-        """Return the names of the fields not taken yet."""
-        return [name for name in self._left if isinstance(name, str)]
-
-    def over(self, source: object, path: str) -> "FieldReader":
-        """Return a reader of the same kind over another map."""
-        return type(self)(source, self.limits, path)
-
-    def array(self, name: str, dtype: str, max_values: int) -> NDArray[np.generic]:
-        """Take an array of a fixed dtype; its shape is checked against its bytes first."""
-        child = self.child(name)
-        values = child.own_array(dtype, max_values)
-        child.finish()
-        return values
-
-    def own_array(self, dtype: str, max_values: int) -> NDArray[np.generic]:
-        """Take `dtype`, `shape` and `data` of this very map as an array (read-only)."""
-        self.choice("dtype", (dtype,))
-        shape = self._shape("shape", max_values)
-        data = self.binary("data")
-        layout = _LAYOUTS[dtype]
-        expected = math.prod(shape) * layout.itemsize
-        if len(data) != expected:
-            raise UnusableValueError(
-                self.where("data"),
-                f"{len(data)} bytes; {list(shape)} of {dtype} takes {expected}",
-            )
-        return np.frombuffer(data, layout).reshape(shape)
-
-    def _shape(self, name: str, max_values: int) -> tuple[int, ...]:
-        shape = self.integers(name, 4)
-        if not shape or min(shape) < 0:
-            raise UnusableValueError(self.where(name), f"must not be negative, got {list(shape)}")
-        if math.prod(shape) > max_values:
-            raise MessageTooLargeError(
-                self.where(name), f"{list(shape)} is beyond the {max_values} values that are taken"
-            )
-        return shape
-
-    def _unusable(self, name: str, expected: str, value: object) -> UnusableValueError:
-        return UnusableValueError(
-            self.where(name), f"must be {expected}, got {_printable(describe(value))}"
-        )
+def unusable(where: str, expected: str, value: object) -> UnusableValueError:
+    """Return the complaint about a value of the wrong type or range."""
+    return UnusableValueError(where, f"must be {expected}, got {brief(value)}")
 
 
-def _finite(value: float, field: str) -> float:
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise UnusableValueError(field, "must be finite, got NaN, infinity or beyond")
-    return number
-
-
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text that can be encoded; it equals the original where that could be."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def as_map(value: object, where: str) -> dict[Any, object]:
+    """Return a map as it is, or refuse what is none."""
+    if not isinstance(value, dict):
+        raise MalformedMessageError(where, f"must be a map, got {brief(value)}")
+    return value
+
+
+def unique_map(pairs: list[tuple[Any, object]]) -> dict[Any, object]:
+    """Return a map of the pairs; a name given twice is refused."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise MalformedMessageError("body", "the same field is given twice")
+    return entries
+
+
+def decode_base64(text: str) -> bytes:
+    """Return what strict base64 says, or raise `ValueError`."""
+    return b64decode(text, validate=True)
+
+
+def _read_flag(value: object, where: str, terms: Terms) -> bool:
+    if not isinstance(value, bool):
+        raise unusable(where, "true or false", value)
+    return value
+
+
+def _read_binary(value: object, where: str, terms: Terms) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not terms.is_json or not isinstance(value, str):
+        raise unusable(where, "base64 text" if terms.is_json else "bytes", value)
+    try:
+        return decode_base64(value)
+    except ValueError as error:
+        raise UnusableValueError(where, f"is not base64: {error}") from error
+
+
+_MAX_FLOAT = sys.float_info.max
+NAME = text(lambda limits: limits.max_name_chars)
+SENTENCE = text(lambda limits: limits.max_instruction_chars)
+FLAG = Kind(_read_flag, lambda limits: {"type": "boolean"})
+BINARY = Kind(_read_binary, lambda limits: {"type": "string", "contentEncoding": "base64"})
+_SCALARS: Mapping[Any, Kind[Any]] = {str: NAME, bool: FLAG, int: whole(), float: number()}

@@ -1,16 +1,20 @@
 """Which fields a message has: requests and answers as maps, the same for every encoding.
 
-`wire` turns the maps into msgpack, `wire_json` into JSON. Fields that are None are left out.
+`msgpack_codec`, `json_codec` and the server's forms turn bytes into maps and back; the kinds here
+read the maps, and the server's OpenAPI document is made of them. Fields that are None are left out.
 """
 
-from dataclasses import dataclass, field, fields
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import (
     MessageTooLargeError,
+    Problem,
     UnsupportedMessageError,
     UnusableValueError,
 )
@@ -21,25 +25,34 @@ from deft_client.types import (
     Image,
     Intervention,
     Observation,
-    PassTrace,
+    ServerInfo,
     StageTimings,
 )
-from deft_client.wire.fields import FieldReader, WireLimits, describe
-from deft_client.wire.images import (
-    ImageEncoding,
-    check_image_size,
-    decode_image,
-    encode_image,
+from deft_client.wire.arrays import array, array_parts
+from deft_client.wire.fields import (
+    BINARY,
+    FLAG,
+    NAME,
+    SENTENCE,
+    Json,
+    Kind,
+    Terms,
+    WireLimits,
+    as_map,
+    brief,
+    map_of,
+    number,
+    record,
+    record_of,
+    text,
+    whole,
+    word,
 )
+from deft_client.wire.images import ImageEncoding, check_image_size, decode_image, encode_image
 
 VERSION = 1
 MAX_RADIUS = 65_535  # bins; policies set their own, lower bounds
 MAX_DEADLINE_MS = 24 * 3600 * 1000
-
-Fields = dict[str, object]
-
-_OPTIONS = frozenset(("session_id", "deadline_ms", "statistics_key", "decoding", "radius", "trace"))
-_NO_OPTIONS = ActOptions()
 _RAW = ImageEncoding.RAW.value
 
 
@@ -53,10 +66,13 @@ class ActMessage:
 
 def request_fields(
     message: ActMessage, encoding: ImageEncoding = ImageEncoding.RAW, quality: int = 95
-) -> Fields:
+) -> Json:
     """Return a request as a map."""
     observation, options = message.observation, message.options
-    entries: Fields = {
+    cameras = {
+        name: _image_fields(image, encoding, quality) for name, image in observation.cameras.items()
+    }
+    entries = {
         "v": VERSION,
         "image": _image_fields(observation.image, encoding, quality),
         "instruction": observation.instruction,
@@ -67,234 +83,185 @@ def request_fields(
         "radius": options.radius,
         "trace": options.want_trace or None,
         "state": None if observation.state is None else _array_fields(observation.state, "float32"),
-        "cameras": {
-            name: _image_fields(image, encoding, quality)
-            for name, image in observation.cameras.items()
-        }
-        or None,
+        "cameras": cameras or None,
     }
     return {name: value for name, value in entries.items() if value is not None}
 
 
-def read_request(reader: FieldReader) -> ActMessage:
-    """Return the request in a map, or raise `WireError`."""
-    read_version(reader)
-    options = read_options(reader)
-    instruction = reader.text("instruction", reader.limits.max_instruction_chars)
-    state = read_state(reader) if reader.has("state") else None
-    image = read_image(reader, "image")
-    cameras = _read_cameras(reader) if reader.has("cameras") else {}
-    reader.finish()
-    return ActMessage(Observation(image, instruction, cameras, state), options)
-
-
-def has_pictures(reader: FieldReader) -> bool:
-    """Would reading this request decode a PNG or JPEG, and so take a while?"""
-    cameras = reader.peek("cameras")
-    if _is_picture(reader.peek("image")):
-        return True
-    return isinstance(cameras, dict) and any(map(_is_picture, cameras.values()))
-
-
-def _is_picture(view: object) -> bool:
-    return isinstance(view, dict) and view.get("encoding", _RAW) != _RAW
-
-
-def read_version(reader: FieldReader) -> None:
-    """Refuse any version of the protocol but ours; none at all means ours."""
-    if not reader.has("v"):
-        return
-    version = reader.take("v")
-    if isinstance(version, bool) or version != VERSION:
-        raise UnsupportedMessageError("v", f"must be {VERSION}, got {describe(version)}")
-
-
-def read_options(reader: FieldReader) -> ActOptions:
-    """Take the fields that say how a request is to be answered."""
-    if not reader.has_any(_OPTIONS):
-        return _NO_OPTIONS
-    deadline_ms = reader.number("deadline_ms") if reader.has("deadline_ms") else None
-    if deadline_ms is not None and not 0 < deadline_ms <= MAX_DEADLINE_MS:
-        raise UnusableValueError(
-            reader.where("deadline_ms"),
-            f"must be above 0 and at most {MAX_DEADLINE_MS}, got {deadline_ms}",
-        )
-    return ActOptions(
-        session_id=reader.optional_name("session_id"),
-        deadline_ms=deadline_ms,
-        statistics_key=reader.optional_name("statistics_key"),
-        decoding=reader.optional_name("decoding"),
-        radius=reader.integer("radius", 0, MAX_RADIUS) if reader.has("radius") else None,
-        want_trace=reader.flag("trace") if reader.has("trace") else False,
-    )
-
-
-def read_state(reader: FieldReader) -> NDArray[np.float32]:
-    """Take the robot's state."""
-    state = reader.array("state", "float32", reader.limits.max_state_dim)
-    return check_state(state, reader.where("state"))
-
-
-def check_state(state: NDArray[np.generic], where: str) -> NDArray[np.float32]:
-    """Refuse a state that is not a vector of finite numbers."""
-    if state.ndim != 1:
-        raise UnusableValueError(where, f"must be [state_dim], got {list(state.shape)}")
-    if not np.isfinite(state).all():
-        raise UnusableValueError(where, "must be finite, got NaN or infinity")
-    return cast(NDArray[np.float32], state)
-
-
-def read_image(reader: FieldReader, name: str) -> Image:
-    """Take one camera frame, raw or as PNG or JPEG."""
-    child = reader.child(name)
-    spelling = child.take("encoding") if child.has("encoding") else _RAW
-    if spelling == _RAW:
-        image = _read_raw_image(child, reader.where(name))
-    elif spelling in (ImageEncoding.PNG.value, ImageEncoding.JPEG.value):
-        image = decode_image(child.binary("data"), reader.where(name), reader.limits)
-    else:
-        known = ", ".join(one.value for one in ImageEncoding)
-        raise UnsupportedMessageError(
-            child.where("encoding"), f"must be one of {known}, got {describe(spelling)}"
-        )
-    child.finish()
-    return image
-
-
-def answer_fields(chunk: ActionChunk) -> Fields:
-    """Return an answer as a map."""
-    entries: Fields = {
+def answer_fields(chunk: ActionChunk) -> Json:
+    """Return an answer as a map; timings that are zero are left out."""
+    entries: Json = {
         "v": VERSION,
         "actions": _array_fields(chunk.actions, "float64"),
-        "timings": timings_fields(chunk.timings),
+        "timings": {name: value for name, value in vars(chunk.timings).items() if value},
     }
     if chunk.trace is not None:
-        entries["trace"] = trace_fields(chunk.trace)
+        entries["trace"] = {
+            **vars(chunk.trace),
+            "passes": [vars(one) for one in chunk.trace.passes],
+        }
     if chunk.intervention is not None:
         entries["intervention"] = chunk.intervention.value
     return entries
 
 
-def read_answer(reader: FieldReader) -> ActionChunk:
-    """Return the answer in a map, or raise `WireError`."""
-    read_version(reader)
-    actions = reader.array("actions", "float64", reader.limits.max_action_values)
-    if actions.ndim != 2:
-        raise UnusableValueError(
-            reader.where("actions"), f"must be [step, action_dim], got {list(actions.shape)}"
-        )
-    timings = read_timings(reader.child("timings")) if reader.has("timings") else StageTimings()
-    trace = read_trace(reader.child("trace")) if reader.has("trace") else None
-    intervention = _read_intervention(reader) if reader.has("intervention") else None
-    reader.finish()
-    return ActionChunk(cast(NDArray[np.float64], actions), timings, trace, intervention)
+def has_pictures(entries: object) -> bool:
+    """Would reading this request decode a PNG or JPEG, and so take a while?"""
+    if not isinstance(entries, dict):
+        return False
+    cameras = entries.get("cameras")
+    images = [entries.get("image"), *(cameras.values() if isinstance(cameras, dict) else ())]
+    return any(isinstance(one, dict) and one.get("encoding", _RAW) != _RAW for one in images)
 
 
-def _read_intervention(reader: FieldReader) -> Intervention:
-    return Intervention(reader.choice("intervention", [one.value for one in Intervention]))
-
-
-def timings_fields(timings: StageTimings) -> Fields:
-    """Return stage timings as a map of those that are not zero."""
-    return {name: value for name, value in vars(timings).items() if value}
-
-
-def read_timings(reader: FieldReader) -> StageTimings:
-    """Return stage timings; a stage that is not mentioned took no time."""
-    values = {
-        one.name: reader.number(one.name) for one in fields(StageTimings) if reader.has(one.name)
-    }
-    reader.finish()
-    return StageTimings(**values)
-
-
-def trace_fields(trace: DecodeTrace) -> Fields:
-    """Return a decode trace as a map."""
-    entries: Fields = _listed(vars(trace))
-    entries["passes"] = [_listed(vars(one)) for one in trace.passes]
-    return entries
-
-
-def read_trace(reader: FieldReader) -> DecodeTrace:
-    """Return the decode trace in a map."""
-    most = reader.limits.max_trace_values
-    trace = DecodeTrace(
-        method=reader.name("method"),
-        tokens=reader.integers("tokens", most),
-        predicted=reader.integers("predicted", most),
-        margins=reader.numbers("margins", most),
-        passes=tuple(_read_pass(one) for one in reader.children("passes", most)),
-        guard=reader.text("guard", reader.limits.max_instruction_chars),
-        rule=reader.text("rule", reader.limits.max_instruction_chars) if reader.has("rule") else "",
-    )
-    reader.finish()
-    return trace
-
-
-def _read_pass(reader: FieldReader) -> PassTrace:
-    most = reader.limits.max_trace_values
-    one = PassTrace(
-        is_prefill=reader.flag("is_prefill"),
-        tokens=reader.integers("tokens", most),
-        parents=reader.integers("parents", most),
-        sources=reader.names("sources", most),
-        predictions=reader.integers("predictions", most),
-        path=reader.integers("path", most),
-        bonus=reader.integer("bonus", -(2**31), 2**31 - 1),
-        draft_ms=reader.number("draft_ms"),
-        pass_ms=reader.number("pass_ms"),
-    )
-    reader.finish()
-    return one
-
-
-def _read_cameras(reader: FieldReader) -> dict[str, Image]:
-    child = reader.child("cameras")
-    names = child.names_left()
-    check_camera_names(names, reader.limits)
-    cameras = {name: read_image(child, name) for name in names}
-    child.finish()
-    return cameras
-
-
-def check_camera_names(names: list[str], limits: WireLimits) -> None:
-    """Refuse too many cameras, before any of their frames is decoded."""
-    if len(names) > limits.max_cameras:
-        raise MessageTooLargeError(
-            "cameras", f"{len(names)} of them; at most {limits.max_cameras} are taken"
-        )
-    for name in names:
-        if not 0 < len(name) <= limits.max_name_chars or not name.isprintable():
-            raise UnusableValueError(
-                "cameras", f"a camera's name has 1 to {limits.max_name_chars} printable characters"
-            )
-
-
-def _read_raw_image(child: FieldReader, where: str) -> Image:
-    limits = child.limits
-    pixels = child.own_array("uint8", 3 * limits.max_image_pixels)
-    if pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise UnusableValueError(
-            f"{where}.shape", f"must be [height, width, 3], got {list(pixels.shape)}"
-        )
-    check_image_size(pixels.shape[0], pixels.shape[1], f"{where}.shape", limits)
-    return cast(Image, pixels)
-
-
-def _image_fields(image: Image, encoding: ImageEncoding, quality: int) -> Fields:
+def _image_fields(image: Image, encoding: ImageEncoding, quality: int) -> Json:
     data = encode_image(image, encoding, quality)
     if encoding is not ImageEncoding.RAW:
         return {"encoding": encoding.value, "data": data}
-    return {"encoding": "raw", "dtype": "uint8", "shape": list(image.shape), "data": data}
+    return {"encoding": _RAW, "dtype": "uint8", "shape": list(image.shape), "data": data}
 
 
-def _array_fields(array: NDArray[np.generic], dtype: str) -> Fields:
-    layout = {"float32": "<f4", "float64": "<f8"}[dtype]
-    return {"dtype": dtype, "shape": list(array.shape), "data": array.astype(layout).tobytes()}
+def _array_fields(values: NDArray[np.generic], dtype: str) -> Json:
+    layout = np.dtype(dtype).newbyteorder("<")
+    return {"dtype": dtype, "shape": list(values.shape), "data": values.astype(layout).tobytes()}
 
 
-def _listed(values: Fields) -> Fields:
-    """Return the map with its tuples as lists."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-    }
+def _read_version(value: object, where: str, terms: Terms) -> int:
+    if isinstance(value, bool) or value != VERSION:
+        raise UnsupportedMessageError(where, f"must be {VERSION}, got {brief(value)}")
+    return VERSION
+
+
+_PIXELS = array_parts("uint8", lambda limits: 3 * limits.max_image_pixels)
+_PICTURE: Kind[Json] = record(dict, {"data": BINARY})
+
+
+def _read_image(value: object, where: str, terms: Terms) -> Image:
+    """Return a camera frame, raw or as PNG or JPEG; in JSON also as nested lists."""
+    if terms.is_json and isinstance(value, list):
+        return _read_pixel_lists(value, where, terms.limits)
+    parts = dict(as_map(value, where))
+    spelling = parts.pop("encoding", _RAW) or _RAW
+    if spelling in (ImageEncoding.PNG.value, ImageEncoding.JPEG.value):
+        return decode_image(_PICTURE.read(parts, where, terms)["data"], where, terms.limits)
+    if spelling != _RAW:
+        known = ", ".join(one.value for one in ImageEncoding)
+        raise UnsupportedMessageError(
+            f"{where}.encoding", f"must be one of {known}, got {brief(spelling)}"
+        )
+    pixels = _PIXELS.read(parts, where, terms)
+    if pixels.ndim != 3 or pixels.shape[2] != 3:
+        shape = list(pixels.shape)
+        raise UnusableValueError(f"{where}.shape", f"must be [height, width, 3], got {shape}")
+    check_image_size(pixels.shape[0], pixels.shape[1], f"{where}.shape", terms.limits)
+    return pixels
+
+
+def _read_pixel_lists(rows: list[list[list[int]]], where: str, limits: WireLimits) -> Image:
+    if set(map(type, rows)) != {list} or len(set(map(len, rows))) != 1:
+        raise UnusableValueError(where, "must be equally long rows of pixels")
+    height, width = len(rows), len(rows[0])
+    check_image_size(height, width, where, limits)
+    pixels = list(chain.from_iterable(rows))
+    if set(map(type, pixels)) != {list} or set(map(len, pixels)) != {3}:
+        raise UnusableValueError(where, "must be [height, width, 3]")
+    try:
+        data = bytes(chain.from_iterable(pixels))
+    except (TypeError, ValueError):
+        raise UnusableValueError(where, "must hold integers from 0 to 255 only") from None
+    return np.frombuffer(data, np.uint8).reshape(height, width, 3)
+
+
+def _image_schema(limits: WireLimits) -> Json:
+    encoded, raw = _PICTURE.schema(limits), _PIXELS.schema(limits)
+    encoded["properties"]["encoding"] = {"enum": ["png", "jpeg"]}
+    encoded["required"].append("encoding")
+    raw["properties"]["encoding"] = {"const": _RAW}
+    channel = {"type": "integer", "minimum": 0, "maximum": 255}
+    pixel = {"type": "array", "items": channel, "minItems": 3, "maxItems": 3}
+    row = {"type": "array", "items": pixel, "minItems": 1}
+    return {"anyOf": [encoded, raw, {"type": "array", "items": row, "minItems": 1}]}
+
+
+def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image]:
+    """Return the cameras by name; too many are refused before any of their frames is decoded."""
+    entries, limits = as_map(value, where), terms.limits
+    if len(entries) > limits.max_cameras:
+        raise MessageTooLargeError(
+            where, f"{len(entries)} of them; at most {limits.max_cameras} are taken"
+        )
+    for name in entries:
+        if not (isinstance(name, str) and 0 < len(name) <= limits.max_name_chars) or (
+            not name.isprintable()
+        ):
+            raise UnusableValueError(
+                where, f"a camera's name has 1 to {limits.max_name_chars} printable characters"
+            )
+    return _IMAGES.read(entries, where, terms)
+
+
+def _build_request(values: Json) -> ActMessage:
+    cameras, state = values.get("cameras", {}), values.get("state")
+    options = {name: values[name] for name in OPTIONS if name in values and name != "trace"}
+    return ActMessage(
+        Observation(values["image"], values["instruction"], cameras, state),
+        ActOptions(want_trace=values.get("trace", False), **options),
+    )
+
+
+def _build_answer(values: Json) -> ActionChunk:
+    return ActionChunk(**{name: value for name, value in values.items() if name != "v"})
+
+
+def _cameras_schema(limits: WireLimits) -> Json:
+    return {**_IMAGES.schema(limits), "maxProperties": limits.max_cameras}
+
+
+_IMAGE = Kind(_read_image, _image_schema)
+_IMAGES = map_of(_IMAGE)
+_VERSION = Kind(_read_version, lambda limits: {"type": "integer", "const": VERSION})
+OPTIONS: Mapping[str, Kind[Any]] = {
+    "session_id": NAME,
+    "deadline_ms": number(MAX_DEADLINE_MS),
+    "statistics_key": NAME,
+    "decoding": NAME,
+    "radius": whole(0, MAX_RADIUS),
+    "trace": FLAG,
+}
+REQUEST = record(
+    _build_request,
+    {
+        "v": _VERSION,
+        **OPTIONS,
+        "instruction": SENTENCE,
+        "state": array("float32", ("state_dim",), lambda limits: limits.max_state_dim, True),
+        "image": _IMAGE,
+        "cameras": Kind(_read_cameras, _cameras_schema),
+    },
+    optional=("v", *OPTIONS, "state", "cameras"),
+)
+ANSWER = record(
+    _build_answer,
+    {
+        "v": _VERSION,
+        "actions": array(
+            "float64", ("step", "action_dim"), lambda limits: limits.max_action_values
+        ),
+        "timings": record_of(StageTimings),
+        "trace": record_of(DecodeTrace, {"guard": SENTENCE, "rule": SENTENCE}),
+        "intervention": word(Intervention),
+    },
+    optional=("v", "timings", "trace", "intervention"),
+)
+RESET = record(lambda values: cast(str, values["session_id"]), {"session_id": NAME})
+_COUNT = whole(1, 65_536)
+_SAID = text(lambda _: 65_536)
+# Both are open to fields of later versions.
+INFO = record_of(
+    ServerInfo,
+    dict.fromkeys(("action_dim", "chunk_length", "image_height", "image_width"), _COUNT),
+    is_open=True,
+)
+PROBLEM = record_of(
+    Problem, dict.fromkeys(("title", "detail", "type", "field", "request_id"), _SAID), is_open=True
+)

@@ -6,52 +6,21 @@ there to be checked, so a peer cannot ask us to build anything else. See docs/ht
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgpack
 
-from deft_client.errors import (
-    MalformedMessageError,
-    MessageTooLargeError,
-    UnsupportedMessageError,
-    UnusableValueError,
-    WireError,
-)
+from deft_client.errors import MalformedMessageError, MessageTooLargeError, WireError
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import DEFAULT_LIMITS, FieldReader, WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits, unique_map
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
-from deft_client.wire.messages import (
-    VERSION,
-    ActMessage,
-    Fields,
-    answer_fields,
-    read_answer,
-    read_request,
-    request_fields,
-)
+from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 
-__all__ = [
-    "CONTENT_TYPE",
-    "DEFAULT_LIMITS",
-    "VERSION",
-    "ActMessage",
-    "ImageEncoding",
-    "MalformedMessageError",
-    "MessageTooLargeError",
-    "UnsupportedMessageError",
-    "UnusableValueError",
-    "WireError",
-    "WireLimits",
-    "decode_answer",
-    "decode_request",
-    "encode_answer",
-    "encode_request",
-    "open_request",
-]
-
+T = TypeVar("T")
 CONTENT_TYPE = "application/msgpack"
 
 # What msgpack raises for bytes that are not msgpack; all the rest are subclasses of these.
-_UNREADABLE = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError)
+UNREADABLE = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError)
 
 
 def encode_request(
@@ -60,51 +29,42 @@ def encode_request(
     quality: int = JPEG_QUALITY,
 ) -> bytes:
     """Return a request as bytes."""
-    return _pack(request_fields(message, encoding, quality))
+    return bytes(msgpack.packb(request_fields(message, encoding, quality)))
 
 
 def decode_request(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActMessage:
     """Return the request in the bytes, or raise `WireError`. Its arrays are read-only."""
-    return read_request(open_request(data, limits))
-
-
-def open_request(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> FieldReader:
-    """Return the fields of a request for `read_request`, nothing in them decoded yet."""
-    return FieldReader(_unpack(data, limits), limits)
+    return REQUEST.read(unpack(data, limits), "", Terms(limits))
 
 
 def encode_answer(chunk: ActionChunk) -> bytes:
     """Return an answer as bytes."""
-    return _pack(answer_fields(chunk))
+    return bytes(msgpack.packb(answer_fields(chunk)))
 
 
 def decode_answer(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActionChunk:
     """Return the answer in the bytes, or raise `WireError`."""
-    return read_answer(FieldReader(_unpack(data, limits), limits))
+    return ANSWER.read(unpack(data, limits), "", Terms(limits))
 
 
-def _pack(fields: Fields) -> bytes:
-    packed: bytes = msgpack.packb(fields)
-    return packed
-
-
-def _unpack(data: bytes, limits: WireLimits) -> object:
+def unpack(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
     """Return the object in the bytes, having built no more of it than the limits allow."""
     check_bytes(data, limits)
-    counted = _counted(limits.max_lists)
+    count = counter(limits)
+
     try:
         return msgpack.unpackb(
             data,
-            unicode_errors="surrogateescape",  # so that the field can be named, see FieldReader
+            unicode_errors="surrogateescape",  # so that the field can be named, see fields.text
             max_array_len=limits.max_trace_values,
             max_map_len=limits.max_trace_values,
             max_ext_len=0,
-            list_hook=counted,
-            object_pairs_hook=_unique(counted),
+            list_hook=count,
+            object_pairs_hook=lambda pairs: unique_map(count(pairs)),
         )
     except WireError:
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedMessageError("body", f"is not msgpack: {error}") from error
 
 
@@ -118,30 +78,15 @@ def check_bytes(data: bytes, limits: WireLimits, where: str = "body") -> None:
         )
 
 
-def _counted(most: int) -> Callable[[list[object]], list[object]]:
+def counter(limits: WireLimits, where: str = "body") -> Callable[[T], T]:
     """Return a hook that refuses a message with too many lists: each costs 60 bytes for one."""
     count = 0
 
-    def hook(items: list[object]) -> list[object]:
+    def hook(items: T) -> T:
         nonlocal count
         count += 1
-        if count > most:
-            raise MessageTooLargeError("body", f"more than {most} lists or maps")
+        if count > limits.max_lists:
+            raise MessageTooLargeError(where, f"more than {limits.max_lists} lists and maps")
         return items
-
-    return hook
-
-
-def _unique(
-    counted: Callable[[list[object]], list[object]],
-) -> Callable[[list[tuple[object, object]]], dict[object, object]]:
-    """Return a hook that builds a map and refuses a key given twice."""
-
-    def hook(pairs: list[tuple[object, object]]) -> dict[object, object]:
-        counted([])
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            raise MalformedMessageError("body", "the same field is given twice")
-        return entries
 
     return hook

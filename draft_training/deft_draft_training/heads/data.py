@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from deft_draft_training.errors import DataError
-from deft_draft_training.heads.observe import SourcedObservation, observations
-from deft_draft_training.heads.samples import HeadSample
-from deft_draft_training.heads.shards import iterate_shards
+from deft_draft_training.heads.record import iterate_shards
+from deft_draft_training.heads.samples import HeadSample, SourcedObservation, observations
 from deft_draft_training.heads.target import FeatureTarget
 
 

@@ -16,9 +16,9 @@ import torch
 
 from deft_client.types import DecodeTrace, Observation
 from deft_draft_training.errors import DataError
-from deft_draft_training.heads.load import add_target_flags, load_any_head, load_target
-from deft_draft_training.heads.observe import observations
-from deft_draft_training.heads.target import FeatureTarget
+from deft_draft_training.heads.export import load_any_head
+from deft_draft_training.heads.samples import observations
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_policies.decoding.drafts.medusa import MedusaHeads
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.methods import (

@@ -1,36 +1,61 @@
 """Writes a fitted head as the server loads it, reads it back and compares before it is there."""
 
 import argparse
-import shutil
+import json
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from deft_draft_training.errors import TrainingError
-from deft_draft_training.heads.load import add_target_flags, load_fitted, load_target
-from deft_draft_training.run_directory import explained
+from deft_client.files import creating
+from deft_draft_training.config import build_config
+from deft_draft_training.errors import DataError, TrainingError
+from deft_draft_training.heads.fit import HeadFitConfig, build_head
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.run_directory import STATE_FILE, explained
 from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.head_files import HeadLayout, load_head, save_head
-from deft_policies.decoding.drafts.medusa import MedusaHeads, load_medusa, save_medusa
+from deft_policies.decoding.drafts.medusa import MedusaHeads, is_medusa, load_medusa, save_medusa
+from deft_policies.errors import PolicyError
+
+
+def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
+    """The head of a run directory: its average where one was kept, else its last weights."""
+    try:
+        stored = json.loads((run / "config.json").read_text())
+        state = torch.load(run / STATE_FILE, map_location="cpu", weights_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{run} is not a run of `deft train fit`: {error}") from error
+    if stored.pop("target", None) != target.fingerprint():
+        raise DataError(f"{run} was fitted to another checkpoint than the one given")
+    head = build_head(build_config(HeadFitConfig, stored), target)
+    head.load_state_dict(state["module"])
+    average = {name: one for name, one in state["extra"].items() if name != "num_steps"}
+    head.load_state_dict(average, strict=False)
+    return head.requires_grad_(False).eval()
+
+
+def load_any_head(directory: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
+    """A head from a run directory or from an exported one, as the target's decoder runs it."""
+    if (directory / STATE_FILE).exists():
+        like = target.weight
+        return load_fitted(directory, target).to(like.device, like.dtype)
+    try:
+        if is_medusa(directory):
+            return load_medusa(directory, target.width, target.weight)
+        return load_head(directory, target.width, target.weight)
+    except PolicyError as error:
+        raise DataError(str(error)) from error
 
 
 def export_head(head: nn.Module, directory: Path, dtype: torch.dtype, layout: HeadLayout) -> None:
     """Write a head directory. Nothing is left behind, and nothing replaced, where it fails."""
     if directory.exists():
         raise TrainingError(f"{directory} exists; an export never overwrites, choose another")
-    with explained(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        try:
-            written = scratch / "head"
-            stored = _write(head.to(dtype), written, layout)
-            _compare(stored, written, layout)
-            written.replace(directory)
-        finally:
-            shutil.rmtree(scratch)
+    with explained(directory), creating(directory) as beside:
+        stored = _write(head.to(dtype), beside, layout)
+        _compare(stored, beside, layout)
 
 
 def _write(head: nn.Module, directory: Path, layout: HeadLayout) -> nn.Module:

@@ -5,6 +5,7 @@ functions of the seed and the step's number. Several processes share each batch,
 processes with half the batch each take the steps that one takes with all of it.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,23 +16,29 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from deft_draft_training.config import plain
-from deft_draft_training.heads.data import SampleStore, Split, split_by_episode
+from deft_draft_training.config import load_config, plain
+from deft_draft_training.heads.data import (
+    LiveSamples,
+    RecordedSamples,
+    SampleStore,
+    Split,
+    split_by_episode,
+)
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
 from deft_draft_training.heads.samples import HeadBatch, collate
-from deft_draft_training.heads.target import FeatureTarget
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_draft_training.heads.workers import Workers
 from deft_draft_training.optimizer import (
     OptimizerConfig,
     TrainingPrecision,
     WeightAverage,
     build_optimizers,
-    clip_gradients,
     computing_in,
-    set_rate,
+    rate_fraction,
+    update,
 )
 from deft_draft_training.policy.data import chosen_at
-from deft_draft_training.run_directory import Progress, RunDirectory
+from deft_draft_training.run_directory import RunDirectory, RunProgress
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 
@@ -101,7 +108,7 @@ class HeadTrainer:
                 run.log(done, losses)
             if is_first and (done % self.config.save_every == 0 or done == self.config.steps):
                 seen = done * self.config.batch_size
-                run.save(Progress(done, seen), self.head, self.optimizers, self.average.state())
+                run.save(RunProgress(done, seen), self.head, self.optimizers, self.average.state())
         self.average.copy_to(self.head)
         return self.head
 
@@ -110,16 +117,13 @@ class HeadTrainer:
         chosen = chosen_at(len(self.split.train), config.batch_size, config.seed, step)
         own = self.split.train[self.workers.share(chosen)]
         samples = self.store.get([int(number) for number in own])
-        set_rate(self.optimizers, config.optimizer, step, config.steps)
         batch = collate(samples, self.target.table)
         with computing_in(config.precision, batch.hidden.device):
             parts = self._losses(batch, step)
         parts["loss"].backward()  # type: ignore[no-untyped-call]
         self.workers.average_gradients(self.head)
-        norm = clip_gradients(self.head, config.optimizer.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        fraction = rate_fraction(config.optimizer, step, config.steps)
+        norm = update(self.head, self.optimizers, config.optimizer, fraction)
         self.average.follow(self.head)
         values = {name: float(value.detach()) for name, value in parts.items()}
         return {**self.workers.average(values), "gradient_norm": norm}
@@ -161,3 +165,37 @@ def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | Medu
         rope_theta=llm.rope_theta,
     )
     return EagleHead(sizes)
+
+
+def main(arguments: list[str]) -> int:
+    """Train, or go on training, in a run directory."""
+    parser = argparse.ArgumentParser(prog="deft train fit", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="run directory")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--features", type=Path, metavar="DIR", help="what `record` wrote")
+    source.add_argument(
+        "--live", type=Path, nargs="+", metavar="DIR", help="episodes; features on the fly"
+    )
+    parser.add_argument("--stride", type=int, default=1, help="with --live: every how many steps")
+    parser.add_argument("--config", type=Path, metavar="TOML", help="default: the published run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
+    add_target_flags(parser)
+    given = parser.parse_args(arguments)
+    config = load_config(HeadFitConfig, given.config, given.overrides)
+    workers = Workers.from_torchrun()  # first: it says which GPU is this process's
+    try:
+        target = load_target(given)
+        store: SampleStore
+        if given.features is not None:
+            store = RecordedSamples(given.features, target.fingerprint())
+        else:
+            store = LiveSamples(target, tuple(given.live), given.stride)
+        trainer = HeadTrainer(config, target, store, workers)
+        trainer.run(given.out, given.tensorboard)
+    finally:
+        workers.close()
+    if workers.rank == 0:
+        held_out = sorted({int(store.episodes[one]) for one in trainer.split.held_out})
+        sys.stdout.write(f"{given.out}: {config.steps} steps; held-out episodes {held_out}\n")
+    return 0

@@ -1,5 +1,6 @@
 """The target as training sees it: answers, features, its own head, and a fingerprint."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,9 +8,13 @@ import torch
 from torch import Tensor
 
 from deft_client.types import ActOptions, Observation
+from deft_draft_training.errors import ConfigError
 from deft_draft_training.heads.samples import HeadSample
 from deft_policies.base import ActRequest
 from deft_policies.decoding.tree import TokenRange
+from deft_policies.errors import PolicyError
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import add_flags, read_flags
 from deft_policies.openvla.policy import OpenVLAPolicy
 
 _AUTOREGRESSIVE = ActOptions(decoding="autoregressive", want_trace=True)
@@ -87,3 +92,16 @@ class FeatureTarget:
         hidden = model.decoder(model.compose(patches, padded.to(patches.device)))
         lengths = [patches.shape[1] + len(one) for one in ids]
         return [hidden[row, :length] for row, length in enumerate(lengths)]
+
+
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that name the target, the same as the server's."""
+    add_flags(parser.add_argument_group("target", "as for `deft serve --policy openvla`"))
+
+
+def load_target(given: argparse.Namespace) -> FeatureTarget:
+    """Load the target that the flags name."""
+    try:
+        return FeatureTarget(load_policy(read_flags(given)))
+    except PolicyError as error:
+        raise ConfigError(str(error)) from error

@@ -21,10 +21,9 @@ from deft_client.libero.demonstrations.pool import (
     missing_keys,
     record,
 )
-from deft_client.libero.errors import SimulationError
+from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.expert.pick import Label
-from deft_client.libero.results.errors import SelectionError
-from deft_client.libero.results.selection import parse_numbers
 from deft_client.libero.simulator.conventions import METRES_PER_UNIT, to_robosuite
 from deft_client.libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
 from deft_client.libero.simulator.scene import Scene

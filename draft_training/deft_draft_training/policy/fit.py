@@ -20,9 +20,9 @@ from deft_draft_training.optimizer import (
     TrainingPrecision,
     WeightAverage,
     build_optimizers,
-    clip_gradients,
     computing_in,
-    set_rate,
+    rate_fraction,
+    update,
 )
 from deft_draft_training.policy.data import (
     AugmentConfig,
@@ -34,7 +34,7 @@ from deft_draft_training.policy.data import (
     take,
 )
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, initialise
-from deft_draft_training.run_directory import STATE_FILE, Progress, RunDirectory
+from deft_draft_training.run_directory import STATE_FILE, RunDirectory, RunProgress
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.sizes import OpenVLAConfig
@@ -181,7 +181,7 @@ class PolicyTrainer:
                 rate = (seen - progress.samples) / (time.perf_counter() - started)
                 run.log(done, {**losses, "samples_per_s": rate})
             if done % self.config.save_every == 0 or done == self.config.steps:
-                run.save(Progress(done, seen), self.net, self.optimizers, self.average.state())
+                run.save(RunProgress(done, seen), self.net, self.optimizers, self.average.state())
         self.average.copy_to(self.net)
         return self.net
 
@@ -207,15 +207,12 @@ class PolicyTrainer:
         config = self.config
         chosen = chosen_at(len(self.samples), config.batch_size, config.seed, step)
         batch = take(self.samples, self.prompts, chosen)
-        set_rate(self.optimizers, config.optimizer, step, config.steps)
         with computing_in(config.precision, self.device):
             tokens, positions = self._losses(batch, step)
         loss = tokens + config.loss.position_weight * positions
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = clip_gradients(self.net, config.optimizer.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        fraction = rate_fraction(config.optimizer, step, config.steps)
+        norm = update(self.net, self.optimizers, config.optimizer, fraction)
         self.average.follow(self.net)
         return {
             "loss": float(loss.detach()),

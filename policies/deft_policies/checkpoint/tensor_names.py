@@ -47,11 +47,6 @@ def tensor_places(config: OpenVLAConfig) -> tuple[TensorPlace, ...]:
     return tuple(places)
 
 
-def expected_tensors(config: OpenVLAConfig) -> dict[str, Shape]:
-    """Names and shapes a checkpoint of this configuration must have, the unused ones included."""
-    return {place.name: place.shape for place in tensor_places(config)}
-
-
 def _dense(theirs: str, ours: str | None, shape: tuple[int, int]) -> Iterator[TensorPlace]:
     for kind, size in (("weight", shape), ("bias", shape[:1])):
         yield TensorPlace(f"{theirs}.{kind}", size, None if ours is None else f"{ours}.{kind}")

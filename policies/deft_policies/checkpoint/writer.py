@@ -3,10 +3,8 @@
 A directory appears whole or not at all.
 """
 
-import contextlib
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deft_client.files import creating
 from deft_policies.checkpoint.config import (
     CONFIG_FILE,
     DINOV2_TIMM_ID,
@@ -67,14 +66,18 @@ def write_checkpoint(
         for name, tensor in tensors.items()
     }
     check_tensors(directory, stored, tensor_places(config))
-    partial = directory.with_name(f"{directory.name}.partial")
-    with _whole_or_nothing(partial, directory):
-        _write_tensors(partial, tensors, max_shard_bytes)
-        dtype = next(iter(tensors.values())).dtype
-        _write_json(partial / CONFIG_FILE, describe_config(config, dtype))
-        _write_json(partial / PREPROCESSOR_FILE, _describe_processor(config.image))
-        _write_json(partial / STATISTICS_FILE, _describe_statistics(config.statistics))
-        write_tokenizer(tokenizer, partial)
+    dtype = next(iter(tensors.values())).dtype
+    try:
+        with creating(directory) as beside:
+            _write_tensors(beside, tensors, max_shard_bytes)
+            _write_json(beside / CONFIG_FILE, describe_config(config, dtype))
+            _write_json(beside / PREPROCESSOR_FILE, _describe_processor(config.image))
+            _write_json(beside / STATISTICS_FILE, _describe_statistics(config.statistics))
+            write_tokenizer(tokenizer, beside)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{directory} could not be written ({error}); free some space and write again"
+        ) from None
 
 
 def describe_config(config: OpenVLAConfig, dtype: torch.dtype) -> Json:
@@ -208,24 +211,3 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextlib.contextmanager
-def _whole_or_nothing(partial: Path, directory: Path) -> Iterator[None]:
-    """Rename what was written to its place, or remove it if writing failed."""
-    try:
-        partial.mkdir(parents=True)
-        yield
-        partial.rename(directory)
-    except FileExistsError:
-        raise CheckpointError(
-            f"{partial} is left from a run that was cut off; remove it and write again"
-        ) from None
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"{directory} could not be written ({error}); free some space and write again"
-        ) from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

@@ -23,9 +23,11 @@ class PolicyCommand:
         return self.entry.load(self.namespace)
 
 
-def parse_command(parser: ArgumentParser, arguments: list[str]) -> PolicyCommand:
+def parse_command(
+    parser: ArgumentParser, arguments: list[str], default: str | None = None
+) -> PolicyCommand:
     """Add `--policy` and that policy's flags to a parser, and parse."""
-    default = catalog.default_for(arguments)
+    default = default or catalog.default_for(arguments)
     parser.add_argument("--policy", default=default, metavar="NAME", help=f"default: {default}")
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--policy", default=default)

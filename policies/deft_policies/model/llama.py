@@ -1,7 +1,7 @@
 """The Llama decoder as modules: every size from configuration, whole sequences, gradients.
 
 The query, key and value weights are one matrix, and so are gate and up. Inference runs the same
-weights through a cache: see `llama_passes`. Draft heads use single layers, with a cache too.
+weights through a cache: see `passes`. Draft heads use single layers, with a cache too.
 """
 
 from dataclasses import dataclass

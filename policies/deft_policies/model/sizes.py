@@ -1,6 +1,6 @@
 """Everything about an OpenVLA model that is not a weight. Knows nothing of files.
 
-`checkpoint_config` reads it from a checkpoint's JSON files.
+`deft_policies.checkpoint.config` reads it from a checkpoint's JSON files.
 """
 
 from collections.abc import Mapping

@@ -182,9 +182,10 @@ def main(arguments: list[str]) -> int:
 
 def examine(command: ServeCommand) -> list[Finding]:
     """Look at the machine, the policy and the simulator."""
-    policy = command.entry.examine(command.options)
+    given = command.policy.namespace
+    policy = command.policy.entry.examine(given)
     if not policy:
-        policy = [Finding("policy", Verdict.GOOD, f"{command.policy_name} needs nothing")]
+        policy = [Finding("policy", Verdict.GOOD, f"{given.policy} needs nothing")]
     return [*examine_machine(command.settings), *policy, *examine_simulator()]
 
 

@@ -12,7 +12,7 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import TextIO
 
-from deft_server.serving import request_ids
+from deft_server.serving.access import current_request_id
 from deft_server.settings import LogFormat, Settings
 
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s [%(request_id)s] %(message)s"
@@ -23,7 +23,7 @@ class _Tagged(QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         if not hasattr(record, "request_id"):
-            record.request_id = request_ids.current.get()
+            record.request_id = current_request_id.get()
         return record
 
 

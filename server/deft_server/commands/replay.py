@@ -52,7 +52,7 @@ class StepComparison:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ReplaySummary:
     """All frames of a replay."""
 
     episodes: int
@@ -143,12 +143,12 @@ def compare(
     )
 
 
-def summarise(compared: Sequence[StepComparison]) -> Summary:
+def summarise(compared: Sequence[StepComparison]) -> ReplaySummary:
     """Add up the comparisons of a replay."""
     differences = np.array([one.differences for one in compared])  # [step, action_dim]
     tokens = [one.same_tokens for one in compared if one.same_tokens is not None]
     passes = [one.passes for one in compared if one.passes is not None]
-    return Summary(
+    return ReplaySummary(
         episodes=len({one.episode for one in compared}),
         steps=len(compared),
         identical_share=float((differences.max(axis=1) == 0).mean()),
@@ -161,7 +161,7 @@ def summarise(compared: Sequence[StepComparison]) -> Summary:
     )
 
 
-def describe(summary: Summary) -> str:
+def describe(summary: ReplaySummary) -> str:
     """Return a summary for people."""
     lines = [
         f"{summary.steps} frames of {summary.episodes} recordings; "

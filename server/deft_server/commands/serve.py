@@ -18,13 +18,12 @@ from enum import IntEnum
 import uvicorn
 
 from deft_policies.errors import PolicyError
-from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
+from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import start_logging
 from deft_server.commands.settings_sources import read_command
 from deft_server.http.http_protocol import build_protocol
-from deft_server.http.websocket_protocol import FrameSocketProtocol
 from deft_server.serving.access import KeyFileError
-from deft_server.serving.readiness import Phase
+from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
 
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> int:
     )
     try:
         command = read_command(parser, arguments, os.environ)
-        code = run(create_app(command.load, command.settings, STANDARD_PROTOCOLS))
+        code = run(create_app(command.policy.load, command.settings))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS
@@ -134,7 +133,7 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         http=build_protocol(settings.header_timeout_s),
-        ws=FrameSocketProtocol,
+        ws="websockets-sansio",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -193,8 +192,8 @@ class _Server(uvicorn.Server):
             logger.warning("%d requests were not finished", self._service.num_in_hand)
         self.should_exit = True
 
-    def _give_up(self, phase: Phase) -> None:
-        hangs = phase is Phase.STUCK
+    def _give_up(self, phase: ServerPhase) -> None:
+        hangs = phase is ServerPhase.STUCK
         self.exit_code = ExitCode.POLICY_HANGS if hangs else ExitCode.POLICY_BROKEN
         logger.error("giving up: %s", self._service.readiness.sentence)
         self.should_exit = True

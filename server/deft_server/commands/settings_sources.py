@@ -7,7 +7,7 @@ three. The file may also hold a table `[policy_options]`: flags of the policy, w
 import argparse
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from deft_policies import catalog
-from deft_policies.base import Policy
+from deft_policies.commands.parse import PolicyCommand, parse_command
 from deft_server.settings import Settings, SettingsError
 
 if sys.version_info >= (3, 11):
@@ -155,16 +155,10 @@ def _metavar(info: FieldInfo) -> str:
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """A policy by name, its own flags, and the settings of the server."""
+    """A policy with its own flags, and the settings of the server."""
 
-    policy_name: str
-    entry: catalog.CatalogEntry
-    options: Namespace
+    policy: PolicyCommand
     settings: Settings
-
-    def load(self) -> Policy:
-        """Load the policy; takes as long as its weights are large."""
-        return self.entry.load(self.options)
 
 
 def read_command(
@@ -175,29 +169,17 @@ def read_command(
     Flags beat the environment, which beats the file. Unknown flags end the program, as usual.
     """
     first = ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_own_flags(first)
-    known = first.parse_known_args(arguments)[0]
+    for one in (first, parser):
+        one.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+    path = first.parse_known_args(arguments)[0].config
     said = read_environment(environment)
-    file = Source() if known.config is None else read_file(known.config)
-    flags = [*file.policy_flags, *said.policy_flags, *arguments]
-    name = known.policy or said.policy or file.policy or catalog.default_for(flags)
-    entry = catalog.find(name)
+    file = Source() if path is None else read_file(path)
     parser.epilog = (
         "Every server setting may also be a line of the file, or DEFT_SERVER_NAME in the "
         f"environment. Policies: {', '.join(catalog.CATALOG)}."
     )
-    _add_own_flags(parser)
-    entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
     add_flags(parser)
-    options = parser.parse_args(flags)
-    settings = build_settings(vars(options), said.settings, file.settings)
-    return ServeCommand(name, entry, options, settings)
-
-
-def _add_own_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        help="which policy [openvla with a --checkpoint, else tiny-libero]",
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+    flags = [*file.policy_flags, *said.policy_flags, *arguments]
+    policy = parse_command(parser, flags, said.policy or file.policy)
+    settings = build_settings(vars(policy.namespace), said.settings, file.settings)
+    return ServeCommand(policy, settings)

@@ -1,1 +1,0 @@
-"""Other projects' wire protocols, spoken well enough that their own clients notice no change."""

@@ -7,50 +7,42 @@ what it looks for. With the header `X-Deft-Errors: problem` it gets a real statu
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
 
 from deft_client.errors import WireError
 from deft_client.image_chain import ImageChain
-from deft_client.types import ActionChunk
-from deft_client.wire.fields import WireLimits
-from deft_client.wire.messages import ActMessage
-from deft_policies.errors import PolicyError
-from deft_server.compat.frames import brief, read_name
-from deft_server.compat.json_numpy import (
+from deft_client.peers.openvla import (
     ActBody,
     NotAnObjectError,
     NotJsonError,
     decode_act_body,
     encode_reply,
+    oft_request,
+    openvla_request,
 )
-from deft_server.compat.observations import oft_request, openvla_request
-from deft_server.compat.patience import act_patiently
-from deft_server.compat.profiles import (
-    ACT_PROFILES,
-    ActProfile,
-    in_convention,
-    prepare,
-)
+from deft_client.peers.values import read_name
+from deft_client.types import ActionChunk
+from deft_client.wire.fields import WireLimits
+from deft_client.wire.messages import ActMessage
+from deft_policies.errors import PolicyError
+from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of
-from deft_server.http.plain_route import PlainRoute
 from deft_server.http.problems import describe
+from deft_server.http.routes import PlainRoute
 from deft_server.serving.service import Service
+from deft_server.settings import ActProfile, Settings
 
 
-def build_config_routes(service: Service) -> Sequence[BaseRoute]:
-    """Return the route around a service."""
+def build_config_router(settings: Settings) -> APIRouter:
+    """Return the route that tells how frames are batched."""
     router = APIRouter()
-    settings = service.settings
 
     async def config(request: Request) -> JSONResponse:
         """Show the batching settings; an attempt to change them is refused with the reason."""
@@ -69,7 +61,7 @@ def build_config_routes(service: Service) -> Sequence[BaseRoute]:
         return JSONResponse({"applied": {}, "config": current})
 
     router.add_api_route("/config", config, methods=["GET"])
-    return router.routes
+    return router
 
 
 PATH = "/act"
@@ -81,7 +73,7 @@ _ECHOED_CHARS = 200
 _READERS = {ActProfile.OPENVLA: openvla_request, ActProfile.OFT: oft_request}
 
 
-def build_routes(service: Service) -> Sequence[BaseRoute]:
+def build_peer_act_route(service: Service) -> PlainRoute:
     """Return the route around a service."""
     limits = service.settings.wire_limits
     profile, chain = service.settings.profile, service.settings.act_image_chain
@@ -97,10 +89,10 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
             message = await asyncio.to_thread(prepare, message, chain, size)
         options = replace(message.options, session_id=session)
         caller = caller_of(request.scope)
-        # A client that understands a status can try again itself.
-        ask = service.act if _wants_problems(request) else partial(act_patiently, service)
+        if not _wants_problems(request):  # a client that understands a status tries again itself
+            caller = staying(caller)
         chunk = await CallerWatch(request.receive).run(
-            ask(message.observation, options, caller, arrived_s),
+            service.act(message.observation, options, caller, arrived_s),
             service.scheduler.answers_at_once,
         )
         return _reply(chunk, profile, parsed.is_encoded)
@@ -119,7 +111,7 @@ def build_routes(service: Service) -> Sequence[BaseRoute]:
                 raise
             return _legacy_error(error, request)
 
-    return [PlainRoute(PATH, act, methods=["POST"])]
+    return PlainRoute(PATH, act, methods=["POST"])
 
 
 class _NoBodyError(NotAnObjectError):
@@ -157,7 +149,7 @@ def _legacy_error(error: Exception, request: Request) -> Response:
         return _json(json.dumps({"detail": [_detail(error)]}, separators=(",", ":")).encode(), 422)
     problem = describe(error, request)
     response = _json(b'"error"')
-    response.headers[REASON_HEADER] = brief(f"{problem.kind.status} {problem.detail}", 300)[1:-1]
+    response.headers[REASON_HEADER] = ascii(f"{problem.status} {problem.detail}")[1:-1][:300]
     return response
 
 

@@ -18,10 +18,18 @@ from numpy.typing import NDArray
 
 from deft_client.errors import (
     MalformedMessageError,
-    MessageTooLargeError,
     UnsupportedMessageError,
     UnusableValueError,
     WireError,
+)
+from deft_client.peers.msgpack_numpy import unpack_maps
+from deft_client.peers.values import (
+    build_array,
+    check_camera_count,
+    missing,
+    read_frame,
+    read_state,
+    read_text,
 )
 from deft_client.types import (
     ActionChunk,
@@ -30,17 +38,9 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_client.wire.fields import WireLimits
+from deft_client.wire.fields import WireLimits, brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.frames import (
-    brief,
-    build_array,
-    missing,
-    read_frame,
-    read_state,
-    read_text,
-)
 from deft_server.compat.profiles import GROOT, in_convention
 from deft_server.errors import MissingKeyError, ServerError
 from deft_server.http.problems import describe
@@ -49,7 +49,6 @@ from deft_server.serving.service import Service
 from deft_server.settings import SettingsError
 
 _ARM = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
-_MAX_ENTRIES = 1024
 _MAX_BATCH = 64
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([^']{3,4})', 'fortran_order': (True|False), "
@@ -70,20 +69,7 @@ class Call:
 
 def read_call(frame: bytes, limits: WireLimits) -> Call:
     """Return a request, arrays rebuilt."""
-    if len(frame) > limits.max_bytes:
-        raise MessageTooLargeError(
-            "frame", f"{len(frame)} bytes; at most {limits.max_bytes} are taken"
-        )
-    try:
-        value = msgpack.unpackb(
-            frame,
-            object_hook=_revive,
-            ext_hook=_refuse_extension,
-            max_array_len=limits.max_lists,
-            max_map_len=_MAX_ENTRIES,
-        )
-    except (ValueError, RecursionError, TypeError, msgpack.UnpackException) as error:
-        raise MalformedMessageError("frame", f"not a msgpack message: {error}") from None
+    value = unpack_maps(frame, limits, _revive)
     if not isinstance(value, dict) or not isinstance(value.get("endpoint"), str):
         raise MalformedMessageError("endpoint", f"missing; got {brief(value)}")
     data, token = _text_map(value.get("data") or {}, "data"), value.get("api_token")
@@ -163,10 +149,6 @@ def _revive(entries: dict[object, object]) -> object:
     return build_array(data[header.end() :], dtype, lengths, "as_npy")
 
 
-def _refuse_extension(code: int, data: bytes) -> object:
-    raise UnsupportedMessageError("frame", f"msgpack extension type {code} is not taken")
-
-
 def _as_npy(value: object) -> object:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot send a {type(value).__name__}")
@@ -209,7 +191,8 @@ def _batched(value: object, field: str, ndim: int) -> NDArray[np.generic]:
     """Return an array [batch, time, ...] at its last time step: [batch, ...]."""
     if not isinstance(value, np.ndarray) or value.ndim != ndim or 0 in value.shape:
         raise UnusableValueError(
-            field, f"must be an array [batch, time, ...] of {ndim} dimensions, got {brief(value)}"
+            field,
+            f"must be an array [batch, time, ...] of {ndim} dimensions, got {brief(value)}",
         )
     last: NDArray[np.generic] = value[:, -1]
     return last
@@ -230,8 +213,7 @@ def _message(
     texts: list[str],
     limits: WireLimits,
 ) -> ActMessage:
-    if len(frames) > limits.max_cameras + 1:
-        raise MessageTooLargeError("video", f"at most {limits.max_cameras + 1} cameras are taken")
+    check_camera_count(len(frames), limits, "video")
     images: dict[str, Image] = {
         name: read_frame(batch[number], f"video.{name}", limits) for name, batch in frames.items()
     }
@@ -253,10 +235,10 @@ _MAX_IN_HAND = 256
 class GrootSocket:
     """Answers GR00T's clients for as long as the app runs. A client's robots are its sessions."""
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, port: int) -> None:
         self._service = service
         self._limits: WireLimits = service.settings.wire_limits
-        self._address = f"tcp://{host}:{port}"
+        self._address = f"tcp://{service.settings.host}:{port}"
         self._task: asyncio.Task[None] | None = None
         self._zmq = _import_zmq()
         self.port = port  # the real one once it listens, where 0 was asked for

@@ -15,14 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.image_chain import ImageChain
+from deft_client.types import ServerInfo
 from deft_client.wire.messages import ActMessage
-
-
-class ActProfile(Enum):
-    """Which of OpenVLA's two servers `POST /act` stands in for."""
-
-    OPENVLA = "openvla"  # one bare array per reply
-    OFT = "oft"  # a list of arrays, one per action of the chunk
+from deft_server.serving.access import Caller
+from deft_server.settings import ActProfile, Settings
 
 
 class Gripper(Enum):
@@ -33,7 +29,7 @@ class Gripper(Enum):
 
 
 @dataclass(frozen=True)
-class Profile:
+class PeerProfile:
     """One protocol's conventions."""
 
     name: str
@@ -49,37 +45,63 @@ class Profile:
         )
 
 
-OPENVLA = Profile(
+OPENVLA = PeerProfile(
     name="POST /act (openvla)",
     frame="rotated, JPEG round trip, resized and cropped by the client",
     gripper=Gripper.POLICY,
     reply="one array [action_dim], float64",
 )
-OFT = Profile(
+OFT = PeerProfile(
     name="POST /act (oft)",
     frame="rotated by the client",
     gripper=Gripper.POLICY,
     reply="list of arrays [action_dim], float64, one per step of the chunk",
 )
-OPENPI = Profile(
+OPENPI = PeerProfile(
     name="WebSocket / (openpi)",
     frame="upright, resized by the client",
     gripper=Gripper.ROBOSUITE,
     reply="actions [step, action_dim], float64, executed as they are",
 )
-VLA_EVAL = Profile(
+VLA_EVAL = PeerProfile(
     name="WebSocket / (vla-eval)",
     frame="upright, as rendered",
     gripper=Gripper.ROBOSUITE,
     reply="one array [action_dim] per observation, float64, executed as it is",
 )
-GROOT = Profile(
+GROOT = PeerProfile(
     name="ZMQ (groot)",
     frame="upright, as rendered",
     gripper=Gripper.ROBOSUITE,
     reply="one array [batch, step, 1] per dimension, float64",
 )
 ACT_PROFILES = {ActProfile.OPENVLA: OPENVLA, ActProfile.OFT: OFT}
+
+
+def conventions(settings: Settings, info: ServerInfo) -> dict[str, str]:
+    """Return a sentence about every protocol that is served, by its name."""
+    chains = {
+        ACT_PROFILES[settings.profile]: settings.act_image_chain,
+        OPENPI: settings.socket_image_chain,
+        VLA_EVAL: settings.socket_image_chain,
+    }
+    if settings.groot_port is not None:
+        chains[GROOT] = ImageChain.NONE
+    return {
+        profile.name: profile.sentence(chain, info.image_chain) for profile, chain in chains.items()
+    }
+
+
+_STAYS_S = 10.0
+
+
+def staying(caller: Caller) -> Caller:
+    """Return a caller whose frames wait where others are told to try again.
+
+    Peers' clients know nothing of 429. Those of `POST /act` name no session, so that a busy server
+    takes each of their frames for a newcomer's.
+    """
+    return replace(caller, stays_s=_STAYS_S)
 
 
 def prepare(message: ActMessage, chain: ImageChain, size: int) -> ActMessage:
@@ -90,7 +112,7 @@ def prepare(message: ActMessage, chain: ImageChain, size: int) -> ActMessage:
     return replace(message, observation=replace(message.observation, image=image))
 
 
-def in_convention(actions: NDArray[np.float64], profile: Profile) -> NDArray[np.float64]:
+def in_convention(actions: NDArray[np.float64], profile: PeerProfile) -> NDArray[np.float64]:
     """Return actions [step, action_dim] with the gripper as the profile's clients expect it."""
     if profile.gripper is Gripper.POLICY:
         return actions

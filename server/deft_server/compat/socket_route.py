@@ -16,24 +16,21 @@ from starlette.types import Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError, WireError
 from deft_client.image_chain import ImageChain
+from deft_client.peers.msgpack_numpy import PictureFoundError, pack, unpack
+from deft_client.peers.values import read_name
+from deft_client.peers.vla_eval import Message, MessageType, looks_like_message, read_message
 from deft_client.types import ActionChunk, ActOptions
+from deft_client.wire.fields import brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.dialects import (
-    Message,
-    MessageType,
     OpenpiDialect,
     VlaEvalDialect,
     action_message,
     error_message,
-    first_frame,
-    looks_like_message,
-    read_message,
+    greeting,
 )
-from deft_server.compat.frames import brief, read_name
-from deft_server.compat.msgpack_numpy import PictureFoundError, pack, unpack
-from deft_server.compat.patience import act_patiently
-from deft_server.compat.profiles import prepare
+from deft_server.compat.profiles import prepare, staying
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of
@@ -46,10 +43,9 @@ _ENDED_EPISODE = pack({"status": "reset successful"})
 _KNOWN = (WireError, PolicyError, ServerError)
 
 
-def build_routes(service: Service) -> list[WebSocketRoute]:
+def build_socket_route(service: Service) -> WebSocketRoute:
     """Return the route around a service."""
-
-    return [WebSocketRoute("/", _Socket(service))]
+    return WebSocketRoute("/", _Socket(service))
 
 
 class _Socket:
@@ -80,7 +76,7 @@ class _Connection:
         self._raw_send = send
         self._watch = CallerWatch(receive)
         self._limits = service.settings.wire_limits
-        self._caller: Caller = caller_of(scope)
+        self._caller: Caller = staying(caller_of(scope))
         self._session_id = f"socket-{uuid.uuid4().hex[:12]}"
         self._openpi = OpenpiDialect(self._limits)
         self._vla_eval = VlaEvalDialect(self._limits)
@@ -90,11 +86,11 @@ class _Connection:
         try:
             self._options = self._read_options()
             await self._service.scheduler.settled()
-            hello = first_frame(self._service.info, self._session_id, version("deft-vla"))
+            hello = greeting(self._service.info, self._session_id, version("deft-vla"))
         except _KNOWN as error:
             await self._fail(error)
             return
-        await self._send_frame(hello)
+        await self._send_bytes(hello)
         goes_on = True
         while goes_on:
             event = await self._watch.next_message()
@@ -137,11 +133,11 @@ class _Connection:
             raise MalformedMessageError("frame", f"must be a map, got {brief(value)}")
         if value.get("endpoint") == "reset":
             self.end_episode()
-            await self._send_frame(_ENDED_EPISODE)
+            await self._send_bytes(_ENDED_EPISODE)
             return
         chunk = await self._act(self._openpi.request(value), arrived_s)
         infer_ms = (time.monotonic() - arrived_s) * 1000
-        await self._send_frame(self._openpi.result(chunk, infer_ms))
+        await self._send_bytes(self._openpi.result(chunk, infer_ms))
         self._openpi.prev_total_ms = (time.monotonic() - arrived_s) * 1000
 
     async def _answer_vla_eval(self, value: object, arrived_s: float) -> None:
@@ -158,7 +154,7 @@ class _Connection:
             except _KNOWN as error:
                 detail = describe(error, self._connection).detail
                 reply = error_message(f"observation_failed: {detail}", message.seq)
-            await self._send_frame(reply)
+            await self._send_bytes(reply)
 
     async def _next_action(self, message: Message, arrived_s: float) -> bytes:
         action = self._vla_eval.planned_action()
@@ -173,10 +169,8 @@ class _Connection:
             size = self._service.info.image_height
             message = await asyncio.to_thread(prepare, message, chain, size)
         is_quick = self._service.scheduler.answers_at_once
-        asking = act_patiently(
-            self._service, message.observation, self._options, self._caller, arrived_s
-        )
-        return await self._watch.run(asking, is_quick)
+        act = self._service.act(message.observation, self._options, self._caller, arrived_s)
+        return await self._watch.run(act, is_quick)
 
     def _read_options(self) -> ActOptions:
         query = self._connection.query_params
@@ -187,9 +181,9 @@ class _Connection:
         )
 
     async def _fail(self, error: Exception) -> None:
-        """Tell an openpi client as its own server would: a text frame, then close code 1011."""
+        """Tell an openpi client as its own server would: a text message, then close code 1011."""
         problem = describe(error, self._connection)
-        text = f"{problem.kind.title}: {problem.detail}"
+        text = f"{problem.title}: {problem.detail}"
         await self._send({"type": "websocket.send", "text": text})
         await self._send({"type": "websocket.close", "code": 1011, "reason": CLOSE_REASON})
 
@@ -199,5 +193,5 @@ class _Connection:
         except OSError as error:
             raise CallerGoneError("the caller left while we sent") from error
 
-    async def _send_frame(self, frame: bytes) -> None:
-        await self._send({"type": "websocket.send", "bytes": frame})
+    async def _send_bytes(self, data: bytes) -> None:
+        await self._send({"type": "websocket.send", "bytes": data})

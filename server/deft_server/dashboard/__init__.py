@@ -1,1 +1,0 @@
-"""A page that shows the server at work. Costs nothing while nobody looks."""

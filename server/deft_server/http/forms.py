@@ -1,112 +1,95 @@
-"""Takes a multipart/form-data body apart into texts and files. Pure; knows nothing of frames.
+"""The same request as a form (multipart/form-data), so that curl can send a picture file.
 
-The body is in memory already, and bounded, so nothing is spooled to disk.
+Files: `image`, and `camera.NAME` for each further camera, PNG or JPEG. Texts: `instruction`, the
+options by their names, and `state` as a JSON list.
 """
 
-from dataclasses import dataclass, field
-from email.message import Message
-
-from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, FormParser
 
-from deft_client.errors import MalformedMessageError, MessageTooLargeError
+from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
+from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits
+from deft_client.wire.json_codec import load
+from deft_client.wire.messages import REQUEST, ActMessage
 
+CONTENT_TYPE = "multipart/form-data"
+CAMERA_PREFIX = "camera."
 MAX_PARTS = 64
-MAX_HEADER_BYTES = 4096  # of one part, all its headers together
+_NUMBERS = {"deadline_ms": float, "radius": int, "v": int}
+_FLAGS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False, "": None}
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a form holds: parts with a file name are files, the others texts."""
+def decode_form(body: bytes, boundary: str, limits: WireLimits = DEFAULT_LIMITS) -> ActMessage:
+    """Return the request in a form, or raise `WireError`."""
+    entries: dict[str, object] = {}
+    cameras: dict[str, object] = {}
+    for name, value in read_parts(body, boundary).items():
+        if name.startswith(CAMERA_PREFIX):
+            cameras[name.removeprefix(CAMERA_PREFIX)] = _picture(name, value)
+        elif isinstance(value, bytes) or name == "image":
+            entries[name] = _picture(name, value)
+        else:
+            entries[name] = _option(name, value, limits)
+    # Bytes are bytes here, but the state is a JSON list.
+    return REQUEST.read({**entries, "cameras": cameras or None}, "", Terms(limits, is_json=True))
 
-    texts: dict[str, str] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
 
+def read_parts(body: bytes, boundary: str) -> dict[str, str | bytes]:
+    """Return the parts of a form, those with a file name as bytes; the library bounds headers."""
+    parts: list[Field | File] = []
+    ends: list[bool] = []
 
-def read_form(body: bytes, boundary: str) -> Form:
-    """Return the parts of a form, or raise `WireError`."""
-    collector = _Collector()
-    callbacks = {
-        "on_part_begin": collector.begin,
-        "on_header_field": collector.header_name,
-        "on_header_value": collector.header_value,
-        "on_header_end": collector.header_end,
-        "on_part_data": collector.data,
-        "on_end": collector.end,
-    }
+    def keep(part: Field | File) -> None:
+        if len(parts) >= MAX_PARTS:
+            raise MessageTooLargeError("body", f"more than {MAX_PARTS} parts")
+        parts.append(part)
+
+    # The body is in memory already, and bounded, so that nothing needs to go to disk.
+    config = {"MAX_MEMORY_FILE_SIZE": len(body)}
     try:
-        parser = MultipartParser(boundary.encode("latin-1", "replace"), callbacks)  # type: ignore[arg-type]
+        parser = FormParser(
+            CONTENT_TYPE, keep, keep, lambda: ends.append(True), boundary, config=config
+        )
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
         raise MalformedMessageError("body", f"is not a multipart form: {error}") from error
-    if not collector.is_complete:
+    if not ends:
         raise MalformedMessageError("body", "the multipart form is cut off")
-    form = Form()
-    for part in collector.parts:
-        _add(form, part)
-    return form
+    values: dict[str, str | bytes] = {}
+    for part in parts:
+        name = (part.field_name or b"").decode("utf-8", "replace")
+        if name in values:
+            raise MalformedMessageError(name, "given twice")
+        values[name] = _value(part)
+    return values
 
 
-@dataclass
-class _Part:
-    headers: dict[str, str] = field(default_factory=dict)
-    data: bytearray = field(default_factory=bytearray)
+def _value(part: Field | File) -> str | bytes:
+    if isinstance(part, Field):
+        return (part.value or b"").decode("utf-8", "surrogateescape")
+    part.file_object.seek(0)
+    return part.file_object.read()
 
 
-class _Collector:
-    """Collects the parts of a form from the parser's callbacks."""
-
-    def __init__(self) -> None:
-        self.parts: list[_Part] = []
-        self.is_complete = False
-        self._name = bytearray()
-        self._value = bytearray()
-        self._header_bytes = 0
-
-    def begin(self) -> None:
-        if len(self.parts) >= MAX_PARTS:
-            raise MessageTooLargeError("body", f"more than {MAX_PARTS} parts")
-        self.parts.append(_Part())
-        self._header_bytes = 0
-
-    def header_name(self, data: bytes, start: int, end: int) -> None:
-        self._count(end - start)
-        self._name += data[start:end]
-
-    def header_value(self, data: bytes, start: int, end: int) -> None:
-        self._count(end - start)
-        self._value += data[start:end]
-
-    def header_end(self) -> None:
-        name = self._name.decode("latin-1").lower()
-        self.parts[-1].headers[name] = self._value.decode("latin-1")
-        self._name.clear()
-        self._value.clear()
-
-    def data(self, data: bytes, start: int, end: int) -> None:
-        self.parts[-1].data += memoryview(data)[start:end]
-
-    def end(self) -> None:
-        self.is_complete = True
-
-    def _count(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise MessageTooLargeError(
-                "body", f"a part with over {MAX_HEADER_BYTES} bytes of headers"
-            )
+def _picture(name: str, data: str | bytes) -> object:
+    """Return a file as the map of an image; whatever it is called, its first bytes decide."""
+    if isinstance(data, str):
+        raise UnusableValueError(name, "must be a file; with curl: -F image=@frame.png")
+    return {"encoding": "png" if data[:1] == b"\x89" else "jpeg", "data": data}
 
 
-def _add(form: Form, part: _Part) -> None:
-    message = Message()
-    message["content-disposition"] = part.headers.get("content-disposition", "")
-    name = message.get_param("name", header="content-disposition")
-    if not isinstance(name, str) or not name:
-        raise MalformedMessageError("body", "a part of the form has no name")
-    if name in form.texts or name in form.files:
-        raise MalformedMessageError(name, "given twice")
-    if message.get_filename() is None:
-        form.texts[name] = part.data.decode("utf-8", "surrogateescape")
-    else:
-        form.files[name] = bytes(part.data)
+def _option(name: str, text: str, limits: WireLimits) -> object:
+    """Return what a text field stands for; `REQUEST` judges whether it may."""
+    if name == "state":
+        return load(text.encode("utf-8", "surrogateescape"), limits, name)
+    if name == "trace":
+        if text.lower() not in _FLAGS:
+            raise UnusableValueError(name, f"must be true or false, got {text[:24]!r}")
+        return _FLAGS[text.lower()]
+    if name in _NUMBERS and text:
+        try:
+            return _NUMBERS[name](text)
+        except ValueError:
+            raise UnusableValueError(name, f"must be a number, got {text[:24]!r}") from None
+    return text or None

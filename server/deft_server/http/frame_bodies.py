@@ -9,21 +9,13 @@ from importlib import import_module
 
 from deft_client.errors import MalformedMessageError, UnsupportedMessageError
 from deft_client.types import ActionChunk
-from deft_client.wire import (
-    form_codec as wire_form,
-)
-from deft_client.wire import (
-    json_codec as wire_json,
-)
-from deft_client.wire import (
-    msgpack_codec as wire,
-)
-from deft_client.wire.fields import WireLimits
-from deft_client.wire.messages import ActMessage, has_pictures, read_request
+from deft_client.wire import json_codec, msgpack_codec
+from deft_client.wire.fields import Terms, WireLimits
+from deft_client.wire.messages import REQUEST, ActMessage, has_pictures
 from deft_server.errors import OverloadedError
-from deft_server.http.forms import read_form
+from deft_server.http import forms
 
-_CONTENT_TYPES = (wire.CONTENT_TYPE, wire_json.CONTENT_TYPE, wire_form.CONTENT_TYPE)
+_CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, forms.CONTENT_TYPE)
 
 
 def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage:
@@ -31,34 +23,33 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
     header = Message()
     header["content-type"] = content_type or "none/none"
     kind = header.get_content_type()
-    if kind == wire.CONTENT_TYPE:
-        return wire.decode_request(body, limits)
-    if kind == wire_json.CONTENT_TYPE:
-        return wire_json.decode_request(body, limits)
-    if kind != wire_form.CONTENT_TYPE:
+    if kind == msgpack_codec.CONTENT_TYPE:
+        return msgpack_codec.decode_request(body, limits)
+    if kind == json_codec.CONTENT_TYPE:
+        return json_codec.decode_request(body, limits)
+    if kind != forms.CONTENT_TYPE:
         raise UnsupportedMessageError(
             "content-type", f"must be one of {', '.join(_CONTENT_TYPES)}; got {content_type[:80]!r}"
         )
-    wire.check_bytes(body, limits)
+    msgpack_codec.check_bytes(body, limits)
     boundary = header.get_param("boundary")
     if not isinstance(boundary, str) or not boundary:
         raise MalformedMessageError("content-type", "multipart/form-data names no boundary")
-    form = read_form(body, boundary)
-    return wire_form.decode_form(form.texts, form.files, limits)
+    return forms.decode_form(body, boundary, limits)
 
 
 def wants_msgpack(accept: str, content_type: str) -> bool:
     """Should the answer be msgpack? It is JSON otherwise."""
-    if wire.CONTENT_TYPE in accept:
+    if msgpack_codec.CONTENT_TYPE in accept:
         return True
-    return content_type == wire.CONTENT_TYPE and wire_json.CONTENT_TYPE not in accept
+    return content_type == msgpack_codec.CONTENT_TYPE and json_codec.CONTENT_TYPE not in accept
 
 
 def encode_answer(chunk: ActionChunk, as_msgpack: bool) -> tuple[bytes, str]:
     """Return an answer as bytes, and their content type."""
     if as_msgpack:
-        return wire.encode_answer(chunk), wire.CONTENT_TYPE
-    return wire_json.encode_answer(chunk), wire_json.CONTENT_TYPE
+        return msgpack_codec.encode_answer(chunk), msgpack_codec.CONTENT_TYPE
+    return json_codec.encode_answer(chunk), json_codec.CONTENT_TYPE
 
 
 NUM_THREADS = 2
@@ -76,12 +67,11 @@ class FrameDecoder:
 
     async def decode(self, content_type: str, body: bytes) -> ActMessage:
         """Return the frame in a body; raise `WireError`, or `OverloadedError` if too many wait."""
-        if content_type != wire.CONTENT_TYPE:
+        if content_type != msgpack_codec.CONTENT_TYPE:
             return await self._on_a_thread(partial(decode_body, content_type, body, self._limits))
-        fields = wire.open_request(body, self._limits)
-        if has_pictures(fields):
-            return await self._on_a_thread(partial(read_request, fields))
-        return read_request(fields)
+        entries = msgpack_codec.unpack(body, self._limits)
+        read = partial(REQUEST.read, entries, "", Terms(self._limits))
+        return await self._on_a_thread(read) if has_pictures(entries) else read()
 
     async def _on_a_thread(self, decode: Callable[[], ActMessage]) -> ActMessage:
         if self._num_pending >= MAX_PENDING:
@@ -93,11 +83,11 @@ class FrameDecoder:
         finally:
             self._num_pending -= 1
 
-    def warm_up(self) -> None:
+    def start(self) -> None:
         """Load the image library before the first picture needs it."""
         self._threads.submit(import_module, "PIL.PngImagePlugin")
         self._threads.submit(import_module, "PIL.JpegImagePlugin")
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -18,8 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, OverloadedError
 from deft_server.http.caller_watch import Cancellation
 from deft_server.http.problems import describe, problem_response
-from deft_server.serving import request_ids
-from deft_server.serving.access import Caller
+from deft_server.serving.access import (
+    REQUEST_ID_HEADER,
+    Caller,
+    current_request_id,
+    request_id_from,
+)
 from deft_server.serving.service import Service
 
 BUSY_FOR_S = 1.0
@@ -92,7 +96,6 @@ ADMIN_PREFIX = "/v1/admin"
 OPEN_PATHS = frozenset(("/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico"))
 METRICS_PATH = "/metrics"
 PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header
-MAX_ROUTE_CHARS = 64
 _CALLER = "deft.caller"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -127,8 +130,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        request_id = request_ids.given_or_new(headers.get(request_ids.HEADER))
-        request_ids.current.set(request_id)
+        request_id = request_id_from(headers.get(REQUEST_ID_HEADER))
+        current_request_id.set(request_id)
         if scope["type"] == "websocket":
             await self._websocket(scope, headers, receive, send)
         else:
@@ -163,7 +166,7 @@ class Gate:
         except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
             problem = describe(error, HTTPConnection(scope))
             await _refuse_handshake(scope, problem_response(problem), receive, send)
-            self._count(scope, problem.kind.status, time.perf_counter())
+            self._count(scope, problem.status, time.perf_counter())
             return
         await self._app(scope, receive, send)
 
@@ -206,7 +209,7 @@ class _Reply:
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
-        self._header = (request_ids.HEADER, request_id.encode("ascii"))
+        self._header = (REQUEST_ID_HEADER, request_id.encode("ascii"))
         self.status = 0
 
     async def __call__(self, message: Message) -> None:

@@ -1,16 +1,14 @@
 """The request and response bodies of the OpenAPI document.
 
 The routes take raw bytes, because nothing may stand between a frame and its decoding; so what the
-bytes must be is written down here.
+bytes must be is added here, from the kinds that read them.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from deft_client.wire.fields import WireLimits
-from deft_client.wire.messages import MAX_DEADLINE_MS, MAX_RADIUS
-
-Json = dict[str, object]
+from deft_client.wire.fields import SENTENCE, Json, WireLimits
+from deft_client.wire.messages import ANSWER, INFO, OPTIONS, PROBLEM, REQUEST, RESET
 
 _ERRORS = {
     "400": "malformed message",
@@ -43,12 +41,15 @@ def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) 
     """Add the bodies of our routes to a document that FastAPI made, and the plain routes to it."""
     _child(_child(document, "components"), "schemas").update(_schemas(limits))
     reset_body = _body({"application/json": _reference("Reset")})
+    switch_body = _body({"application/json": _reference("RecordingSwitch")})
     operations = [
         _Operation("/v1/act", "post", "ActAnswer", tuple(_ERRORS), _act_body(), _ACT),
         _Operation("/act", "post", "Anything", ("401", "413"), _legacy_body(), _LEGACY_ACT),
         _Operation("/v1/reset", "post", "WasReset", body=reset_body),
         _Operation("/v1/info", "get", "ServerInfo"),
         _Operation("/v1/admin/reset_all", "post", "Ended"),
+        _Operation("/v1/admin/recording", "get", "RecordingStatus"),
+        _Operation("/v1/admin/recording", "post", "RecordingStatus", body=switch_body),
         _Operation("/healthz", "get", None, ()),
         _Operation("/readyz", "get", None, ("503",)),
         _Operation("/metrics", "get", None, ("401",)),
@@ -81,6 +82,7 @@ _ACT = "Answer one camera frame with the actions that follow it."
 _LEGACY_ACT = "Answer a client of OpenVLA; errors are the text `error`, see docs/protocols.md."
 _BINARY: Json = {"type": "string", "format": "binary"}
 _TEXT: Json = {"type": "string"}
+_COUNT: Json = {"type": "integer"}
 
 
 def _act_body() -> Json:
@@ -107,92 +109,27 @@ def _body(schemas: dict[str, Json]) -> Json:
 
 
 def _schemas(limits: WireLimits) -> Json:
-    name = {"type": "string", "maxLength": limits.max_name_chars}
-    options: Json = {
-        "session_id": name,
-        "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_MS},
-        "statistics_key": name,
-        "decoding": name,
-        "radius": {"type": "integer", "minimum": 0, "maximum": MAX_RADIUS},
-        "trace": {"type": "boolean"},
-    }
-    instruction = {"type": "string", "maxLength": limits.max_instruction_chars}
-    state = {"type": "array", "items": {"type": "number"}, "maxItems": limits.max_state_dim}
-    cameras = {
-        "type": "object",
-        "additionalProperties": _reference("Image"),
-        "maxProperties": limits.max_cameras,
-    }
-    request: Json = {
-        "v": {"type": "integer", "const": 1},
-        "image": _reference("Image"),
-        "instruction": instruction,
-        "cameras": cameras,
-        "state": state,
-        **options,
-    }
-    form: Json = {"image": _BINARY, "instruction": instruction, "state": _TEXT, **options}
-    count = {"type": "integer"}
-    array = {"__numpy__": _TEXT, "dtype": _TEXT, "shape": {"type": "array", "items": count}}
-    legacy: Json = {
-        "image": _object(array, tuple(array)),
-        "instruction": _TEXT,
-        "unnorm_key": _TEXT,
-    }
+    options = {name: kind.schema(limits) for name, kind in OPTIONS.items()}
+    form = {"image": _BINARY, "instruction": SENTENCE.schema(limits), "state": _TEXT, **options}
+    array = {"__numpy__": _TEXT, "dtype": _TEXT, "shape": {"type": "array", "items": _COUNT}}
+    legacy = {"image": _object(array, tuple(array)), "instruction": _TEXT, "unnorm_key": _TEXT}
     return {
         "Anything": {},
         "LegacyAct": _object(legacy, ("image", "instruction"), open_ended=True),
-        "Image": _image(),
-        "ActRequest": _object(request, ("image", "instruction")),
+        "ActRequest": REQUEST.schema(limits),
         "ActForm": _object(form, ("image", "instruction"), open_ended=True),
-        "ActAnswer": _object(_answer(), ("v", "actions", "timings")),
-        "Reset": _object({"session_id": name}, ("session_id",)),
+        "ActAnswer": ANSWER.schema(limits),
+        "Reset": RESET.schema(limits),
         "WasReset": _object({"existed": {"type": "boolean"}}, ("existed",)),
-        "Ended": _object({"ended": count}, ("ended",)),
-        "ServerInfo": _object(
-            {"policy": _TEXT, "action_dim": count, "chunk_length": count},
-            ("policy", "action_dim", "chunk_length"),
+        "Ended": _object({"ended": _COUNT}, ("ended",)),
+        "RecordingSwitch": _object({"on": {"type": "boolean"}}, ("on",)),
+        "RecordingStatus": _object(
+            {"is_on": {"type": "boolean"}, "reason": {"type": "string"}},
+            ("is_on", "reason"),
             open_ended=True,
         ),
-        "Problem": _object(
-            {"type": _TEXT, "title": _TEXT, "status": count, "detail": _TEXT, "field": _TEXT},
-            ("type", "title", "status", "detail"),
-            open_ended=True,
-        ),
-    }
-
-
-def _image() -> Json:
-    encoded = _object(
-        {
-            "encoding": {"enum": ["png", "jpeg"]},
-            "data": {"type": "string", "contentEncoding": "base64"},
-        },
-        ("encoding", "data"),
-    )
-    raw = _object(
-        {
-            "encoding": {"const": "raw"},
-            "dtype": {"const": "uint8"},
-            "shape": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 3},
-            "data": {"type": "string", "contentEncoding": "base64"},
-        },
-        ("dtype", "shape", "data"),
-    )
-    channel = {"type": "integer", "minimum": 0, "maximum": 255}
-    pixel = {"type": "array", "items": channel, "minItems": 3, "maxItems": 3}
-    rows = {"type": "array", "items": {"type": "array", "items": pixel, "minItems": 1}}
-    return {"anyOf": [encoded, raw, {**rows, "minItems": 1}]}
-
-
-def _answer() -> Json:
-    numbers = {"type": "array", "items": {"type": "number"}}
-    return {
-        "v": {"type": "integer"},
-        "actions": {"type": "array", "items": numbers},
-        "timings": {"type": "object", "additionalProperties": {"type": "number"}},
-        "trace": {"type": "object"},
-        "intervention": {"enum": ["hold", "clamp"]},
+        "ServerInfo": INFO.schema(limits),
+        "Problem": PROBLEM.schema(limits),
     }
 
 

@@ -1,6 +1,6 @@
 """WebSocket /v1/stream: frames in, answers out, strictly alternating, msgpack as in POST /v1/act.
 
-An error is a text frame with problem+json; the connection stays open. Plain ASGI, because every
+An error is a text message with problem+json; the connection stays open. Plain ASGI, because every
 frame of a robot comes this way.
 """
 
@@ -12,27 +12,30 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError
 from deft_client.types import ActionChunk
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire.json_codec import encode_problem
+from deft_client.wire.msgpack_codec import CONTENT_TYPE, encode_answer
 from deft_server.errors import CallerGoneError
 from deft_server.http.caller_watch import CallerWatch
+from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import caller_of
-from deft_server.http.problems import describe, problem_body
+from deft_server.http.problems import describe
 from deft_server.serving.access import Caller
 from deft_server.serving.service import Service
 
 PATH = "/v1/stream"
 
 
-def build_route(service: Service) -> WebSocketRoute:
+def build_stream_route(service: Service, decoder: FrameDecoder) -> WebSocketRoute:
     """Return the route around a service."""
-    return WebSocketRoute(PATH, _Stream(service))
+    return WebSocketRoute(PATH, _Stream(service, decoder))
 
 
 class _Stream:
     """The route, as an ASGI application: called once per connection."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, decoder: FrameDecoder) -> None:
         self._service = service
+        self._decoder = decoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer frames until the robot leaves."""
@@ -47,15 +50,15 @@ class _Stream:
             return
 
     async def _answer(self, message: Message, watch: CallerWatch, scope: Scope) -> Message:
-        """Return the frame to send back."""
+        """Return the message to send back."""
         try:
             is_quick = self._service.scheduler.answers_at_once
             chunk = await watch.run(self._act(message, caller_of(scope)), is_quick)
-            return {"type": "websocket.send", "bytes": wire.encode_answer(chunk)}
+            return {"type": "websocket.send", "bytes": encode_answer(chunk)}
         except CallerGoneError:
             raise
         except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
-            problem = problem_body(describe(error, HTTPConnection(scope)))
+            problem = encode_problem(describe(error, HTTPConnection(scope)))
             return {"type": "websocket.send", "text": problem.decode()}
 
     async def _act(self, message: Message, caller: Caller) -> ActionChunk:
@@ -64,5 +67,5 @@ class _Stream:
         if data is None:
             raise MalformedMessageError("body", "send binary frames, got text")
         self._service.readiness.require()
-        asked = await self._service.decoder.decode(wire.CONTENT_TYPE, data)
+        asked = await self._decoder.decode(CONTENT_TYPE, data)
         return await self._service.act(asked.observation, asked.options, caller, arrived_s)

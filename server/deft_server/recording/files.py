@@ -42,7 +42,7 @@ class RecordingRules:
 
 
 @dataclass(frozen=True)
-class EpisodeKey:
+class RecordedSession:
     """Whose episode it is. Frames without a session of one caller count as one episode."""
 
     caller: str
@@ -56,7 +56,7 @@ class TimedStep:
     The step's index is that of its session; in the file it becomes that of the episode.
     """
 
-    key: EpisodeKey
+    key: RecordedSession
     step: RecordedStep
     wall_s: float
     monotonic_s: float
@@ -82,7 +82,6 @@ class Written:
 
     steps: int = 0
     bytes: int = 0
-    deleted_files: int = 0
 
 
 def open_new(path: Path) -> FileIO:
@@ -99,7 +98,7 @@ class EpisodeFiles:
     info: ServerInfo | None = None
     open_file: Callable[[Path], FileIO] = open_new
     written: Written = field(default_factory=Written)
-    _open: OrderedDict[EpisodeKey, _OpenEpisode] = field(default_factory=OrderedDict)
+    _open: OrderedDict[RecordedSession, _OpenEpisode] = field(default_factory=OrderedDict)
     _total_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -134,7 +133,7 @@ class EpisodeFiles:
         if self.written.steps % _CHECK_DISK_EVERY == 0:
             self._make_room()
 
-    def end(self, key: EpisodeKey, reason: str) -> None:
+    def end(self, key: RecordedSession, reason: str) -> None:
         """Close an episode, if it has a file."""
         if key in self._open:
             self._finish(key, reason)
@@ -195,7 +194,7 @@ class EpisodeFiles:
         self._total_bytes += len(record)
         self.written.bytes += len(record)
 
-    def _finish(self, key: EpisodeKey, reason: str) -> None:
+    def _finish(self, key: RecordedSession, reason: str) -> None:
         episode = self._open.pop(key)
         with episode.file:
             self._append(episode, encode_end(reason))
@@ -211,7 +210,6 @@ class EpisodeFiles:
                 if path not in writing:
                     self._total_bytes -= path.stat().st_size
                     path.unlink()
-                    self.written.deleted_files += 1
             if self._total_bytes > self.rules.max_total_bytes:
                 raise DiskFullError(
                     f"{self.rules.directory}: the open recordings alone take more than "

@@ -1,38 +1,42 @@
 """Writes answered frames to disk beside the serving: one thread, a bounded queue, no robot waits.
 
-A disk that fails or fills stops the recording with a metric and a reason; serving goes on.
+A disk that fails or fills stops the recording with a metric and a reason; serving goes on. Under
+`/v1/admin/recording` administrators see how it goes, and switch it on and off.
 """
 
+import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Full, Queue
 from threading import Thread
 
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from deft_client.errors import MalformedMessageError, UnusableValueError
 from deft_client.recordings import RecordedStep
 from deft_client.types import ServerInfo
 from deft_server.errors import NotReadyError
+from deft_server.http.gate import ADMIN_PREFIX
 from deft_server.recording.files import (
     EpisodeFiles,
-    EpisodeKey,
+    RecordedSession,
     RecordingRules,
     TimedStep,
 )
-from deft_server.serving.events import (
-    Event,
-    EventBus,
-    FinishedAction,
-    SessionEnded,
-)
+from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
+from deft_server.serving.service import Service
+from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # steps between the event loop and the disk
-_Job = TimedStep | EpisodeKey | None
+_Job = TimedStep | RecordedSession | None
 
 
 class RecordingMetrics:
@@ -61,7 +65,7 @@ class RecordingStatus:
     bytes_kept: int
 
 
-class Recording:
+class SessionRecording:
     """The recording of one server. `start` and `stop` may be called any number of times."""
 
     build_files: Callable[[RecordingRules], EpisodeFiles] = EpisodeFiles
@@ -160,8 +164,8 @@ class Recording:
         except NotReadyError:
             return None  # stopping; the episode is recorded without
 
-    def _write(self, files: EpisodeFiles, job: TimedStep | EpisodeKey) -> None:
-        if isinstance(job, EpisodeKey):
+    def _write(self, files: EpisodeFiles, job: TimedStep | RecordedSession) -> None:
+        if isinstance(job, RecordedSession):
             files.end(job, "reset")
             return
         before = files.written.bytes
@@ -170,11 +174,71 @@ class Recording:
         self._metrics.bytes.inc(files.written.bytes - before)
 
 
-def _job_of(event: Event) -> TimedStep | EpisodeKey | None:
+def _job_of(event: Event) -> TimedStep | RecordedSession | None:
     if isinstance(event, SessionEnded):
-        return EpisodeKey(event.caller, event.session_id)
+        return RecordedSession(event.caller, event.session_id)
     if not isinstance(event, FinishedAction) or event.chunk is None or event.is_hold:
         return None
     step = RecordedStep(event.step, 0.0, event.observation, event.options, event.chunk)
-    key = EpisodeKey(event.caller, event.session_id or "")
+    key = RecordedSession(event.caller, event.session_id or "")
     return TimedStep(key, step, time.time(), time.monotonic())
+
+
+def build_recording(service: Service) -> SessionRecording | None:
+    """Return what `record` asks for; raise `SettingsError` where the directory cannot be used."""
+    settings = service.settings
+    if settings.record is None:
+        return None
+    rules = RecordingRules(
+        directory=settings.record,
+        encoding=settings.record_frames,
+        max_total_bytes=settings.record_max_bytes,
+        min_free_bytes=settings.record_min_free_bytes,
+    )
+    try:
+        settings.record.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"cannot record to {settings.record}: {error}") from error
+    metrics = RecordingMetrics(service.metrics.registry)
+    return SessionRecording(rules, service.events, metrics, lambda: service.info)
+
+
+def build_recording_router(recording: SessionRecording | None) -> APIRouter:
+    """Return the routes around a recording, or those that say how to have one."""
+    router = APIRouter()
+
+    def told() -> JSONResponse:
+        if recording is None:
+            return JSONResponse({"is_on": False, "reason": "started without --record"})
+        return JSONResponse(asdict(recording.status))
+
+    async def status() -> JSONResponse:
+        """Say whether frames are recorded, and why not."""
+        return told()
+
+    async def switch(request: Request) -> JSONResponse:
+        """Switch the recording on or off: `{"on": true}`."""
+        wanted = _wanted(await request.body())
+        if recording is None:
+            raise UnusableValueError("on", "start the server with --record DIR to record")
+        if wanted:
+            recording.start()
+        else:
+            await asyncio.to_thread(recording.stop)
+        return told()
+
+    path = f"{ADMIN_PREFIX}/recording"
+    router.add_api_route(path, status, methods=["GET"])
+    router.add_api_route(path, switch, methods=["POST"])
+    return router
+
+
+def _wanted(body: bytes) -> bool:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessageError("body", f"is not JSON: {error}") from None
+    wanted = said.get("on") if isinstance(said, dict) else None
+    if not isinstance(wanted, bool):
+        raise UnusableValueError("on", 'send {"on": true} or {"on": false}')
+    return wanted

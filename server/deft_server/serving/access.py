@@ -1,4 +1,4 @@
-"""Who is calling, and may they: API keys from a file, rates, and the origin of web pages.
+"""Who is calling, and may they: request ids, API keys from a file, rates, origins of web pages.
 
 The file is TOML, one table per caller, and is read again when it changes:
 
@@ -12,36 +12,17 @@ The file is TOML, one table per caller, and is read again when it changes:
 import hashlib
 import hmac
 import logging
+import os
+import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
-
-
-class TokenBucket:
-    """Allows `rate_per_s` on average, and `burst` at once."""
-
-    def __init__(self, rate_per_s: float, burst: float) -> None:
-        self._rate_per_s = rate_per_s
-        self._burst = max(1.0, burst)
-        self._tokens = self._burst
-        self._filled_s: float | None = None
-
-    def take(self, now_s: float) -> float:
-        """Take one token and return 0, or return the seconds until there is one."""
-        if self._filled_s is not None:
-            gained = max(0.0, now_s - self._filled_s) * self._rate_per_s
-            self._tokens = min(self._burst, self._tokens + gained)
-        self._filled_s = now_s
-        if self._tokens >= 1:
-            self._tokens -= 1
-            return 0.0
-        return (1 - self._tokens) / self._rate_per_s
-
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -55,6 +36,20 @@ _SCHEMES = ("bearer", "api-key")
 logger = logging.getLogger(__name__)
 
 
+REQUEST_ID_HEADER = b"x-request-id"
+_ACCEPTABLE = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+
+# The id of the request that is being answered; on its answer and in every log line about it.
+current_request_id: ContextVar[str] = ContextVar("deft_request_id", default="")
+
+
+def request_id_from(header: bytes | None) -> str:
+    """Return the caller's id if it is harmless to repeat, else a fresh one."""
+    if header is not None and _ACCEPTABLE.fullmatch(header):
+        return header.decode("ascii")
+    return os.urandom(8).hex()
+
+
 @dataclass(frozen=True)
 class Caller:
     """Who sends a request: the name of an API key, or `anonymous` where none are asked for."""
@@ -64,10 +59,8 @@ class Caller:
     address: str = ""
     rate_per_s: float | None = None
     burst: float | None = None
+    stays_s: float = 0.0  # how long its frames wait where others are told to try again
     fingerprint: str = ""  # of the key, so that a key taken out of the file stops working at once
-
-
-ANONYMOUS = Caller()
 
 
 class KeyFileError(Exception):
@@ -134,6 +127,27 @@ def _digest(row: Mapping[str, object], name: str, path: Path) -> bytes:
     )
 
 
+class TokenBucket:
+    """Allows `rate_per_s` on average, and `burst` at once. Tokens may be taken ahead of time."""
+
+    def __init__(self, rate_per_s: float, burst: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = max(1.0, burst)
+        self._tokens = self._burst
+        self._filled_s: float | None = None
+
+    def take(self, now_s: float, most_wait_s: float = 0.0) -> float:
+        """Return the seconds until there is a token, which is taken if that is not too long."""
+        if self._filled_s is not None:
+            gained = max(0.0, now_s - self._filled_s) * self._rate_per_s
+            self._tokens = min(self._burst, self._tokens + gained)
+        self._filled_s = now_s
+        wait_s = max(0.0, (1 - self._tokens) / self._rate_per_s)
+        if wait_s <= most_wait_s:
+            self._tokens -= 1
+        return wait_s
+
+
 class Access:
     """Finds out who calls and how often they may. Without a key file everybody is anonymous."""
 
@@ -180,17 +194,18 @@ class Access:
         if not caller.is_admin:
             raise ForbiddenError("needs a key marked `admin = true` in the server's key file")
 
-    def admit_frame(self, caller: Caller, now_s: float) -> None:
-        """Count one frame of a caller; raise `OverloadedError` if that is one too many.
+    def admit_frame(self, caller: Caller, now_s: float) -> float:
+        """Count one frame of a caller, and return the seconds it must wait for its turn.
 
-        Raises `MissingKeyError` if the caller's key was taken out of the file since it connected.
+        Raises `OverloadedError` if that is longer than the caller's frames stay, and
+        `MissingKeyError` if the caller's key was taken out of the file since it connected.
         """
         if self._path is not None:
             self._reload_if_changed(self._path)
-            caller = self._still_known(caller)
+            caller = replace(self._still_known(caller), stays_s=caller.stays_s)
         rate_per_s = caller.rate_per_s or self._default_rate_per_s
         if rate_per_s is None:
-            return
+            return 0.0
         owner = (caller.name, caller.address, rate_per_s)
         bucket = self._buckets.get(owner)
         if bucket is None:
@@ -198,11 +213,12 @@ class Access:
                 self._buckets.clear()
             bucket = TokenBucket(rate_per_s, caller.burst or rate_per_s)
             self._buckets[owner] = bucket
-        wait_s = bucket.take(now_s)
-        if wait_s > 0:
+        wait_s = bucket.take(now_s, caller.stays_s)
+        if wait_s > caller.stays_s:
             raise OverloadedError(
                 f"{caller.name} may send {rate_per_s:g} frames per second", wait_s
             )
+        return wait_s
 
     def _still_known(self, caller: Caller) -> Caller:
         for entry in self._entries:

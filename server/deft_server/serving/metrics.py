@@ -1,51 +1,19 @@
 """What the server counts and measures, for Prometheus. One registry per app, nothing global."""
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     GCCollector,
+    Histogram,
     PlatformCollector,
     ProcessCollector,
 )
-from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from deft_client.types import DecodeTrace
-
-
-class LoopHistogram(Collector):
-    """Counts values by upper bound. For the event loop alone."""
-
-    def __init__(
-        self, name: str, about: str, bounds: Sequence[float], registry: CollectorRegistry
-    ) -> None:
-        self._name = name
-        self._about = about
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, value: float) -> None:
-        """Count a value; one that equals a bound belongs under it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        """Return what was counted, as Prometheus wants it: each bound with all that is below."""
-        labels = [*map(floatToGoString, self._bounds), "+Inf"]
-        totals = list(accumulate(self._counts))
-        family = HistogramMetricFamily(self._name, self._about)
-        family.add_metric([], list(zip(labels, totals, strict=True)), self._sum)
-        yield family
-
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -68,32 +36,28 @@ class Metrics:
         self.requests = Counter(
             "deft_requests", "Requests by route and status", ("route", "status"), registry=registry
         )
-        self.act_seconds = LoopHistogram(
-            "deft_act_seconds",
-            "Seconds from a frame's last byte to its answer",
-            _SECONDS,
-            registry,
+        self.act_seconds = self._histogram(
+            "deft_act_seconds", "Seconds from a frame's last byte to its answer", _SECONDS
         )
-        self.queue_seconds = LoopHistogram(
-            "deft_queue_seconds", "Seconds a frame waited", _SECONDS, registry
+        self.queue_seconds = self._histogram(
+            "deft_queue_seconds", "Seconds a frame waited", _SECONDS
         )
-        self.batch_seconds = LoopHistogram(
-            "deft_batch_seconds", "Seconds the policy took for a batch", _SECONDS, registry
+        self.batch_seconds = self._histogram(
+            "deft_batch_seconds", "Seconds the policy took for a batch", _SECONDS
         )
-        self.batch_size = LoopHistogram("deft_batch_size", "Frames in a batch", _SIZES, registry)
-        self.company_seconds = LoopHistogram(
+        self.batch_size = self._histogram("deft_batch_size", "Frames in a batch", _SIZES)
+        self.company_seconds = self._histogram(
             "deft_company_seconds",
             "Seconds a batch that could have started waited for one more frame",
             _SECONDS,
-            registry,
         )
+        self.passes = self._histogram("deft_passes", "Target passes per action", _PASSES)
         self.max_batch = Gauge(
             "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
         )
         self.stage_seconds = Counter(
             "deft_stage_seconds", "Seconds of policy time by stage", ("stage",), registry=registry
         )
-        self.passes = LoopHistogram("deft_passes", "Target passes per action", _PASSES, registry)
         self.accepted = Counter(
             "deft_accepted_tokens", "Drafted tokens that were accepted", registry=registry
         )
@@ -123,6 +87,9 @@ class Metrics:
             "deft_requests_in_hand", "Requests not answered yet", registry=registry
         )
         self.sessions = Gauge("deft_sessions", "Sessions remembered", registry=registry)
+
+    def _histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
+        return Histogram(name, about, buckets=bounds, registry=self.registry)
 
     def page(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

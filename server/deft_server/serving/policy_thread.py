@@ -1,6 +1,7 @@
 """The one thread that is allowed to touch the policy: it loads it, warms it, answers batches.
 
-What happens on it is reported on the event loop, to a `Listener`.
+One bad frame, or too little memory, does not spoil a batch. What happens on the thread is reported
+on the event loop, to a `Listener`. Knows nothing of queues, sessions or HTTP.
 """
 
 import asyncio
@@ -8,27 +9,81 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
 
+from deft_client.types import ActionChunk
 from deft_policies.base import ActRequest, Policy
-from deft_policies.errors import PolicyError
-from deft_server.serving.attempts import Attempts, answer_batch
+from deft_policies.errors import DeviceError, PolicyError, RequestError
+from deft_server.errors import PolicyFailedError
 from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
 LoadPolicy = Callable[[], Policy]
+Answer = ActionChunk | Exception
 
 
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """One batch came back: the answers, and the seconds the policy thread spent on it."""
+class Failure(Enum):
+    """Why a call of the policy did not answer its batch."""
 
-    attempts: Attempts
+    RAISED = "raised"
+    DEVICE = "device"
+    REQUEST = "request"
+
+
+@dataclass
+class Attempts:
+    """The answers of one batch, in order, what went wrong on the way, and the seconds it took."""
+
+    answers: list[Answer]
+    failures: list[Failure]
     service_s: float
+
+
+def answer_batch(policy: Policy, batch: Sequence[ActRequest]) -> Attempts:
+    """Answer a batch, or as much of it as the policy can.
+
+    Where the device gives up (out of memory), each half of the batch is tried once more. Where the
+    policy raises, every frame of several is tried once more alone, so that only the culprit fails.
+    """
+    started_s = time.perf_counter()
+    failures: list[Failure] = []
+    answers = _call(policy, batch, failures)
+    if failures == [Failure.DEVICE]:
+        middle = (len(batch) + 1) // 2
+        answers = _call(policy, batch[:middle], failures)
+        if batch[middle:]:
+            answers += _call(policy, batch[middle:], failures)
+    elif failures and len(batch) > 1:
+        answers = [_call(policy, [one], failures)[0] for one in batch]
+    return Attempts(answers, failures, time.perf_counter() - started_s)
+
+
+def _call(policy: Policy, batch: Sequence[ActRequest], failures: list[Failure]) -> list[Answer]:
+    """Return the policy's answers, or its failure once for every frame."""
+    try:
+        chunks = policy.act(batch)
+        if len(chunks) == len(batch):
+            return list(chunks)
+        error: Exception = PolicyFailedError(f"{len(chunks)} answers to {len(batch)} frames")
+        failures.append(Failure.RAISED)
+    except DeviceError as device_error:
+        logger.warning("the device gave up on a batch of %d: %s", len(batch), device_error)
+        failures.append(Failure.DEVICE)
+        error = device_error
+    except RequestError as request_error:
+        failures.append(Failure.REQUEST)
+        error = request_error
+    except Exception as unexpected:
+        logger.exception("the policy raised on a batch of %d", len(batch))
+        failures.append(Failure.RAISED)
+        error = PolicyFailedError(f"the policy raised {type(unexpected).__name__}")
+        error.__cause__ = unexpected
+    return [error] * len(batch)
 
 
 class Listener(Protocol):
@@ -40,7 +95,7 @@ class Listener(Protocol):
     def policy_broken(self, thread: "PolicyThread", error: Exception) -> None:
         """The policy could not be loaded or warmed up."""
 
-    def batch_finished(self, thread: "PolicyThread", finished: Finished) -> None:
+    def batch_finished(self, thread: "PolicyThread", attempts: Attempts) -> None:
         """A batch came back."""
 
 
@@ -88,10 +143,8 @@ class PolicyThread:
 
     def _serve(self, policy: Policy) -> None:
         while (batch := self._batches.get()) is not None:
-            started_s = time.perf_counter()
             attempts = answer_batch(policy, batch)
-            finished = Finished(attempts, time.perf_counter() - started_s)
-            self._report(partial(self._listener.batch_finished, self, finished))
+            self._report(partial(self._listener.batch_finished, self, attempts))
 
     def _report(self, tell: Callable[[], None]) -> None:
         try:

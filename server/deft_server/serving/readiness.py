@@ -5,7 +5,7 @@ from enum import Enum
 from deft_server.errors import NotReadyError
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     """Where the server is in its life."""
 
     LOADING = "loading"
@@ -17,25 +17,25 @@ class Phase(Enum):
 
 
 _SENTENCES = {
-    Phase.LOADING: "the policy is loading",
-    Phase.READY: "ready",
-    Phase.FAILING: "the policy failed on every recent batch",
-    Phase.STUCK: "the policy hangs",
-    Phase.BROKEN: "the policy could not be loaded",
-    Phase.DRAINING: "the server is stopping",
+    ServerPhase.LOADING: "the policy is loading",
+    ServerPhase.READY: "ready",
+    ServerPhase.FAILING: "the policy failed on every recent batch",
+    ServerPhase.STUCK: "the policy hangs",
+    ServerPhase.BROKEN: "the policy could not be loaded",
+    ServerPhase.DRAINING: "the server is stopping",
 }
-_TAKES_FRAMES = (Phase.READY, Phase.FAILING)
+_TAKES_FRAMES = (ServerPhase.READY, ServerPhase.FAILING)
 
 
 class Readiness:
     """The phase the server is in. Draining is final."""
 
     def __init__(self) -> None:
-        self._phase = Phase.LOADING
+        self._phase = ServerPhase.LOADING
         self._detail = ""
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ServerPhase:
         """Where the server is in its life."""
         return self._phase
 
@@ -44,9 +44,9 @@ class Readiness:
         """The phase in words, with what is known about its cause."""
         return f"{_SENTENCES[self._phase]}{self._detail and ': '}{self._detail}"
 
-    def enter(self, phase: Phase, detail: str = "") -> None:
+    def enter(self, phase: ServerPhase, detail: str = "") -> None:
         """Go to another phase, unless the server is stopping already."""
-        if self._phase is not Phase.DRAINING:
+        if self._phase is not ServerPhase.DRAINING:
             self._phase, self._detail = phase, detail
 
     def require(self) -> None:
@@ -56,5 +56,5 @@ class Readiness:
 
     def require_health(self) -> None:
         """Raise `NotReadyError` where a frame would hardly be answered: for load balancers."""
-        if self._phase is not Phase.READY:
+        if self._phase is not ServerPhase.READY:
             raise NotReadyError(self.sentence)

@@ -20,15 +20,20 @@ from deft_server.errors import (
     RefusedFrameError,
     SupersededFrameError,
 )
-from deft_server.serving.attempts import Attempts, Failure, answer_batch
 from deft_server.serving.estimates import BatchLimit
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import Finished, LoadPolicy, PolicyThread
-from deft_server.serving.readiness import Phase, Readiness
+from deft_server.serving.policy_thread import (
+    Attempts,
+    Failure,
+    LoadPolicy,
+    PolicyThread,
+    answer_batch,
+)
+from deft_server.serving.readiness import Readiness, ServerPhase
 from deft_server.serving.waiting_line import (
+    Admission,
     LineRules,
     Ticket,
-    Verdict,
     WaitingLine,
 )
 from deft_server.settings import OnHang, Settings
@@ -71,7 +76,7 @@ class Scheduler:
     ) -> None:
         self.policy: Policy | None = None
         self.on_ready: Callable[[], None] = lambda: None
-        self.on_fatal: Callable[[Phase], None] = lambda _: None
+        self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
         self._load = load
         self._settings = settings
         self._readiness = readiness
@@ -117,15 +122,12 @@ class Scheduler:
         if self.answers_at_once:
             return self._answer_here(request, ticket)
         frame = self._join(request, ticket)
-        timer = None
-        if ticket.deadline_s < math.inf:
-            left_s = max(0.0, ticket.deadline_s - time.monotonic())
-            timer = self._loop.call_later(left_s, self._miss, frame)
+        timers = self._timers(frame)
         self._pump()
         try:
             return await frame.answer
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             self._leave(frame)
 
@@ -152,7 +154,7 @@ class Scheduler:
             return
         self.policy = policy
         self.answers_at_once = is_immediate(policy)
-        self._readiness.enter(Phase.READY)
+        self._readiness.enter(ServerPhase.READY)
         self._settled.set()
         logger.info("ready: policy %s", policy.info.policy)
         self.on_ready()
@@ -161,11 +163,11 @@ class Scheduler:
         """Give up: there is nothing to serve."""
         if thread is not self._thread:
             return
-        self._readiness.enter(Phase.BROKEN, str(error))
+        self._readiness.enter(ServerPhase.BROKEN, str(error))
         self._settled.set()
-        self.on_fatal(Phase.BROKEN)
+        self.on_fatal(ServerPhase.BROKEN)
 
-    def batch_finished(self, thread: PolicyThread, finished: Finished) -> None:
+    def batch_finished(self, thread: PolicyThread, attempts: Attempts) -> None:
         """Hand out the answers and start the next batch."""
         if thread is not self._thread:
             return
@@ -173,10 +175,9 @@ class Scheduler:
         self._hang_timer.cancel()
         batch, self._batch = self._batch, []
         now_s = time.monotonic()
-        attempts = finished.attempts
-        self._line.finish(now_s, None if attempts.failures else finished.service_s)
-        self._note(attempts, len(batch), finished.service_s)
-        started_s = now_s - finished.service_s
+        self._line.finish(now_s, None if attempts.failures else attempts.service_s)
+        self._note(attempts)
+        started_s = now_s - attempts.service_s
         for frame, answer in zip(batch, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
@@ -189,10 +190,9 @@ class Scheduler:
         """Answer on the event loop, where the policy says that this takes no time."""
         assert self.policy is not None
         if ticket.deadline_s <= time.monotonic():
-            raise self._refusal(Verdict.TOO_LATE, ticket.deadline_s)
-        started_s = time.perf_counter()
+            raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
         attempts = answer_batch(self.policy, (request,))
-        self._note(attempts, 1, time.perf_counter() - started_s)
+        self._note(attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -201,12 +201,12 @@ class Scheduler:
     def _join(self, request: ActRequest, ticket: Ticket) -> _Frame:
         now_s = time.monotonic()
         offer = self._line.offer(ticket, now_s)
-        if offer.verdict is not Verdict.WAITS:
-            raise self._refusal(offer.verdict, now_s)
+        if offer.admission is not Admission.WAITS:
+            raise self._refusal(offer.admission, now_s)
         if offer.superseded is not None:
             self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
-        if offer.crowded_out is not None:
-            self._fail(offer.crowded_out, self._refusal(Verdict.FULL, now_s))
+        if offer.displaced is not None:
+            self._fail(offer.displaced, self._refusal(Admission.FULL, now_s))
         frame = _Frame(ticket, request, self._loop.create_future(), now_s)
         self._frames[ticket.number] = frame
         return frame
@@ -215,8 +215,8 @@ class Scheduler:
         if self._frames.pop(frame.ticket.number, None) is not None:
             self._line.withdraw(frame.ticket.number)
 
-    def _refusal(self, verdict: Verdict, now_s: float) -> RefusedFrameError:
-        if verdict is Verdict.TOO_LATE:
+    def _refusal(self, admission: Admission, now_s: float) -> RefusedFrameError:
+        if admission is Admission.TOO_LATE:
             return DeadlineError("cannot be answered in time; nothing was computed")
         retry_after_s = self._line.clears_in_s(now_s)
         return OverloadedError(
@@ -224,8 +224,25 @@ class Scheduler:
             retry_after_s,
         )
 
+    def _timers(self, frame: _Frame) -> list[asyncio.TimerHandle]:
+        """Have a frame fail when its time is over."""
+        ticket, now_s = frame.ticket, frame.joined_s
+        timers = []
+        if ticket.deadline_s < math.inf:
+            timers.append(self._loop.call_later(ticket.deadline_s - now_s, self._miss, frame))
+        if ticket.stays_until_s is not None:
+            left_s = ticket.stays_until_s - now_s
+            timers.append(self._loop.call_later(left_s, self._give_up, ticket))
+        return timers
+
     def _miss(self, frame: _Frame) -> None:
         frame.fail(DeadlineError("no answer was ready at the deadline"))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """Refuse a frame that waited as long as it may, unless it is with the policy by now."""
+        if ticket.number in self._frames:
+            self._line.withdraw(ticket.number)
+            self._fail(ticket, self._refusal(Admission.FULL, time.monotonic()))
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         frame = self._frames.pop(ticket.number, None)
@@ -257,10 +274,11 @@ class Scheduler:
             self._held_since_s = self._held_since_s or now_s
             self._wake = self._loop.call_later(decision.wake_s, self._pump)
 
-    def _note(self, attempts: Attempts, size: int, service_s: float) -> None:
+    def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
+        size = len(attempts.answers)
         self._metrics.batch_size.observe(size)
-        self._metrics.batch_seconds.observe(service_s)
+        self._metrics.batch_seconds.observe(attempts.service_s)
         if attempts.failures:
             for failure in attempts.failures:
                 self._metrics.policy_failures.labels(failure.value).inc()
@@ -280,25 +298,25 @@ class Scheduler:
         if broke and all(isinstance(one, Exception) for one in attempts.answers):
             self._num_failed_batches += 1
             if self._num_failed_batches >= self._settings.unready_after_failures:
-                self._readiness.enter(Phase.FAILING, f"{self._num_failed_batches} in a row")
+                self._readiness.enter(ServerPhase.FAILING, f"{self._num_failed_batches} in a row")
         elif self._num_failed_batches:
             self._num_failed_batches = 0
-            self._readiness.enter(Phase.READY)
+            self._readiness.enter(ServerPhase.READY)
 
     def _hang(self) -> None:
         """Leave a policy behind that does not come back."""
         detail = f"a batch of {len(self._batch)} took over {self._settings.hang_after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
-        self._readiness.enter(Phase.STUCK, detail)
+        self._readiness.enter(ServerPhase.STUCK, detail)
         self._fail_all(NotReadyError(f"the policy hangs: {detail}"))
         self._batch = []
         if self._settings.on_hang is OnHang.EXIT:
-            self.on_fatal(Phase.STUCK)
+            self.on_fatal(ServerPhase.STUCK)
             return
         self._line.finish(time.monotonic())
         self.policy = None
-        self._readiness.enter(Phase.LOADING, "again, because it did not come back")
+        self._readiness.enter(ServerPhase.LOADING, "again, because it did not come back")
         self.start()
 
 

@@ -7,7 +7,6 @@ exceptions they raise (see `errors`) into its own way of saying so.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -22,20 +21,16 @@ from deft_client.types import (
 from deft_policies.base import ActRequest, Policy
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.http.frame_bodies import FrameDecoder
-from deft_server.serving import request_ids
-from deft_server.serving.access import Access, Caller
+from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.policy_thread import LoadPolicy
-from deft_server.serving.readiness import Phase, Readiness
+from deft_server.serving.readiness import Readiness, ServerPhase
 from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Answered, Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.serving.waiting_line import Ticket
 from deft_server.settings import Fallback, Settings
-
-Describe = Callable[[ServerInfo], Mapping[str, str]]
 
 
 class _InHand:
@@ -64,15 +59,11 @@ class Service:
         self.readiness = Readiness()
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
         self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
-        self.decoder = FrameDecoder(settings.wire_limits)
         self._in_hand = _InHand()
-        self.on_start: list[Callable[[], None]] = []
-        self.on_close: list[Callable[[], None]] = []  # called on a thread, may block
-        self.describers: list[Describe] = []  # what protocols add to the details of `info`
         self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
-        self.metrics.ready.set_function(lambda: self.readiness.phase is Phase.READY)
+        self.metrics.ready.set_function(lambda: self.readiness.phase is ServerPhase.READY)
 
     @property
     def policy(self) -> Policy:
@@ -86,10 +77,7 @@ class Service:
     def info(self) -> ServerInfo:
         """What is served, or `NotReadyError`."""
         info = self.policy.info
-        details = dict(info.details)
-        for describe in self.describers:
-            details |= describe(info)
-        return replace(info, versions={**self._versions, **info.versions}, details=details)
+        return replace(info, versions={**self._versions, **info.versions})
 
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
@@ -116,7 +104,9 @@ class Service:
         now_s = time.monotonic()
         started_s = now_s if arrived_s is None else arrived_s
         policy = self.policy
-        self.access.admit_frame(caller, now_s)
+        turn_s = self.access.admit_frame(caller, now_s)
+        if turn_s:
+            await asyncio.sleep(turn_s)
         self._check_options(options)
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
@@ -145,14 +135,11 @@ class Service:
 
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
-        self.decoder.warm_up()
         self.scheduler.start()
-        for start in self.on_start:
-            start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more frames and finish those in hand; return whether all were finished."""
-        self.readiness.enter(Phase.DRAINING)
+        self.readiness.enter(ServerPhase.DRAINING)
         until_s = time.monotonic() + timeout_s
         while self.num_in_hand and time.monotonic() < until_s:
             await asyncio.sleep(0.005)
@@ -160,11 +147,8 @@ class Service:
 
     async def close(self) -> None:
         """Refuse what is left and end the threads."""
-        self.readiness.enter(Phase.DRAINING)
-        self.decoder.close()
+        self.readiness.enter(ServerPhase.DRAINING)
         await self.scheduler.close()
-        for close in self.on_close:
-            await asyncio.to_thread(close)
 
     def reset_all(self) -> int:
         """End every session of every caller; returns how many there were."""
@@ -208,6 +192,7 @@ class Service:
             deadline_s=math.inf if deadline_ms is None else started_s + deadline_ms / 1000,
             is_session=is_session,
             is_running=session.num_answers > 0,
+            stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
         )
 
     async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:
@@ -264,7 +249,7 @@ class Service:
                 caller=session.caller,
                 session_id=session.session_id,
                 step=session.num_answers,
-                request_id=request_ids.current.get(),
+                request_id=current_request_id.get(),
                 observation=request.observation,
                 options=request.options,
                 chunk=outcome if isinstance(outcome, ActionChunk) else None,

@@ -10,6 +10,8 @@ A flow is a session, or all frames of one caller that name no session. The rules
 - the line is bounded. Running sessions (those answered before) may use all of it, newcomers only
   what is cleared in `newcomer_batches` batches, so that overload costs no robot its place. When it
   is full, a flow with many waiting frames loses its newest to a flow with none;
+- a frame that `stays_until_s` joins a full line, too: its caller could not try again. It takes no
+  place from the frames of other flows, and they take none from it;
 - a frame that cannot meet its deadline is refused at once, or dropped before its batch starts;
 - a batch that is not full waits up to `max_wait`, and no longer than it takes itself, for a session
   that is about to send.
@@ -49,6 +51,7 @@ class Ticket:
     deadline_s: float = math.inf
     is_session: bool = True
     is_running: bool = False
+    stays_until_s: float | None = None  # joins a full line, too, and is to be withdrawn then
 
 
 @dataclass(frozen=True, order=True)
@@ -60,7 +63,7 @@ class _Turn:
     since_s: float
 
 
-class Verdict(Enum):
+class Admission(Enum):
     """What becomes of a frame that is offered."""
 
     WAITS = "waits"
@@ -70,11 +73,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Offer:
-    """The verdict on one frame, and whose place it took."""
+    """What became of one frame, and whose place it took."""
 
-    verdict: Verdict
+    admission: Admission
     superseded: Ticket | None = None  # an older frame of the same session
-    crowded_out: Ticket | None = None  # a frame of a flow that had more than its share
+    displaced: Ticket | None = None  # a frame of a flow that had more than its share
 
 
 @dataclass(frozen=True)
@@ -115,19 +118,20 @@ class WaitingLine:
         older = self._waiting_of(ticket) if ticket.is_session else None
         turn = self._turn_of(ticket, older, now_s)
         if self._is_hopeless(ticket, turn, now_s):
-            return Offer(Verdict.TOO_LATE)
-        crowded_out = None
-        if older is None and len(self._waiting) >= self._room_for(ticket):
-            crowded_out = self._greediest_newest(ticket.flow)
-            if crowded_out is None:
-                return Offer(Verdict.FULL)
-        for leaving in (older, crowded_out):
+            return Offer(Admission.TOO_LATE)
+        displaced = None
+        has_place = older is not None and older.stays_until_s is None
+        if not has_place and self._is_full_for(ticket):
+            displaced = self._newest_of_largest_flow(ticket.flow)
+            if displaced is None:
+                return Offer(Admission.FULL)
+        for leaving in (older, displaced):
             if leaving is not None:
                 self.withdraw(leaving.number)
         self._waiting[ticket.number] = ticket
         self._turns[ticket.number] = turn
         self._spend_share(ticket.flow, now_s)
-        return Offer(Verdict.WAITS, older, crowded_out)
+        return Offer(Admission.WAITS, older, displaced)
 
     def withdraw(self, number: int) -> None:
         """Take a frame out of the line, if it is still in it."""
@@ -218,23 +222,26 @@ class WaitingLine:
         expected_s = self.service_time.expect(len(self._in_flight))
         return max(0.0, self._started_s + expected_s - now_s)
 
-    def _room_for(self, ticket: Ticket) -> int:
+    def _is_full_for(self, ticket: Ticket) -> bool:
+        if ticket.stays_until_s is not None:
+            return False
+        taken = sum(
+            one.stays_until_s is None or one.flow == ticket.flow for one in self._waiting.values()
+        )
         if ticket.is_running:
-            return self.rules.max_waiting
-        return min(self.rules.max_waiting, self.rules.newcomer_batches * self.max_batch)
+            return taken >= self.rules.max_waiting
+        return taken >= min(self.rules.max_waiting, self.rules.newcomer_batches * self.max_batch)
 
-    def _greediest_newest(self, flow: str) -> Ticket | None:
+    def _newest_of_largest_flow(self, flow: str) -> Ticket | None:
         """Return the newest frame of the flow with most of them, if that is two more than ours."""
-        counts = Counter(one.flow for one in self._waiting.values())
+        movable = [one for one in self._waiting.values() if one.stays_until_s is None]
+        counts = Counter(one.flow for one in movable)
         if not counts:
             return None
-        greediest, count = counts.most_common(1)[0]
+        largest, count = counts.most_common(1)[0]
         if count < counts[flow] + 2:
             return None
-        return max(
-            (one for one in self._waiting.values() if one.flow == greediest),
-            key=lambda one: one.number,
-        )
+        return max((one for one in movable if one.flow == largest), key=lambda one: one.number)
 
     def _choose(self, now_s: float) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Return the batch to start now, and the frames whose deadline cannot be met any more."""

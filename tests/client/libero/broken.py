@@ -32,7 +32,7 @@ class VanishingServer:
         pass
 
 
-class Suicidal(VanishingServer):
+class EndingItsProcess(VanishingServer):
     """Ends its process without a word."""
 
     def act(self, observation: Observation) -> ActionChunk:
@@ -52,7 +52,7 @@ def vanish(environment: Environment) -> EpisodePolicy:
 
 
 def die(environment: Environment) -> EpisodePolicy:
-    return Suicidal()
+    return EndingItsProcess()
 
 
 def crash(environment: Environment) -> EpisodePolicy:

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from deft_client.libero.results.header import RunHeader
 from deft_client.libero.results.records import (
-    Answer,
-    EpisodeKey,
+    AnswerRecord,
     EpisodeRecord,
     Outcome,
+    TrialKey,
 )
+from deft_client.libero.results.store import RunHeader
 from deft_client.types import StageTimings
 
 
@@ -39,11 +39,11 @@ def record(
         for step in range(num_steps)
     ]
     answers = tuple(
-        Answer(step, step, timings[step], passes, 7, step % 2, "lossless")
+        AnswerRecord(step, step, timings[step], passes, 7, step % 2, "lossless")
         for step in range(num_steps)
     )
     return EpisodeRecord(
-        key=EpisodeKey("libero_object", task, trial),
+        key=TrialKey("libero_object", task, trial),
         instruction="pick up the soup “now”",
         outcome=outcome,
         actions=rng.normal(size=(num_steps, 7)),

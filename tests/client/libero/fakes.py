@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.evaluation.realtime import Delivery
+from deft_client.libero.evaluation.episode import TimedAnswer
 from deft_client.libero.simulator.environment import Frame, StepResult
 from deft_client.libero.simulator.suites import Task
 from deft_client.types import (
@@ -90,7 +90,7 @@ class FakeClock:
 
 
 @dataclass
-class ScriptedCourier:
+class ScriptedCalls:
     """Delivers echoes after scripted latencies of fake time; the last one repeats."""
 
     clock: FakeClock
@@ -105,12 +105,12 @@ class ScriptedCourier:
         self.sent.append(int(observation.image[0, 0, 0]))
         self._pending = (self.clock.now_s() + latency_s, latency_s, observation)
 
-    def collect(self) -> Delivery | None:
+    def collect(self) -> TimedAnswer | None:
         if self._pending is None or self.clock.now_s() < self._pending[0] - 1e-9:
             return None
         _, latency_s, observation = self._pending
         self._pending = None
-        return Delivery(echo(observation, self.chunk_length), latency_s)
+        return TimedAnswer(echo(observation, self.chunk_length), latency_s)
 
     def close(self) -> None:
         pass

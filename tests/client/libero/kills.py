@@ -19,9 +19,9 @@ from pathlib import Path
 from deft_client import PolicyClient
 from deft_client.errors import DeftError
 from deft_client.libero.results.records import Outcome
-from deft_client.libero.results.store import Run, load_run
+from deft_client.libero.results.store import RunResults, load_run
 
-WORLD = "deft_client.libero.evaluation.point_world:open_environment"
+WORLD = "point_world"
 SITTINGS = 5  # that Errored episodes may take after the last kill
 PATIENCE_S = 60.0
 
@@ -112,7 +112,7 @@ class Scene:
                 process.kill()
                 process.wait()
 
-    def result(self) -> Run:
+    def result(self) -> RunResults:
         """What is on disk now."""
         (header,) = self.folder.glob("*/run.json")
         return load_run(header.parent)
@@ -141,7 +141,7 @@ def torment(scene: Scene, targets: Sequence[str], pause_s: tuple[float, float]) 
     raise TimeoutError(f"the evaluation is incomplete after {SITTINGS} more sittings")
 
 
-def find_faults(run: Run, undisturbed: Run) -> list[str]:
+def find_faults(run: RunResults, undisturbed: RunResults) -> list[str]:
     """What a kill has broken; loading the run has already refused torn and doubled lines."""
     faults = ["a torn line is left"] if run.has_torn_line else []
     there, wanted = ({one.key: one for one in each.records} for each in (run, undisturbed))

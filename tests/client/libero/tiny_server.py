@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import Problem
-from deft_client.types import (
-    ActionChunk,
-    Image,
-    ServerInfo,
-    StageTimings,
+from deft_client.types import ActionChunk, Image, ServerInfo, StageTimings
+from deft_client.wire import json_codec
+from deft_client.wire.msgpack_codec import (
+    CONTENT_TYPE,
+    ActMessage,
+    decode_request,
+    encode_answer,
 )
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
 from tests.client.libero.fakes import trace_of
 
 INFO = ServerInfo(
@@ -46,21 +46,25 @@ _HOPELESS_TASK = "push the point to the corner"  # here the gripper never closes
 
 
 class TinyServer(ThreadingHTTPServer):
-    """Serves on a free port. `status` other than 200 is what every observation gets."""
+    """Serves on a free port. `status` other than 200 is what every observation gets.
+
+    So many of the next observations as `drops` says are taken in, and their callers hung up on.
+    """
 
     daemon_threads = True
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.status = 200
+        self.drops = 0
         self.frames: Counter[str] = Counter()  # per session
-        self.requests: list[wire.ActMessage] = []
+        self.requests: list[ActMessage] = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def answer(self, request: wire.ActMessage) -> ActionChunk:
+    def answer(self, request: ActMessage) -> ActionChunk:
         session_id = request.options.session_id or ""
         self.frames[session_id] += 1
         self.requests.append(request)
@@ -103,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/info":
-            self._reply(200, wire_json.encode_info(INFO), "application/json")
+            self._reply(200, json_codec.encode_info(INFO), "application/json")
         else:
             self._reply(200, b"{}", "application/json")
 
@@ -114,11 +118,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, b"{}", "application/json")
         elif self.server.status != 200:
             problem = Problem(self.server.status, "Broken on purpose", "as the test wants it")
-            content = wire_json.encode_problem(problem)
+            content = json_codec.encode_problem(problem)
             self._reply(self.server.status, content, "application/problem+json")
         else:
-            chunk = self.server.answer(wire.decode_request(body))
-            self._reply(200, wire.encode_answer(chunk), wire.CONTENT_TYPE)
+            chunk = self.server.answer(decode_request(body))
+            if self.server.drops:
+                self.server.drops -= 1
+                self.close_connection = True
+                return
+            self._reply(200, encode_answer(chunk), CONTENT_TYPE)
 
     def _reply(self, status: int, body: bytes, content_type: str) -> None:
         self.send_response(status)

@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deft_client.errors import WireError
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
-from deft_client.wire.form_codec import decode_form
+from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, decode_image
 from deft_client.wire.json_codec import decode_info, decode_problem, decode_reset
 from tests.client.samples import (
@@ -27,19 +25,19 @@ FUZZ = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 DECODERS: list[Callable[[bytes], object]] = [
-    wire.decode_request,
-    wire.decode_answer,
-    wire_json.decode_request,
-    wire_json.decode_answer,
+    msgpack_codec.decode_request,
+    msgpack_codec.decode_answer,
+    json_codec.decode_request,
+    json_codec.decode_answer,
     decode_reset,
     decode_info,
     lambda data: decode_problem(500, data),
 ]
 MESSAGES = [
-    *(wire.encode_request(full_message(), encoding) for encoding in ImageEncoding),
-    wire.encode_answer(full_answer()),
-    wire_json.encode_request(full_message()),
-    wire_json.encode_answer(full_answer()),
+    *(msgpack_codec.encode_request(full_message(), encoding) for encoding in ImageEncoding),
+    msgpack_codec.encode_answer(full_answer()),
+    json_codec.encode_request(full_message()),
+    json_codec.encode_answer(full_answer()),
 ]
 PICTURES = [
     saved(PIL.Image.fromarray(frame(9, 8)).convert(mode), kind)
@@ -106,7 +104,7 @@ def test_messages_of_any_structure(tree):
 def test_sound_messages_with_some_fields_replaced(changes):
     sound = msgpack.unpackb(MESSAGES[0])
     read_with_all(msgpack.packb({**sound, **changes}, unicode_errors="surrogatepass"))
-    answer = msgpack.unpackb(wire.encode_answer(full_answer()))
+    answer = msgpack.unpackb(msgpack_codec.encode_answer(full_answer()))
     read_with_all(msgpack.packb({**answer, "trace": {**answer["trace"], **changes}}))
     read_with_all(json.dumps({**json.loads(MESSAGES[-2]), **changes}, default=str).encode())
 
@@ -118,18 +116,8 @@ def test_pictures_with_changed_bytes(data):
         decode_image(data, "image")
 
 
-@FUZZ
-@given(
-    st.dictionaries(NAMES | st.text(max_size=5), st.text(max_size=12), max_size=6),
-    st.dictionaries(NAMES | st.just("camera.wrist"), mutated(PICTURES), max_size=3),
-)
-def test_forms(texts, files):
-    with contextlib.suppress(WireError):
-        decode_form(texts, files)
-
-
 def test_every_prefix_of_a_message_is_refused():
     data = MESSAGES[0]
     for end in range(0, len(data), 7):
         with pytest.raises(WireError):
-            wire.decode_request(data[:end])
+            msgpack_codec.decode_request(data[:end])

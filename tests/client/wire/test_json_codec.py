@@ -15,7 +15,7 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.types import ServerInfo
-from deft_client.wire import json_codec as wire_json
+from deft_client.wire import json_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_client.wire.images import ImageEncoding
 from tests.client.samples import (
@@ -49,48 +49,48 @@ def request(**changes: object) -> bytes:
 
 def refusal(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> WireError:
     with pytest.raises(WireError) as caught:
-        wire_json.decode_request(data, limits)
+        json_codec.decode_request(data, limits)
     return caught.value
 
 
 @pytest.mark.parametrize("encoding", [ImageEncoding.RAW, ImageEncoding.PNG])
 def test_a_request_arrives_as_it_was_sent(encoding):
     sent = full_message()
-    received = wire_json.decode_request(wire_json.encode_request(sent, encoding))
+    received = json_codec.decode_request(json_codec.encode_request(sent, encoding))
     assert_same_message(sent, received)
 
 
 def test_an_answer_arrives_bit_for_bit():
     sent = full_answer()
-    assert_same_answer(sent, wire_json.decode_answer(wire_json.encode_answer(sent)))
+    assert_same_answer(sent, json_codec.decode_answer(json_codec.encode_answer(sent)))
 
 
 def test_the_actions_of_an_answer_are_plain_lists():
-    answer = json.loads(wire_json.encode_answer(full_answer()))
+    answer = json.loads(json_codec.encode_answer(full_answer()))
     assert answer["actions"] == full_answer().actions.tolist()
     assert answer["timings"] == {"wire_ms": 0.5, "total_ms": 12.25}
 
 
 def test_images_and_states_may_be_nested_lists():
-    received = wire_json.decode_request(request(state=[1, 2.5], cameras={"wrist": PIXELS}))
+    received = json_codec.decode_request(request(state=[1, 2.5], cameras={"wrist": PIXELS}))
     np.testing.assert_array_equal(received.observation.image, np.arange(6).reshape(1, 2, 3))
     np.testing.assert_array_equal(received.observation.cameras["wrist"], PIXELS)
     np.testing.assert_array_equal(received.observation.state, np.array([1, 2.5], np.float32))
 
 
 def test_what_a_server_says_about_itself_arrives_whole():
-    assert wire_json.decode_info(wire_json.encode_info(INFO)) == INFO
+    assert json_codec.decode_info(json_codec.encode_info(INFO)) == INFO
 
 
 def test_fields_of_a_later_server_are_passed_over():
-    later = {**json.loads(wire_json.encode_info(INFO)), "colour": "blue"}
-    assert wire_json.decode_info(json.dumps(later).encode()) == INFO
+    later = {**json.loads(json_codec.encode_info(INFO)), "colour": "blue"}
+    assert json_codec.decode_info(json.dumps(later).encode()) == INFO
 
 
 def test_a_reset_names_its_session():
-    assert wire_json.decode_reset(wire_json.encode_reset("robot-1")) == "robot-1"
+    assert json_codec.decode_reset(json_codec.encode_reset("robot-1")) == "robot-1"
     with pytest.raises(MalformedMessageError, match="session_id"):
-        wire_json.decode_reset(b"{}")
+        json_codec.decode_reset(b"{}")
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def test_what_is_beyond_a_limit_is_refused(changes, limits, field):
 
 def test_a_problem_arrives_with_all_its_members():
     problem = Problem(422, "Unusable value", "state: must be finite", "about:blank", "state", "r-7")
-    assert wire_json.decode_problem(422, wire_json.encode_problem(problem)) == problem
+    assert json_codec.decode_problem(422, json_codec.encode_problem(problem)) == problem
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>Bad gateway</html>", b"[1]", b'{"title": 5}'])
 def test_a_problem_is_made_of_whatever_a_proxy_says(body):
-    problem = wire_json.decode_problem(502, body, retry_after_s=1.5)
+    problem = json_codec.decode_problem(502, body, retry_after_s=1.5)
     assert problem.status == 502
     assert problem.title == "HTTP 502"
     assert problem.retry_after_s == 1.5
@@ -189,5 +189,5 @@ def test_a_problem_is_made_of_whatever_a_proxy_says(body):
 def test_base64_images_equal_nested_ones():
     data = base64.b64encode(bytes(range(6))).decode()
     raw = {"encoding": "raw", "dtype": "uint8", "shape": [1, 2, 3], "data": data}
-    received = wire_json.decode_request(request(image=raw))
+    received = json_codec.decode_request(request(image=raw))
     np.testing.assert_array_equal(received.observation.image, np.array(PIXELS))

@@ -14,8 +14,10 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.types import ActionChunk, Observation
-from deft_client.wire import msgpack_codec as wire
-from deft_client.wire.msgpack_codec import ActMessage, ImageEncoding, WireLimits
+from deft_client.wire import msgpack_codec
+from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
+from deft_client.wire.images import ImageEncoding
+from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 from tests.client.samples import (
     assert_same_answer,
     assert_same_message,
@@ -38,52 +40,54 @@ def state(**changes: object) -> dict[str, object]:
     return {**GOOD, "state": {**sound, **changes}}
 
 
-def refusal(message: object, limits: WireLimits = wire.DEFAULT_LIMITS) -> WireError:
+def refusal(message: object, limits: WireLimits = DEFAULT_LIMITS) -> WireError:
     data = message if isinstance(message, bytes) else msgpack.packb(message)
     with pytest.raises(WireError) as caught:
-        wire.decode_request(data, limits)
+        msgpack_codec.decode_request(data, limits)
     return caught.value
 
 
 @pytest.mark.parametrize("encoding", [ImageEncoding.RAW, ImageEncoding.PNG])
 def test_a_request_arrives_as_it_was_sent(encoding):
     sent = full_message()
-    assert_same_message(sent, wire.decode_request(wire.encode_request(sent, encoding)))
+    assert_same_message(
+        sent, msgpack_codec.decode_request(msgpack_codec.encode_request(sent, encoding))
+    )
 
 
 def test_a_jpeg_request_arrives_nearly_as_it_was_sent():
     gradient = np.arange(64, dtype=np.uint8).reshape(8, 8, 1).repeat(3, axis=2)
     sent = ActMessage(Observation(gradient, "lift the cup"))
-    data = wire.encode_request(sent, ImageEncoding.JPEG, quality=100)
-    received = wire.decode_request(data).observation.image.astype(int)
+    data = msgpack_codec.encode_request(sent, ImageEncoding.JPEG, quality=100)
+    received = msgpack_codec.decode_request(data).observation.image.astype(int)
     assert np.abs(received - gradient).max() <= 2
 
 
 def test_an_answer_arrives_bit_for_bit():
     sent = full_answer()
-    assert_same_answer(sent, wire.decode_answer(wire.encode_answer(sent)))
+    assert_same_answer(sent, msgpack_codec.decode_answer(msgpack_codec.encode_answer(sent)))
 
 
 def test_an_answer_without_trace_or_timings_is_short():
     sent = ActionChunk(np.zeros((1, 7)))
-    data = wire.encode_answer(sent)
-    assert_same_answer(sent, wire.decode_answer(data))
+    data = msgpack_codec.encode_answer(sent)
+    assert_same_answer(sent, msgpack_codec.decode_answer(data))
     assert len(data) < 120
 
 
 def test_a_message_without_version_or_image_encoding_means_ours_and_raw():
     image = {name: value for name, value in IMAGE.items() if name != "encoding"}
-    received = wire.decode_request(msgpack.packb({"image": image, "instruction": ""}))
+    received = msgpack_codec.decode_request(msgpack.packb({"image": image, "instruction": ""}))
     assert received.observation.image.shape == (2, 3, 3)
 
 
 def test_decoded_arrays_cannot_be_written_to():
-    received = wire.decode_request(msgpack.packb(GOOD)).observation.image
+    received = msgpack_codec.decode_request(msgpack.packb(GOOD)).observation.image
     assert not received.flags.writeable
 
 
 def test_a_raw_frame_is_not_copied_out_of_the_message():
-    owner = wire.decode_request(msgpack.packb(GOOD)).observation.image
+    owner = msgpack_codec.decode_request(msgpack.packb(GOOD)).observation.image
     while isinstance(owner, np.ndarray):
         owner = owner.base
     assert isinstance(owner, bytes)
@@ -91,7 +95,7 @@ def test_a_raw_frame_is_not_copied_out_of_the_message():
 
 MALFORMED = [
     (b"", "body"),
-    (wire.encode_request(full_message())[:-40], "body"),
+    (msgpack_codec.encode_request(full_message())[:-40], "body"),
     (b"not msgpack at all", "body"),
     (msgpack.packb(GOOD) + b"\x00", "body"),
     (b"\xc0", "body"),
@@ -193,7 +197,7 @@ def test_a_decompression_bomb_is_refused_by_its_header():
 
 
 def test_ten_megabytes_beyond_the_limit_are_refused_unread():
-    error = refusal(bytes(wire.DEFAULT_LIMITS.max_bytes + 10_000_000))
+    error = refusal(bytes(DEFAULT_LIMITS.max_bytes + 10_000_000))
     assert isinstance(error, MessageTooLargeError)
     assert error.field == "body"
 
@@ -227,7 +231,7 @@ def test_a_picture_that_is_neither_png_nor_jpeg_is_unsupported():
 
 
 def test_limits_are_the_servers_to_choose():
-    tight = replace(wire.DEFAULT_LIMITS, max_image_pixels=5)
+    tight = replace(DEFAULT_LIMITS, max_image_pixels=5)
     assert isinstance(refusal(GOOD, tight), MessageTooLargeError)
     with pytest.raises(ValueError, match="at least 1"):
         WireLimits(max_cameras=0)
@@ -237,14 +241,25 @@ def test_limits_are_the_servers_to_choose():
 
 def test_bytes_that_answer_nothing_are_refused():
     with pytest.raises(UnusableValueError, match="actions"):
-        wire.decode_answer(
+        msgpack_codec.decode_answer(
             msgpack.packb({"actions": {"dtype": "float64", "shape": [1], "data": bytes(8)}})
         )
     with pytest.raises(MalformedMessageError, match="actions"):
-        wire.decode_answer(msgpack.packb({"v": 1}))
+        msgpack_codec.decode_answer(msgpack.packb({"v": 1}))
 
 
 def test_raw_frames_of_any_memory_layout_travel():
     flipped = frame()[::-1, ::-1]
-    received = wire.decode_request(wire.encode_request(ActMessage(Observation(flipped, ""))))
+    received = msgpack_codec.decode_request(
+        msgpack_codec.encode_request(ActMessage(Observation(flipped, "")))
+    )
     np.testing.assert_array_equal(received.observation.image, flipped)
+
+
+def test_the_schemas_list_every_field_that_travels():
+    sent, answered = request_fields(full_message()), answer_fields(full_answer())
+    limits = WireLimits(max_instruction_chars=7)
+    request = REQUEST.schema(limits)["properties"]
+    assert set(sent) == set(request)
+    assert request["instruction"]["maxLength"] == 7
+    assert set(answered) == set(ANSWER.schema(limits)["properties"])

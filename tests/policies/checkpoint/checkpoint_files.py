@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from deft_policies.checkpoint.open import load_model, open_checkpoint
-from deft_policies.checkpoint.tensor_names import expected_tensors
+from deft_policies.checkpoint.tensor_names import tensor_places
 from deft_policies.checkpoint.tokenizer import build_tokenizer
 from deft_policies.checkpoint.writer import write_checkpoint
 from deft_policies.model.prompt import PromptTemplate
@@ -21,14 +21,19 @@ from tests.tiny_openvla import CPU, tiny_config
 INSTRUCTIONS = ("pick up the red mug", "open the drawer")
 
 
+def tensor_shapes(config: OpenVLAConfig) -> dict[str, tuple[int, ...]]:
+    """Of every tensor a checkpoint of this configuration has, the unused ones included."""
+    return {place.name: place.shape for place in tensor_places(config)}
+
+
 def random_tensors(
     config: OpenVLAConfig, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Every tensor that a checkpoint of this configuration has, the unused ones included."""
+    """Values for all of them."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator).to(dtype)
-        for name, shape in expected_tensors(config).items()
+        for name, shape in tensor_shapes(config).items()
     }
 
 
@@ -55,7 +60,7 @@ def write_large(directory: Path, mebibytes: int) -> None:
     llm = replace(config.llm, width=width, mlp=mlp, head_width=256, num_layers=num_layers)
     config = replace(config, llm=llm)
     value = torch.full((), 0.01, dtype=torch.bfloat16)
-    tensors = {name: value.expand(shape) for name, shape in expected_tensors(config).items()}
+    tensors = {name: value.expand(shape) for name, shape in tensor_shapes(config).items()}
     tokenizer = build_tokenizer(INSTRUCTIONS, num_pieces=300)
     write_checkpoint(directory, config, tensors, tokenizer, mebibytes * 1024**2 // 3)
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from deft_policies.checkpoint.tensor_names import expected_tensors, tensor_places
+from deft_policies.checkpoint.tensor_names import tensor_places
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.trace import StageClock
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
+from tests.policies.checkpoint.checkpoint_files import tensor_shapes
 from tests.tiny_openvla import (
     CPU,
     golden_model,
@@ -70,7 +71,7 @@ def test_prompts_of_a_batch_keep_their_own_lengths() -> None:
 
 
 def test_names_and_shapes_equal_the_real_openvla_7b(openvla_7b: OpenVLAConfig) -> None:
-    assert expected_tensors(openvla_7b) == dict(golden.tensor_shapes_7b())
+    assert tensor_shapes(openvla_7b) == dict(golden.tensor_shapes_7b())
 
 
 def test_every_parameter_of_the_7b_is_filled_once_and_unused_tensors_are_named(
@@ -102,7 +103,7 @@ def test_weights_are_reached_under_their_published_names_even_where_they_are_fus
     assert (fused.attention.qkv.weight == 7.0).sum() == 32 * 32
     assert (fused.attention.qkv.weight[32:64] == 7.0).all()
     assert (fused.mlp.gate_up.weight[48:] == 8.0).all()
-    expected = expected_tensors(model.config)
+    expected = tensor_shapes(model.config)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         name: expected[name] for name in tensors
     }

@@ -65,7 +65,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_good_checkpoint_is_found_good(capsys: pytest.CaptureFixture[str]):
-    tiny = Path(__file__).parents[1] / "golden" / "tiny_openvla"
+    tiny = Path(__file__).parents[2] / "golden" / "tiny_openvla"
     flags = ["--policy", "openvla", "--device", "cpu", "--port", "0", "--checkpoint", str(tiny)]
     assert doctor.main([*flags, "--statistics-key", "bridge_orig"]) == 0
     said = capsys.readouterr().out

@@ -16,7 +16,7 @@ from deft_client.types import (
 from deft_policies.base import ActRequest, Session
 from deft_policies.constant import ConstantPolicy, ConstantSession
 from deft_policies.errors import UnknownStatisticsKeyError
-from deft_server.app import DeftApp, create_app, peer_routes
+from deft_server.app import DeftApp, create_app
 from deft_server.settings import Settings
 
 KEYS = ("libero_spatial", "lab_arm_no_noops", "bridge")
@@ -77,4 +77,4 @@ class ThreeDatasets:
 
 
 def build_app(policy: ThreeDatasets, settings: Settings | None = None) -> DeftApp:
-    return create_app(policy, settings or Settings(), (peer_routes,))
+    return create_app(policy, settings)

@@ -12,11 +12,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from deft_client.image_chain import ImageChain
+from deft_client.peers.openvla import decode_act_body
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
-from deft_server.compat.json_numpy import decode_act_body
-from deft_server.compat.profiles import ActProfile
-from deft_server.settings import Settings
-from tests.server.compat.captures import ActCapture, act_capture, act_captures
+from deft_server.errors import OverloadedError
+from deft_server.serving.events import Event, FinishedAction
+from deft_server.settings import ActProfile, Settings
+from tests.client.peers.captures import ActCapture, act_capture, act_captures
 from tests.server.compat.fakes import ThreeDatasets, build_app
 
 JSON = {"content-type": "application/json"}
@@ -115,10 +116,15 @@ def test_frames_of_one_session_header_share_a_session() -> None:
 
 
 def test_a_legacy_frame_waits_where_others_are_told_to_try_again() -> None:
-    """Every frame without a session is a newcomer's, and `"error"` would stop such a robot."""
+    """Every frame without a session is a newcomer's, and `"error"` would stop such a robot.
+
+    Each was once offered to the service again and again, and every refusal counted and published.
+    """
     policy = ThreeDatasets(default_key="bridge", gate=threading.Event())
     body = act_capture("plain").request
     app = build_app(policy, Settings(max_batch=1, newcomer_batches=1))
+    published: list[Event] = []
+    app.service.events.listen(published.append)
     with TestClient(app) as client, ThreadPoolExecutor() as robots:
         waiting = [robots.submit(client.post, "/act", content=body, headers=JSON) for _ in range(4)]
         while app.service.num_in_hand < 4 or not app.service.scheduler.num_waiting:
@@ -129,6 +135,11 @@ def test_a_legacy_frame_waits_where_others_are_told_to_try_again() -> None:
         answers = [one.result(10).content for one in waiting]
     assert len(policy.seen) == 4
     assert b'"error"' not in answers
+    finished = [one for one in published if isinstance(one, FinishedAction)]
+    assert [type(one.error) for one in finished if one.error is not None] == [OverloadedError]
+    assert (
+        b'deft_unanswered_frames_total{reason="OverloadedError"} 1.0' in app.service.metrics.page()
+    )
 
 
 def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:

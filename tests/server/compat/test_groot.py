@@ -14,6 +14,7 @@ from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
 from deft_server.app import create_app
 from deft_server.compat.groot import GrootSocket, read_call, read_observations
 from deft_server.settings import Settings
+from tests.client.peers.mutations import mutate
 from tests.server.compat.fakes import ThreeDatasets
 from tests.server.compat.groot_messages import (
     FLAT,
@@ -21,7 +22,6 @@ from tests.server.compat.groot_messages import (
     OBSERVATION,
     packed,
 )
-from tests.server.compat.mutations import mutate
 from tests.server.running import running
 
 zmq = pytest.importorskip("zmq")
@@ -95,19 +95,13 @@ def policy() -> ThreeDatasets:
 @pytest.fixture
 def ask(policy: ThreeDatasets) -> Iterator[Callable[..., Any]]:
     """A client such as GR00T's: a request socket."""
-    sockets: list[GrootSocket] = []
-
-    def protocol(service: Any) -> list[Any]:
-        sockets.append(GrootSocket(service, "127.0.0.1", 0))
-        service.on_start.append(sockets[0].start)
-        service.on_close.append(sockets[0].stop)
-        return []
-
-    with running(create_app(policy, Settings(), (protocol,))), zmq.Context() as context:
+    app = create_app(policy, Settings(groot_port=0))
+    with running(app), zmq.Context() as context:
         client = context.socket(zmq.REQ)
         client.setsockopt(zmq.RCVTIMEO, 10_000)
         client.setsockopt(zmq.LINGER, 0)
-        client.connect(f"tcp://127.0.0.1:{sockets[0].port}")
+        (port,) = (one.port for one in app.companions if isinstance(one, GrootSocket))
+        client.connect(f"tcp://127.0.0.1:{port}")
 
         def ask(endpoint: str, **fields: object) -> Any:
             client.send(packed(endpoint, **fields))
@@ -149,7 +143,7 @@ def test_keys_are_asked_for_where_there_are_any(tmp_path: Any) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[arm]\nkey = "a-key-of-some-robot-arm"\n')
     app = create_app(ThreeDatasets(default_key="bridge"), Settings(keys_file=keys))
-    socket = GrootSocket(app.service, "127.0.0.1", 0)
+    socket = GrootSocket(app.service, 0)
     answer = {}
     for token in ("wrong", "a-key-of-some-robot-arm"):
         coroutine = socket.answer(packed("ping", api_token=token), "groot-1")

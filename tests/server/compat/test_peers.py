@@ -19,10 +19,9 @@ import pytest
 from deft_server.compat.profiles import (
     OPENPI,
     VLA_EVAL,
-    ActProfile,
     in_convention,
 )
-from deft_server.settings import Settings
+from deft_server.settings import ActProfile, Settings
 from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import running
 

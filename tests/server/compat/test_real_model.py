@@ -10,9 +10,9 @@ from fastapi.testclient import TestClient
 
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision
-from deft_server.app import create_app, peer_routes
+from deft_server.app import create_app
+from tests.client.peers.captures import act_capture, act_captures
 from tests.golden import TINY_OPENVLA
-from tests.server.compat.captures import act_capture, act_captures
 
 MODEL_CASES = ["plain_extra_key", "encoded"]  # the pictures that are ours to keep
 
@@ -22,7 +22,7 @@ def client() -> Iterator[TestClient]:
     options = OpenVLAOptions(
         checkpoint=str(TINY_OPENVLA), device="cpu", precision=Precision.FLOAT32, num_threads=1
     )
-    with TestClient(create_app(load_policy(options), protocols=(peer_routes,))) as client:
+    with TestClient(create_app(load_policy(options))) as client:
         yield client
 
 

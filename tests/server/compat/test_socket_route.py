@@ -12,11 +12,11 @@ from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 from websockets.sync.client import connect
 
-from deft_server.compat.dialects import Message, MessageType, read_message
-from deft_server.compat.msgpack_numpy import pack, unpack
+from deft_client.peers.msgpack_numpy import pack, unpack
+from deft_client.peers.vla_eval import Message, MessageType, read_message
 from deft_server.compat.profiles import OPENPI, in_convention
 from deft_server.settings import Settings
-from tests.server.compat.captures import frame
+from tests.client.peers.captures import frame
 from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import running
 

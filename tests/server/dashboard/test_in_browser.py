@@ -14,7 +14,7 @@ from PIL import Image
 
 from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec as wire
-from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
+from deft_server.app import DeftApp, create_app
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
 from tests.server.running import running
@@ -53,7 +53,7 @@ def opened(browser: "sync_api.Browser", url: str, width: int = 1280) -> Iterator
 
 
 def build_app(settings: Settings | None = None) -> DeftApp:
-    return create_app(TalkativePolicy(), settings or Settings(), STANDARD_PROTOCOLS)
+    return create_app(TalkativePolicy(), settings or Settings())
 
 
 @pytest.fixture(scope="module")

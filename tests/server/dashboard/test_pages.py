@@ -14,9 +14,8 @@ from starlette.websockets import WebSocketDisconnect
 
 from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec as wire
-from deft_server.app import STANDARD_PROTOCOLS, DeftApp, create_app
-from deft_server.dashboard.feed import MAX_VIEWERS
-from deft_server.dashboard.pages import TOO_MANY, WRONG_KEY
+from deft_server.app import DeftApp, create_app
+from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
 
@@ -25,7 +24,7 @@ ROBOT_KEY = "a-key-of-some-robot-arm"
 
 
 def build_app(settings: Settings | None = None) -> DeftApp:
-    return create_app(TalkativePolicy(), settings or Settings(), STANDARD_PROTOCOLS)
+    return create_app(TalkativePolicy(), settings or Settings())
 
 
 @pytest.fixture

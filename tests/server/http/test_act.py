@@ -342,7 +342,12 @@ def test_a_bad_reset_is_refused(client: TestClient, body: bytes):
 def test_info_says_what_is_served(client: TestClient):
     info = wire_json.decode_info(client.get("/v1/info").content)
     assert info.versions == {"deft-vla": version("deft-vla"), "deft-client": version("deft-client")}
-    assert replace(info, versions={}) == ConstantPolicy().info
+    assert replace(info, versions={}, details={}) == ConstantPolicy().info
+    assert set(info.details) == {
+        "POST /act (openvla)",
+        "WebSocket / (openpi)",
+        "WebSocket / (vla-eval)",
+    }
 
 
 def test_messages_with_pictures_are_told_from_raw_ones():
@@ -350,10 +355,10 @@ def test_messages_with_pictures_are_told_from_raw_ones():
     seen = Observation(frame(64).image, "lift", wrist, np.zeros(8, np.float32))
     for encoding in ImageEncoding:
         body = wire.encode_request(wire.ActMessage(seen), encoding)
-        assert has_pictures(wire.open_request(body)) == (encoding is not ImageEncoding.RAW)
+        assert has_pictures(wire.unpack(body)) == (encoding is not ImageEncoding.RAW)
     mixed = fields(cameras={"wrist": {"encoding": "png", "data": PNG}})
-    assert has_pictures(wire.open_request(msgpack.packb(mixed)))
-    assert not has_pictures(wire.open_request(msgpack.packb({"image": 3, "cameras": [1]})))
+    assert has_pictures(wire.unpack(msgpack.packb(mixed)))
+    assert not has_pictures(wire.unpack(msgpack.packb({"image": 3, "cameras": [1]})))
 
 
 def test_a_content_type_may_carry_parameters():

@@ -18,7 +18,7 @@ from deft_client.wire import json_codec as wire_json
 from deft_client.wire import msgpack_codec as wire
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_server.app import DeftApp, create_app
-from tests.server.compat.mutations import mutate
+from tests.client.peers.mutations import mutate
 from tests.server.fakes import FakePolicy, frame
 from tests.server.process import serving
 

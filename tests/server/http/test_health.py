@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from deft_client.types import ActOptions
 from deft_policies.errors import CheckpointError
 from deft_server.app import create_app
-from deft_server.serving.readiness import Phase
+from deft_server.serving.readiness import ServerPhase
 from deft_server.settings import Settings
 from tests.server.fakes import (
     MSGPACK,
@@ -89,7 +89,7 @@ def test_a_policy_that_cannot_be_loaded_is_reported_by_readyz():
         raise CheckpointError("model-00002-of-00003.safetensors is missing")
 
     app = create_app(load)
-    given_up: list[Phase] = []
+    given_up: list[ServerPhase] = []
     app.service.scheduler.on_fatal = given_up.append
     with TestClient(app) as client:
         until(lambda: given_up)
@@ -97,7 +97,7 @@ def test_a_policy_that_cannot_be_loaded_is_reported_by_readyz():
         assert response.status_code == 503
         assert "model-00002-of-00003.safetensors is missing" in response.json()["detail"]
         assert client.get("/healthz").status_code == 200
-    assert given_up == [Phase.BROKEN]
+    assert given_up == [ServerPhase.BROKEN]
 
 
 def test_a_policy_that_always_fails_makes_the_server_unready_until_it_recovers():

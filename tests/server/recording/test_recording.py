@@ -30,12 +30,12 @@ from deft_client.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
 from deft_server.recording.files import (
     EpisodeFiles,
-    EpisodeKey,
+    RecordedSession,
     RecordingRules,
     TimedStep,
     open_new,
 )
-from deft_server.recording.writer import Recording, RecordingMetrics
+from deft_server.recording.writer import RecordingMetrics, SessionRecording
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 
 
@@ -59,7 +59,9 @@ class Server:
         self.registry = CollectorRegistry()
         self.events = EventBus()
         metrics = RecordingMetrics(self.registry)
-        self.recording = Recording(rules, self.events, metrics, lambda: ConstantPolicy().info)
+        self.recording = SessionRecording(
+            rules, self.events, metrics, lambda: ConstantPolicy().info
+        )
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -252,7 +254,7 @@ def test_a_directory_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None
 
 def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: Path) -> None:
     files = EpisodeFiles(rules(tmp_path))
-    key = EpisodeKey("lab", "arm")
+    key = RecordedSession("lab", "arm")
     for number, wall_s in enumerate((1000.0, 5.0, 1000.0, 1000.0)):
         frame = answered("arm", number)
         assert frame.chunk is not None
@@ -276,7 +278,7 @@ def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None
         server.events.publish(answered(session))
     server.recording.stop()
     assert len(find_episodes(tmp_path)) == 3
-    files.end(EpisodeKey("lab", "a"), "reset")
+    files.end(RecordedSession("lab", "a"), "reset")
 
 
 _ENDLESS_WRITER = """
@@ -299,7 +301,7 @@ while True:
 
 
 def test_after_a_kill_everything_that_was_written_is_readable(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     path = os.pathsep.join(str(root / one) for one in ("client", "policies", "server", "."))
     writer = subprocess.Popen(
         [sys.executable, "-c", _ENDLESS_WRITER, str(tmp_path)],

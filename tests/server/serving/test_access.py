@@ -117,6 +117,13 @@ def test_a_caller_beyond_its_rate_is_told_how_long_to_wait():
     access.admit_frame(Caller("other", rate_per_s=10), 0.11)
 
 
+def test_a_caller_whose_frames_stay_is_slowed_down_to_its_rate():
+    access, caller = Access(), Caller("old client", rate_per_s=10, burst=1, stays_s=0.15)
+    assert [access.admit_frame(caller, 0.0) for _ in range(2)] == pytest.approx([0.0, 0.1])
+    with pytest.raises(OverloadedError):
+        access.admit_frame(caller, 0.0)
+
+
 def test_frames_over_the_rate_get_429_and_retry_after():
     settings = Settings(rate_per_s=1)
     with TestClient(create_app(ConstantPolicy(), settings)) as client:

@@ -1,7 +1,7 @@
 """The small pure pieces around the line: service time, rhythm, batch limit, token bucket."""
 
+import pytest
 from hypothesis import given, strategies
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from deft_server.serving.access import TokenBucket
 from deft_server.serving.estimates import (
@@ -11,7 +11,6 @@ from deft_server.serving.estimates import (
     Rhythm,
     ServiceTime,
 )
-from deft_server.serving.metrics import LoopHistogram
 
 
 def test_nothing_is_expected_before_anything_was_measured():
@@ -93,25 +92,16 @@ def test_no_caller_gets_more_than_rate_times_time_plus_burst(
     assert taken <= rate_per_s * now_s + burst + 1e-6
 
 
-@given(values=strategies.lists(strategies.floats(0, 3), max_size=40))
-def test_our_histogram_says_what_the_librarys_own_would(values: list[float]):
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
-    bounds = (0.5, 1, 2.5)
-    fast = LoopHistogram("x", "about x", bounds, ours)
-    plain = Histogram("x", "about x", buckets=bounds, registry=theirs)
-    for value in [*values, 0.5, 1.0]:
-        fast.observe(value)
-        plain.observe(value)
-    lines = [
-        [line for line in generate_latest(one).decode().splitlines() if "_created" not in line]
-        for one in (ours, theirs)
-    ]
-    assert lines[0] == lines[1]
-
-
 def test_the_wait_that_is_named_is_enough():
     bucket = TokenBucket(10.0, 1.0)
     assert bucket.take(0.0) == 0.0
     wait_s = bucket.take(0.02)
     assert wait_s > 0
     assert bucket.take(0.02 + wait_s + 1e-9) == 0.0
+
+
+def test_a_token_taken_ahead_of_time_delays_those_after_it():
+    bucket = TokenBucket(10.0, 1.0)
+    waits_s = [bucket.take(0.0, most_wait_s=0.25) for _ in range(4)]
+    assert waits_s == pytest.approx([0.0, 0.1, 0.2, 0.3])  # the last is too long: not taken
+    assert bucket.take(0.2) == pytest.approx(0.1)

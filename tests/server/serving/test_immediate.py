@@ -10,7 +10,7 @@ from deft_client.types import ActionChunk
 from deft_policies.base import ActRequest, immediate, is_immediate
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import DeadlineError, PolicyFailedError, UnsafeAnswerError
-from deft_server.serving.readiness import Phase
+from deft_server.serving.readiness import ServerPhase
 from tests.server.fakes import FakePolicy
 from tests.server.serving.test_service import on_a_loop, send, started
 
@@ -86,10 +86,10 @@ async def test_it_may_raise_and_the_server_is_unready_while_it_always_does():
     for _ in range(2):
         with pytest.raises(PolicyFailedError):
             await send(service)
-    assert service.readiness.phase is Phase.FAILING
+    assert service.readiness.phase is ServerPhase.FAILING
     policy.says = 0.5
     await send(service)
-    assert service.readiness.phase is Phase.READY
+    assert service.readiness.phase is ServerPhase.READY
     await service.close()
 
 

@@ -21,7 +21,7 @@ from deft_server.errors import (
 )
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
-from deft_server.serving.readiness import Phase
+from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Fallback, OnHang, Settings
 from tests.server.fakes import (
@@ -171,6 +171,19 @@ async def test_a_full_line_refuses_and_says_when_to_come_back():
 
 
 @on_a_loop
+async def test_a_frame_that_stays_is_refused_when_it_may_stay_no_longer():
+    service = await started(policy := GatedPolicy(), max_batch=1, newcomer_batches=1)
+    busy = send(service)
+    await entered(policy)
+    with pytest.raises(OverloadedError):
+        await send(service, caller=Caller("old client", stays_s=0.05))
+    assert service.scheduler.num_waiting == 0
+    policy.gate.set()
+    await busy
+    await service.close()
+
+
+@on_a_loop
 async def test_a_deadline_that_passes_while_the_frame_waits_never_reaches_the_policy():
     policy = GatedPolicy()
     service = await started(policy)
@@ -254,7 +267,7 @@ async def test_a_policy_that_raises_once_fails_one_frame_and_serves_the_next():
 async def test_a_policy_that_hangs_is_given_up():
     policy = GatedPolicy()
     service = await started(policy, hang_after_s=0.05)
-    given_up: list[Phase] = []
+    given_up: list[ServerPhase] = []
     service.scheduler.on_fatal = given_up.append
     tasks = [send(service, "a")]
     await entered(policy)
@@ -262,7 +275,7 @@ async def test_a_policy_that_hangs_is_given_up():
     for task in tasks:
         with pytest.raises(NotReadyError, match="hangs"):
             await task
-    assert given_up == [Phase.STUCK]
+    assert given_up == [ServerPhase.STUCK]
     with pytest.raises(NotReadyError, match="hangs"):
         await send(service, "c")
     policy.gate.set()

@@ -6,9 +6,10 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deft_server.serving.waiting_line import (
+    Admission,
     LineRules,
+    Offer,
     Ticket,
-    Verdict,
     WaitingLine,
 )
 
@@ -18,7 +19,7 @@ RULES = LineRules(max_batch=2, max_wait_s=0.01, max_waiting=6, newcomer_batches=
 def line_with(*tickets: Ticket, rules: LineRules = RULES) -> WaitingLine:
     line = WaitingLine(rules)
     for ticket in tickets:
-        assert line.offer(ticket, ticket.arrived_s).verdict is Verdict.WAITS
+        assert line.offer(ticket, ticket.arrived_s).admission is Admission.WAITS
     return line
 
 
@@ -81,18 +82,38 @@ def test_nothing_starts_while_a_batch_is_with_the_policy():
 
 def test_newcomers_are_refused_before_running_sessions_are():
     line = line_with(*(Ticket(n, f"s{n}", 0.0) for n in range(4)))
-    assert line.offer(Ticket(10, "new", 0.0), 0.0).verdict is Verdict.FULL
+    assert line.offer(Ticket(10, "new", 0.0), 0.0).admission is Admission.FULL
     running = Ticket(11, "old", 0.0, is_running=True)
-    assert line.offer(running, 0.0).verdict is Verdict.WAITS
+    assert line.offer(running, 0.0).admission is Admission.WAITS
 
 
-def test_a_full_line_takes_a_place_from_the_greediest_caller():
+def test_a_full_line_takes_a_place_from_the_flow_with_most_frames():
     line = line_with(*(Ticket(n, "greedy", 0.0, is_session=False) for n in range(4)))
     offer = line.offer(Ticket(10, "modest", 0.0), 0.0)
-    assert offer.verdict is Verdict.WAITS
-    assert offer.crowded_out is not None
-    assert offer.crowded_out.number == 3
-    assert line.offer(Ticket(11, "greedy", 0.0, is_session=False), 0.0).verdict is Verdict.FULL
+    assert offer.admission is Admission.WAITS
+    assert offer.displaced is not None
+    assert offer.displaced.number == 3
+    assert line.offer(Ticket(11, "greedy", 0.0, is_session=False), 0.0).admission is Admission.FULL
+
+
+def test_a_frame_that_stays_joins_a_full_line_and_takes_no_place_from_other_flows():
+    line = line_with(*(Ticket(n, f"s{n}", 0.0) for n in range(4)))
+    stays = [Ticket(10 + n, "old client", 0.0, is_session=False, stays_until_s=9.0) for n in (0, 1)]
+    for ticket in stays:
+        assert line.offer(ticket, 0.0) == Offer(Admission.WAITS)
+    assert numbers(line.decide(0.0).batch) == [0, 1]
+    for number in (20, 21):
+        assert line.offer(Ticket(number, f"s{number}", 0.0), 0.0) == Offer(Admission.WAITS)
+    assert line.offer(Ticket(22, "s22", 0.0), 0.0).admission is Admission.FULL
+    assert len(line) == 6
+
+
+def test_a_flow_whose_frames_stay_has_no_room_for_one_that_does_not():
+    line = line_with(
+        *(Ticket(n, "one", 0.0, is_session=False, stays_until_s=9.0) for n in range(4))
+    )
+    offer = line.offer(Ticket(10, "one", 0.0, is_session=False), 0.0)
+    assert offer.admission is Admission.FULL
 
 
 def test_a_caller_with_many_frames_does_not_delay_a_caller_with_one():
@@ -106,13 +127,13 @@ def test_a_caller_with_many_frames_does_not_delay_a_caller_with_one():
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     line = busy_line(service_s=0.02)
-    assert line.offer(Ticket(1, "a", 0.0, deadline_s=0.03), 0.0).verdict is Verdict.TOO_LATE
-    assert line.offer(Ticket(2, "a", 0.0, deadline_s=0.05), 0.0).verdict is Verdict.WAITS
+    assert line.offer(Ticket(1, "a", 0.0, deadline_s=0.03), 0.0).admission is Admission.TOO_LATE
+    assert line.offer(Ticket(2, "a", 0.0, deadline_s=0.05), 0.0).admission is Admission.WAITS
 
 
 def test_a_deadline_that_has_passed_is_refused_even_before_anything_was_measured():
     line = WaitingLine(RULES)
-    assert line.offer(Ticket(1, "a", 0.0, deadline_s=0.01), 0.02).verdict is Verdict.TOO_LATE
+    assert line.offer(Ticket(1, "a", 0.0, deadline_s=0.01), 0.02).admission is Admission.TOO_LATE
 
 
 def test_a_frame_that_waited_too_long_is_dropped_before_its_batch_starts():
@@ -131,9 +152,9 @@ def test_one_slow_batch_does_not_lock_everybody_out():
     line.decide(0.0)
     line.finish(5.0, 5.0)
     late = Ticket(2, "a", 5.5, deadline_s=5.7)
-    assert line.offer(late, 5.5).verdict is Verdict.TOO_LATE
+    assert line.offer(late, 5.5).admission is Admission.TOO_LATE
     later = Ticket(3, "a", 6.5, deadline_s=6.7)
-    assert line.offer(later, 6.5).verdict is Verdict.WAITS
+    assert line.offer(later, 6.5).admission is Admission.WAITS
     assert numbers(line.decide(6.5).batch) == [3]
 
 
@@ -209,8 +230,12 @@ class Traffic(RuleBasedStateMachine):
     def leave(self, ticket: Ticket) -> None:
         assert self.waiting.pop(ticket.number) == ticket
 
-    @rule(flow=FLOWS, deadline_s=strategies.none() | strategies.floats(0.001, 0.3))
-    def send(self, flow: str, deadline_s: float | None) -> None:
+    @rule(
+        flow=FLOWS,
+        deadline_s=strategies.none() | strategies.floats(0.001, 0.3),
+        stays=strategies.booleans(),
+    )
+    def send(self, flow: str, deadline_s: float | None, stays: bool) -> None:
         self.count += 1
         ticket = Ticket(
             self.count,
@@ -219,24 +244,27 @@ class Traffic(RuleBasedStateMachine):
             math.inf if deadline_s is None else self.now_s + deadline_s,
             is_session=flow < "g",
             is_running=flow in self.running,
+            stays_until_s=math.inf if stays else None,
         )
         room_before = len(self.waiting)
         offer = self.line.offer(ticket, self.now_s)
-        if offer.verdict is Verdict.FULL:
+        if offer.admission is Admission.FULL:
+            assert not stays
             assert room_before >= (6 if ticket.is_running else 4)
-        if offer.verdict is Verdict.TOO_LATE:
+        if offer.admission is Admission.TOO_LATE:
             assert ticket.deadline_s < math.inf
-        if offer.verdict is not Verdict.WAITS:
+        if offer.admission is not Admission.WAITS:
             assert offer.superseded is None
-            assert offer.crowded_out is None
+            assert offer.displaced is None
             return
         self.waiting[ticket.number] = ticket
         if offer.superseded is not None:
             assert offer.superseded.flow == flow
             self.leave(offer.superseded)
-        if offer.crowded_out is not None:
-            assert not offer.crowded_out.is_session
-            self.leave(offer.crowded_out)
+        if offer.displaced is not None:
+            assert not offer.displaced.is_session
+            assert offer.displaced.stays_until_s is None
+            self.leave(offer.displaced)
 
     @rule(step_s=STEPS_S)
     def wait(self, step_s: float) -> None:
@@ -284,7 +312,8 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
-        assert len(self.line) == len(self.waiting) <= RULES.max_waiting
+        assert len(self.line) == len(self.waiting)
+        assert sum(one.stays_until_s is None for one in self.waiting.values()) <= RULES.max_waiting
         sessions = [one.flow for one in self.waiting.values() if one.is_session]
         assert len(sessions) == len(set(sessions))
         flying = [one.flow for one in self.line.in_flight if one.is_session]

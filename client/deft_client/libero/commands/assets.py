@@ -8,12 +8,11 @@ from pathlib import Path
 
 from PIL import Image as PillowImage
 
-from deft_client.libero.demonstrations.pool import end_with_parent
-from deft_client.libero.errors import SimulationError
-from deft_client.libero.results.errors import SelectionError
-from deft_client.libero.results.selection import parse_numbers
+from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.evaluation.selection import parse_numbers
+from deft_client.libero.processes import end_with_parent
 from deft_client.libero.simulator.assets import cache_folder, find_assets
-from deft_client.libero.simulator.assets_check import Problem, check_task
+from deft_client.libero.simulator.assets_check import AssetsProblem, check_task
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_client.libero.simulator.graphics import Renderer
@@ -111,7 +110,7 @@ def _check(options: argparse.Namespace) -> int:
     return 1 if num_problems else 0
 
 
-def _report(task: Task, problems: list[Problem]) -> int:
+def _report(task: Task, problems: list[AssetsProblem]) -> int:
     sys.stdout.write(f"{task.suite}/{task.number} {'ok' if not problems else ''}\n")
     for problem in problems:
         sys.stdout.write(f"  {problem}\n")

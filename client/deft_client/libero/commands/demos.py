@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-import time
 from pathlib import Path
+
+from tqdm import tqdm
 
 from deft_client.libero.demonstrations.files import find_demonstrations, load_header, write_hdf5
 from deft_client.libero.demonstrations.play import DemosSettings, episode_keys
@@ -13,10 +14,9 @@ from deft_client.libero.demonstrations.pool import (
     missing_keys,
     record,
 )
-from deft_client.libero.errors import SimulationError
+from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.expert.motion import NoiseSettings
-from deft_client.libero.results.errors import SelectionError
-from deft_client.libero.results.selection import parse_numbers
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
 
@@ -125,23 +125,17 @@ def _job(options: argparse.Namespace) -> DemosJob:
 
 def _record(job: DemosJob) -> None:
     total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
-    say = sys.stdout.write
-    say(f"{job.settings.suite}: {total - missing} of {total} episodes are there\n")
-    started_s = time.monotonic()
-    results: list[DemoResult] = []
+    with tqdm(total=total, initial=total - missing, unit="episode", smoothing=0) as bar:
 
-    def report(result: DemoResult) -> None:
-        results.append(result)
-        left_s = (time.monotonic() - started_s) / len(results) * (missing - len(results))
-        outcome = "succeeded" if result.succeeded else "failed"
-        say(
-            f"[{total - missing + len(results)}/{total}] task {result.key.task} episode "
-            f"{result.key.episode} {outcome} in {result.num_steps} steps, "
-            f"{result.num_bytes / 2**20:.2f} MB, {left_s / 60:.1f} min left\n"
-        )
-        sys.stdout.flush()
+        def report(result: DemoResult) -> None:
+            outcome = "succeeded" if result.succeeded else "failed"
+            bar.write(
+                f"task {result.key.task} episode {result.key.episode} {outcome} in "
+                f"{result.num_steps} steps, {result.num_bytes / 2**20:.2f} MB"
+            )
+            bar.update()
 
-    record(job, report)
+        record(job, report)
     _summarise(job)
 
 

@@ -1,59 +1,71 @@
-"""The options of `deft-client eval`, and what they mean together."""
+"""`deft-client eval SUITE...`: its options, the runs they ask for, and how those ended."""
 
 import argparse
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from deft_client.commands.connection import UsageError, add_connection_options, connection_settings
 from deft_client.errors import DeftError
-from deft_client.libero.errors import SimulationError, UnknownSuiteError, UnknownTaskError
-from deft_client.libero.evaluation.evaluate import Evaluation, Limits
-from deft_client.libero.evaluation.messages import Pacing, VideoChoice
-from deft_client.libero.evaluation.pool import limit_threads
-from deft_client.libero.evaluation.progress import Progress
-from deft_client.libero.evaluation.runs import PlannedRun, Wishes, plan_runs
-from deft_client.libero.evaluation.simulators import LIBERO
-from deft_client.libero.policies.profiles import (
-    PROFILES,
-    ClientChain,
-    Gripper,
-    Profile,
-    check_chain,
-)
-from deft_client.libero.policies.source import PolicySource, describe_server
-from deft_client.libero.report.summary import Summary, summarise
-from deft_client.libero.report.tables import terminal_table
-from deft_client.libero.results.errors import (
+from deft_client.libero.errors import (
     EvaluationStoppedError,
     ProfileError,
     ResultsMismatchError,
     ResultsWriteError,
     SelectionError,
+    SimulationError,
+    UnknownSuiteError,
+    UnknownTaskError,
 )
+from deft_client.libero.evaluation.evaluate import Evaluation, Limits
+from deft_client.libero.evaluation.player import Pacing, VideoChoice
+from deft_client.libero.evaluation.progress import ProgressLine
+from deft_client.libero.evaluation.runs import EvaluationOptions, PlannedRun, plan_runs
+from deft_client.libero.evaluation.selection import LIBERO
+from deft_client.libero.policies.profiles import (
+    PROFILES,
+    ClientChain,
+    GripperConvention,
+    Profile,
+    check_chain,
+)
+from deft_client.libero.policies.source import PolicySource, describe_server
+from deft_client.libero.processes import limit_threads
+from deft_client.libero.report.summary import RunSummary, summarise
+from deft_client.libero.report.tables import terminal_table
 from deft_client.libero.results.store import ResultsStore, load_run
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.types import ActOptions
 
-IN_PROCESS_POLICIES = {"expert": "deft_client.libero.policies.expert:build_expert"}
 
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """What was asked for, and how hard to work on it."""
-
-    wishes: Wishes
-    num_workers: int
-    patience_s: float
-
-
-def read_options(arguments: list[str]) -> Callable[[], EvaluationOptions]:
-    """Parse the command line (may exit); the rest of the checking is left to the call."""
+def read_options(arguments: list[str]) -> EvaluationOptions:
+    """Parse the command line; exits, or raises SelectionError, if it cannot be understood."""
     options = _parser().parse_args(arguments)
-    return lambda: _checked(options)
+    _check_numbers(options)
+    pacings = [Pacing.LOCK_STEP] if options.lock_step or not options.real_time else []
+    pacings += [Pacing.REAL_TIME] if options.real_time else []
+    return EvaluationOptions(
+        suites=tuple(dict.fromkeys(options.suites)),
+        folder=options.out,
+        source=_source(options),
+        simulator=options.environment,
+        environment=EnvironmentSettings(
+            widen_metres=options.widen_cm / 100, assets_folder=options.assets
+        ),
+        tasks=options.tasks,
+        trials=options.trials,
+        num_episodes=options.episodes,
+        decodings=tuple(dict.fromkeys(options.decoding or (None,))),
+        pacings=pacings,
+        step_limit=options.step_limit,
+        seed=options.seed,
+        video=VideoChoice(options.video),
+        num_workers=options.workers,
+        patience_s=options.patience,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +114,7 @@ def _add_policy(group: Group) -> None:
     )  # fmt: skip
     group.add_argument(
         "--policy", metavar="NAME",
-        help="answer in this process instead of asking a server: `expert`, or module:function",
+        help="answer in this process instead of asking a server: expert, or module:function",
     )  # fmt: skip
     group.add_argument(
         "--decoding", nargs="+", metavar="NAME", help="decoding methods to compare, a run each"
@@ -114,7 +126,7 @@ def _add_policy(group: Group) -> None:
         help="what this side does to frames (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
-        "--gripper", choices=[one.value for one in Gripper],
+        "--gripper", choices=[one.value for one in GripperConvention],
         help="what the last number of an action means (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
@@ -167,7 +179,7 @@ def _add_work(group: Group) -> None:
     )  # fmt: skip
 
 
-def _checked(options: argparse.Namespace) -> EvaluationOptions:
+def _check_numbers(options: argparse.Namespace) -> None:
     for name, least in (("workers", 1), ("step_limit", 1), ("executed_steps", 1), ("radius", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -177,26 +189,6 @@ def _checked(options: argparse.Namespace) -> EvaluationOptions:
         raise SelectionError(
             f"--network-delay-ms must be 0 or more, got {options.network_delay_ms}"
         )
-    pacings = [Pacing.LOCK_STEP] if options.lock_step or not options.real_time else []
-    pacings += [Pacing.REAL_TIME] if options.real_time else []
-    wishes = Wishes(
-        suites=tuple(dict.fromkeys(options.suites)),
-        folder=options.out,
-        source=_source(options),
-        simulator=options.environment,
-        environment=EnvironmentSettings(
-            widen_metres=options.widen_cm / 100, assets_folder=options.assets
-        ),
-        tasks=options.tasks,
-        trials=options.trials,
-        num_episodes=options.episodes,
-        decodings=tuple(dict.fromkeys(options.decoding or (None,))),
-        pacings=pacings,
-        step_limit=options.step_limit,
-        seed=options.seed,
-        video=VideoChoice(options.video),
-    )
-    return EvaluationOptions(wishes, options.workers, options.patience)
 
 
 def _source(options: argparse.Namespace) -> PolicySource:
@@ -209,7 +201,7 @@ def _source(options: argparse.Namespace) -> PolicySource:
         options=act_options,
         settings=connection_settings(options),
         stream=options.stream,
-        factory=IN_PROCESS_POLICIES.get(options.policy, options.policy or ""),
+        factory=options.policy or "",
         name=(options.policy or "").rpartition(":")[2],
         network_delay_ms=options.network_delay_ms,
     )
@@ -220,7 +212,7 @@ def _profile(options: argparse.Namespace) -> Profile:
     if options.image_chain is not None:
         profile = replace(profile, client_chain=ClientChain(options.image_chain))
     if options.gripper is not None:
-        profile = replace(profile, gripper=Gripper(options.gripper))
+        profile = replace(profile, gripper=GripperConvention(options.gripper))
     if options.executed_steps is not None:
         profile = replace(profile, executed_steps=options.executed_steps)
     return profile
@@ -239,10 +231,9 @@ _WRONG = (
 
 def main(arguments: list[str]) -> int:
     """Evaluate; return the exit code."""
-    options = read_options(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _evaluate(options())
+        return _evaluate(read_options(arguments))
     except _WRONG as error:
         code, line = ASKED_WRONGLY, str(error)
     except (DeftError, SimulationError) as error:
@@ -260,16 +251,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _evaluate(options: EvaluationOptions) -> int:
     limit_threads()
-    source = options.wishes.source
+    source = options.source
     info = describe_server(source)
     check_chain(source.profile, info)
-    runs = plan_runs(options.wishes, info)
+    runs = plan_runs(options, info)
     problem = _first_problem(runs, lambda run: _play(run, options))
     summaries = [_summary_of(run) for run in runs if (run.settings.folder / "run.json").exists()]
     if any(summary.tasks for summary in summaries):
         sys.stdout.write("\n" + terminal_table(summaries))
-        sys.stdout.write(f"results in {options.wishes.folder}; for plots and videos:\n")
-        sys.stdout.write(f"  deft-client report {options.wishes.folder} --out report.html\n")
+        sys.stdout.write(f"results in {options.folder}; for plots and videos:\n")
+        sys.stdout.write(f"  deft-client report {options.folder} --out report.html\n")
     if problem:
         sys.stderr.write(f"deft-client eval: {problem}\n")
     return INCOMPLETE if problem else DONE
@@ -292,10 +283,10 @@ def _first_problem(runs: list[PlannedRun], play: Callable[[PlannedRun], int]) ->
 def _play(run: PlannedRun, options: EvaluationOptions) -> int:
     """Play what is missing of a run; return how many of its episodes Errored."""
     store = ResultsStore(run.settings.folder, run.header)
-    progress = Progress(run.header.name, len(run.keys), sys.stderr)
     wanted = set(run.keys)
-    progress.resume(tuple(record for record in store.resumed if record.key in wanted))
     sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
+    progress = ProgressLine(run.header.name, len(wanted), sys.stderr)
+    progress.resume([record for record in store.resumed if record.key in wanted])
     limits = Limits(patience_s=options.patience_s)
     try:
         Evaluation(store, run.settings, progress, limits).play(run.keys, options.num_workers)
@@ -315,5 +306,5 @@ def _introduction(run: PlannedRun, num_episodes: int) -> str:
     )
 
 
-def _summary_of(run: PlannedRun) -> Summary:
+def _summary_of(run: PlannedRun) -> RunSummary:
     return summarise(load_run(run.settings.folder), frozenset(run.keys))

@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deft_client.libero.report.page import build_page
+from deft_client.libero.errors import EvaluationError, SelectionError
+from deft_client.libero.report.page import build_page, build_views, short_names
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import (
     compare_all,
@@ -12,11 +13,8 @@ from deft_client.libero.report.tables import (
     markdown_tables,
     terminal_table,
 )
-from deft_client.libero.report.view import build_views, short_names
-from deft_client.libero.results.errors import EvaluationError, ResultsError, SelectionError
-from deft_client.libero.results.header import HEADER_FILE
-from deft_client.libero.results.records import EpisodeKey
-from deft_client.libero.results.store import Run, load_run
+from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.store import RunResults, load_runs
 
 DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
 
@@ -69,25 +67,12 @@ def _report(options: argparse.Namespace) -> int:
     return DONE
 
 
-def load_runs(path: Path) -> list[Run]:
-    """The run in a folder, or those in its folders in the order in which they were started."""
-    if (path / HEADER_FILE).is_file():
-        return [load_run(path)]
-    runs = [load_run(header.parent) for header in path.glob(f"*/{HEADER_FILE}")]
-    if not runs:
-        raise ResultsError(
-            f"{path} holds no results: there is no {HEADER_FILE} in it or in its folders. "
-            "Give a folder that `deft-client eval` wrote"
-        )
-    return sorted(runs, key=lambda run: (run.header.created, run.header.name))
-
-
-def _episode(text: str, runs: list[Run]) -> EpisodeKey:
+def _episode(text: str, runs: list[RunResults]) -> TrialKey:
     suite, _, numbers = text.partition(":")
     task, _, trial = numbers.partition(":")
     if not (task.isdecimal() and trial.isdecimal()):
         raise SelectionError(f"--episode takes SUITE:TASK:TRIAL, got {text!r}")
-    key = EpisodeKey(suite, int(task), int(trial))
+    key = TrialKey(suite, int(task), int(trial))
     if not any(record.key == key for run in runs for record in run.records):
         raise SelectionError(f"--episode {text}: no run has that episode")
     return key

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
+from deft_client.files import replacing, write_atomically
 from deft_client.libero.errors import DemonstrationError
-from deft_client.libero.simulator.assets import write_atomically
 from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.libero.simulator.suites import find_task
 from deft_client.types import Image
@@ -221,8 +221,7 @@ def write_hdf5(demonstrations: Path, suite: str, task: int, folder: Path) -> Pat
     wanted = find_task(suite, task)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{wanted.name}_demo.hdf5"
-    aside = path.with_suffix(".part")
-    with h5py.File(aside, "w") as file:
+    with replacing(path) as beside, h5py.File(beside, "w") as file:
         data = file.create_group("data")
         number = total = 0
         for source in find_demonstrations(demonstrations, [task]):
@@ -233,7 +232,6 @@ def write_hdf5(demonstrations: Path, suite: str, task: int, folder: Path) -> Pat
         data.attrs["num_demos"], data.attrs["total"] = number, total
         data.attrs["bddl_file_name"] = f"{suite}/{wanted.bddl_file}"
         data.attrs["problem_info"] = f'{{"language_instruction": "{wanted.instruction}"}}'
-    aside.replace(path)
     return path
 
 

@@ -7,8 +7,6 @@ parent, however that ends.
 import fcntl
 import json
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from deft_client.files import write_atomically
 from deft_client.libero.demonstrations.files import save_demonstration
 from deft_client.libero.demonstrations.play import (
     ActorFactory,
@@ -26,7 +25,7 @@ from deft_client.libero.demonstrations.play import (
     play,
 )
 from deft_client.libero.errors import DemonstrationError
-from deft_client.libero.simulator.assets import write_atomically
+from deft_client.libero.processes import end_with_parent
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.suites import find_task
 
@@ -110,18 +109,6 @@ def _opened(suite: str, task: int, settings: EnvironmentSettings) -> LiberoEnvir
         current = LiberoEnvironment(wanted, settings)
         _Open.environment = current
     return current
-
-
-def end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

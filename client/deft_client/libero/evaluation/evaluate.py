@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deft_client.errors import DeftError
-from deft_client.libero.evaluation.messages import (
-    Finished,
+from deft_client.libero.errors import EvaluationStoppedError
+from deft_client.libero.evaluation.player import (
+    EpisodeEnded,
     Heartbeat,
     Hopeless,
     Job,
+    Report,
     ServerTrouble,
     Warned,
     WorkerSettings,
 )
 from deft_client.libero.evaluation.pool import (
     Died,
-    News,
     Worker,
     WorkerPool,
 )
-from deft_client.libero.evaluation.progress import Progress
+from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.policies.source import check_server
-from deft_client.libero.results.errors import EvaluationStoppedError
-from deft_client.libero.results.records import EpisodeKey, EpisodeRecord, Outcome
+from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import ResultsStore
 
 _LISTEN_S = 0.25
@@ -52,22 +52,22 @@ class Evaluation:
         self,
         store: ResultsStore,
         settings: WorkerSettings,
-        progress: Progress,
+        progress: ProgressLine,
         limits: Limits | None = None,
     ) -> None:
         self._store = store
         self._settings = settings
         self._progress = progress
         self._limits = limits or Limits()
-        self._pending: list[EpisodeKey] = []
-        self._tries: Counter[EpisodeKey] = Counter()
-        self._troubled: dict[EpisodeKey, EpisodeRecord] = {}  # waiting for the server, or a try
+        self._pending: list[TrialKey] = []
+        self._tries: Counter[TrialKey] = Counter()
+        self._troubled: dict[TrialKey, EpisodeRecord] = {}  # waiting for the server, or a try
         self._server_lost_s: float | None = None
         self._next_probe_s = 0.0
         self._errored_in_a_row = 0
         self._deaths_in_a_row = 0
 
-    def play(self, keys: Sequence[EpisodeKey], num_workers: int) -> None:
+    def play(self, keys: Sequence[TrialKey], num_workers: int) -> None:
         """Play the episodes of `keys` that have no result yet.
 
         Raises EvaluationStoppedError or ResultsError when it cannot go on; the results up to then
@@ -82,8 +82,8 @@ class Evaluation:
                 self._look_for_server()
                 if self._server_lost_s is None:
                     self._hand_out(pool)
-                for news in pool.listen(_LISTEN_S):
-                    self._handle(news)
+                for one in pool.listen(_LISTEN_S):
+                    self._handle(one.worker, one.report)
                 self._progress.draw()
 
     def _hand_out(self, pool: WorkerPool) -> None:
@@ -91,7 +91,7 @@ class Evaluation:
             if self._pending:
                 key = self._pending.pop(self._choose(worker, pool))
                 self._tries[key] += 1
-                pool.assign(worker, Job(key, self._tries[key]))
+                pool.assign(worker, Job(key))
 
     def _choose(self, worker: Worker, pool: WorkerPool) -> int:
         """The next episode of the task the worker has open; else of one nobody has open."""
@@ -101,8 +101,7 @@ class Evaluation:
         opened = {other.task for other in pool.workers}
         return next((index for index, task in enumerate(tasks) if task not in opened), 0)
 
-    def _handle(self, news: News) -> None:
-        worker, report = news.worker, news.report
+    def _handle(self, worker: Worker, report: Report | Died) -> None:
         if isinstance(report, Died):
             self._after_death(worker, report.reason)
             return
@@ -113,7 +112,7 @@ class Evaluation:
             self._progress.say(report.text)
         elif isinstance(report, Hopeless):
             raise EvaluationStoppedError(report.reason)
-        elif isinstance(report, Finished):
+        elif isinstance(report, EpisodeEnded):
             worker.job = None
             self._keep(report.record)
         else:

@@ -1,7 +1,11 @@
-"""Plays episodes inside a worker process and says how each of them ended."""
+"""Plays episodes inside a worker process: what it is told, and what it reports back."""
 
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 
 import numpy as np
 
@@ -12,36 +16,99 @@ from deft_client.errors import (
     RefusedRequestError,
     UnknownEndpointError,
 )
-from deft_client.libero.errors import SimulationError
-from deft_client.libero.evaluation import simulators
+from deft_client.libero.errors import EvaluationError, PeerAnswerError, SimulationError, VideoError
+from deft_client.libero.evaluation import selection
 from deft_client.libero.evaluation.episode import (
     EpisodeLog,
     EpisodePlan,
     EpisodePolicy,
+    RealTimePlayer,
     play_in_lock_step,
 )
-from deft_client.libero.evaluation.messages import (
-    Finished,
-    Heartbeat,
-    Hopeless,
-    Job,
-    Pacing,
-    Report,
-    ServerTrouble,
-    VideoChoice,
-    Warned,
-    WorkerSettings,
-)
-from deft_client.libero.evaluation.realtime import RealTimePlayer
+from deft_client.libero.evaluation.selection import LIBERO
 from deft_client.libero.evaluation.video import Caption, write_video
-from deft_client.libero.policies.source import build_policy
-from deft_client.libero.results.errors import EvaluationError, PeerAnswerError, VideoError
-from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.simulator.environment import Environment
+from deft_client.libero.policies.source import PolicySource, build_policy
+from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
+from deft_client.libero.simulator.environment import Environment, EnvironmentSettings
 
 _HEARTBEAT_S = 0.5
 # The same request would be refused again, in every episode.
 _HOPELESS = (RefusedRequestError, AccessDeniedError, UnknownEndpointError, ConflictError)
+
+
+class Pacing(Enum):
+    """Whether the simulator waits for answers."""
+
+    LOCK_STEP = "lock-step"
+    REAL_TIME = "real-time"
+
+
+class VideoChoice(Enum):
+    """Of which episodes a video is kept."""
+
+    ALL = "all"
+    FAILURES = "failures"  # whatever did not succeed
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How every episode of a run is played."""
+
+    folder: Path  # of the run; videos and logs go there
+    source: PolicySource
+    simulator: str = LIBERO
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    pacing: Pacing = Pacing.LOCK_STEP
+    step_limit: int = 0
+    executed_steps: int | None = None
+    seed: int = 7
+    video: VideoChoice = VideoChoice.NONE
+
+
+@dataclass(frozen=True)
+class Job:
+    """Play this episode."""
+
+    key: TrialKey
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The worker is alive and its episode goes on."""
+
+    round_trip_ms: float  # of the newest answer
+
+
+@dataclass(frozen=True)
+class EpisodeEnded:
+    """The episode Succeeded or Failed."""
+
+    record: EpisodeRecord
+
+
+@dataclass(frozen=True)
+class ServerTrouble:
+    """The server did not answer; `record` is what to keep if it never does (Errored)."""
+
+    record: EpisodeRecord
+
+
+@dataclass(frozen=True)
+class Hopeless:
+    """No episode can be played: the simulator does not open, or the server refuses our kind."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something the person at the terminal should know."""
+
+    text: str
+
+
+Report = Heartbeat | EpisodeEnded | ServerTrouble | Hopeless | Warned
 
 Send = Callable[[Report], None]
 
@@ -72,19 +139,20 @@ class Player:
         except DeftError as trouble:
             error = str(trouble)
         record = self._record(job, log, error, time.monotonic() - started_s)
-        return ServerTrouble(record) if error else Finished(record)
+        return ServerTrouble(record) if error else EpisodeEnded(record)
 
     def _open(self, job: Job) -> tuple[Environment, EpisodePolicy]:
         settings = self._settings
-        task = simulators.find_suite(settings.simulator, job.key.suite).task(job.key.task)
+        task = selection.find_suite(settings.simulator, job.key.suite).task(job.key.task)
         if self._environment is None or self._policy is None or self._environment.task != task:
-            self._close()
-            opened = simulators.open_environment(settings.simulator, task, settings.environment)
+            self.close()
+            opened = selection.open_environment(settings.simulator, task, settings.environment)
             self._environment = opened
             self._policy = build_policy(settings.source, opened)
         return self._environment, self._policy
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the environment and the connection; the next episode opens its own."""
         if self._policy is not None:
             self._policy.close()
         if self._environment is not None:
@@ -107,10 +175,11 @@ class Player:
 
     def _plan(self, job: Job) -> EpisodePlan:
         settings, key = self._settings, job.key
+        episode = f"{settings.folder.name}-{key.suite}-{key.task}-{key.trial}"
         return EpisodePlan(
             trial=key.trial,
             step_limit=settings.step_limit,
-            session_id=f"{settings.folder.name}-{key.suite}-{key.task}-{key.trial}-{job.number}",
+            session_id=f"{episode}-{uuid.uuid4().hex[:12]}",  # no two tries share one
             executed_steps=settings.executed_steps,
             seed=settings.seed,
             keeps_images=settings.video is not VideoChoice.NONE,
@@ -166,5 +235,5 @@ class _Pulse:
         now_s = time.monotonic()
         if now_s >= self._next_s:
             newest = log.answers[-1].timings.round_trip_ms if log.answers else 0.0
-            self._send(Heartbeat(len(log.actions), newest))
+            self._send(Heartbeat(newest))
             self._next_s = now_s + _HEARTBEAT_S

@@ -1,8 +1,8 @@
 """A simulator of one point on a table, for trying the evaluation without LIBERO or a GPU.
 
 The point goes where actions push it; an episode succeeds when it rests in the circle. Use it with
-`--environment deft_client.libero.point_world:open_environment`; `solve` is a policy that always
-gets there. It is also the example to follow for connecting another simulator.
+`--environment point_world`; `--policy solve` always gets there. It is also the example to follow
+for connecting another simulator.
 """
 
 import numpy as np

@@ -16,20 +16,21 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from deft_client.libero.evaluation.messages import (
+from deft_client.libero.evaluation.player import (
     Job,
+    Player,
     Report,
     Warned,
     WorkerSettings,
 )
-from deft_client.libero.evaluation.player import Player
+from deft_client.libero.processes import end_with_parent
 
 _STDOUT, _STDERR = 1, 2
 
 
-def work(line: Connection, lifeline: Connection, settings: WorkerSettings, log_file: Path) -> None:
-    """Play episodes until the evaluation hangs up. Entry point of the process."""
-    _prepare_process(lifeline, log_file)
+def work(line: Connection, settings: WorkerSettings, log_file: Path) -> None:
+    """Play episodes until the evaluation closes the connection. Entry point of the process."""
+    _prepare_process(log_file)
     outbox = _Outbox(line)
     logging.getLogger("deft_client").addHandler(_Forwarder(outbox))
     player = Player(settings, outbox.send)
@@ -39,7 +40,7 @@ def work(line: Connection, lifeline: Connection, settings: WorkerSettings, log_f
             outbox.send(player.play(job))
 
 
-def _prepare_process(lifeline: Connection, log_file: Path) -> None:
+def _prepare_process(log_file: Path) -> None:
     """Settle signals, output and what happens when the evaluation is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the evaluation ends its workers in order
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -47,14 +48,7 @@ def _prepare_process(lifeline: Connection, log_file: Path) -> None:
     os.dup2(descriptor, _STDERR)
     os.close(descriptor)
     faulthandler.enable()
-    threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
-
-
-def _die_with(lifeline: Connection) -> None:
-    """End this process as soon as the other end of the lifeline is gone, whatever it is doing."""
-    with suppress(EOFError, OSError):
-        lifeline.recv()
-    os._exit(1)
+    end_with_parent()
 
 
 class _Outbox:
@@ -81,7 +75,7 @@ class _Forwarder(logging.Handler):
             self._outbox.send(Warned(record.getMessage()))
 
 
-_LAST_WORDS = 300  # characters
+_MAX_REASON = 300  # characters
 _JOIN_S = 5.0
 
 
@@ -98,7 +92,6 @@ class Worker:
 
     process: SpawnProcess
     line: Connection
-    lifeline: Connection  # the process ends when this end is closed
     log_file: Path
     job: Job | None = None
     task: tuple[str, int] | None = None  # whose environment it has open
@@ -106,7 +99,7 @@ class Worker:
 
 
 @dataclass(frozen=True, eq=False)
-class News:
+class WorkerReport:
     """What came from a worker, and the episode it is about."""
 
     worker: Worker
@@ -146,29 +139,29 @@ class WorkerPool:
         except OSError:
             worker.process.join(_JOIN_S)
 
-    def listen(self, timeout_s: float) -> list[News]:
+    def listen(self, timeout_s: float) -> list[WorkerReport]:
         """What the workers report within the timeout; who died is replaced."""
         lines = {worker.line: worker for worker in self.workers}
         sentinels = {worker.process.sentinel: worker for worker in self.workers}
         ready = wait([*lines, *sentinels], timeout_s)
-        news = []
+        reports = []
         for worker in dict.fromkeys(
             lines[one] if isinstance(one, Connection) else sentinels[one]  # type: ignore[index]
             for one in ready
         ):
-            news.append(self._receive(worker))
-        news += [self._bury(worker, self._hung()) for worker in self._silent()]
-        return news
+            reports.append(self._receive(worker))
+        reports += [self._replace(worker, self._hung()) for worker in self._silent()]
+        return reports
 
-    def _receive(self, worker: Worker) -> News:
+    def _receive(self, worker: Worker) -> WorkerReport:
         try:
             report: Report | None = worker.line.recv() if worker.line.poll() else None
         except (EOFError, OSError):
             report = None
         if report is None:
-            return self._bury(worker)
+            return self._replace(worker)
         worker.heard_s = time.monotonic()
-        return News(worker, report)
+        return WorkerReport(worker, report)
 
     def _silent(self) -> list[Worker]:
         limit_s = time.monotonic() - self._hang_timeout_s
@@ -177,11 +170,11 @@ class WorkerPool:
     def _hung(self) -> str:
         return f"the worker was silent for {self._hang_timeout_s:.0f} s and was ended"
 
-    def _bury(self, worker: Worker, reason: str = "") -> News:
-        """Put a new worker in the place of one that is dead or hangs."""
+    def _replace(self, worker: Worker, reason: str = "") -> WorkerReport:
+        """End a worker that is dead or hangs, and start another one in its place."""
         _end(worker)
         self.workers[self.workers.index(worker)] = self._start()
-        return News(worker, Died(reason or _reason_of_death(worker)))
+        return WorkerReport(worker, Died(reason or _reason_of_death(worker)))
 
     def _start(self) -> Worker:
         folder = self._settings.folder / "logs"
@@ -189,15 +182,12 @@ class WorkerPool:
         log_file = folder / f"worker-{self._started}.log"
         self._started += 1
         line, far_line = self._context.Pipe()
-        lifeline, far_lifeline = self._context.Pipe()
         process = self._context.Process(
-            target=work, args=(far_line, far_lifeline, self._settings, log_file), daemon=True
+            target=work, args=(far_line, self._settings, log_file), daemon=True
         )
         process.start()
-        # Only the worker may hold its ends, or nobody would notice that it is gone.
-        far_line.close()
-        far_lifeline.close()
-        return Worker(process, line, lifeline, log_file)
+        far_line.close()  # only the worker may hold its end, or nobody would notice that it is gone
+        return Worker(process, line, log_file)
 
     def close(self) -> None:
         """End all workers, whatever they are doing."""
@@ -206,7 +196,6 @@ class WorkerPool:
 
 
 def _end(worker: Worker) -> None:
-    worker.lifeline.close()
     worker.line.close()
     worker.process.kill()
     worker.process.join(_JOIN_S)
@@ -219,14 +208,5 @@ def _reason_of_death(worker: Worker) -> str:
         lines = worker.log_file.read_text("utf-8", errors="replace").split("\n")
     except OSError:
         lines = []
-    words = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-    return f"the worker {how}: {words[:_LAST_WORDS]} (all of it in {worker.log_file})"
-
-
-def limit_threads() -> None:
-    """One thread per worker and library: they share the cores, and fight over them otherwise.
-
-    Must run before the first worker starts; what the user set wins.
-    """
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
+    reason = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return f"the worker {how}: {reason[:_MAX_REASON]} (all of it in {worker.log_file})"

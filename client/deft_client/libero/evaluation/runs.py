@@ -9,13 +9,17 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from deft_client.libero.evaluation import simulators
-from deft_client.libero.evaluation.messages import Pacing, VideoChoice, WorkerSettings
+from deft_client.libero.errors import ProfileError
+from deft_client.libero.evaluation.player import Pacing, VideoChoice, WorkerSettings
+from deft_client.libero.evaluation.selection import (
+    LIBERO,
+    describe_assets,
+    find_suite,
+    select_episodes,
+)
 from deft_client.libero.policies.source import PolicySource
-from deft_client.libero.results.errors import ProfileError
-from deft_client.libero.results.header import RunHeader
-from deft_client.libero.results.records import EpisodeKey
-from deft_client.libero.results.selection import select_episodes
+from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.store import RunHeader
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.libero.simulator.suites import Suite
 from deft_client.types import ServerInfo
@@ -24,13 +28,13 @@ _SIMULATOR_PACKAGES = ("hf-libero", "libero", "robosuite", "mujoco", "bddl")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class EvaluationOptions:
     """What was asked for, checked as far as that is possible without a server."""
 
     suites: Sequence[str]
     folder: Path
     source: PolicySource
-    simulator: str = simulators.LIBERO
+    simulator: str = LIBERO
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     tasks: str | None = None
     trials: str | None = None
@@ -40,6 +44,8 @@ class Wishes:
     step_limit: int | None = None  # None: the suite's
     seed: int = 7
     video: VideoChoice = VideoChoice.NONE
+    num_workers: int = 1
+    patience_s: float = 30.0  # for a server that went away
 
 
 @dataclass(frozen=True)
@@ -48,21 +54,21 @@ class PlannedRun:
 
     header: RunHeader
     settings: WorkerSettings
-    keys: tuple[EpisodeKey, ...]
+    keys: tuple[TrialKey, ...]
 
 
-def plan_runs(wishes: Wishes, info: ServerInfo | None) -> list[PlannedRun]:
+def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
-    assets = simulators.describe_assets(wishes.simulator, wishes.environment)
+    assets = describe_assets(asked.simulator, asked.environment)
     runs = []
-    for name in wishes.suites:
-        suite = simulators.find_suite(wishes.simulator, name)
-        keys = select_episodes(suite, wishes.tasks, wishes.trials, wishes.num_episodes)
-        for decoding in wishes.decodings:
-            for pacing in wishes.pacings:
-                settings = _settings(wishes, suite, decoding, pacing, info)
+    for name in asked.suites:
+        suite = find_suite(asked.simulator, name)
+        keys = select_episodes(suite, asked.tasks, asked.trials, asked.num_episodes)
+        for decoding in asked.decodings:
+            for pacing in asked.pacings:
+                settings = _settings(asked, suite, decoding, pacing, info)
                 header = _header(suite, settings, assets, info)
-                settings = replace(settings, folder=wishes.folder / _slug(header.name))
+                settings = replace(settings, folder=asked.folder / _slug(header.name))
                 runs.append(PlannedRun(header, settings, keys))
     return runs
 
@@ -87,24 +93,28 @@ def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | No
 
 
 def _settings(
-    wishes: Wishes, suite: Suite, decoding: str | None, pacing: Pacing, info: ServerInfo | None
+    asked: EvaluationOptions,
+    suite: Suite,
+    decoding: str | None,
+    pacing: Pacing,
+    info: ServerInfo | None,
 ) -> WorkerSettings:
     if decoding is not None and info is not None and decoding not in info.decoding_methods:
         known = ", ".join(info.decoding_methods) or "none"
         raise ProfileError(f"the server has no decoding {decoding!r}; it has: {known}")
-    source, profile = wishes.source, wishes.source.profile
+    source, profile = asked.source, asked.source.profile
     key = choose_statistics_key(source.options.statistics_key, suite, info)
     options = replace(source.options, decoding=decoding, statistics_key=key)
     return WorkerSettings(
-        folder=wishes.folder,
+        folder=asked.folder,
         source=replace(source, options=options),
-        simulator=wishes.simulator,
-        environment=replace(wishes.environment, wrist_camera=profile.wrist_camera),
+        simulator=asked.simulator,
+        environment=replace(asked.environment, wrist_camera=profile.wrist_camera),
         pacing=pacing,
-        step_limit=wishes.step_limit or suite.step_limit,
+        step_limit=asked.step_limit or suite.step_limit,
         executed_steps=profile.executed_steps,
-        seed=wishes.seed,
-        video=wishes.video,
+        seed=asked.seed,
+        video=asked.video,
     )
 
 
@@ -191,7 +201,7 @@ def _server(settings: WorkerSettings, info: ServerInfo | None) -> Mapping[str, s
 
 
 def _versions(simulator: str) -> Iterator[tuple[str, str]]:
-    packages = ("deft-client", *(_SIMULATOR_PACKAGES if simulator == simulators.LIBERO else ()))
+    packages = ("deft-client", *(_SIMULATOR_PACKAGES if simulator == LIBERO else ()))
     for package in packages:
         try:
             yield package, metadata.version(package)

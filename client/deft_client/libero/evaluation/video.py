@@ -1,10 +1,10 @@
 """An episode as an MP4: what the policy saw, what it was told, and how its tokens came about.
 
-Drawn after the episode, so that no frame waits for a pencil while latency is measured.
+Drawn after the episode, so that drawing takes no time while latency is measured.
 """
 
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import ImageDraw, ImageFont
 
+from deft_client.files import replacing
+from deft_client.libero.errors import VideoError
 from deft_client.libero.evaluation.episode import EpisodeLog
-from deft_client.libero.results.errors import VideoError
-from deft_client.libero.results.records import Answer, Outcome
+from deft_client.libero.results.records import AnswerRecord, Outcome
 from deft_client.types import Image
 
 FPS = 30  # as the published evaluations; the robot moves at 20 steps a second
@@ -50,32 +51,29 @@ def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
         raise VideoError(
             'videos need imageio-ffmpeg: pip install "deft-client[libero]", or use --video none'
         ) from error
-    part = path.with_suffix(".part.mp4")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_earlier_tries(path)
-        writer = imageio_ffmpeg.write_frames(
-            str(part),
-            SIZE,
-            fps=FPS,
-            quality=None,
-            output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
-            ffmpeg_log_level="error",
-        )
-        with closing(writer):
-            writer.send(None)
-            for frame in draw_frames(log, caption):
-                writer.send(np.ascontiguousarray(frame))
-        part.replace(path)
+        with replacing(path) as beside:
+            writer = imageio_ffmpeg.write_frames(
+                str(beside),
+                SIZE,
+                fps=FPS,
+                quality=None,
+                output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
+                ffmpeg_log_level="error",
+            )
+            with closing(writer):
+                writer.send(None)
+                for frame in draw_frames(log, caption):
+                    writer.send(np.ascontiguousarray(frame))
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise VideoError(f"cannot write {path}: {error}") from error
 
 
 def draw_frames(log: EpisodeLog, caption: Caption) -> Iterator[Image]:
     """The frames of the video, in order."""
-    answer: Answer | None = None
+    answer: AnswerRecord | None = None
     waiting = list(log.answers)
     for step, image in enumerate(log.images):
         while waiting and waiting[0].used_step <= step:
@@ -97,7 +95,7 @@ def _remove_earlier_tries(path: Path) -> None:
 
 
 def _draw_frame(
-    image: Image, step: int, answer: Answer | None, caption: Caption
+    image: Image, step: int, answer: AnswerRecord | None, caption: Caption
 ) -> PillowImage.Image:
     frame = PillowImage.new("RGB", SIZE, _PAPER)
     scaled = PillowImage.fromarray(image).resize((PICTURE, PICTURE), PillowImage.Resampling.BICUBIC)
@@ -113,7 +111,7 @@ def _draw_frame(
     return frame
 
 
-def _draw_answer(draw: ImageDraw.ImageDraw, answer: Answer) -> None:
+def _draw_answer(draw: ImageDraw.ImageDraw, answer: AnswerRecord) -> None:
     milliseconds = f"{answer.timings.round_trip_ms:.1f} ms"
     draw.text((PICTURE - 16, PICTURE + 46), milliseconds, fill=_MUTED, font=_font(16), anchor="ra")
     if not answer.accepted:

@@ -4,9 +4,9 @@ It looks at the simulator instead of the frame, so it needs no server. A run of 
 episodes can succeed, and what the simulator alone costs.
 """
 
+from deft_client.libero.errors import SelectionError
 from deft_client.libero.evaluation.episode import EpisodePolicy
 from deft_client.libero.expert.expert import Expert, Watch
-from deft_client.libero.results.errors import SelectionError
 from deft_client.libero.simulator.environment import Environment, LiberoEnvironment
 from deft_client.types import ActionChunk, Observation
 

@@ -1,24 +1,22 @@
 """Client of openpi's policy server: a WebSocket, one msgpack frame out, one back.
 
 The connection is opened when it is needed and thrown away after any trouble, so that the next
-episode starts on a fresh one. Written from the protocol; needs none of openpi's packages.
+episode starts on a fresh one.
 """
 
 import time
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
 
-import msgpack
-import numpy as np
-from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
-from deft_client.errors import AnswerTimeoutError, ServerUnreachableError
-from deft_client.libero.results.errors import PeerAnswerError
-from deft_client.types import ActionChunk, Observation, StageTimings
+from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, WireError
+from deft_client.libero.errors import PeerAnswerError
+from deft_client.peers.msgpack_numpy import pack, unpack
+from deft_client.peers.openpi import observation_fields, read_answer
+from deft_client.types import ActionChunk, Observation
 
-_NUMBERS = ("<f2", "<f4", "<f8", "<i4", "<i8")
 _CONNECT_TIMEOUT_S = 5.0
 _SHOWN_CHARACTERS = 500
 
@@ -43,7 +41,7 @@ class OpenPiPolicy:
         socket = self._socket or self._connect()
         started = time.perf_counter()
         try:
-            socket.send(_pack(_observation_fields(observation)))
+            socket.send(pack(observation_fields(observation)))
             reply = socket.recv(timeout=self._answer_timeout_s)
         except TimeoutError as error:
             self.close()
@@ -55,7 +53,11 @@ class OpenPiPolicy:
         if isinstance(reply, str):
             self.close()
             raise PeerAnswerError(f"{self._url} failed: {reply[-_SHOWN_CHARACTERS:]}")
-        return self._chunk(_unpack(reply, self._url), round_trip_ms)
+        try:
+            chunk = read_answer(unpack(reply))
+        except WireError as error:
+            raise PeerAnswerError(f"{self._url} answered no actions: {error}") from error
+        return replace(chunk, timings=replace(chunk.timings, round_trip_ms=round_trip_ms))
 
     def close(self) -> None:
         """Hang up; the next observation calls again."""
@@ -81,65 +83,3 @@ class OpenPiPolicy:
             ) from error
         self._socket = socket
         return socket
-
-    def _chunk(self, answer: Any, round_trip_ms: float) -> ActionChunk:
-        actions = answer.get("actions") if isinstance(answer, dict) else None
-        if (
-            not isinstance(actions, np.ndarray)
-            or actions.ndim != 2
-            or not np.isfinite(actions).all()
-        ):
-            shown = str(answer)[:200]
-            raise PeerAnswerError(
-                f"{self._url} answered no finite actions [step, action_dim], but {shown}"
-            )
-        timing = answer.get("server_timing", {})
-        total_ms = float(timing.get("infer_ms", 0.0)) if isinstance(timing, dict) else 0.0
-        timings = StageTimings(total_ms=total_ms, round_trip_ms=round_trip_ms)
-        return ActionChunk(actions.astype(np.float64), timings)
-
-
-def _observation_fields(observation: Observation) -> dict[str, object]:
-    fields: dict[str, object] = {"observation/image": observation.image}
-    for name, image in observation.cameras.items():
-        fields[f"observation/{name}_image"] = image
-    if observation.state is not None:
-        fields["observation/state"] = observation.state
-    fields["prompt"] = observation.instruction
-    return fields
-
-
-def _pack(value: object) -> bytes:
-    return bytes(msgpack.packb(value, default=_marked))
-
-
-def _marked(value: object) -> dict[bytes, object]:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"cannot send a {type(value).__name__}")
-    return {
-        b"__ndarray__": True,
-        b"data": value.tobytes(),
-        b"dtype": value.dtype.str,
-        b"shape": value.shape,
-    }
-
-
-def _unpack(frame: bytes, url: str) -> object:
-    try:
-        answer: object = msgpack.unpackb(frame, object_hook=_revived)
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise PeerAnswerError(f"{url} answered no msgpack message: {error}") from error
-    return answer
-
-
-def _revived(fields: dict[Any, Any]) -> object:
-    if b"__npgeneric__" in fields:
-        return fields[b"data"]
-    return _array(fields) if b"__ndarray__" in fields else fields
-
-
-def _array(fields: dict[Any, Any]) -> NDArray[np.generic]:
-    dtype = fields[b"dtype"]
-    if dtype not in _NUMBERS:
-        raise ValueError(f"arrays must hold numbers, got dtype {dtype!r}")
-    return np.frombuffer(fields[b"data"], dtype=dtype).reshape(fields[b"shape"])

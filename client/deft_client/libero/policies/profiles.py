@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
 from deft_client.image_chain import ImageChain
+from deft_client.libero.errors import PeerAnswerError, ProfileError
 from deft_client.libero.evaluation.episode import EpisodePolicy
-from deft_client.libero.results.errors import PeerAnswerError, ProfileError
 from deft_client.libero.simulator import conventions
 from deft_client.types import ActionChunk, Image, Observation, ServerInfo
 
@@ -24,7 +24,7 @@ class Protocol(Enum):
     OPENPI = "openpi"  # WebSocket, msgpack with numpy arrays
 
 
-class Gripper(Enum):
+class GripperConvention(Enum):
     """What the last number of an answered action means."""
 
     DATASET = "dataset"  # 1 open, 0 close: what OpenVLA's policies were trained on
@@ -50,7 +50,7 @@ class Profile:
 
     name: str
     protocol: Protocol
-    gripper: Gripper
+    gripper: GripperConvention
     client_chain: ClientChain
     executed_steps: int | None = None
     wrist_camera: bool = False
@@ -59,13 +59,21 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("deft", Protocol.DEFT, Gripper.DATASET, ClientChain.NONE),
-        Profile("openvla", Protocol.OPENVLA, Gripper.DATASET, ClientChain.LIBERO, executed_steps=1),
-        Profile("oft", Protocol.OFT, Gripper.DATASET, ClientChain.NONE, wrist_camera=True),
+        Profile("deft", Protocol.DEFT, GripperConvention.DATASET, ClientChain.NONE),
+        Profile(
+            "openvla",
+            Protocol.OPENVLA,
+            GripperConvention.DATASET,
+            ClientChain.LIBERO,
+            executed_steps=1,
+        ),
+        Profile(
+            "oft", Protocol.OFT, GripperConvention.DATASET, ClientChain.NONE, wrist_camera=True
+        ),
         Profile(
             "openpi",
             Protocol.OPENPI,
-            Gripper.ROBOSUITE,
+            GripperConvention.ROBOSUITE,
             ClientChain.RESIZE_WITH_PAD,
             executed_steps=5,
             wrist_camera=True,
@@ -142,7 +150,7 @@ class ProfilePolicy:
                 f"the server answers actions of {actions.shape[1]} numbers; LIBERO's robot takes "
                 f"{conventions.ACTION_DIM}: is this the right policy?"
             )
-        if self._profile.gripper is Gripper.ROBOSUITE:
+        if self._profile.gripper is GripperConvention.ROBOSUITE:
             return actions
         return np.stack([conventions.to_robosuite(action) for action in actions])
 

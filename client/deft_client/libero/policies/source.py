@@ -14,11 +14,10 @@ import httpx
 from deft_client.client import PolicyClient, timed, transport_error
 from deft_client.errors import DeftError, ServerUnreachableError
 from deft_client.libero.evaluation.episode import EpisodePolicy
-from deft_client.libero.policies.deft import DeftPolicy
+from deft_client.libero.evaluation.selection import load_function
 from deft_client.libero.policies.openpi import OpenPiPolicy
 from deft_client.libero.policies.openvla import OftPolicy, OpenVlaPolicy
 from deft_client.libero.policies.profiles import PROFILES, Profile, ProfilePolicy, Protocol
-from deft_client.libero.results.selection import load_function
 from deft_client.libero.simulator.environment import Environment
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.stream import StreamClient
@@ -39,7 +38,7 @@ class PolicySource:
     """How to reach the policy and what to ask of it.
 
     `stream` sends observations to a Deft server through its WebSocket.
-    `factory` is `module:function` for a policy in the worker's own process, empty for a server;
+    `factory` names a policy in the worker's own process (see `load_function`), empty for a server;
     `name` is what reports call that policy.
     `network_delay_ms` is added to every round trip, half before and half after.
     """
@@ -76,8 +75,11 @@ def _build_peer(source: PolicySource) -> EpisodePolicy:
         return OftPolicy(source.url, None, answer_s)
     if source.profile.protocol is Protocol.OPENPI:
         return OpenPiPolicy(source.url, answer_s, source.settings.api_key)
+    # An episode whose connection broke is played again: frames of its session may be lost, or two.
+    retries = replace(source.settings.retries, only_when_overloaded=True)
     client_class = StreamClient if source.stream else PolicyClient
-    return DeftPolicy(client_class(source.url, source.settings), source.options)
+    client = client_class(source.url, replace(source.settings, retries=retries))
+    return DeftPolicy(client, source.options)
 
 
 def describe_server(source: PolicySource) -> ServerInfo | None:
@@ -116,6 +118,27 @@ def check_server(source: PolicySource) -> None:
         httpx.get(url, timeout=PROBE_TIMEOUT_S)  # any answer will do: somebody is there
     except httpx.TransportError as error:
         raise transport_error(error, source.url) from error
+
+
+class DeftPolicy:
+    """A Deft server: one session per episode, traces with every answer."""
+
+    def __init__(self, client: PolicyClient, options: ActOptions) -> None:
+        self._client = client
+        self._options = options
+
+    def start(self, session_id: str) -> None:
+        """Open a session that knows nothing of earlier episodes."""
+        self._options = replace(self._options, session_id=session_id)
+        self._client.reset(session_id)
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """Ask for the actions that follow an observation."""
+        return self._client.act(observation, self._options)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
 
 
 class TimedPolicy:

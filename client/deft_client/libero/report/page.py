@@ -1,67 +1,155 @@
-"""Joins the sections into one page that needs nothing but itself (and the videos it links to)."""
+"""The report as one HTML page that needs nothing but itself (and the videos it links to).
 
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
-from importlib.resources import files
+Here it is decided what the page shows; `templates/page.html` says how. The template engine escapes
+whatever comes from results.
+"""
 
-from deft_client.libero.report.episodes import (
-    action_curves,
-    choose_episode,
-    outcomes,
-    videos,
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from deft_client.libero.errors import EvaluationError
+from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
+from deft_client.libero.report.summary import (
+    RunSummary,
+    SpeculationSummary,
+    Successes,
+    summarise,
 )
-from deft_client.libero.report.speed import latency, speculation
-from deft_client.libero.report.success import cards, comparisons, success_by_task
-from deft_client.libero.report.tables import Comparison
-from deft_client.libero.report.view import View, section, table
-from deft_client.libero.results.records import EpisodeKey
+from deft_client.libero.report.tables import (
+    COMPARISON_COLUMNS,
+    Comparison,
+    comparison_cells,
+    interval_text,
+)
+from deft_client.libero.results.records import STAGES, EpisodeRecord, Outcome, TrialKey
+from deft_client.libero.results.statistics import percentiles
+from deft_client.libero.results.store import RunResults
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+NUM_COLOURS = 6
+_NOTEWORTHY_LATE_SHARE = 0.05
+_MAX_VIDEOS = 12
+_DIMENSIONS = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+_MARKS = {Outcome.SUCCEEDED: "✓", Outcome.FAILED: "×", Outcome.ERRORED: "!"}
+_WHOLE = ("total_ms", "round_trip_ms")
+# Colours: one per stage, then what the server did besides, then what lies outside the server.
+_STAGE_STYLES = {
+    "wire": "stage0", "queue": "stage1", "prepare": "stage2", "vision": "stage3",
+    "prefill": "stage4", "draft": "stage5", "verify": "stage6", "commit": "stage7",
+    "finish": "stage8", "rest of the server": "stage9", "network and client": "stage10",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class View:
+    """A run as the page shows it; `style` is the class of its colour."""
+
+    run: RunResults
+    summary: RunSummary
+    style: str
+    name: str  # without the suite where all runs are of the same one
+    link_from: Path  # folder of the page, from which links to videos are relative
+
+    def link(self, record: EpisodeRecord) -> str:
+        """A relative link to an episode's video, or nothing if it is not there."""
+        path = self.run.folder / record.video
+        if not record.video or not path.is_file():
+            return ""
+        return quote(os.path.relpath(path.resolve(), self.link_from.resolve()))
+
+    @property
+    def records_by_task(self) -> Mapping[tuple[str, int], Sequence[EpisodeRecord]]:
+        """The episodes, a list per suite and task."""
+        by_task: dict[tuple[str, int], list[EpisodeRecord]] = defaultdict(list)
+        for record in self.run.records:
+            by_task[record.key.suite, record.key.task].append(record)
+        return by_task
+
+    def successes(self, suite: str, number: int) -> Successes | None:
+        """How a task's episodes ended; None where none was played."""
+        tasks = self.summary.tasks
+        found = (one.successes for one in tasks if (one.suite, one.number) == (suite, number))
+        return next(found, None)
+
+
+def build_views(runs: Sequence[RunResults], link_from: Path) -> list[View]:
+    """The runs with their numbers; colours repeat after the sixth."""
+    names = short_names(runs)
+    return [
+        View(run, summarise(run), f"run{number % NUM_COLOURS}", names[number], link_from)
+        for number, run in enumerate(runs)
+    ]
+
+
+def short_names(runs: Sequence[RunResults]) -> list[str]:
+    """What tells the runs apart: their names, without the suite if it is the same for all."""
+    names = [run.header.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.header.name} ({run.folder.parent.name})" for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.header.name} ({run.header.run})" for run in runs]
+    if len({run.header.suite for run in runs}) > 1:
+        return names
+    suite = runs[0].header.suite if runs else ""
+    return [name.removeprefix(suite).strip() or name for name in names]
 
 
 def build_page(
-    views: Sequence[View], compared: Sequence[Comparison], key: EpisodeKey | None = None
+    views: Sequence[View], compared: Sequence[Comparison], key: TrialKey | None = None
 ) -> str:
     """The whole page as HTML. `key` is the episode whose actions are drawn."""
-    resources = files("deft_client.libero.report")
-    css = resources.joinpath("report.css").read_text("utf-8")
-    script = resources.joinpath("report.js").read_text("utf-8")
-    body = "".join(
-        (
-            _header(views),
-            cards(views),
-            success_by_task(views),
-            comparisons(compared),
-            latency(views),
-            speculation(views),
-            action_curves(views, key or choose_episode(views)),
-            outcomes(views),
-            videos(views),
-            _provenance(views),
-            _notes(),
-        )
+    timed = [view for view in views if view.summary.round_trip.count]
+    drawn = _records_of(views, key or choose_episode(views))
+    videos = _videos(views)
+    return _load_template().render(
+        views=views,
+        suites=list(dict.fromkeys(view.run.header.suite for view in views)),
+        days=sorted({view.run.header.created[:10] for view in views}),
+        badges=list(_badges(views)),
+        facts=_facts,
+        noteworthy_late_share=_NOTEWORTHY_LATE_SHARE,
+        tasks=_tasks(views),
+        comparison_columns=COMPARISON_COLUMNS,
+        comparisons=[comparison_cells(one) for one in compared],
+        timed=timed,
+        stage_styles=_STAGE_STYLES,
+        stage_parts=stage_parts,
+        stage_names={name for view in timed for name in stage_parts(view.summary)},
+        stages=[name for name in STAGES if any(name in view.summary.stages for view in timed)],
+        over_time=_over_time,
+        drafting=[view for view in views if view.summary.speculation is not None],
+        by_position=_by_position,
+        by_accepted=_by_accepted,
+        drawn=drawn,
+        action_plots=_action_plots(drawn),
+        marks=_MARKS,
+        videos=videos[:_MAX_VIDEOS],
+        num_more_videos=len(videos) - _MAX_VIDEOS,
+        provenance=_provenance(views),
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(_title(views))}</title><style>{css}</style></head>"
-        f"<body><main>{body}</main><script>{script}</script></body></html>\n"
+
+
+def _load_template() -> "Template":
+    try:
+        import jinja2
+    except ImportError as error:
+        raise EvaluationError('a report needs jinja2: pip install "deft-client[libero]"') from error
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("deft_client.libero.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-
-
-def _title(views: Sequence[View]) -> str:
-    suites = list(dict.fromkeys(view.run.header.suite for view in views))
-    return f"Evaluation on {', '.join(suites)}"
-
-
-def _header(views: Sequence[View]) -> str:
-    num_episodes = sum(len(view.run.records) for view in views)
-    days = sorted({view.run.header.created[:10] for view in views})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    told = f"{num_episodes} episodes in {len(views)} run{'s' if len(views) > 1 else ''}, {when}"
-    badges = "".join(f"<li>{escape(text)}</li>" for text in _badges(views))
-    return (
-        f'<header><h1>{escape(_title(views))}</h1><div class="lead">{told}</div>'
-        f'<ul class="badges">{badges}</ul></header>'
-    )
+    templates.filters.update(tick=tick_text, interval=interval_text)
+    return templates.get_template("page.html")
 
 
 def _badges(views: Sequence[View]) -> Iterator[str]:
@@ -81,24 +169,147 @@ def _policy(view: View) -> str:
     return f"a server of {header.options.get('profile')}" if chosen == "server" else chosen
 
 
-def _provenance(views: Sequence[View]) -> str:
-    facts = [_facts(view) for view in views]
-    rows = []
-    for name in dict.fromkeys(name for one in facts for name in one):
-        values = [one.get(name, "") for one in facts]
-        style = ' class="differs"' if len(set(values)) > 1 else ""
-        cells = [f"<span{style}>{escape(value) or '–'}</span>" for value in values]
-        rows.append((escape(name), *cells))
-    columns = ("", *(escape(view.name) for view in views))
-    return section(
-        "What was run",
-        "Everything that decides what the numbers mean; what differs between runs is in bold.",
-        table(columns, rows, num_text=len(columns)),
-    )
+def _facts(summary: RunSummary) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Name, value and small print of the numbers that matter most."""
+    trip, speculation = summary.round_trip, summary.speculation
+    if trip.count:
+        spread = (f"p95 {trip.p95:.1f}", f"p99 {trip.p99:.1f}")
+        yield "median round trip", f"{trip.p50:.1f} ms", spread
+        rate = "fresh actions a second" if summary.is_real_time else "actions a second"
+        yield rate, f"{summary.control_rate:.1f}", ()
+    if speculation is not None:
+        yield "passes per action", f"{speculation.passes_per_action:.2f}", ()
+        yield "committed length", f"{speculation.committed_length:.2f}", ()
+        yield "relaxed share", f"{100 * speculation.relaxed_share:.1f}%", ()
+    if summary.is_real_time:
+        yield "held steps", f"{100 * summary.held_share:.1f}%", ()
+        yield "late simulator steps", f"{100 * summary.late_share:.1f}%", ()
 
 
-def _facts(view: View) -> Mapping[str, str]:
-    header = view.run.header
+def _tasks(views: Sequence[View]) -> list[tuple[str, int, str]]:
+    """Suite, number and instruction of every task that was played."""
+    tasks = {
+        (task.suite, task.number): task.instruction for view in views for task in view.summary.tasks
+    }
+    return [(suite, number, text) for (suite, number), text in sorted(tasks.items())]
+
+
+def stage_parts(summary: RunSummary) -> dict[str, float]:
+    """The mean round trip in milliseconds, split into stages that add up to it."""
+    means = {stage: spread.mean for stage, spread in summary.stages.items()}
+    parts = {
+        stage.removesuffix("_ms"): mean for stage, mean in means.items() if stage not in _WHOLE
+    }
+    total, trip = means.get("total_ms", 0.0), means.get("round_trip_ms", 0.0)
+    inside = sum(parts.values())
+    parts["rest of the server"] = max(0.0, total - inside)
+    parts["network and client"] = max(0.0, trip - max(total, inside))
+    return {name: value for name, value in parts.items() if value > 0}
+
+
+def _over_time(views: Sequence[View]) -> LinePlot:
+    lines = []
+    for view in views:
+        played = sorted(view.run.records, key=lambda record: record.finished_s)
+        spreads = [
+            percentiles([answer.timings.round_trip_ms for answer in record.answers])
+            for record in played
+            if record.answers
+        ]
+        for name, style in (("p50", view.style), ("p95", f"{view.style} faint")):
+            points = [
+                (float(number), getattr(spread, name))
+                for number, spread in enumerate(spreads, start=1)
+            ]
+            lines.append(Line(f"{view.name} {name}", points, style))
+    x = axis_of("episode", [point[0] for line in lines for point in line.points])
+    y = axis_of("ms", [point[1] for line in lines for point in line.points], from_zero=True)
+    return LinePlot("Round trip in ms: median, and dashed the 95th percentile", lines, x, y)
+
+
+def _by_position(views: Sequence[View]) -> BarPlot:
+    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
+        for position, spread in speculation.committed_by_position.items():
+            hint = f"{view.name}: {spread.count} passes began at token {position}"
+            yield position, Bar(spread.mean, f"{spread.mean:.1f}", view.style, hint)
+
+    title = "Committed length of the passes that begin at a token"
+    return BarPlot(title, _grouped(views, bars), "token of the action")
+
+
+def _by_accepted(views: Sequence[View]) -> BarPlot:
+    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
+        for length, count in speculation.accepted_counts.items():
+            share = 100 * count / speculation.num_passes
+            hint = f"{view.name}: {count} passes"
+            yield length, Bar(share, f"{share:.0f}", view.style, hint)
+
+    title = "Percent of passes by accepted length"
+    return BarPlot(title, _grouped(views, bars), "drafted tokens accepted")
+
+
+def _grouped(
+    views: Sequence[View], bars: Callable[[View, SpeculationSummary], Iterator[tuple[int, Bar]]]
+) -> dict[str, list[Bar]]:
+    """The bars of all runs by their number, in its order."""
+    groups: dict[int, list[Bar]] = defaultdict(list)
+    for view in views:
+        if view.summary.speculation is not None:
+            for number, bar in bars(view, view.summary.speculation):
+                groups[number].append(bar)
+    return {str(number): group for number, group in sorted(groups.items())}
+
+
+def choose_episode(views: Sequence[View]) -> TrialKey | None:
+    """The first trial that went differently in the runs; else the first that all of them have."""
+    common = [{record.key: record for record in view.run.records if len(record.actions)}
+              for view in views]  # fmt: skip
+    keys = sorted(set.intersection(*(set(ones) for ones in common))) if common else []
+    for key in keys:
+        if len({ones[key].outcome for ones in common}) > 1:
+            return key
+    return keys[0] if keys else None
+
+
+def _records_of(views: Sequence[View], key: TrialKey | None) -> list[tuple[View, EpisodeRecord]]:
+    return [
+        (view, record)
+        for view in views
+        for record in view.run.records
+        if record.key == key and len(record.actions)
+    ]
+
+
+def _action_plots(drawn: Sequence[tuple[View, EpisodeRecord]]) -> list[LinePlot]:
+    """What the robot was told in one episode, a plot per dimension, a line per run."""
+    plots = []
+    for dimension, name in enumerate(_DIMENSIONS if drawn else ()):
+        lines = [
+            Line(view.name, list(enumerate(record.actions[:, dimension].tolist())), view.style)
+            for view, record in drawn
+        ]
+        values = [value for line in lines for _, value in line.points]
+        longest = float(max(len(line.points) for line in lines) - 1)
+        x = axis_of("step", [0.0, longest], from_zero=True)
+        plots.append(LinePlot(name, lines, x, axis_of(name, values)))
+    return plots
+
+
+def _videos(views: Sequence[View]) -> list[tuple[View, EpisodeRecord]]:
+    """The episodes that have a video, failures first."""
+    found = [(view, record) for view in views for record in view.run.records if view.link(record)]
+    return sorted(found, key=lambda one: (one[1].outcome is Outcome.SUCCEEDED, one[1].key))
+
+
+def _provenance(views: Sequence[View]) -> list[tuple[str, list[str]]]:
+    """Everything that decides what the numbers mean: a name, and a value per run."""
+    facts = [_run_facts(view.run) for view in views]
+    names = dict.fromkeys(name for one in facts for name in one)
+    return [(name, [one.get(name, "") for one in facts]) for name in names]
+
+
+def _run_facts(run: RunResults) -> Mapping[str, str]:
+    header = run.header
     return {
         "run": header.run,
         "started": header.created,
@@ -108,15 +319,5 @@ def _facts(view: View) -> Mapping[str, str]:
         **{f"server: {name}": value for name, value in header.server.items()},
         **{f"version of {name}": value for name, value in header.versions.items()},
         **header.notes,
-        "folder": str(view.run.folder),
+        "folder": str(run.folder),
     }
-
-
-def _notes() -> str:
-    return (
-        '<p class="note">Errored episodes, in which a tool broke, count neither as success nor as '
-        "failure. Latencies are of all answers of the episodes that were played to their end. "
-        "Committed length is the number of drafted tokens a pass kept, plus one; relaxed share is "
-        "the share of executed tokens that are not the target model's own greedy choice. Success "
-        "rates on different assets must not be compared.</p>"
-    )

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from deft_client.libero.results.header import RunHeader
 from deft_client.libero.results.records import (
     STAGES,
-    Answer,
-    EpisodeKey,
+    AnswerRecord,
     EpisodeRecord,
     Outcome,
+    TrialKey,
 )
 from deft_client.libero.results.statistics import (
     Interval,
@@ -23,7 +22,7 @@ from deft_client.libero.results.statistics import (
     percentiles,
     wilson_interval,
 )
-from deft_client.libero.results.store import Run
+from deft_client.libero.results.store import RunHeader, RunResults
 
 STEPS_PER_S = 20
 
@@ -63,7 +62,7 @@ class TaskSummary:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class SpeculationSummary:
     """What speculation did, over all answers that came with a trace."""
 
     num_answers: int
@@ -90,7 +89,7 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """One run."""
 
     header: RunHeader
@@ -102,7 +101,7 @@ class Summary:
     held_share: float  # of the steps
     late_share: float  # of the steps; the simulator's own slowness in real time
     control_rate: float  # fresh actions per second
-    drafting: Drafting | None  # None when no answer came with a trace
+    speculation: SpeculationSummary | None  # None when no answer came with a trace
 
     @property
     def is_real_time(self) -> bool:
@@ -115,14 +114,14 @@ class Summary:
         return self.stages.get("round_trip_ms", percentiles([]))
 
 
-def summarise(run: Run, keys: AbstractSet[EpisodeKey] | None = None) -> Summary:
+def summarise(run: RunResults, keys: AbstractSet[TrialKey] | None = None) -> RunSummary:
     """The numbers of a run, or of some of its episodes."""
     records = [one for one in run.records if keys is None or one.key in keys]
     played = [one for one in records if one.outcome is not Outcome.ERRORED]
     answers = [answer for one in played for answer in one.answers]
     num_steps = sum(one.num_steps for one in played)
     num_held = sum(one.held_steps for one in played)
-    return Summary(
+    return RunSummary(
         header=run.header,
         successes=count_outcomes(records),
         tasks=tuple(_tasks(records)),
@@ -132,7 +131,7 @@ def summarise(run: Run, keys: AbstractSet[EpisodeKey] | None = None) -> Summary:
         held_share=num_held / num_steps if num_steps else 0.0,
         late_share=sum(one.late_steps for one in played) / num_steps if num_steps else 0.0,
         control_rate=_control_rate(run.header, answers, num_steps, num_held),
-        drafting=_drafting(answers),
+        speculation=_speculation(answers),
     )
 
 
@@ -155,13 +154,13 @@ def _tasks(records: Sequence[EpisodeRecord]) -> Iterable[TaskSummary]:
         yield TaskSummary(suite, number, instruction, count_outcomes(ones))
 
 
-def _stages(answers: Sequence[Answer]) -> dict[str, Percentiles]:
+def _stages(answers: Sequence[AnswerRecord]) -> dict[str, Percentiles]:
     columns = {stage: [getattr(one.timings, stage) for one in answers] for stage in STAGES}
     return {stage: percentiles(values) for stage, values in columns.items() if any(values)}
 
 
 def _control_rate(
-    header: RunHeader, answers: Sequence[Answer], num_steps: int, num_held: int
+    header: RunHeader, answers: Sequence[AnswerRecord], num_steps: int, num_held: int
 ) -> float:
     """In lock-step, how many actions a second the answers would sustain; in real time, how many
     fresh ones a second reached the simulator."""
@@ -171,7 +170,7 @@ def _control_rate(
     return 1000 * num_steps / spent_ms if spent_ms else 0.0
 
 
-def _drafting(answers: Sequence[Answer]) -> Drafting | None:
+def _speculation(answers: Sequence[AnswerRecord]) -> SpeculationSummary | None:
     traced = [answer for answer in answers if answer.accepted and answer.num_tokens]
     if not traced:
         return None
@@ -184,7 +183,7 @@ def _drafting(answers: Sequence[Answer]) -> Drafting | None:
             by_position[position].append(committed)
             accepted_counts[accepted] += 1
             position += committed
-    return Drafting(
+    return SpeculationSummary(
         num_answers=len(traced),
         num_passes=sum(len(answer.accepted) for answer in traced),
         num_tokens=sum(answer.num_tokens for answer in traced),

@@ -8,10 +8,10 @@ from itertools import combinations
 
 import numpy as np
 
-from deft_client.libero.report.summary import Successes, Summary
+from deft_client.libero.report.summary import RunSummary, Successes
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import mcnemar_exact
-from deft_client.libero.results.store import Run
+from deft_client.libero.results.store import RunResults
 
 LUCK = 0.05  # p-values below it are called a difference
 
@@ -52,7 +52,7 @@ class Comparison:
         return f"{self.first if self.only_first > self.only_second else self.second} is better"
 
 
-def compare_all(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Comparison]:
+def compare_all(runs: Sequence[RunResults], names: Sequence[str]) -> Iterator[Comparison]:
     """Every pair of runs of one suite, in the order given, by the names given."""
     named = zip(runs, names, strict=True)
     for (first, first_name), (second, second_name) in combinations(named, 2):
@@ -60,7 +60,7 @@ def compare_all(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Compariso
             yield compare(first, second, first_name, second_name)
 
 
-def compare(first: Run, second: Run, first_name: str, second_name: str) -> Comparison:
+def compare(first: RunResults, second: RunResults, first_name: str, second_name: str) -> Comparison:
     """Pair two runs and test the difference with McNemar's exact test."""
     others = {record.key: record for record in second.records if _is_judged(record)}
     pairs = [
@@ -108,7 +108,7 @@ def interval_text(successes: Successes) -> str:
     return f"{100 * interval.low:.1f}–{100 * interval.high:.1f}" if successes.num_judged else "–"
 
 
-def terminal_table(summaries: Sequence[Summary]) -> str:
+def terminal_table(summaries: Sequence[RunSummary]) -> str:
     """A table with aligned columns."""
     rows = [_RUN_COLUMNS, *(_run_cells(summary) for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_RUN_COLUMNS))]
@@ -122,18 +122,18 @@ def terminal_table(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown_tables(summaries: Sequence[Summary], comparisons: Iterable[Comparison]) -> str:
+def markdown_tables(summaries: Sequence[RunSummary], comparisons: Iterable[Comparison]) -> str:
     """All tables of the report."""
     parts = [_markdown(_RUN_COLUMNS, [_run_cells(one) for one in summaries])]
     parts.append(_markdown(_TASK_COLUMNS, [row for one in summaries for row in _task_rows(one)]))
     parts.append(_markdown(_STAGE_COLUMNS, [row for one in summaries for row in _stage_rows(one)]))
-    compared = [_comparison_cells(one) for one in comparisons]
+    compared = [comparison_cells(one) for one in comparisons]
     if compared:
-        parts.append(_markdown(_COMPARISON_COLUMNS, compared))
+        parts.append(_markdown(COMPARISON_COLUMNS, compared))
     return "\n".join(parts)
 
 
-def episodes_csv(runs: Iterable[Run]) -> str:
+def episodes_csv(runs: Iterable[RunResults]) -> str:
     """One row per episode."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -163,14 +163,14 @@ _RUN_COLUMNS = (
 )  # fmt: skip
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
-_COMPARISON_COLUMNS = (
+COMPARISON_COLUMNS = (
     "first", "second", "pairs", "both", "only first", "only second", "neither", "difference",
     "McNemar p", "same actions", "verdict",
 )  # fmt: skip
 
 
-def _run_cells(summary: Summary) -> tuple[str, ...]:
-    drafting, trip = summary.drafting, summary.round_trip
+def _run_cells(summary: RunSummary) -> tuple[str, ...]:
+    speculation, trip = summary.speculation, summary.round_trip
     return (
         summary.header.name,
         success_text(summary.successes),
@@ -178,14 +178,14 @@ def _run_cells(summary: Summary) -> tuple[str, ...]:
         str(summary.successes.num_errored),
         *(f"{value:.1f}" if trip.count else "–" for value in (trip.p50, trip.p95, trip.p99)),
         f"{summary.control_rate:.1f}" if summary.control_rate else "–",
-        f"{drafting.passes_per_action:.2f}" if drafting else "–",
-        f"{drafting.committed_length:.2f}" if drafting else "–",
-        f"{100 * drafting.relaxed_share:.1f}%" if drafting else "–",
+        f"{speculation.passes_per_action:.2f}" if speculation else "–",
+        f"{speculation.committed_length:.2f}" if speculation else "–",
+        f"{100 * speculation.relaxed_share:.1f}%" if speculation else "–",
         f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
     )
 
 
-def _task_rows(summary: Summary) -> Iterable[tuple[str, ...]]:
+def _task_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:
     for task in summary.tasks:
         yield (
             summary.header.name,
@@ -197,14 +197,15 @@ def _task_rows(summary: Summary) -> Iterable[tuple[str, ...]]:
         )
 
 
-def _stage_rows(summary: Summary) -> Iterable[tuple[str, ...]]:
+def _stage_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:
     for stage, spread in summary.stages.items():
         values = (spread.p50, spread.p95, spread.p99, spread.mean)
         name = stage.removesuffix("_ms").replace("_", " ")
         yield (summary.header.name, name, *(f"{value:.2f}" for value in values))
 
 
-def _comparison_cells(one: Comparison) -> tuple[str, ...]:
+def comparison_cells(one: Comparison) -> tuple[str, ...]:
+    """A row below COMPARISON_COLUMNS."""
     return (
         one.first,
         one.second,

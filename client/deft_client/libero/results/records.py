@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.results.errors import ResultsDamagedError
+from deft_client.libero.errors import ResultsDamagedError
 from deft_client.types import StageTimings
 
 STAGES = tuple(one.name for one in fields(StageTimings))
@@ -31,7 +31,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, order=True)
-class EpisodeKey:
+class TrialKey:
     """Which episode; at most one result per key and run."""
 
     suite: str
@@ -43,7 +43,7 @@ class EpisodeKey:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerRecord:
     """One answered observation.
 
     `asked_step` is the step whose frame was sent, `used_step` the first step that executed the
@@ -64,11 +64,11 @@ class Answer:
 class EpisodeRecord:
     """One finished episode. `error` is empty unless it Errored."""
 
-    key: EpisodeKey
+    key: TrialKey
     instruction: str
     outcome: Outcome
     actions: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 7)))  # [step, dim]
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[AnswerRecord, ...] = ()
     held_steps: int = 0  # steps that repeated an action because no newer answer had come
     late_steps: int = 0  # real-time steps for which the simulator itself was too slow
     wall_s: float = 0.0
@@ -117,7 +117,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
                 "move the line to a folder of its own run or delete it"
             )
         return EpisodeRecord(
-            key=EpisodeKey(str(values["suite"]), int(values["task"]), int(values["trial"])),
+            key=TrialKey(str(values["suite"]), int(values["task"]), int(values["trial"])),
             instruction=str(values["instruction"]),
             outcome=Outcome(values["outcome"]),
             actions=_decode_actions(values["actions"]),
@@ -137,7 +137,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
         ) from error
 
 
-def _encode_answers(answers: tuple[Answer, ...]) -> dict[str, Any]:
+def _encode_answers(answers: tuple[AnswerRecord, ...]) -> dict[str, Any]:
     """Columns; one that holds nothing but its default is left out."""
     columns: dict[str, Any] = {"asked_step": [one.asked_step for one in answers]}
     if any(one.used_step != one.asked_step for one in answers):
@@ -155,7 +155,7 @@ def _encode_answers(answers: tuple[Answer, ...]) -> dict[str, Any]:
     return columns
 
 
-def _decode_answers(columns: dict[str, Any]) -> tuple[Answer, ...]:
+def _decode_answers(columns: dict[str, Any]) -> tuple[AnswerRecord, ...]:
     asked = columns["asked_step"]
     count = len(asked)
     method = columns.get("method", "")
@@ -171,7 +171,7 @@ def _decode_answers(columns: dict[str, Any]) -> tuple[Answer, ...]:
         strict=True,
     )
     return tuple(
-        Answer(
+        AnswerRecord(
             asked_step=row[0],
             used_step=row[1],
             timings=StageTimings(**dict(zip(stages, row[6:], strict=True))),

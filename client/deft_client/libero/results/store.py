@@ -1,43 +1,69 @@
-"""The one writer of a run's results: an append survives `kill -9` and a full disk at any moment.
+"""A run on disk: `run.json`, which decides what its results mean, and a line per episode.
 
-One line per episode, written and synced before the next episode is handed out. What a crash can
-leave behind is at most one torn line at the end; opening the run again cuts it off.
+Two results may share a folder only if their headers agree; what a run was started for (which
+trials, how many workers, at which address the server was) may differ between two sittings. An
+append survives `kill -9` and a full disk at any moment: the line of an episode is written and
+synced before the next episode is handed out. What a crash can leave behind is at most one torn
+line at the end; opening the run again cuts it off.
 """
 
 import fcntl
+import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from deft_client.libero.results.errors import (
+from deft_client.files import sync, write_atomically
+from deft_client.libero.errors import (
     ResultsBusyError,
     ResultsDamagedError,
     ResultsError,
+    ResultsMismatchError,
     ResultsWriteError,
 )
-from deft_client.libero.results.header import (
-    HEADER_FILE,
-    RunHeader,
-    check_same_run,
-    read_header,
-    sync_folder,
-    write_header,
-    write_whole,
-)
 from deft_client.libero.results.records import (
-    EpisodeKey,
     EpisodeRecord,
     Outcome,
+    TrialKey,
     decode_record,
     encode_record,
 )
 
+FORMAT = "deft-libero-results"
+FORMAT_VERSION = 1
+HEADER_FILE = "run.json"
 EPISODES_FILE = "episodes.jsonl"
+
+# What headers of earlier versions call the simulators and policies that have names now.
+_NAMES_NOW = {
+    "deft_client.libero.environment:open_environment": "libero",
+    "deft_client.libero.expert_policy:build_expert": "expert",
+}
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """`options`, `versions`, `server` and `assets` must agree for results to be added.
+
+    `notes` (machine, address of the server) are kept for the reader and never compared.
+    """
+
+    run: str
+    created: str  # UTC, ISO 8601
+    name: str  # what reports call it, e.g. "libero_object lossless"
+    suite: str
+    assets: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    server: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RunResults:
     """What a folder holds: a header and its episodes in the order of their keys."""
 
     folder: Path
@@ -46,7 +72,39 @@ class Run:
     has_torn_line: bool = False  # the last line was cut short by a crash, and is not in records
 
 
-def load_run(folder: Path) -> Run:
+def read_header(folder: Path) -> RunHeader:
+    """The header of the run in `folder`."""
+    path = folder / HEADER_FILE
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ResultsError(
+            f"{folder} holds no results: there is no {HEADER_FILE}. "
+            "Give the folder that `deft-client eval` wrote"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ResultsDamagedError(f"{path} cannot be read: {error}") from error
+    return _checked_header(path, values)
+
+
+def _checked_header(path: Path, values: object) -> RunHeader:
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ResultsDamagedError(f"{path} is not the header of an evaluation")
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ResultsMismatchError(
+            f"{path} has results of format version {version}; this program reads and writes "
+            f"{FORMAT_VERSION}. Use the version that wrote them, or another --out"
+        )
+    try:
+        header = RunHeader(**values)
+    except TypeError as error:
+        raise ResultsDamagedError(f"{path} has missing or unknown fields: {error}") from error
+    options = {name: _NAMES_NOW.get(value, value) for name, value in header.options.items()}
+    return replace(header, options=options)
+
+
+def load_run(folder: Path) -> RunResults:
     """Read a run without changing it, even while it is being written."""
     header = read_header(folder)
     path = folder / EPISODES_FILE
@@ -55,7 +113,7 @@ def load_run(folder: Path) -> Run:
     except OSError as error:
         raise ResultsError(f"{path} cannot be read: {error.strerror or error}") from error
     whole, _, torn = content.rpartition(b"\n")
-    records: dict[EpisodeKey, EpisodeRecord] = {}
+    records: dict[TrialKey, EpisodeRecord] = {}
     for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
         record = decode_record(line, header.run, f"{path} line {number}")
         if record.key in records:
@@ -64,7 +122,20 @@ def load_run(folder: Path) -> Run:
             )
         records[record.key] = record
     ordered = tuple(records[key] for key in sorted(records))
-    return Run(folder, header, ordered, has_torn_line=bool(torn))
+    return RunResults(folder, header, ordered, has_torn_line=bool(torn))
+
+
+def load_runs(path: Path) -> list[RunResults]:
+    """The run in a folder, or those in its folders in the order in which they were started."""
+    if (path / HEADER_FILE).is_file():
+        return [load_run(path)]
+    runs = [load_run(header.parent) for header in path.glob(f"*/{HEADER_FILE}")]
+    if not runs:
+        raise ResultsError(
+            f"{path} holds no results: there is no {HEADER_FILE} in it or in its folders. "
+            "Give a folder that `deft-client eval` wrote"
+        )
+    return sorted(runs, key=lambda run: (run.header.created, run.header.name))
 
 
 class ResultsStore:
@@ -79,7 +150,7 @@ class ResultsStore:
             self.header, finished = self._open_run(header)
             self.resumed = tuple(finished)
             self._file = os.open(folder / EPISODES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            sync_folder(folder)
+            sync(folder)
         except BaseException:
             self.close()
             raise
@@ -92,18 +163,19 @@ class ResultsStore:
                     f"{self.folder} has {EPISODES_FILE} but no {HEADER_FILE}: nobody can tell "
                     "what those results mean. Choose another folder with --out"
                 )
-            write_header(self.folder, wanted)
+            text = json.dumps(asdict(wanted), indent=2, ensure_ascii=False, default=dict)
+            _replace(self.folder / HEADER_FILE, text.encode() + b"\n")
             return wanted, ()
         found = read_header(self.folder)
         check_same_run(self.folder, found, wanted)
         return found, self._repair(load_run(self.folder))
 
-    def _repair(self, run: Run) -> list[EpisodeRecord]:
+    def _repair(self, run: RunResults) -> list[EpisodeRecord]:
         """Drop a torn line and the Errored episodes, which are to be played again."""
         kept = [record for record in run.records if record.outcome is not Outcome.ERRORED]
         if run.has_torn_line or len(kept) < len(run.records):
             lines = b"".join(encode_record(record, run.header.run) for record in kept)
-            write_whole(self.folder / EPISODES_FILE, lines)
+            _replace(self.folder / EPISODES_FILE, lines)
         return kept
 
     def append(self, record: EpisodeRecord) -> None:
@@ -129,6 +201,38 @@ class ResultsStore:
             if descriptor >= 0:
                 os.close(descriptor)
         self._file = self._lock = -1
+
+
+def check_same_run(folder: Path, found: RunHeader, wanted: RunHeader) -> None:
+    """Raise ResultsMismatchError, listing every difference, unless results may be mixed."""
+    differences = list(_differences(found, wanted))
+    if differences:
+        listed = "\n".join(f"  {one}" for one in differences)
+        raise ResultsMismatchError(
+            f"{folder} holds results of run {found.run}, which was made differently:\n{listed}\n"
+            "Choose another folder with --out, or repeat the options of that run"
+        )
+
+
+def _differences(found: RunHeader, wanted: RunHeader) -> Iterator[str]:
+    pairs = (
+        ("suite", {"": found.suite}, {"": wanted.suite}),
+        ("assets", {"": found.assets}, {"": wanted.assets}),
+        ("option ", found.options, wanted.options),
+        ("version of ", found.versions, wanted.versions),
+        ("server's ", found.server, wanted.server),
+    )
+    for what, there, here in pairs:
+        for key in sorted({*there, *here}):
+            if there.get(key) != here.get(key):
+                yield f"{what}{key}: there {there.get(key)!r}, now {here.get(key)!r}"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ResultsWriteError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

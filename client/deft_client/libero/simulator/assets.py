@@ -32,20 +32,6 @@ def cache_folder(chosen: Path | None = None) -> Path:
     return folder.resolve()
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old content or the new, never a part of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
 class AssetsKind(Enum):
     """REAL are LIBERO's meshes and textures, STAND_IN our primitives."""
 

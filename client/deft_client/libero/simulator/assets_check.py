@@ -22,7 +22,7 @@ MAX_OVERLAP_METRES = 0.002
 
 
 @dataclass(frozen=True)
-class Problem:
+class AssetsProblem:
     """One thing that is wrong with one trial."""
 
     task: Task
@@ -33,14 +33,16 @@ class Problem:
         return f"{self.task.suite} task {self.task.number} trial {self.trial}: {self.text}"
 
 
-def check_task(task: Task, trials: Sequence[int], settings: EnvironmentSettings) -> list[Problem]:
+def check_task(
+    task: Task, trials: Sequence[int], settings: EnvironmentSettings
+) -> list[AssetsProblem]:
     """What is wrong with a task's trials; empty when all is well. Loading errors are raised."""
     environment = LiberoEnvironment(task, settings)
     try:
         problems = []
         for trial in trials:
             texts = _check_trial(environment, trial)
-            problems += [Problem(task, trial, text) for text in texts]
+            problems += [AssetsProblem(task, trial, text) for text in texts]
         return problems
     finally:
         environment.close()

@@ -65,7 +65,7 @@ class Camera:
             self._model.vis.quality.offsamples = 0
             _thin_meshes(self._model)
         self._context = _graphics_context(look.renderer, size)
-        atexit.register(self.close)  # before EGL's own farewell, which would complain
+        atexit.register(self.close)  # EGL ends at exit too, and complains of what is still open
         self._context.make_current()
         self._drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)

@@ -16,7 +16,6 @@ from deft_client.types import Image
 
 CONTROL_HZ = 20
 ACTION_DIM = 7  # three translations, three rotations, one gripper
-STATE_DIM = 8
 FRAME_SIZE = 256
 WAIT_STEPS = 10  # idle steps at the start of an episode, while objects fall into place
 OPEN, CLOSE = -1.0, 1.0  # robosuite's gripper values

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.files import write_atomically
 from deft_client.libero.errors import AssetsError, SimulatorMissingError, UnstableError
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.assets import (
@@ -28,11 +29,10 @@ from deft_client.libero.simulator.assets import (
     cache_folder,
     find_assets,
     libero_folder,
-    write_atomically,
 )
 from deft_client.libero.simulator.camera import Camera, Look
 from deft_client.libero.simulator.graphics import Renderer, announce_renderer, find_renderer
-from deft_client.libero.simulator.init_states import load_initial_states
+from deft_client.libero.simulator.init_states import draw_shifts, footprint, load_initial_states
 from deft_client.libero.simulator.scene import (
     Box,
     Goal,
@@ -41,7 +41,6 @@ from deft_client.libero.simulator.scene import (
 )
 from deft_client.libero.simulator.stepping import LeanStepper
 from deft_client.libero.simulator.suites import Task
-from deft_client.libero.simulator.widening import draw_shifts, footprint
 from deft_client.types import Image
 
 logger = logging.getLogger("deft_client.libero")

@@ -11,29 +11,29 @@ import pytest
 from numpy.typing import NDArray
 
 from deft_client.libero.commands.evaluate import main
-from deft_client.libero.results.records import EpisodeKey, Outcome
-from deft_client.libero.results.store import Run, load_run
+from deft_client.libero.results.records import Outcome, TrialKey
+from deft_client.libero.results.store import RunResults, load_run
 from scripts.local_server import local_server
 from tests.client.libero.tiny_server import TinyServer, tiny_server
 
-WORLD = ("--environment", "deft_client.libero.evaluation.point_world:open_environment")
+WORLD = ("--environment", "point_world")
 BROKEN = "tests.client.libero.broken"
 
 
 @pytest.fixture(autouse=True)
 def _workers_can_import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    monkeypatch.syspath_prepend(Path(__file__).parents[4])
 
 
 def _evaluate(out: Path, *arguments: str, suite: str = "point_world") -> int:
     return main([suite, "--out", str(out), *WORLD, *arguments])
 
 
-def _run(out: Path, name: str = "lossless") -> Run:
+def _run(out: Path, name: str = "lossless") -> RunResults:
     return load_run(out / f"point_world-{name}")
 
 
-def _actions(run: Run) -> dict[EpisodeKey, NDArray[np.float64]]:
+def _actions(run: RunResults) -> dict[TrialKey, NDArray[np.float64]]:
     return {record.key: record.actions for record in run.records}
 
 
@@ -263,7 +263,7 @@ def test_a_disk_that_fills_up_ends_the_evaluation_and_room_lets_it_go_on(tmp_pat
     """A limit on the size of files stands in for the full disk."""
     command = [
         sys.executable, "-m", "deft_client", "eval", "point_world", *WORLD, "--out", str(tmp_path),
-        "--policy", "deft_client.libero.evaluation.point_world:solve", "--episodes", "6",
+        "--policy", "solve", "--episodes", "6",
     ]  # fmt: skip
     limited = ["bash", "-c", f"ulimit -f 2; {shlex.join(command)}"]
     full = subprocess.run(limited, capture_output=True, text=True)

@@ -18,7 +18,7 @@ def test_frames_and_actions_are_the_same_in_every_run_with_one_worker_and_with_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two trials of a task: one worker meets them one after the other, two share them."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    monkeypatch.syspath_prepend(Path(__file__).parents[4])
     runs = []
     for workers in ("1", "2"):
         code = main(

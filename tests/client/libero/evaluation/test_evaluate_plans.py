@@ -3,15 +3,14 @@ from pathlib import Path
 import pytest
 
 from deft_client.libero.commands.evaluate import read_options
+from deft_client.libero.errors import ProfileError, SelectionError
 from deft_client.libero.evaluation.runs import PlannedRun, choose_statistics_key, plan_runs
-from deft_client.libero.policies.profiles import ClientChain, Gripper
-from deft_client.libero.results.errors import ProfileError, SelectionError
-from deft_client.libero.results.selection import parse_numbers, select_episodes
+from deft_client.libero.evaluation.selection import parse_numbers, select_episodes
+from deft_client.libero.policies.profiles import ClientChain, GripperConvention
 from deft_client.libero.simulator.suites import find_suite
 from tests.client.libero.tiny_server import INFO
 
 OBJECT = find_suite("libero_object")
-WORLD = "deft_client.libero.evaluation.point_world:open_environment"
 
 
 @pytest.mark.parametrize(
@@ -39,8 +38,8 @@ def test_without_a_choice_a_suite_is_five_hundred_episodes() -> None:
 
 
 def _plan(*arguments: str) -> list[PlannedRun]:
-    wishes = read_options([*arguments, "--environment", WORLD])().wishes
-    return plan_runs(wishes, INFO)
+    asked = read_options([*arguments, "--environment", "point_world"])
+    return plan_runs(asked, INFO)
 
 
 def test_a_run_for_every_decoding_method_and_pacing() -> None:
@@ -73,7 +72,7 @@ def test_profiles_settle_conventions_and_options_override_them() -> None:
     )  # fmt: skip
     profile = run.settings.source.profile
     assert profile.client_chain is ClientChain.LIBERO_UNCROPPED
-    assert profile.gripper is Gripper.ROBOSUITE
+    assert profile.gripper is GripperConvention.ROBOSUITE
     assert run.settings.executed_steps == 2
 
 

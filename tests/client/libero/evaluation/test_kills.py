@@ -1,5 +1,6 @@
 """The short version of `python -m scripts.kill_test`: every kind of target is killed once."""
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -8,8 +9,6 @@ import pytest
 
 from deft_client.libero.results.records import Outcome
 from tests.client.libero.kills import Scene, find_faults, torment
-
-ROOT = Path(__file__).parents[2]
 
 
 def _tiny_serve(port: int) -> list[str]:
@@ -29,7 +28,7 @@ def test_kill_9_at_any_moment_costs_no_episode(
     The answers depend on how many frames a session has sent, so an episode that went on where a
     killed one had stopped would have other actions than in the quiet run.
     """
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'client'}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     random.seed(3)
     quiet, rough = _scene(tmp_path / "quiet"), _scene(tmp_path / "rough")
     try:

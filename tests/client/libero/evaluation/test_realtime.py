@@ -5,15 +5,20 @@ import numpy as np
 import pytest
 
 from deft_client.errors import ServerUnreachableError
-from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlan
-from deft_client.libero.evaluation.realtime import RealTimePlayer, ThreadCourier, WallClock
+from deft_client.libero.evaluation.episode import (
+    EpisodeLog,
+    EpisodePlan,
+    RealTimePlayer,
+    ThreadedCalls,
+    WallClock,
+)
 from deft_client.types import ActionChunk, Observation
 from tests.client.libero.fakes import (
     TASK,
     CountingEnvironment,
     EchoPolicy,
     FakeClock,
-    ScriptedCourier,
+    ScriptedCalls,
     SlowEnvironment,
     echo,
 )
@@ -25,7 +30,7 @@ WAITING = 0.0  # first number of the wait action
 class Played:
     log: EpisodeLog
     clock: FakeClock
-    courier: ScriptedCourier
+    calls: ScriptedCalls
 
     @property
     def executed(self) -> list[float]:
@@ -41,13 +46,13 @@ def _play(
     executed_steps: int | None = None,
 ) -> Played:
     clock = FakeClock()
-    courier = ScriptedCourier(clock, latencies_s, chunk_length)
+    calls = ScriptedCalls(clock, latencies_s, chunk_length)
     environment = SlowEnvironment(clock, step_s)
-    player = RealTimePlayer(environment, EchoPolicy(), clock, courier)
+    player = RealTimePlayer(environment, EchoPolicy(), clock, calls)
     log = EpisodeLog()
     plan = EpisodePlan(0, step_limit, "s", executed_steps=executed_steps)
     player.play(plan, log)
-    return Played(log, clock, courier)
+    return Played(log, clock, calls)
 
 
 def test_the_simulator_makes_twenty_steps_a_second_whatever_the_policy_does() -> None:
@@ -67,7 +72,7 @@ def test_the_last_action_is_held_until_a_slow_answer_comes() -> None:
     played = _play([0.12], step_limit=9)
     assert played.executed == [WAITING, WAITING, WAITING, 10, 10, 10, 13, 13, 13]
     assert played.log.held_steps == 6
-    assert played.courier.sent == [10, 13, 16]
+    assert played.calls.sent == [10, 13, 16]
 
 
 def test_without_any_answer_the_robot_waits_with_an_open_gripper() -> None:
@@ -110,7 +115,7 @@ def test_a_slow_simulator_neither_hurries_nor_favours_the_policy() -> None:
 def test_an_episode_succeeds_while_an_answer_is_still_on_its_way() -> None:
     clock = FakeClock()
     player = RealTimePlayer(
-        CountingEnvironment(done_at=13), EchoPolicy(), clock, ScriptedCourier(clock, [1.0])
+        CountingEnvironment(done_at=13), EchoPolicy(), clock, ScriptedCalls(clock, [1.0])
     )
     log = EpisodeLog()
     player.play(EpisodePlan(0, 50, "s"), log)
@@ -138,20 +143,20 @@ def _observation() -> Observation:
 
 def test_the_thread_delivers_when_the_answer_has_come_and_not_before() -> None:
     policy = _GatedPolicy()
-    courier = ThreadCourier(policy, WallClock())
-    courier.send(_observation())
-    assert courier.collect() is None
+    calls = ThreadedCalls(policy, WallClock())
+    calls.send(_observation())
+    assert calls.collect() is None
     policy.gate.set()
-    courier.close()
-    delivery = courier.collect()
+    calls.close()
+    delivery = calls.collect()
     assert delivery is not None
     assert delivery.took_s > 0
-    assert courier.collect() is None
+    assert calls.collect() is None
 
 
 def test_what_breaks_the_policy_in_its_thread_breaks_the_episode() -> None:
-    courier = ThreadCourier(_BrokenPolicy(), WallClock())
-    courier.send(_observation())
-    courier.close()
+    calls = ThreadedCalls(_BrokenPolicy(), WallClock())
+    calls.send(_observation())
+    calls.close()
     with pytest.raises(ServerUnreachableError, match="gone"):
-        courier.collect()
+        calls.collect()

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deft_client.libero.errors import VideoError
 from deft_client.libero.evaluation.episode import EpisodeLog
 from deft_client.libero.evaluation.video import (
     FPS,
@@ -12,8 +13,7 @@ from deft_client.libero.evaluation.video import (
     draw_frames,
     write_video,
 )
-from deft_client.libero.results.errors import VideoError
-from deft_client.libero.results.records import Answer, Outcome
+from deft_client.libero.results.records import AnswerRecord, Outcome
 from deft_client.types import StageTimings
 
 CAPTION = Caption("pick up the alphabet soup and place it in the basket", Outcome.SUCCEEDED, 280)
@@ -23,7 +23,8 @@ def _log(num_steps: int = 4) -> EpisodeLog:
     log = EpisodeLog()
     log.images = [np.full((64, 64, 3), 40 * step, dtype=np.uint8) for step in range(num_steps + 1)]
     log.answers = [
-        Answer(step, step, StageTimings(round_trip_ms=9.0), (3, 2), 7) for step in range(num_steps)
+        AnswerRecord(step, step, StageTimings(round_trip_ms=9.0), (3, 2), 7)
+        for step in range(num_steps)
     ]
     return log
 
@@ -44,8 +45,8 @@ def test_the_panel_shows_instruction_step_passes_and_accepted_tokens() -> None:
     """Each of them changes the picture under the frame."""
     plain = _panel(_log())
     other_tokens, slower = _log(), _log()
-    other_tokens.answers[0] = Answer(0, 0, StageTimings(round_trip_ms=9.0), (6,), 7)
-    slower.answers[0] = Answer(0, 0, StageTimings(round_trip_ms=99.0), (3, 2), 7)
+    other_tokens.answers[0] = AnswerRecord(0, 0, StageTimings(round_trip_ms=9.0), (6,), 7)
+    slower.answers[0] = AnswerRecord(0, 0, StageTimings(round_trip_ms=99.0), (3, 2), 7)
     panels = {
         plain,
         _panel(other_tokens),
@@ -58,7 +59,7 @@ def test_the_panel_shows_instruction_step_passes_and_accepted_tokens() -> None:
 
 def test_an_answer_is_shown_from_the_step_that_executed_it() -> None:
     log = _log()
-    log.answers = [Answer(0, 2, StageTimings(round_trip_ms=120.0), (3, 2), 7)]
+    log.answers = [AnswerRecord(0, 2, StageTimings(round_trip_ms=120.0), (3, 2), 7)]
     frames = list(draw_frames(log, CAPTION))
     tokens = slice(PICTURE + 79, PICTURE + 95)
     assert (frames[1][tokens, 16:150] == frames[1][tokens, :1]).all()  # nothing there yet

@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from deft_client.libero.commands.report import main
-from deft_client.libero.report.chart import axis_of, ticks
-from deft_client.libero.report.speed import stage_parts
+from deft_client.libero.report.chart import Axis, axis_of
+from deft_client.libero.report.page import stage_parts
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import compare
-from deft_client.libero.results.header import RunHeader
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.store import ResultsStore, Run, load_run
+from deft_client.libero.results.store import ResultsStore, RunHeader, RunResults, load_run
 from tests.client.libero.episodes import header, record
 
 
-def _write(folder: Path, *records: EpisodeRecord, head: RunHeader | None = None) -> Run:
+def _write(folder: Path, *records: EpisodeRecord, head: RunHeader | None = None) -> RunResults:
     store = ResultsStore(folder, head or header())
     for one in records:
         store.append(one)
@@ -31,7 +30,7 @@ def _named(name: str, **options: str) -> RunHeader:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunResults:
     return _write(
         tmp_path / "a",
         record(0, 0, num_steps=3, passes=(4, 1)),
@@ -41,7 +40,7 @@ def run(tmp_path: Path) -> Run:
     )
 
 
-def test_errored_episodes_count_neither_as_success_nor_as_failure(run: Run) -> None:
+def test_errored_episodes_count_neither_as_success_nor_as_failure(run: RunResults) -> None:
     summary = summarise(run)
     assert (summary.successes.num_succeeded, summary.successes.num_failed) == (1, 1)
     assert summary.successes.num_errored == 1
@@ -49,41 +48,43 @@ def test_errored_episodes_count_neither_as_success_nor_as_failure(run: Run) -> N
     assert summary.num_steps == 8
 
 
-def test_a_task_of_which_every_episode_errored_has_no_rate(run: Run) -> None:
+def test_a_task_of_which_every_episode_errored_has_no_rate(run: RunResults) -> None:
     task = summarise(run).tasks[1]
     assert math.isnan(task.successes.share)
     assert task.successes.num_errored == 1
 
 
-def test_speculation_is_recounted_from_the_answers(run: Run) -> None:
+def test_speculation_is_recounted_from_the_answers(run: RunResults) -> None:
     """Three answers of 5 + 2 tokens, five of 1 + 1 + 3 + 2."""
-    drafting = summarise(run).drafting
-    assert drafting is not None
-    assert drafting.passes_per_action == (3 * 2 + 5 * 4) / 8
-    assert drafting.committed_length == 8 * 7 / 26
-    assert drafting.relaxed_share == (1 + 2) / (8 * 7)  # every second answer relaxed one token
-    means = {position: spread.mean for position, spread in drafting.committed_by_position.items()}
+    speculation = summarise(run).speculation
+    assert speculation is not None
+    assert speculation.passes_per_action == (3 * 2 + 5 * 4) / 8
+    assert speculation.committed_length == 8 * 7 / 26
+    assert speculation.relaxed_share == (1 + 2) / (8 * 7)  # every second answer relaxed one token
+    means = {
+        position: spread.mean for position, spread in speculation.committed_by_position.items()
+    }
     assert means == {0: (3 * 5 + 5 * 1) / 8, 5: 2.0, 1: 1.0, 2: 3.0}
-    assert drafting.accepted_counts == {0: 10, 1: 8, 2: 5, 4: 3}
+    assert speculation.accepted_counts == {0: 10, 1: 8, 2: 5, 4: 3}
 
 
 def test_a_pass_never_commits_more_tokens_than_the_action_has(tmp_path: Path) -> None:
     played = _write(tmp_path, record(0, 0, num_steps=2, passes=(6, 3)))
-    drafting = summarise(played).drafting
-    assert drafting is not None
-    assert {p: s.mean for p, s in drafting.committed_by_position.items()} == {0: 7.0, 7: 0.0}
+    speculation = summarise(played).speculation
+    assert speculation is not None
+    assert {p: s.mean for p, s in speculation.committed_by_position.items()} == {0: 7.0, 7: 0.0}
 
 
-def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: Run) -> None:
+def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: RunResults) -> None:
     stages = summarise(run).stages
     assert list(stages) == ["prefill_ms", "total_ms", "round_trip_ms"]
     assert stages["prefill_ms"].count == 8
     assert stages["prefill_ms"].p50 == 11.5  # 10 11 12 and 10 11 12 13 14
 
 
-def test_the_stages_of_the_mean_round_trip_add_up_to_it(run: Run) -> None:
+def test_the_stages_of_the_mean_round_trip_add_up_to_it(run: RunResults) -> None:
     summary = summarise(run)
-    parts = {part.name: part.value for part in stage_parts(summary)}
+    parts = stage_parts(summary)
     assert sum(parts.values()) == pytest.approx(summary.round_trip.mean)
     assert parts["rest of the server"] == pytest.approx(2.5)
     assert parts["network and client"] == pytest.approx(1.625)
@@ -166,7 +167,7 @@ def _report(tmp_path: Path, *arguments: str) -> str:
     return out.read_text("utf-8")
 
 
-def test_the_page_is_whole_and_loads_nothing(run: Run, tmp_path: Path) -> None:
+def test_the_page_is_whole_and_loads_nothing(run: RunResults, tmp_path: Path) -> None:
     text = _report(tmp_path, str(run.folder))
     page = _Page(text)
     assert page.open == []
@@ -199,7 +200,9 @@ def test_what_comes_from_outside_cannot_become_markup(tmp_path: Path) -> None:
     assert _Page(text).open == []
 
 
-def test_videos_that_are_there_are_linked_relative_to_the_page(run: Run, tmp_path: Path) -> None:
+def test_videos_that_are_there_are_linked_relative_to_the_page(
+    run: RunResults, tmp_path: Path
+) -> None:
     video = run.folder / run.records[0].video
     video.parent.mkdir()
     video.write_bytes(b"")
@@ -213,7 +216,9 @@ def test_a_run_without_any_episode_still_makes_a_page(tmp_path: Path) -> None:
     assert _Page(_report(tmp_path, str(tmp_path / "a"))).open == []
 
 
-def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(run: Run, tmp_path: Path) -> None:
+def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(
+    run: RunResults, tmp_path: Path
+) -> None:
     _report(tmp_path, str(run.folder))
     text = (tmp_path / "out" / "report.csv").read_text("utf-8")
     rows = list(csv.DictReader(text.splitlines()))
@@ -223,7 +228,7 @@ def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(run: Run, tmp_pa
     assert "| libero_object a | 50.0% (1/2) | 9.5–90.5 | 1 |" in markdown
 
 
-def test_one_chosen_episode_is_drawn(run: Run, tmp_path: Path) -> None:
+def test_one_chosen_episode_is_drawn(run: RunResults, tmp_path: Path) -> None:
     text = _report(tmp_path, str(run.folder), "--episode", "libero_object:0:1")
     assert "(libero_object task 0 trial 1)" in text
 
@@ -237,7 +242,7 @@ def test_one_chosen_episode_is_drawn(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_reported_is_one_line(
-    run: Run, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+    run: RunResults, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
 ) -> None:
     assert main([str(run.folder), *arguments]) == code
     message = capsys.readouterr().err
@@ -246,7 +251,7 @@ def test_what_cannot_be_reported_is_one_line(
 
 
 def test_a_page_that_cannot_be_written_is_one_line(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RunResults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run.folder), "--out", "/proc/nowhere/report.html"]) == 1
     assert "cannot write the report" in capsys.readouterr().err
@@ -257,7 +262,7 @@ def test_a_page_that_cannot_be_written_is_one_line(
     [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (0, 47, [0, 20, 40]), (-1.05, 1.05, [-1, 0, 1])],
 )
 def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == expected
+    assert Axis("", low, high).ticks == expected
 
 
 def test_an_axis_of_one_value_has_a_width() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.libero.results.errors import (
+from deft_client.libero.errors import (
     ResultsBusyError,
     ResultsDamagedError,
     ResultsError,
@@ -181,9 +181,9 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 _FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from deft_client.libero.evaluate_errors import ResultsWriteError
-from deft_client.libero.results_store import ResultsStore
-from tests.libero.episodes import header, record
+from deft_client.libero.errors import ResultsWriteError
+from deft_client.libero.results.store import ResultsStore
+from tests.client.libero.episodes import header, record
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = ResultsStore(Path(sys.argv[1]), header())
 store.append(record(0, 0))
@@ -205,7 +205,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_whole_lines_only(tmp_path: Path
         text=True,
         check=True,
         env={"PYTHONPATH": "client:."},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[4],
     )
     assert "The 1 episodes before are safe; make room" in done.stdout
     run = load_run(tmp_path)

@@ -167,8 +167,8 @@ def test_nothing_is_asked_on_the_terminal_printed_or_written_to_the_home_folder(
     home, cache = tmp_path / "home", tmp_path / "cache"
     home.mkdir()
     program = (
-        "from deft_client.libero.environment import open_environment\n"
-        "from deft_client.libero.suites import find_task\n"
+        "from deft_client.libero.simulator.environment import open_environment\n"
+        "from deft_client.libero.simulator.suites import find_task\n"
         "import numpy as np\n"
         "environment = open_environment(find_task('libero_object', 5))\n"
         "environment.reset(0)\n"

@@ -1,0 +1,55 @@
+"""Files that are there whole or not at all, whatever happens while they are written."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; at the end, what is there takes the place of `path`.
+
+    Readers, also those after a crash, see the old content or the new, never a part of it. If the
+    block raises, the old content stays. The name is hidden and keeps the suffix of `path`.
+    """
+    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield beside
+        sync(beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextmanager
+def creating(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to fill; when the block ends it takes the name, which must be free.
+
+    If the block raises, nothing is left.
+    """
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)  # of a killed process that had our id
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace the content of a file in one step. Raises OSError."""
+    with replacing(path) as beside:
+        beside.write_bytes(content)
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,135 @@
+"""Peers' arrays, camera frames, states and texts, checked and brought into our own form."""
+
+from collections.abc import Mapping
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
+from deft_client.types import Image
+from deft_client.wire.arrays import array_over, read_shape
+from deft_client.wire.fields import NAME, SENTENCE, Terms, WireLimits, brief
+from deft_client.wire.images import check_image_size
+
+# Every spelling numpy itself writes for booleans, integers and floats of up to eight bytes.
+_ONE_BYTE = ("|b1", "|i1", "|u1")
+_WIDER = tuple(
+    order + kind
+    for order, kind in product("<>", ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8"))
+)
+SAFE_DTYPES = {name: np.dtype(name) for name in chain(_ONE_BYTE, _WIDER)}
+SAFE_DTYPES |= {dtype.name: dtype for name, dtype in SAFE_DTYPES.items() if name[0] in "|<"}
+
+
+def safe_dtype(name: object, field: str) -> np.dtype[Any]:
+    """Return the dtype of that name, if it is one of plain numbers."""
+    known = SAFE_DTYPES.get(name) if isinstance(name, str) else None
+    if known is None:
+        raise UnusableValueError(
+            f"{field}.dtype",
+            f"must be a boolean, integer or float dtype such as '<f4', got {brief(name)}",
+        )
+    return known
+
+
+def build_array(data: object, dtype: object, shape: object, field: str) -> NDArray[Any]:
+    """Return a read-only array over bytes that must match dtype and shape exactly."""
+    if not isinstance(data, bytes):
+        raise MalformedMessageError(f"{field}.data", f"must be bytes, got {brief(data)}")
+    kind = safe_dtype(dtype, field)
+    values = array_over(data, kind, read_shape(shape, f"{field}.shape"), field)
+    # Any byte but 0 and 1 would be an invalid numpy boolean.
+    return values.view(np.uint8) != 0 if kind.kind == "b" else values
+
+
+_GREY_OR_COLOUR = (1, 2, 3, 4)  # grey, grey + alpha, RGB, RGB + alpha
+
+
+def read_frame(value: object, field: str, limits: WireLimits) -> Image:
+    """Return an 8-bit picture as RGB; greyscale is repeated, transparency dropped."""
+    if not isinstance(value, np.ndarray):
+        raise UnusableValueError(field, f"must be an encoded uint8 array, got {brief(value)}")
+    if value.dtype != np.uint8 or value.ndim not in (2, 3):
+        raise UnusableValueError(
+            field, f"must be uint8 [height, width, 3], got {value.dtype} {list(value.shape)}"
+        )
+    check_image_size(value.shape[0], value.shape[1], field, limits)
+    if value.ndim == 2:
+        value = value[:, :, None]
+    channels = value.shape[2]
+    if channels not in _GREY_OR_COLOUR:
+        raise UnusableValueError(f"{field}.shape", f"must have 1 to 4 channels, got {channels}")
+    if channels < 3:
+        return np.repeat(value[:, :, :1], 3, axis=2)
+    return value if channels == 3 else np.ascontiguousarray(value[:, :, :3])
+
+
+def read_state(value: object, field: str, limits: WireLimits) -> NDArray[np.float32]:
+    """Return a vector of finite numbers."""
+    if not isinstance(value, np.ndarray) or value.ndim > 1 or value.dtype.kind not in "iuf":
+        raise UnusableValueError(field, f"must be a vector of numbers, got {brief(value)}")
+    if value.size > limits.max_state_dim:
+        raise MessageTooLargeError(
+            field, f"{value.size} numbers; at most {limits.max_state_dim} are taken"
+        )
+    with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is refused
+        state = np.atleast_1d(value).astype(np.float32)
+    if not np.isfinite(state).all():
+        raise UnusableValueError(field, "must be finite in float32, got NaN or infinity")
+    return state
+
+
+def read_actions(value: object, field: str, num_axes: int) -> NDArray[np.float64]:
+    """Return the finite actions of an answer."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+        raise UnusableValueError(field, f"not an array of numbers, but {brief(value)}")
+    if value.ndim != num_axes or not np.isfinite(value).all():
+        axes = "a vector" if num_axes == 1 else "[step, action_dim]"
+        raise UnusableValueError(field, f"not {axes} of finite numbers, but {list(value.shape)}")
+    return value.astype(np.float64)
+
+
+def read_text(value: object, field: str, limits: WireLimits) -> str:
+    """Return the instruction."""
+    return SENTENCE.read(value, field, Terms(limits))
+
+
+def read_name(value: object, field: str, limits: WireLimits) -> str | None:
+    """Return a short name, or None where there is none."""
+    return None if value is None else NAME.read(value, field, Terms(limits))
+
+
+def read_cameras(value: object, limits: WireLimits) -> dict[str, object]:
+    """Return a map of pictures by camera, the main one among them; none is decoded yet."""
+    if not isinstance(value, dict) or not value:
+        raise UnusableValueError("images", f"must be a map of pictures, got {brief(value)}")
+    check_camera_count(len(value), limits)
+    for name in value:
+        if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable():
+            raise UnusableValueError(
+                "images", f"a camera needs a printable name, got {brief(name)}"
+            )
+    return value
+
+
+def check_camera_count(count: int, limits: WireLimits, field: str = "images") -> None:
+    """Refuse more cameras than a main one and those that the limits allow."""
+    if count > limits.max_cameras + 1:
+        raise MessageTooLargeError(
+            field, f"{count} cameras; at most {limits.max_cameras + 1} are taken"
+        )
+
+
+def take(fields: Mapping[str, object], name: str) -> object:
+    """Return a field that must be there."""
+    if name not in fields:
+        raise missing(name, fields)
+    return fields[name]
+
+
+def missing(field: str, known: object) -> MalformedMessageError:
+    """Return the complaint about a field that is not there."""
+    names = ", ".join(map(str, list(known)[:12])) if isinstance(known, dict) else "nothing"
+    return MalformedMessageError(field, f"missing; the message has {names or 'no fields'}")
