@@ -5,7 +5,7 @@ they are iterated over, so that data sets larger than memory can be used. Everyt
 from data, measures on data or compares with data takes it from here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,29 +22,18 @@ class DatasetError(DeftError):
     """A data set that is not there, damaged, or of a form that is not read; the message says."""
 
 
-@dataclass(frozen=True)
-class DatasetOptions:
-    """What a data set does not say about itself.
-
-    `cameras` are its pictures by their names there: the first is the observation's own, the others
-    go along as further views. None takes the one camera that is there.
-    """
-
-    cameras: tuple[str, ...] | None = None
-    statistics_key: str | None = None  # the statistics its actions belong to
-
-
 @dataclass(frozen=True, eq=False)
 class StoredStep:
     """One frame and what was done when it was seen, in the units that were stored.
 
-    `is_answer` is false where something other than the policy's own answer was executed.
+    `is_example` is false where the action is none to learn from: a server intervened, or the
+    demonstration failed.
     """
 
     observation: Observation
     action: NDArray[np.float64]  # [action_dim]
-    statistics_key: str | None = None
-    is_answer: bool = True
+    statistics_key: str | None = None  # None: the data set does not say
+    is_example: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,21 +56,21 @@ def need(package: str) -> ModuleType:
 
 
 def pick_cameras(
-    there: tuple[str, ...], options: DatasetOptions, where: Path
+    there: tuple[str, ...], wanted: Sequence[str], where: Path
 ) -> tuple[str, tuple[str, ...]]:
-    """Which picture is the observation's own, and which go along."""
+    """Which picture is the observation's own, and which go along; by default the only one."""
     if not there:
         raise DatasetError(f"{where}: no pictures in it, only numbers")
-    if options.cameras is None:
+    if not wanted:
         if len(there) == 1:
             return there[0], ()
         raise DatasetError(
             f"{where}: has several cameras ({', '.join(there)}); say which one the policy looks "
             "through, and which go along, with --cameras"
         )
-    unknown = set(options.cameras) - set(there)
+    unknown = set(wanted) - set(there)
     if unknown:
         raise DatasetError(
             f"{where}: no camera {', '.join(sorted(unknown))}; there are {', '.join(there)}"
         )
-    return options.cameras[0], options.cameras[1:]
+    return wanted[0], tuple(wanted[1:])

@@ -1,11 +1,11 @@
 """Which format a folder is in, found out by what lies in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deft_client.datasets import own
-from deft_client.datasets.episodes import DatasetError, DatasetOptions, StoredEpisode
+from deft_client.datasets.episodes import DatasetError, StoredEpisode
 from deft_client.datasets.lerobot import read_lerobot
 from deft_client.datasets.libero_hdf5 import read_hdf5
 from deft_client.datasets.rlds import find_versions, read_rlds
@@ -19,7 +19,7 @@ class DatasetFormat:
     name: str
     mark: str  # what lies in a folder of this format, for people
     matches: Callable[[Path], bool]
-    read: Callable[[Path, DatasetOptions], Iterator[StoredEpisode]]
+    read: Callable[[Path, Sequence[str]], Iterator[StoredEpisode]]
 
 
 def _holds(pattern: str) -> Callable[[Path], bool]:
@@ -47,12 +47,16 @@ FORMATS = (
 )
 
 
-def read_dataset(path: Path, options: DatasetOptions | None = None) -> Iterator[StoredEpisode]:
-    """Yield the episodes of a folder or file, in a fixed order; DatasetError if it holds none."""
+def read_dataset(path: Path, cameras: Sequence[str] = ()) -> Iterator[StoredEpisode]:
+    """Yield the episodes of a folder or file, in a fixed order; DatasetError if it is none.
+
+    `cameras` are its pictures by their names there: the first is the observation's own, the others
+    go along as further views. None takes the one camera that is there, or the format's usual one.
+    """
     if not path.exists():
         raise DatasetError(f"{path}: no such file or folder")
     found = next((one for one in FORMATS if one.matches(path)), None)
     if found is None:
         known = "; ".join(f"{one.name} ({one.mark})" for one in FORMATS)
         raise DatasetError(f"{path}: no data set that is known here. Known are: {known}")
-    return found.read(path, options or DatasetOptions())
+    return found.read(path, cameras)

@@ -16,7 +16,6 @@ from PIL import Image as PillowImage
 
 from deft_client.datasets.episodes import (
     DatasetError,
-    DatasetOptions,
     StoredEpisode,
     StoredStep,
     need,
@@ -37,22 +36,21 @@ class _Dataset:
     info: Mapping[str, Any]
     tasks: Mapping[int, str]
     cameras: tuple[str, ...]  # the observation's own first
-    options: DatasetOptions
 
     def is_video(self, camera: str) -> bool:
         """Whether its pictures lie in video files."""
         return bool(self.info["features"][camera]["dtype"] == "video")
 
 
-def read_lerobot(root: Path, options: DatasetOptions) -> Iterator[StoredEpisode]:
+def read_lerobot(root: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
     """Yield the episodes by number."""
-    dataset = _open(root, options)
+    dataset = _open(root, cameras)
     for place in _places(dataset):
         name = f"{root}:{place['episode_index']}"
         yield StoredEpisode(name, partial(_steps, dataset, place))
 
 
-def _open(root: Path, options: DatasetOptions) -> _Dataset:
+def _open(root: Path, cameras: Sequence[str]) -> _Dataset:
     try:
         info = json.loads((root / "meta/info.json").read_text("utf-8"))
         version, features = str(info["codebase_version"]), dict(info["features"])
@@ -66,12 +64,11 @@ def _open(root: Path, options: DatasetOptions) -> _Dataset:
     if ACTION not in features:
         raise DatasetError(f"{root}: no feature {ACTION!r}; there are {', '.join(features)}")
     there = tuple(name for name, one in features.items() if one["dtype"] in _PICTURES)
-    own, further = pick_cameras(there, options, root)
+    own, further = pick_cameras(there, cameras, root)
     tasks = _table(root / "meta/tasks.parquet").to_pydict()
     (texts,) = (column for name, column in tasks.items() if name != "task_index")
-    return _Dataset(
-        root, info, dict(zip(tasks["task_index"], texts, strict=True)), (own, *further), options
-    )
+    numbered = dict(zip(tasks["task_index"], texts, strict=True))
+    return _Dataset(root, info, numbered, (own, *further))
 
 
 def _table(path: Path, columns: Sequence[str] | None = None, episode: int | None = None) -> Any:
@@ -119,7 +116,7 @@ def _steps(dataset: _Dataset, place: Mapping[str, Any]) -> Iterator[StoredStep]:
             np.atleast_1d(np.asarray(row[STATE], np.float32)) if has_state else None,
         )
         action = np.atleast_1d(np.asarray(row[ACTION], dtype=np.float64))
-        yield StoredStep(observation, action, dataset.options.statistics_key)
+        yield StoredStep(observation, action)
 
 
 def _picture(stored: Mapping[str, Any], path: Path) -> Image:

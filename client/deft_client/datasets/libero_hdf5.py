@@ -5,7 +5,7 @@ trained in: six numbers as stored, then the gripper, 1 open and 0 closed.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from deft_client.datasets.episodes import (
     DatasetError,
-    DatasetOptions,
     StoredEpisode,
     StoredStep,
     need,
@@ -26,7 +25,7 @@ from deft_client.types import Observation
 _PICTURES = "_rgb"
 
 
-def read_hdf5(path: Path, options: DatasetOptions) -> Iterator[StoredEpisode]:
+def read_hdf5(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
     """Yield the episodes of one file, or of every file below a folder, in order."""
     h5py = need("h5py")
     for file in [path] if path.is_file() else sorted(path.rglob("*.hdf5")):
@@ -36,7 +35,7 @@ def read_hdf5(path: Path, options: DatasetOptions) -> Iterator[StoredEpisode]:
         except (OSError, KeyError, ValueError) as error:
             raise DatasetError(f"{file}: not a file of LIBERO demonstrations: {error}") from error
         for name in names:
-            yield StoredEpisode(f"{file}:{name}", partial(_steps, file, name, options))
+            yield StoredEpisode(f"{file}:{name}", partial(_steps, file, name, cameras))
 
 
 def from_robosuite(actions: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -45,14 +44,14 @@ def from_robosuite(actions: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate((actions[:, :-1], gripper), axis=1)
 
 
-def _steps(file: Path, name: str, options: DatasetOptions) -> Iterator[StoredStep]:
+def _steps(file: Path, name: str, cameras: Sequence[str]) -> Iterator[StoredStep]:
     with need("h5py").File(file, "r") as opened:
         episode = opened["data"][name]
         observed = episode["obs"]
         there = tuple(sorted(key for key in observed if key.endswith(_PICTURES)))
-        if options.cameras is None and "agentview_rgb" in there:
+        if not cameras and "agentview_rgb" in there:
             there = ("agentview_rgb",)
-        own, further = pick_cameras(there, options, file)
+        own, further = pick_cameras(there, cameras, file)
         instruction = _instruction(opened["data"], file)
         state = _state(observed)
         actions = from_robosuite(np.asarray(episode["actions"], dtype=np.float64))
@@ -63,7 +62,7 @@ def _steps(file: Path, name: str, options: DatasetOptions) -> Iterator[StoredSte
                 {camera: _upright(observed[camera][index]) for camera in further},
                 None if state is None else state[index],
             )
-            yield StoredStep(observation, action, options.statistics_key)
+            yield StoredStep(observation, action)
 
 
 def _upright(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:

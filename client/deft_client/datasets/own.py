@@ -1,43 +1,64 @@
 """Our own episodes as a data set: recordings of a server or a robot, and demonstrations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from deft_client.datasets.episodes import DatasetOptions, StoredEpisode, StoredStep
+from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep
 from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
-from deft_client.recordings import find_episodes, iterate_steps
+from deft_client.libero.errors import DemonstrationError
+from deft_client.recordings import find_episodes, iterate_steps, read_header
 from deft_client.types import Observation
 
 
-def read_recordings(path: Path, options: DatasetOptions) -> Iterator[StoredEpisode]:
-    """Yield recorded episodes, oldest first."""
+def read_recordings(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
+    """Yield recorded episodes, oldest first; the parts of a long one are one."""
+    _refuse(cameras, path)
+    episodes: list[list[Path]] = []
+    latest: dict[str, list[Path]] = {}  # of each session; robots are recorded at the same time
     for file in find_episodes(path):
-        yield StoredEpisode(str(file), partial(_recorded, file, options.statistics_key))
+        header = read_header(file)
+        if header.part == 0 or header.session_id not in latest:
+            latest[header.session_id] = []
+            episodes.append(latest[header.session_id])
+        latest[header.session_id].append(file)
+    for parts in episodes:
+        yield StoredEpisode(str(parts[0]), partial(_recorded, parts))
 
 
-def read_demonstrations(path: Path, options: DatasetOptions) -> Iterator[StoredEpisode]:
-    """Yield demonstrations that succeeded, by task and number; the actions are the clean ones."""
+def read_demonstrations(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
+    """Yield demonstrations by task and number; the actions are the expert's clean ones."""
+    _refuse(cameras, path)
     for file in find_demonstrations(path):
-        yield StoredEpisode(str(file), partial(_demonstrated, file, options.statistics_key))
+        yield StoredEpisode(str(file), partial(_demonstrated, file))
 
 
-def _recorded(path: Path, statistics_key: str | None) -> Iterator[StoredStep]:
-    for step in iterate_steps(path):
-        yield StoredStep(
-            step.observation,
-            step.chunk.actions[0],
-            step.options.statistics_key or statistics_key,
-            is_answer=step.chunk.intervention is None,
+def _refuse(cameras: Sequence[str], path: Path) -> None:
+    if cameras:
+        raise DatasetError(
+            f"{path}: our own episodes say which picture is which; leave out --cameras"
         )
 
 
-def _demonstrated(path: Path, statistics_key: str | None) -> Iterator[StoredStep]:
-    shown = load_demonstration(path)
-    if not shown.header.succeeded:
-        return
+def _recorded(parts: Sequence[Path]) -> Iterator[StoredStep]:
+    for path in parts:
+        for step in iterate_steps(path):
+            yield StoredStep(
+                step.observation,
+                step.chunk.actions[0],
+                step.options.statistics_key,
+                is_example=step.chunk.intervention is None,
+            )
+
+
+def _demonstrated(path: Path) -> Iterator[StoredStep]:
+    try:
+        shown = load_demonstration(path)
+    except DemonstrationError as error:
+        raise DatasetError(str(error)) from error
     for index, label in enumerate(shown.labels):
         observation = Observation(shown.frame(index), shown.header.instruction)
-        yield StoredStep(observation, label.astype(np.float64), statistics_key)
+        action = label.astype(np.float64)
+        yield StoredStep(observation, action, is_example=shown.header.succeeded)

@@ -12,7 +12,7 @@ with `libero`, and they are brought into the fine-tunes' dialect like LIBERO's H
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -25,7 +25,6 @@ from PIL import Image as PillowImage
 
 from deft_client.datasets.episodes import (
     DatasetError,
-    DatasetOptions,
     StoredEpisode,
     StoredStep,
     pick_cameras,
@@ -54,7 +53,7 @@ def find_versions(path: Path) -> list[Path]:
     return sorted(one.parent for one in path.rglob("features.json")) if path.is_dir() else []
 
 
-def read_rlds(path: Path, options: DatasetOptions) -> Iterator[StoredEpisode]:
+def read_rlds(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
     """Yield the episodes of all shards, in the order of their names."""
     for folder in find_versions(path):
         features = _features(folder)
@@ -63,7 +62,7 @@ def read_rlds(path: Path, options: DatasetOptions) -> Iterator[StoredEpisode]:
             raise DatasetError(f"{folder}: describes features, but holds no .tfrecord files")
         for file in files:
             for number, offset in enumerate(_offsets(file)):
-                steps = partial(_steps, file, offset, features, options)
+                steps = partial(_steps, file, offset, features, cameras)
                 yield StoredEpisode(f"{file}:{number}", steps)
 
 
@@ -82,20 +81,20 @@ def read_example(payload: bytes) -> dict[str, Values]:
 
 
 def _steps(
-    file: Path, offset: int, features: Mapping[str, _Feature], options: DatasetOptions
+    file: Path, offset: int, features: Mapping[str, _Feature], cameras: Sequence[str]
 ) -> Iterator[StoredStep]:
     example = _read_record(file, offset)
     actions = _rows(example, "steps/action", features, file).astype(np.float64)
     if file.name.startswith("libero"):
         actions = from_robosuite(actions)
-    cameras = tuple(
+    there = tuple(
         name.removeprefix(_OBSERVATION)
         for name, feature in sorted(features.items())
         if feature.kind == "image" and name.startswith(_OBSERVATION)
     )
-    if options.cameras is None and "image" in cameras:
-        cameras = ("image",)
-    own, further = pick_cameras(cameras, options, file)
+    if not cameras and "image" in there:
+        there = ("image",)
+    own, further = pick_cameras(there, cameras, file)
     pictures = {
         camera: _contents(example, _OBSERVATION + camera, len(actions), file)
         for camera in (own, *further)
@@ -114,7 +113,7 @@ def _steps(
             )
         except (OSError, SyntaxError, ValueError) as error:  # what Pillow and Observation raise
             raise DatasetError(f"{file}: step {index} of an episode: {error}") from error
-        yield StoredStep(observation, action, options.statistics_key)
+        yield StoredStep(observation, action)
 
 
 def _features(folder: Path) -> dict[str, _Feature]:

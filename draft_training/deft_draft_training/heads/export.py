@@ -12,7 +12,12 @@ from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.target import (
+    FeatureTarget,
+    add_target_flags,
+    load_target,
+    target_flags,
+)
 from deft_draft_training.run_directory import STATE_FILE, explained
 from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.head_files import HeadLayout, load_head, save_head
@@ -100,5 +105,8 @@ def main(arguments: list[str]) -> int:
     dtype = torch.float32 if given.float32 else torch.bfloat16
     export_head(head, given.out, dtype, _LAYOUTS[given.layout])
     size = sum(path.stat().st_size for path in given.out.iterdir())
-    sys.stdout.write(f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n")
+    sys.stdout.write(
+        f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"
+        f"next: deft serve --policy openvla --draft-head {given.out} {target_flags(given)}\n"
+    )
     return 0

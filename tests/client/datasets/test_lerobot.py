@@ -9,7 +9,6 @@ import pytest
 
 from deft_client.datasets.episodes import (
     DatasetError,
-    DatasetOptions,
     StoredEpisode,
     StoredStep,
 )
@@ -74,7 +73,7 @@ def test_further_cameras_come_back_where_they_are_named(tmp_path):
     with pytest.raises(DatasetError, match=r"several cameras \(observation.images.image, obs"):
         list(read_dataset(tmp_path / "set"))
     cameras = ("observation.images.image", "observation.images.wrist")
-    assert_same(list(read_dataset(tmp_path / "set", DatasetOptions(cameras))), wanted)
+    assert_same(list(read_dataset(tmp_path / "set", cameras)), wanted)
 
 
 def test_a_long_set_is_several_files(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image as PillowImage
 
 from deft_client.datasets import rlds
-from deft_client.datasets.episodes import DatasetError, DatasetOptions
+from deft_client.datasets.episodes import DatasetError
 from deft_client.datasets.formats import read_dataset
 
 FEATURES = {
@@ -148,8 +148,8 @@ def test_episodes_come_back_as_they_were_written(tmp_path):
 
 def test_further_cameras_are_read_when_named(tmp_path):
     dataset(tmp_path, "kitchen", [episode(0)])
-    options = DatasetOptions(("wrist_image", "image"))
-    step = next(next(read_dataset(tmp_path, options)).steps())
+    cameras = ("wrist_image", "image")
+    step = next(next(read_dataset(tmp_path, cameras)).steps())
     wrist = PillowImage.open(io.BytesIO(episode(0)["steps/observation/wrist_image"][0]))
     assert np.array_equal(step.observation.image, np.asarray(wrist))
     assert list(step.observation.cameras) == ["image"]
