@@ -53,10 +53,15 @@ def read_dataset(path: Path, cameras: Sequence[str] = ()) -> Iterator[StoredEpis
     `cameras` are its pictures by their names there: the first is the observation's own, the others
     go along as further views. None takes the one camera that is there, or the format's usual one.
     """
+    return find_format(path).read(path, cameras)
+
+
+def find_format(path: Path) -> DatasetFormat:
+    """What a folder or file is; DatasetError if it is nothing known."""
     if not path.exists():
         raise DatasetError(f"{path}: no such file or folder")
     found = next((one for one in FORMATS if one.matches(path)), None)
     if found is None:
         known = "; ".join(f"{one.name} ({one.mark})" for one in FORMATS)
         raise DatasetError(f"{path}: no data set that is known here. Known are: {known}")
-    return found.read(path, cameras)
+    return found

@@ -26,17 +26,17 @@ from deft_draft_training.heads.target import (
     load_target,
     target_flags,
 )
-from deft_policies.decoding.drafts.medusa import MedusaHeads
-from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import (
+from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
     DraftModels,
     build_decoder,
 )
+from deft_policies.decoding.drafts.medusa import MedusaHeads
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import DraftKind, TreeShape
-from deft_policies.decoding.presets import Overrides, preset_by_name
-from deft_policies.decoding.trace import StageClock
+from deft_policies.decoding.records import StageClock
 from deft_policies.openvla.policy import OpenVLAPolicy
 
 
@@ -94,9 +94,10 @@ def evaluate(
     """Score every source at every radius on the same episodes, one at a time."""
     for radius in radii:
         for setup in sources:
-            changes = Overrides(radius=radius, drafts=setup.drafts, shape=setup.shape)
-            preset = preset_by_name("within-bins", changes)
-            decoder = build_decoder(policy.parts.target, preset, setup.models)
+            method = find_method("within-bins").with_radius(radius).with_drafts(setup.drafts)
+            if setup.shape is not None:
+                method = method.with_shape(setup.shape)
+            decoder = build_decoder(policy.parts.target, method, setup.models)
             frames = tqdm(held_out, f"{setup.name} r {radius}", unit="episode", leave=False)
             traces = [trace for episode in frames for trace in _decode(policy, decoder, episode)]
             yield score_traces(setup.name, radius, traces)

@@ -111,7 +111,7 @@ def add_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--fuse-kernels",
         action="store_true",
-        help="on a GPU: compile passes before recording them; takes minutes to start",
+        help="on a GPU: compile passes before capturing them; takes minutes to start",
     )
     group.add_argument(
         "--threads", type=_at_least_one, metavar="N", help="on a CPU; more than are idle is slower"

@@ -33,7 +33,7 @@ CPU = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
 
 def write_recording(
-    path: Path, intervention: Intervention | None = None, cases: Sequence[golden.Case] = CASES
+    path: Path, intervention: Intervention | None = None, cases: Sequence[golden.GoldenCase] = CASES
 ) -> None:
     steps = [
         RecordedStep(
