@@ -14,8 +14,14 @@ from deft_client.types import Observation
 
 
 def read_recordings(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
-    """Yield recorded episodes, oldest first; the parts of a long one are one."""
+    """Yield recorded episodes, oldest first."""
     _refuse(cameras, path)
+    for parts in find_parts(path):
+        yield StoredEpisode(str(parts[0]), partial(_recorded, parts))
+
+
+def find_parts(path: Path) -> list[list[Path]]:
+    """The files of each recorded episode, oldest first; a long one has several."""
     episodes: list[list[Path]] = []
     latest: dict[str, list[Path]] = {}  # of each session; robots are recorded at the same time
     for file in find_episodes(path):
@@ -24,8 +30,7 @@ def read_recordings(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisod
             latest[header.session_id] = []
             episodes.append(latest[header.session_id])
         latest[header.session_id].append(file)
-    for parts in episodes:
-        yield StoredEpisode(str(parts[0]), partial(_recorded, parts))
+    return episodes
 
 
 def read_demonstrations(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:

@@ -132,6 +132,7 @@ def test_nothing_to_index_is_an_error_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "index"
+    write_recording(tmp_path / "empty.deftrec", cases=())
     stored = [str(tmp_path), "--out", str(out)]
     assert deft(["index", *stored, *FLAGS, *CPU]) == 1
     assert "nothing to index" in capsys.readouterr().err
