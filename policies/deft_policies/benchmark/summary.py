@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from deft_client.types import DecodeTrace, StageTimings
 from deft_policies.benchmark.replay import Replay
-from deft_policies.decoding.acceptance.action_space import ActionSpace, DimensionGroup
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 
 # Stage names as users know them, and their fields.
 STAGES = (

@@ -6,8 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.acceptance.action_space import ActionSpace, SpaceTensors, common_length
-from deft_policies.decoding.acceptance.rule import ActionContext
+from deft_policies.decoding.acceptance.rule import (
+    ActionContext,
+    ActionSpace,
+    SpaceTensors,
+    common_length,
+)
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
@@ -20,11 +24,23 @@ from deft_policies.decoding.drafts.memory import (
 )
 from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
-from deft_policies.decoding.drafts.sources import BatchDrafts, Grower, Guesser, Seen, Sources
+from deft_policies.decoding.drafts.sources import (
+    BatchDrafts,
+    Grower,
+    Guesser,
+    Seen,
+    Sources,
+)
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import PLAIN, DraftKind, KeyMask, Plan, RopeOffset
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    KeyMask,
+    Plan,
+    RopeOffset,
+)
 from deft_policies.decoding.records import ActionCost, ActionRun, StageClock, cost_of_plain
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts, TargetModel

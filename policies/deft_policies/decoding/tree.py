@@ -60,18 +60,28 @@ class DraftTree:
     @staticmethod
     def root_only(tokens: Tensor) -> "DraftTree":
         """A tree without guesses: what plain decoding verifies. `tokens` is [row]."""
-        return DraftTree.chain(tokens[:, None])
+        root = tokens[:, None]
+        return DraftTree(
+            tokens=root,
+            parents=torch.full_like(root, -1),
+            is_real=torch.ones_like(root, dtype=torch.bool),
+            log_probs=torch.zeros_like(root, dtype=torch.float32),
+            sources=torch.full_like(root, -1),
+            is_chain=True,
+        )
 
     @staticmethod
     def chain(tokens: Tensor, source: int = -1) -> "DraftTree":
         """Nodes that hang on each other, [row, node]; the first is the root."""
-        nodes = torch.arange(tokens.shape[1], device=tokens.device)
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
+        sources = torch.full_like(tokens, source)
+        sources[:, 0] = -1
         return DraftTree(
             tokens=tokens,
-            parents=(nodes - 1).expand_as(tokens),
+            parents=parents.expand_as(tokens),
             is_real=torch.ones_like(tokens, dtype=torch.bool),
             log_probs=torch.zeros_like(tokens, dtype=torch.float32),
-            sources=torch.where(nodes > 0, source, -1).expand_as(tokens),
+            sources=sources,
             is_chain=True,
         )
 

@@ -6,7 +6,13 @@ from enum import Enum
 from pathlib import Path
 
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
+from deft_policies.decoding.plan import (
+    DraftKind,
+    KeyMask,
+    RopeOffset,
+    TreeShape,
+    TreeTemplate,
+)
 
 
 class Precision(Enum):

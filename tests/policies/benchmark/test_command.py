@@ -42,7 +42,7 @@ from deft_policies.benchmark.summary import Quantiles, summarise_decoding, summa
 from deft_policies.benchmark.tables import length_table, render
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.constant import ConstantPolicy
-from deft_policies.decoding.acceptance.action_space import ActionSpace, DimensionGroup
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.model.random_weights import openvla_7b
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.acceptance.action_space import ActionSpace
+from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.decoder import DecodeRow
 from deft_policies.decoding.drafts.sources import Guesses, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.action_space import ActionSpace, SpaceTensors
-from deft_policies.decoding.acceptance.rule import ActionContext
+from deft_policies.decoding.acceptance.rule import ActionContext, ActionSpace, SpaceTensors
 from deft_policies.decoding.decoder import DraftModels
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
@@ -22,7 +21,13 @@ from deft_policies.decoding.drafts.sources import BatchDrafts, Seen
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
+    TreeTemplate,
+)
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.verify import Verifier

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deft_policies.decoding.acceptance.action_space import ActionSpace, DimensionGroup
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinDrift
-from deft_policies.decoding.acceptance.rule import AcceptanceRule
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, DimensionGroup
 from deft_policies.decoding.decoder import Decoder
 from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory

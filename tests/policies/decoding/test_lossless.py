@@ -24,12 +24,13 @@ from deft_policies.decoding.drafts.small_model import first_layers
 from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.methods import (
-    RIDES_IN_PREFILL,
-    Method,
-    find_method,
+from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method, find_method
+from deft_policies.decoding.plan import (
+    DraftKind,
+    Plan,
+    TreeShape,
+    TreeTemplate,
 )
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.target import (
     PromptFeatures,
     Prompts,

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.acceptance.action_space import ActionSpace, SpaceTensors
-from deft_policies.decoding.acceptance.rule import ActionContext
+from deft_policies.decoding.acceptance.rule import ActionContext, ActionSpace, SpaceTensors
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE, AutoregressiveDecoder
 from deft_policies.decoding.decoder import (
     Decoder,
@@ -28,7 +27,12 @@ from deft_policies.decoding.methods import (
     find_method,
     plan_of,
 )
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
+)
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError

@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deft_policies.decoding.acceptance.action_space import ActionSpace, SpaceTensors
-from deft_policies.decoding.acceptance.rule import ActionContext, ExactMatch, ScoredTree
+from deft_policies.decoding.acceptance.rule import (
+    ActionContext,
+    ActionSpace,
+    ExactMatch,
+    ScoredTree,
+    SpaceTensors,
+)
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.decoder import DraftModels, build_decoder
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes

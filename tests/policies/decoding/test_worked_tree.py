@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
-from deft_policies.decoding.acceptance.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.acceptance.distance import WithinBins
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
     ActionContext,
+    ActionSpace,
     ExactMatch,
     ScoredTree,
+    SpaceTensors,
 )
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange

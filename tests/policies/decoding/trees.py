@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from deft_policies.decoding.acceptance.action_space import ActionSpace, DimensionGroup, SpaceTensors
-from deft_policies.decoding.acceptance.rule import ActionContext, ScoredTree
+from deft_policies.decoding.acceptance.rule import (
+    ActionContext,
+    ActionSpace,
+    DimensionGroup,
+    ScoredTree,
+    SpaceTensors,
+)
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from tests.tiny_target import CPU, LENGTH, path_to

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deft_policies.decoding.acceptance.action_space import DimensionGroup
 from deft_policies.decoding.acceptance.confidence import (
     DeferredWindow,
     EntropyRadius,
@@ -23,7 +22,12 @@ from deft_policies.decoding.acceptance.distance import (
     WithinIds,
     WithinLimits,
 )
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch, ScoredTree
+from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
+    DimensionGroup,
+    ExactMatch,
+    ScoredTree,
+)
 from deft_policies.errors import RequestError
 from tests.policies.decoding.trees import (
     SPACE,
