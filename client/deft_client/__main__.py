@@ -17,7 +17,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    return Program("deft-client", COMMANDS).run(arguments)
+    return Program("deft-client", COMMANDS, "deft-client[libero]").run(arguments)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     program = Program(
         "deft train",
         COMMANDS,
+        "deft-vla[models,training]",
         errors=(TrainingError, PolicyError, DeftError),
         when_interrupted="stopped; the same command goes on from here",
     )

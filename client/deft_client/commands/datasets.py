@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.commands.program import CommandParser
 from deft_client.datasets.episodes import DatasetError, StoredEpisode
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import find_format, read_dataset
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False)
+    parser = CommandParser(PROG, description=__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("show", help="episodes, pictures, instructions, range of actions")
     export = actions.add_parser("export", help="write a LeRobot data set (format v3)")

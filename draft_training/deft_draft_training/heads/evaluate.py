@@ -4,7 +4,6 @@ Every held-out action is decoded in session order, once per source and radius, s
 draft from the session's history see what they would see on a robot.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.types import DecodeTrace, Observation
 from deft_draft_training.errors import DataError
@@ -138,7 +138,7 @@ def _decode(
 
 def main(arguments: list[str]) -> int:
     """Print a table, and write JSON lines where asked to."""
-    parser = argparse.ArgumentParser(prog="deft train evaluate", description=__doc__)
+    parser = CommandParser(prog="deft train evaluate", description=__doc__)
     parser.add_argument("sources", nargs="+", type=Path, help="data sets (docs/datasets.md)")
     add_camera_flag(parser)
     parser.add_argument("--head", type=Path, action="append", default=[], metavar="DIR")

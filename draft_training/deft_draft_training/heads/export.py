@@ -1,6 +1,5 @@
 """Writes a fitted head as the server loads it, reads it back and compares before it is there."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from deft_client.commands.program import CommandParser
 from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
@@ -103,7 +103,7 @@ _LAYOUTS = {"safetensors": HeadLayout.SAFETENSORS, "published": HeadLayout.PUBLI
 
 def main(arguments: list[str]) -> int:
     """Write the head, read it back, compare."""
-    parser = argparse.ArgumentParser(prog="deft train export", description=__doc__)
+    parser = CommandParser(prog="deft train export", description=__doc__)
     parser.add_argument("run", type=Path, help="run directory of `deft train fit`")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
     parser.add_argument("--layout", choices=list(_LAYOUTS), default="safetensors")

@@ -5,7 +5,6 @@ functions of the seed and the step's number. Several processes share each batch,
 processes with half the batch each take the steps that one takes with all of it.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_draft_training.config import load_config, plain
 from deft_draft_training.heads.data import (
@@ -177,7 +177,7 @@ def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | Medu
 
 def main(arguments: list[str]) -> int:
     """Train, or go on training, in a run directory."""
-    parser = argparse.ArgumentParser(prog="deft train fit", description=__doc__)
+    parser = CommandParser(prog="deft train fit", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="run directory")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--features", type=Path, metavar="DIR", help="what `record` wrote")

@@ -5,7 +5,6 @@ the index knows its checksum, which samples it has and which target they were co
 Recording appends: a killed run goes on behind its last whole shard.
 """
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
 from deft_draft_training.errors import DataError
@@ -281,7 +281,7 @@ _MEGABYTE = 1e6
 
 def main(arguments: list[str]) -> int:
     """Say how large it will be, then record what is not there yet."""
-    parser = argparse.ArgumentParser(prog="deft train record", description=__doc__)
+    parser = CommandParser(prog="deft train record", description=__doc__)
     parser.add_argument("sources", nargs="+", type=Path, help="data sets (docs/datasets.md)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of shards")
     parser.add_argument("--stride", type=int, default=1, help="every how many steps (default 1)")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.demonstrations.play import (
     Actor,
     DemoKey,
@@ -150,7 +151,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deft train correct", description=__doc__)
+    parser = CommandParser(prog="deft train correct", description=__doc__)
     add = parser.add_argument
     add("suite", choices=SUITE_NAMES)
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="the policy that plays")

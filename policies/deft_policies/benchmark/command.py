@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
@@ -54,7 +55,7 @@ class BenchOptions:
 
 def build_parser() -> ArgumentParser:
     """Declare the flags."""
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Replay observations through a policy; where the time goes, and how far from "

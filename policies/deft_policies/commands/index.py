@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from deft_client.commands.program import CommandParser
 from deft_client.datasets.episodes import StoredStep
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import read_dataset
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _build_parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Store frames by what they look like, with the actions that belong to them; "

@@ -7,7 +7,6 @@ know chunks, tokens and times; of other data sets the first action of an answer 
 import json
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
@@ -17,6 +16,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import find_format, read_dataset
 from deft_client.datasets.own import find_parts, read_recordings
@@ -80,7 +80,7 @@ class ReplaySummary:
 
 def main(arguments: list[str]) -> int:
     """Replay; return 0, or 1 where a difference is larger than allowed."""
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG, allow_abbrev=False, description="Run a data set through a policy, compare."
     )
     parser.add_argument("data", type=Path, help="recordings, or a data set of another format")

@@ -1,4 +1,4 @@
-"""`/dashboard`: its pages, and the WebSocket that feeds them.
+"""`/dashboard` and `/docs`: the pages, and the WebSocket that feeds them.
 
 The pages themselves hold nothing secret and are open; the feed asks for an administrator's key
 where the server has keys. A browser cannot put a key into a WebSocket's headers, so the key is the
@@ -52,7 +52,7 @@ _HEADERS = {
 
 
 def build_page_routes(service: Service) -> list[BaseRoute]:
-    """Return the routes around a service."""
+    """Return the routes of the dashboard around a service."""
     feed = Feed(service)
     static = _load_static()
 
@@ -61,10 +61,6 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
 
     async def explorer(request: Request) -> Response:
         return static["explorer.html"]
-
-    async def asset(request: Request) -> Response:
-        found = static.get(request.path_params["name"])
-        return found if found is not None else RedirectResponse("/dashboard")
 
     async def serve_feed(websocket: WebSocket) -> None:
         await websocket.accept()
@@ -88,8 +84,28 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
     return [
         Route("/dashboard", page),
         Route("/dashboard/explorer", explorer),
-        Route("/dashboard/static/{name}", asset),
         WebSocketRoute("/dashboard/feed", serve_feed),
+    ]
+
+
+def build_document_routes(start: str) -> list[BaseRoute]:
+    """Return the routes of `/docs` and of what all pages are made of; `/` leads to `start`."""
+    static = _load_static()
+
+    async def docs(request: Request) -> Response:
+        return static["docs.html"]
+
+    async def root(request: Request) -> Response:
+        return RedirectResponse(start)
+
+    async def asset(request: Request) -> Response:
+        found = static.get(request.path_params["name"])
+        return found if found is not None else RedirectResponse("/")
+
+    return [
+        Route("/", root),
+        Route("/docs", docs),
+        Route("/dashboard/static/{name}", asset),
     ]
 
 

@@ -210,6 +210,20 @@ def _simulated_passes(rng: np.random.Generator, alpha: float, length: int, token
     return passes
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_api_page_lists_operations_and_their_schemas(
+    browser: "sync_api.Browser", address: str, width: int
+) -> None:
+    with opened(browser, f"http://{address}/docs", width) as page:
+        page.click("#operations summary:has-text('POST /v1/act')")
+        page.click("#operations details[open] a:has-text('ActRequest')")
+        expect(
+            page.locator("#schema-ActRequest[open] code", has_text="instruction")
+        ).to_be_visible()
+        assert page.locator("#state").is_hidden()
+        assert_fits(page, width)
+
+
 def test_everything_that_can_be_operated_has_a_name(
     browser: "sync_api.Browser", address: str
 ) -> None:

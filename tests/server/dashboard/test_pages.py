@@ -57,7 +57,7 @@ def news(socket: WebSocketTestSession, wanted: str) -> dict[str, object]:
 
 def test_every_file_a_page_names_is_served_with_its_type(client: TestClient) -> None:
     seen = set()
-    waiting = ["/dashboard", "/dashboard/explorer"]
+    waiting = ["/dashboard", "/dashboard/explorer", "/docs"]
     while waiting:
         path = waiting.pop()
         response = client.get(path)
@@ -75,12 +75,20 @@ def test_every_file_a_page_names_is_served_with_its_type(client: TestClient) -> 
 
 
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
-    for path in ("/dashboard", "/dashboard/explorer"):
+    for path in ("/dashboard", "/dashboard/explorer", "/docs"):
         response = client.get(path)
         assert not re.findall(r'(?:src|href)="(?:https?:)?//', response.text)
         assert "default-src 'self'" in response.headers["content-security-policy"]
         assert "<script>" not in response.text
         assert "style=" not in response.text
+
+
+def test_the_bare_address_leads_to_the_dashboard_without_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[boss]\nkey = "a-key-of-the-administrator"\nadmin = true\n')
+    with TestClient(build_app(Settings(keys_file=keys))) as client:
+        assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard"
+        assert client.get("/docs").status_code == 200
 
 
 def test_an_unknown_asset_leads_back_to_the_page(client: TestClient) -> None:
@@ -194,6 +202,8 @@ def test_a_page_of_another_site_cannot_open_the_feed(client: TestClient) -> None
 def test_the_dashboard_can_be_switched_off() -> None:
     with TestClient(build_app(Settings(dashboard=False))) as client:
         assert client.get("/dashboard").status_code == 404
+        assert client.get("/", follow_redirects=False).headers["location"] == "/docs"
+        assert client.get("/docs").status_code == 200
 
 
 def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:
