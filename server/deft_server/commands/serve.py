@@ -103,7 +103,7 @@ def welcome(info: ServerInfo, settings: Settings, url: str) -> str:
     rows = {"model": f"{info.policy}, answers with {info.action_dim} numbers"}
     known = info.details
     rows |= {name: known[name] for name in ("weights", "device", "dtype") if name in known}
-    rows["method"] = f"{info.decoding}, of {', '.join(info.decoding_methods)}"
+    rows["method"] = f"{info.decoding}; --decoding chooses another"
     rows["statistics"] = info.default_statistics_key or "each request names one"
     rows["address"] = url
     if settings.dashboard:

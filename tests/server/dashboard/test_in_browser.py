@@ -25,7 +25,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
 
 ADMIN_KEY = "a-key-of-the-administrator"
-WIDTHS = (1280, 400)
+WIDTHS = (1280, 390)
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
 
@@ -239,6 +239,23 @@ def test_everything_that_can_be_operated_has_a_name(
             assert page.evaluate(nameless) == [], path
             images = "[...document.images].filter((one) => !one.hasAttribute('alt')).length"
             assert page.evaluate(images) == 0
+
+
+@pytest.mark.parametrize("path", ["", "#playground", "/explorer", "/../docs"])
+def test_pages_can_be_read_and_used_by_everybody(
+    browser: "sync_api.Browser", address: str, path: str
+) -> None:
+    """axe-core's rules: contrast of 4.5, names, order of headings, what the keyboard reaches."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    with opened(browser, f"http://{address}/dashboard{path}") as page, robots(address):
+        page.wait_for_selector("#sessions button, #heat, #operations details", state="attached")
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 860})
+            for _ in ("light", "dark"):
+                found = axe.run(page).response["violations"]
+                assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+                assert_fits(page, width)
+                page.click("#theme")
 
 
 def test_the_theme_can_be_changed_and_is_remembered(
