@@ -42,7 +42,7 @@ def browser() -> Iterator["sync_api.Browser"]:
 def opened(browser: "sync_api.Browser", url: str, width: int = 1280) -> Iterator["sync_api.Page"]:
     """Open a page; fail if anything was written to its console by the time it is closed."""
     said: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 860})
+    context = browser.new_context(viewport={"width": width, "height": 860}, reduced_motion="reduce")
     context.set_default_timeout(10_000)
     page = context.new_page()
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
