@@ -33,6 +33,7 @@ MAX_VIEWERS = 16
 PUSH_S = 0.1
 _OVERVIEW_S = 0.5
 _THUMBNAIL_S = 2.0
+_QUIET_S = 3.0  # a session that has sent nothing for so long makes room for one that does
 _FRAME_SIDE = 384
 _THUMBNAIL_SIDE = 64
 
@@ -236,6 +237,7 @@ class Viewer:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._watched: str | None = None
+        self._is_chosen = False  # by whoever looks; otherwise the page follows who is alive
         self._sent_version = -1
         self._sent_number = 0
         self._sent_image: Image | None = None
@@ -243,7 +245,11 @@ class Viewer:
         self._overview_s = -math.inf
 
     def watch(self, key: str | None) -> None:
-        """Look at another session, from its beginning."""
+        """Look at another session, from its beginning; None looks at whoever sends frames."""
+        self._is_chosen = key is not None
+        self._turn_to(key)
+
+    def _turn_to(self, key: str | None) -> None:
         if key != self._watched:
             self._watched = key
             self._sent_number = 0
@@ -272,11 +278,15 @@ class Viewer:
         return told
 
     def _session(self) -> SessionHistory | None:
-        """Return the watched session; where none was chosen, the first that shows up."""
+        """Return the watched session; where none was chosen, one that is alive."""
         sessions = self._feed.history.sessions
-        if self._watched is None and sessions:
-            self.watch(next(iter(sessions)))
-        return sessions.get(self._watched or "")
+        watched = sessions.get(self._watched or "")
+        if self._is_chosen or not sessions:
+            return watched
+        if watched is None or self._feed.now_s() - watched.seen_s > _QUIET_S:
+            watched = max(sessions.values(), key=lambda one: one.seen_s)
+            self._turn_to(watched.key)
+        return watched
 
     def _overview(self, now_s: float) -> Json:
         service = self._feed.service

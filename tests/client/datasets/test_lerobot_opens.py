@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,31 +9,15 @@ import pytest
 
 from deft_client.datasets.lerobot_export import write_lerobot
 from tests.client.datasets.test_lerobot import episodes
-from tests.peer_environment import peer_python
+from tests.peer_environment import LEROBOT_MARKS, lerobot_python
 
-PACKAGES = (
-    "lerobot==0.4.4", "datasets==4.4.1", "huggingface-hub==0.35.3", "torchvision==0.28.0",
-    "accelerate==1.12.0", "aiohttp", "anyio", "attrs", "av==15.1.0", "certifi",
-    "charset-normalizer", "deepdiff==8.6.1", "dill==0.4.0", "draccus==0.10.0", "einops",
-    "filelock", "fsspec==2025.10.0", "h11", "httpcore", "httpx", "idna", "jsonlines", "mergedeep",
-    "multiprocess==0.70.18", "mypy-extensions", "numpy==2.2.6", "orderly-set", "packaging",
-    "pandas==2.3.3", "pillow", "psutil", "pyarrow==22.0.0", "python-dateutil", "pytz", "PyYAML",
-    "pyyaml-include<2", "requests", "safetensors", "six", "termcolor", "toml", "tqdm",
-    "typing-extensions", "typing-inspect", "tzdata", "urllib3", "xxhash",
-)  # fmt: skip
-pytestmark = [
-    pytest.mark.peers,
-    pytest.mark.skipif(
-        sys.version_info >= (3, 13), reason="lerobot 0.4 is for Python 3.10 to 3.12"
-    ),
-]
+pytestmark = LEROBOT_MARKS
 PROGRAM = Path(__file__).with_name("lerobot_reads.py")
 
 
 @pytest.fixture(scope="module")
 def python(request: pytest.FixtureRequest) -> str:
-    home = request.config.cache.mkdir(f"lerobot-{sys.version_info[0]}.{sys.version_info[1]}")
-    return peer_python(home, PACKAGES, with_torch=True)
+    return lerobot_python(request.config.cache)
 
 
 @pytest.mark.timeout(600)  # installing takes a minute or two, once

@@ -1,5 +1,6 @@
 """The dashboard's pages and feed, as a browser without a screen sees them."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
-from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY
+from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY, Feed
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
+from tests.server.dashboard.test_history import finished
 
 ADMIN_KEY = "a-key-of-the-administrator"
 ROBOT_KEY = "a-key-of-some-robot-arm"
@@ -124,6 +126,29 @@ def test_a_viewer_sees_the_frame_the_action_and_the_trace(client: TestClient) ->
         again = news(socket, "watched")["watched"]
         assert isinstance(again, dict)
         assert [point["number"] for point in again.get("points", [])] in ([2], [])
+
+
+def test_a_page_follows_who_is_alive_until_somebody_chooses() -> None:
+    now = [0.0]
+    feed = Feed(build_app().service, lambda: now[0])
+    viewer = feed.enter()
+
+    async def watched() -> object:
+        told = await viewer.update()
+        return told and told.get("watched") and told["watched"]["key"]  # type: ignore[index]
+
+    async def look() -> None:
+        feed.history.note(finished("one"), now[0])
+        assert await watched() == "lab/one"
+        now[0] = 10.0
+        feed.history.note(finished("two"), now[0])
+        assert await watched() == "lab/two"
+        viewer.watch("lab/one")
+        now[0] = 20.0
+        assert await watched() == "lab/one"
+
+    asyncio.run(look())
+    feed.leave()
 
 
 def test_a_robot_does_not_get_the_trace_it_did_not_ask_for(client: TestClient) -> None:
