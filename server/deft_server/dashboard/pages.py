@@ -42,7 +42,7 @@ Json = dict[str, object]
 WRONG_KEY = 4401
 TOO_MANY = 4429
 _HELLO_S = 10.0
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".png": "image/png"}
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
