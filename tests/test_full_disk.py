@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from deft_client.libero.results.errors import ResultsWriteError
+from deft_client.libero.errors import ResultsWriteError
 
 from deft_client.libero.demonstrations.files import (
     episode_path,
