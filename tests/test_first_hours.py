@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from scripts import first_hours
+from tests import first_hours
 
 STEPS = 3
 

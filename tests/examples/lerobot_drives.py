@@ -13,6 +13,8 @@ from tests.client.datasets.lerobot_reads import without_operators
 
 def main(folder: str, url: str, out: str) -> None:
     without_operators()
+    # diffusers, which LeRobot imports for another policy, takes offence at the torchao behind ours.
+    sys.modules["torchao"] = None  # type: ignore[assignment]
     import lerobot_policy_deft  # noqa: F401
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.datasets.lerobot_dataset import LeRobotDataset

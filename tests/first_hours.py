@@ -1,6 +1,6 @@
 """Plays the first hour of three people in fresh directories, by the commands of the documents.
 
-    python -m scripts.first_hours [robot|data|fleet ...] [--steps N]
+    python -m tests.first_hours [robot|data|fleet ...] [--steps N]
 
 robot: serve a checkpoint of one's own, send frames in a loop, replay what was recorded.
 data: episodes to a LeRobot data set, to a draft head, to its committed length, to serving it.
@@ -78,7 +78,9 @@ def data(folder: Path, steps: int) -> None:
     run("deft-client", "datasets", "show", dataset)
     features, head = folder / "features", folder / "head"
     run("deft", "train", "record", dataset, *TARGET, "--out", features)
-    settings = [f"--set={one}" for one in (f"steps={steps}", "optimizer.warm_up_steps=1")]
+    settings = [
+        f"--set={one}" for one in (f"steps={steps}", "batch_size=4", "optimizer.warm_up_steps=1")
+    ]
     run("deft", "train", "fit", "--features", features, *TARGET, "--out", head, *settings)
     scores = run("deft", "train", "evaluate", dataset, *TARGET, "--head", head, "--radii", "0")
     (row,) = re.findall(rf"^{re.escape(str(head))}\s+0\s+(\S+)", scores, re.M)
