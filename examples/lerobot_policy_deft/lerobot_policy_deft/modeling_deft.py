@@ -72,7 +72,7 @@ class DeftPolicy(PreTrainedPolicy):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict | None]:
         """Refuse to train."""
-        raise NotImplementedError("a server's policy is not trained by LeRobot: see deft train")
+        raise TypeError("a server's policy is not trained by LeRobot: see deft train")
 
     def get_optim_params(self) -> dict:
         """There is nothing to train."""
