@@ -1,4 +1,4 @@
-"""Run with LeRobot's package: drives the policy `deft` over a data set, as its record command does.
+"""Run with LeRobot's package: drives the policy `deft` over a data set.
 
 `python lerobot_drives.py FOLDER URL OUT.npy` stores the actions in order.
 """
@@ -6,7 +6,6 @@
 import sys
 
 import numpy as np
-import torch
 
 from tests.client.datasets.lerobot_reads import without_operators
 
@@ -19,7 +18,6 @@ def main(folder: str, url: str, out: str) -> None:
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import make_policy, make_pre_post_processors
-    from lerobot.utils.control_utils import predict_action
 
     dataset = LeRobotDataset("local/set", root=folder)
     config = PreTrainedConfig.get_choice_class("deft")(url=url, device="cpu")
@@ -30,12 +28,9 @@ def main(folder: str, url: str, out: str) -> None:
     actions = []
     for index in range(len(dataset)):
         item = dataset[index]
-        image = (item[camera] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-        seen = {camera: image, "observation.state": item["observation.state"].numpy()}
-        action = predict_action(
-            seen, policy, torch.device("cpu"), before, after, use_amp=False, task=item["task"]
-        )
-        actions.append(action.numpy())
+        seen = {name: item[name] for name in (camera, "observation.state", "task")}
+        action = after(policy.select_action(before(seen)))
+        actions.append(action[0].numpy())
     np.save(out, np.stack(actions))
 
 
