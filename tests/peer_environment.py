@@ -11,7 +11,7 @@ import pytest
 LEROBOT = (
     "lerobot==0.4.4", "datasets==4.4.1", "huggingface-hub==0.35.3", "torchvision==0.28.0",
     "transformers==4.57.6", "tokenizers==0.22.2", "diffusers==0.35.2",
-    "importlib-metadata", "regex", "zipp",
+    "importlib-metadata", "pyserial", "regex", "zipp",
     "accelerate==1.12.0", "aiohttp", "anyio", "attrs", "av==15.1.0", "certifi",
     "charset-normalizer", "deepdiff==8.6.1", "dill==0.4.0", "draccus==0.10.0", "einops",
     "filelock", "fsspec==2025.10.0", "h11", "httpcore", "httpx", "idna", "jsonlines", "mergedeep",
