@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from lerobot.processor import (
-    AddBatchDimensionProcessorStep,
-    PolicyProcessorPipeline,
-    policy_action_to_transition,
-    transition_to_policy_action,
-)
+from lerobot.processor import AddBatchDimensionProcessorStep, PolicyProcessorPipeline
+from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action
 
 from lerobot_policy_deft.configuration_deft import DeftConfig
 
