@@ -14,7 +14,6 @@ class DeftConfig(PreTrainedConfig):
     camera: str | None = None  # the policy's view; None: the only one
     decoding: str | None = None
     statistics_key: str | None = None
-    image_chain: str | None = None
 
     @property
     def observation_delta_indices(self) -> None:

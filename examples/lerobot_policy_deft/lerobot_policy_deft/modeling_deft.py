@@ -54,7 +54,6 @@ class DeftPolicy(PreTrainedPolicy):
                     session_id=f"{self._episode}-{row}",
                     decoding=asked.decoding,
                     statistics_key=asked.statistics_key,
-                    image_chain=asked.image_chain,
                 ),
             )
             for row in range(len(batch[self.camera]))
