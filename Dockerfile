@@ -45,7 +45,7 @@ COPY LICENSE README.md pyproject.toml ./
 COPY policies policies
 COPY server server
 COPY draft_training draft_training
-RUN pip install --constraint requirements/ci.txt ./client ".[server,models]"
+RUN pip install --constraint requirements/ci.txt ./client ".[server,models,quantization,groot]"
 USER 10001:10001
 EXPOSE 8000
 ENTRYPOINT ["deft"]

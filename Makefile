@@ -76,7 +76,7 @@ $(MADE):
 
 $(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
 	@echo "installing into $(VENV); this takes a few minutes, once"
-	$(PIP) $(PINS) --editable ./client --editable ".[$(EXTRAS)]"
+	$(PIP) $(PINS) --editable "./client[datasets]" --editable ".[$(EXTRAS)]"
 	@touch $@
 
 # LIBERO's packages ask for a training stack that nothing here uses, so they go in without their

@@ -55,11 +55,14 @@ def open_board(directory: Path, first_step: int) -> Board:
 
 
 STATE_FILE = "state.pt"
-_CONFIG, _METRICS = "config.json", "metrics.jsonl"
+_CONFIG, _METRICS, _STEPS = "config.json", "metrics.jsonl", "steps"
 
 
 class RunDirectory:
-    """Owns one directory; refuses one that another configuration wrote."""
+    """Owns one directory; refuses one that another configuration wrote.
+
+    Only the number of steps may grow: the run goes on, on the schedule of its new length.
+    """
 
     def __init__(self, path: Path, config: Mapping[str, Any], with_board: bool = False) -> None:
         self.path = path
@@ -69,14 +72,17 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         stored = path / _CONFIG
         wanted = json.loads(json.dumps(config))
-        if stored.exists():
-            self._compare(json.loads(stored.read_text()), wanted)
-        else:
+        known = json.loads(stored.read_text()) if stored.exists() else None
+        if known is not None:
+            self._compare(known, wanted)
+        if known != wanted:
             with explained(stored):
                 write_atomically(stored, json.dumps(wanted, indent=2).encode())
 
     def _compare(self, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-        keys = [key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)]
+        keys = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
+        if keys == {_STEPS} and stored[_STEPS] < wanted[_STEPS]:
+            return
         if keys:
             raise ResumeError(
                 f"{self.path} was started with another configuration; these differ: "

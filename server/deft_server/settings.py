@@ -50,8 +50,9 @@ class ActProfile(Enum):
 
 
 class LogFormat(Enum):
-    """How log lines look."""
+    """How log lines look; `auto` is text on a terminal and JSON anywhere else."""
 
+    AUTO = "auto"
     JSON = "json"
     TEXT = "text"
 
@@ -199,7 +200,10 @@ class Settings(BaseModel):
     )
 
     log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
-    log_format: LogFormat = Field(default=LogFormat.JSON, description="how log lines look")
+    log_format: LogFormat = Field(
+        default=LogFormat.AUTO,
+        description="how log lines look; auto: text on a terminal, else JSON",
+    )
 
     @field_validator("cors_origins", "allowed_hosts", "trusted_proxies", mode="before")
     @classmethod

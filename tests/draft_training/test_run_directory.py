@@ -40,6 +40,13 @@ def test_another_configuration_is_refused_by_the_keys_that_differ(tmp_path):
         RunDirectory(tmp_path, {"rate": 0.2, "steps": 3})
 
 
+def test_a_run_may_be_given_more_steps_but_not_fewer(tmp_path):
+    for steps in (3, 5):
+        RunDirectory(tmp_path, {"rate": 0.1, "steps": steps})
+    with pytest.raises(ResumeError, match="these differ: steps"):
+        RunDirectory(tmp_path, {"rate": 0.1, "steps": 4})
+
+
 def test_metrics_after_the_last_state_are_forgotten_on_resume(tmp_path):
     module, optimizers = build()
     run = RunDirectory(tmp_path, {})

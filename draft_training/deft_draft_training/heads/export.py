@@ -1,6 +1,5 @@
 """Writes a fitted head as the server loads it, reads it back and compares before it is there."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -8,11 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deft_client.commands.program import CommandParser
 from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.target import (
+    FeatureTarget,
+    add_target_flags,
+    load_target,
+    target_flags,
+)
 from deft_draft_training.run_directory import STATE_FILE, explained
 from deft_policies.decoding.drafts.eagle import (
     EagleHead,
@@ -94,7 +99,7 @@ _LAYOUTS = {"safetensors": HeadLayout.SAFETENSORS, "published": HeadLayout.PUBLI
 
 def main(arguments: list[str]) -> int:
     """Write the head, read it back, compare."""
-    parser = argparse.ArgumentParser(prog="deft train export", description=__doc__)
+    parser = CommandParser(prog="deft train export", description=__doc__)
     parser.add_argument("run", type=Path, help="run directory of `deft train fit`")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
     parser.add_argument("--layout", choices=list(_LAYOUTS), default="safetensors")
@@ -105,5 +110,8 @@ def main(arguments: list[str]) -> int:
     dtype = torch.float32 if given.float32 else torch.bfloat16
     export_head(head, given.out, dtype, _LAYOUTS[given.layout])
     size = sum(path.stat().st_size for path in given.out.iterdir())
-    sys.stdout.write(f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n")
+    sys.stdout.write(
+        f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"
+        f"next: deft serve --policy openvla --draft-head {given.out} {target_flags(given)}\n"
+    )
     return 0

@@ -5,7 +5,6 @@ functions of the seed and the step's number. Several processes share each batch,
 processes with half the batch each take the steps that one takes with all of it.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deft_client.commands.program import CommandParser
+from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_draft_training.config import load_config, plain
 from deft_draft_training.heads.data import (
     LiveSamples,
@@ -24,8 +25,13 @@ from deft_draft_training.heads.data import (
     split_by_episode,
 )
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
-from deft_draft_training.heads.samples import HeadBatch, collate
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.samples import EpisodeSource, HeadBatch, collate
+from deft_draft_training.heads.target import (
+    FeatureTarget,
+    add_target_flags,
+    load_target,
+    target_flags,
+)
 from deft_draft_training.heads.workers import Workers
 from deft_draft_training.optimizer import computing_in
 from deft_draft_training.policy.data import chosen_at
@@ -122,20 +128,26 @@ def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | Medu
 
 def main(arguments: list[str]) -> int:
     """Train, or go on training, in a run directory."""
-    parser = argparse.ArgumentParser(prog="deft train fit", description=__doc__)
+    parser = CommandParser(prog="deft train fit", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="run directory")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--features", type=Path, metavar="DIR", help="what `record` wrote")
     source.add_argument(
-        "--live", type=Path, nargs="+", metavar="DIR", help="episodes; features on the fly"
+        "--live", type=Path, nargs="+", metavar="DATA", help="data sets; features on the fly"
     )
     parser.add_argument("--stride", type=int, default=1, help="with --live: every how many steps")
+    add_camera_flag(parser)
     parser.add_argument("--config", type=Path, metavar="TOML", help="default: the published run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
     add_target_flags(parser)
     given = parser.parse_args(arguments)
     config = load_config(HeadFitConfig, given.config, given.overrides)
+    if config.optimizer.warm_up_steps >= config.steps:
+        sys.stderr.write(
+            f"deft train fit: {config.steps} steps end before the {config.optimizer.warm_up_steps} "
+            "of warming up do; --set optimizer.warm_up_steps=N\n"
+        )
     workers = Workers.from_torchrun()  # first: it says which GPU is this process's
     try:
         target = load_target(given)
@@ -143,12 +155,18 @@ def main(arguments: list[str]) -> int:
         if given.features is not None:
             store = RecordedSamples(given.features, target.fingerprint())
         else:
-            store = LiveSamples(target, tuple(given.live), given.stride)
+            episodes = EpisodeSource(tuple(given.live), given.stride, read_cameras(given))
+            store = LiveSamples(target, episodes)
         trainer = HeadTrainer(config, target, store, workers)
         trainer.run(given.out, given.tensorboard)
     finally:
         workers.close()
     if workers.rank == 0:
         held_out = sorted({int(store.episodes[one]) for one in trainer.split.held_out})
-        sys.stdout.write(f"{given.out}: {config.steps} steps; held-out episodes {held_out}\n")
+        numbers = ",".join(map(str, held_out))
+        sys.stdout.write(
+            f"{given.out}: {config.steps} steps; held-out episodes {numbers}\n"
+            f"next: deft train evaluate DATA --episodes {numbers} --head {given.out} "
+            f"{target_flags(given)}\n"
+        )
     return 0

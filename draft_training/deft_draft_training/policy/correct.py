@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.commands.demos import add_recording_flags, read_recording_flags
 from deft_client.libero.demonstrations.play import (
     Actor,
@@ -142,7 +143,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deft train correct", description=__doc__)
+    parser = CommandParser(prog="deft train correct", description=__doc__)
     add_recording_flags(parser)
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="the policy that plays")

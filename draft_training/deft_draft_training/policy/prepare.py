@@ -3,7 +3,6 @@
 Loading decodes and resizes every frame once, by the very processor the policy will use.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.image_chain import ImageChain
 from deft_client.libero.demonstrations.files import (
     PRIVILEGED,
@@ -167,7 +167,7 @@ class PolicyRunConfig:
 
 def main(arguments: list[str]) -> int:
     """Train, or go on training, and write the checkpoint at the end."""
-    parser = argparse.ArgumentParser(prog="deft train policy", description=__doc__)
+    parser = CommandParser(prog="deft train policy", description=__doc__)
     parser.add_argument("demos", nargs="+", type=Path, help="folders of demonstrations")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new checkpoint")

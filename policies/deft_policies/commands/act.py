@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
+from deft_client.commands.program import CommandParser
 from deft_client.types import (
     ActionChunk,
     ActOptions,
@@ -49,7 +49,7 @@ class Case:
 
 def main(arguments: list[str]) -> int:
     """Answer one picture from the command line, or a file of them; return the exit code."""
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Answer pictures with actions, one JSON line each, without a server.",

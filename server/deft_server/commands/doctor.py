@@ -1,6 +1,5 @@
 """Looks at the machine a server would run on: libraries, ports, files, exposure."""
 
-import argparse
 import os
 import resource
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.simulator.assets import cache_folder, find_assets, libero_folder
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
@@ -163,7 +163,7 @@ _COLOURS = {Verdict.GOOD: "32", Verdict.DOUBTFUL: "33", Verdict.BAD: "31"}
 
 def main(arguments: list[str]) -> int:
     """Examine, print, and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="deft doctor",
         allow_abbrev=False,
         description="Say whether `deft serve` with the same flags would work on this machine.",

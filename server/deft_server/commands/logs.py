@@ -73,8 +73,12 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
 def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueListener:
     """Send all log lines of the process to `stream` (stderr); stop the listener to flush them."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    if settings.log_format is LogFormat.JSON:
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    is_text = settings.log_format is LogFormat.TEXT
+    if settings.log_format is LogFormat.AUTO:
+        is_text = stream.isatty()
+    if not is_text:
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(TextFormatter(_TEXT))

@@ -1,4 +1,4 @@
-"""`/dashboard`: its pages, and the WebSocket that feeds them.
+"""`/dashboard` and `/docs`: the pages, and the WebSocket that feeds them.
 
 The pages themselves hold nothing secret and are open; the feed asks for an administrator's key
 where the server has keys. A browser cannot put a key into a WebSocket's headers, so the key is the
@@ -36,6 +36,7 @@ MAX_VIEWERS = 16
 PUSH_S = 0.1
 _OVERVIEW_S = 0.5
 _THUMBNAIL_S = 2.0
+_QUIET_S = 3.0  # a session that has sent nothing for so long makes room for one that does
 _FRAME_SIDE = 384
 _THUMBNAIL_SIDE = 64
 
@@ -44,7 +45,7 @@ Json = dict[str, object]
 WRONG_KEY = 4401
 TOO_MANY = 4429
 _HELLO_S = 10.0
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".png": "image/png"}
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -55,7 +56,7 @@ _HEADERS = {
 
 
 def build_page_routes(service: Service) -> list[BaseRoute]:
-    """Return the routes around a service."""
+    """Return the routes of the dashboard around a service."""
     feed = Feed(service)
     static = _load_static()
 
@@ -64,10 +65,6 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
 
     async def explorer(request: Request) -> Response:
         return static["explorer.html"]
-
-    async def asset(request: Request) -> Response:
-        found = static.get(request.path_params["name"])
-        return found if found is not None else RedirectResponse("/dashboard")
 
     async def serve_feed(websocket: WebSocket) -> None:
         await websocket.accept()
@@ -84,8 +81,28 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
         Route("/dashboard", page),
         Route("/dashboard/", page),
         Route("/dashboard/explorer", explorer),
-        Route("/dashboard/static/{name}", asset),
         WebSocketRoute("/dashboard/feed", serve_feed),
+    ]
+
+
+def build_document_routes(start: str) -> list[BaseRoute]:
+    """Return the routes of `/docs` and of what all pages are made of; `/` leads to `start`."""
+    static = _load_static()
+
+    async def docs(request: Request) -> Response:
+        return static["docs.html"]
+
+    async def root(request: Request) -> Response:
+        return RedirectResponse(start)
+
+    async def asset(request: Request) -> Response:
+        found = static.get(request.path_params["name"])
+        return found if found is not None else RedirectResponse("/")
+
+    return [
+        Route("/", root),
+        Route("/docs", docs),
+        Route("/dashboard/static/{name}", asset),
     ]
 
 
@@ -232,6 +249,7 @@ class Viewer:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._watched: str | None = None
+        self._is_chosen = False  # by whoever looks; otherwise the page follows who is alive
         self._sent_version = -1
         self._sent_number = 0
         self._sent_image: Image | None = None
@@ -239,7 +257,11 @@ class Viewer:
         self._overview_s = -math.inf
 
     def watch(self, key: str | None) -> None:
-        """Look at another session, from its beginning."""
+        """Look at another session, from its beginning; None looks at whoever sends frames."""
+        self._is_chosen = key is not None
+        self._turn_to(key)
+
+    def _turn_to(self, key: str | None) -> None:
         if key != self._watched:
             self._watched = key
             self._sent_number = 0
@@ -268,11 +290,15 @@ class Viewer:
         return told
 
     def _session(self) -> SessionHistory | None:
-        """Return the watched session; where none was chosen, the first that shows up."""
+        """Return the watched session; where none was chosen, one that is alive."""
         sessions = self._feed.history.sessions
-        if self._watched is None and sessions:
-            self.watch(next(iter(sessions)))
-        return sessions.get(self._watched or "")
+        watched = sessions.get(self._watched or "")
+        if self._is_chosen or not sessions:
+            return watched
+        if watched is None or self._feed.now_s() - watched.seen_s > _QUIET_S:
+            watched = max(sessions.values(), key=lambda one: one.seen_s)
+            self._turn_to(watched.key)
+        return watched
 
     def _overview(self, now_s: float) -> Json:
         service = self._feed.service

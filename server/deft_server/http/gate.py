@@ -86,7 +86,9 @@ class BoundedBody:
 
 
 ADMIN_PREFIX = "/v1/admin"
-OPEN_PATHS = frozenset(("/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico"))
+OPEN_PATHS = frozenset(
+    ("/", "/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico")
+)
 METRICS_PATH = "/metrics"
 ANY_HOST_PATHS = frozenset(("/healthz", "/readyz", METRICS_PATH))  # probes use what names they like
 PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header

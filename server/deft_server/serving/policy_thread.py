@@ -131,7 +131,6 @@ class PolicyThread:
             policy = self._load()
             policy.warm_up()
         except (PolicyError, SettingsError) as error:
-            logger.error("the policy could not be loaded: %s", error)
             self._report(partial(self._listener.policy_broken, self, error))
             return
         except BaseException as error:  # a SystemExit would end this thread without a word

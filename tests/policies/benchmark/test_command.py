@@ -30,7 +30,7 @@ from deft_policies.benchmark.replay import (
     ReplayFrame,
     TimedAnswer,
     generate_frames,
-    read_recordings,
+    read_stored,
     replay,
 )
 from deft_policies.benchmark.roofline import (
@@ -205,7 +205,7 @@ def test_recorded_episodes_are_replayed_in_order(tmp_path: Path) -> None:
     ]
     recorded = encode_header(EpisodeHeader("arm", 0.0)) + b"".join(map(encode_step, steps))
     (tmp_path / "one.deftrec").write_bytes(recorded)
-    frames = read_recordings(tmp_path, limit=2)
+    frames = read_stored(tmp_path, limit=2)
     assert [int(frame.observation.image[0, 0, 0]) for frame in frames] == [0, 1]
     assert frames[0].statistics_key == "libero_goal"
 

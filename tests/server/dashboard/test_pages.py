@@ -1,5 +1,6 @@
 """The dashboard's pages and feed, as a browser without a screen sees them."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
-from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY
+from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY, Feed
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
+from tests.server.dashboard.test_history import finished
 from tests.server.running import client_of
 
 ADMIN_KEY = "a-key-of-the-administrator"
@@ -59,7 +61,7 @@ def news(socket: WebSocketTestSession, wanted: str) -> dict[str, object]:
 
 def test_every_file_a_page_names_is_served_with_its_type(client: TestClient) -> None:
     seen = set()
-    waiting = ["/dashboard", "/dashboard/explorer"]
+    waiting = ["/dashboard", "/dashboard/explorer", "/docs"]
     while waiting:
         path = waiting.pop()
         response = client.get(path)
@@ -77,12 +79,20 @@ def test_every_file_a_page_names_is_served_with_its_type(client: TestClient) -> 
 
 
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
-    for path in ("/dashboard", "/dashboard/explorer"):
+    for path in ("/dashboard", "/dashboard/explorer", "/docs"):
         response = client.get(path)
         assert not re.findall(r'(?:src|href)="(?:https?:)?//', response.text)
         assert "default-src 'self'" in response.headers["content-security-policy"]
         assert "<script>" not in response.text
         assert "style=" not in response.text
+
+
+def test_the_bare_address_leads_to_the_dashboard_without_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[boss]\nkey = "a-key-of-the-administrator"\nadmin = true\n')
+    with TestClient(build_app(Settings(keys_file=keys))) as client:
+        assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard"
+        assert client.get("/docs").status_code == 200
 
 
 def test_an_unknown_asset_leads_back_to_the_page(client: TestClient) -> None:
@@ -117,6 +127,29 @@ def test_a_viewer_sees_the_frame_the_action_and_the_trace(client: TestClient) ->
         again = news(socket, "watched")["watched"]
         assert isinstance(again, dict)
         assert [point["number"] for point in again.get("points", [])] in ([2], [])
+
+
+def test_a_page_follows_who_is_alive_until_somebody_chooses() -> None:
+    now = [0.0]
+    feed = Feed(build_app().service, lambda: now[0])
+    viewer = feed.enter()
+
+    async def watched() -> object:
+        told = await viewer.update()
+        return told and told.get("watched") and told["watched"]["key"]  # type: ignore[index]
+
+    async def look() -> None:
+        feed.history.note(finished("one"), now[0])
+        assert await watched() == "lab/one"
+        now[0] = 10.0
+        feed.history.note(finished("two"), now[0])
+        assert await watched() == "lab/two"
+        viewer.watch("lab/one")
+        now[0] = 20.0
+        assert await watched() == "lab/one"
+
+    asyncio.run(look())
+    feed.leave()
 
 
 def test_a_robot_does_not_get_the_trace_it_did_not_ask_for(client: TestClient) -> None:
@@ -196,6 +229,8 @@ def test_a_page_of_another_site_cannot_open_the_feed(client: TestClient) -> None
 def test_the_dashboard_can_be_switched_off() -> None:
     with client_of(build_app(Settings(dashboard=False))) as client:
         assert client.get("/dashboard").status_code == 404
+        assert client.get("/", follow_redirects=False).headers["location"] == "/docs"
+        assert client.get("/docs").status_code == 200
 
 
 def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import SelectionError, SimulationError
 from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.processes import end_with_parent
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("deft-client assets", description=__doc__)
+    parser = CommandParser("deft-client assets", description=__doc__)
     jobs = parser.add_subparsers(required=True, metavar="JOB")
 
     one = jobs.add_parser("build", help="write the stand-ins into a folder")

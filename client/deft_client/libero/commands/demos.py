@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.demonstrations.files import find_demonstrations, load_header, write_hdf5
 from deft_client.libero.demonstrations.play import DemosSettings, episode_keys
 from deft_client.libero.demonstrations.pool import (
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("deft-client demos", description=__doc__)
+    parser = CommandParser("deft-client demos", description=__doc__)
     add_recording_flags(parser)
     add = parser.add_argument
     noise = NoiseSettings()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from deft_client.commands.connection import UsageError, add_connection_options, connection_settings
+from deft_client.commands.program import CommandParser
 from deft_client.errors import DeftError
 from deft_client.libero.errors import (
     EvaluationStoppedError,
@@ -70,7 +71,7 @@ def read_options(arguments: list[str]) -> EvaluationOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "deft-client eval",
         description="Play LIBERO episodes against a policy server. Results are kept episode by "
         "episode; the same command again plays only what is missing.",
