@@ -59,7 +59,7 @@ class DemonstrationHeader:
 
 
 # The arrays of a demonstration beside its frames, and how they are stored.
-COLUMNS: Mapping[str, Any] = {
+COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(("labels", "executed", "state", "privileged"), np.float32),
     "phase": np.uint8,
     "simulator": np.float64,
@@ -129,7 +129,9 @@ def load_demonstration(path: Path) -> Demonstration:
     content = arrays["frames"].tobytes()
     encoded = [content[start:end] for start, end in zip(ends, ends[1:], strict=False)]
     try:
-        columns = {name: arrays[name].astype(kind, copy=False) for name, kind in COLUMNS.items()}
+        columns: dict[str, NDArray[Any]] = {
+            name: arrays[name].astype(kind, copy=False) for name, kind in COLUMNS.items()
+        }
     except KeyError as error:
         raise DemonstrationError(f"{path} has no {error}; it is not a demonstration") from error
     return Demonstration(header, encoded, **columns)
