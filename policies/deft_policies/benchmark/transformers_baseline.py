@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    DecodeTrace,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
 from deft_policies.base import ActRequest, Session
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.errors import RequestError

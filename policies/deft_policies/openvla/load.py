@@ -25,12 +25,7 @@ from deft_policies.model.statistics import find_statistics_key
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.oft.recognition import check_is_openvla
 from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization, WeightOptions
-from deft_policies.openvla.policy import (
-    OpenVLAPolicy,
-    PolicyParts,
-    PolicySettings,
-    PromptSource,
-)
+from deft_policies.openvla.policy import OpenVLAPolicy, PolicyParts, PolicySettings, PromptSource
 from deft_policies.openvla.target import OpenVLATarget
 
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}

@@ -6,13 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.plan import (
-    DraftKind,
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
 
 _METHODS = (  # as decoding/methods.py has them, which imports torch
     "autoregressive, lossless, deft, spec-vla, spec-vla-strict, fly, lvspec, heisd-like, kerv- "

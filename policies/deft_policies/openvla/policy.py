@@ -9,29 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    DecodeTrace,
-    Image,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Image, Observation, ServerInfo
 from deft_policies.base import ActionLimits, ActRequest, Session
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.decoder import (
-    Decoder,
-    DecodeRow,
-    DraftModels,
-    build_decoder,
-)
+from deft_policies.decoding.decoder import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import (
-    DEFAULT_METHOD,
-    METHOD_NAMES,
-    Method,
-    find_method,
-)
+from deft_policies.decoding.methods import DEFAULT_METHOD, METHOD_NAMES, Method, find_method
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts

@@ -12,30 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deft_client.libero.errors import SimulationError
-from deft_client.libero.expert.fixtures import (
-    Handle,
-    PullDrawer,
-    PushPlate,
-    PushShut,
-    TurnKnob,
-)
+from deft_client.libero.expert.fixtures import Handle, PullDrawer, PushPlate, PushShut, TurnKnob
 from deft_client.libero.expert.geometry import build_clouds, pinch
 from deft_client.libero.expert.grasps import GraspFinder, category
 from deft_client.libero.expert.motion import Aim, steer
-from deft_client.libero.expert.pick import (
-    Label,
-    Phase,
-    PickAndPlace,
-    Place,
-)
+from deft_client.libero.expert.pick import Label, Phase, PickAndPlace, Place
 from deft_client.libero.simulator.environment import LiberoEnvironment
 from deft_client.libero.simulator.goals import read_goals
-from deft_client.libero.simulator.scene import (
-    Goal,
-    Pose,
-    Scene,
-    Vector,
-)
+from deft_client.libero.simulator.scene import Goal, Pose, Scene, Vector
 from deft_client.libero.simulator.suites import Task
 
 _SPACING = 0.088  # metres between the middles of things that share a region
