@@ -5,12 +5,7 @@ import sys
 
 import pytest
 
-from tests.repository import (
-    PACKAGES,
-    ROOT,
-    name_of,
-    tracked,
-)
+from tests.repository import PACKAGES, ROOT, name_of, tracked
 
 HEAVY = {"torch", "transformers", "fastapi", "pydantic", "starlette", "uvicorn"}
 SIMULATOR = {"libero", "robosuite", "mujoco", "bddl"}

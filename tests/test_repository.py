@@ -7,16 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.repository import (
-    PACKAGES,
-    ROOT,
-    code,
-    identifiers,
-    name_of,
-    texts,
-    tracked,
-    words,
-)
+from tests.repository import PACKAGES, ROOT, code, identifiers, name_of, texts, tracked, words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,6 +59,10 @@ UNTYPED_MAPS = {
     "client/deft_client/libero/results/records.py": "JSON lines",
     "client/deft_client/libero/simulator/standins/model.py": "JSON table",
     "client/deft_client/wire/fields.py": "messages and their JSON schemas",
+    "client/deft_client/datasets/lerobot.py": "rows and JSON of LeRobot's data sets",
+    "client/deft_client/datasets/lerobot_export.py": "rows and JSON of LeRobot's data sets",
+    "client/deft_client/datasets/rlds.py": "the JSON that describes a data set's features",
+    "client/deft_client/libero/simulator/gym.py": "Gymnasium's info and options",
     "draft_training/deft_draft_training/config.py": "TOML",
     "draft_training/deft_draft_training/run_directory.py": "JSON",
     "server/deft_server/app.py": "FastAPI's own signature",

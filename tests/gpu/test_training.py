@@ -11,18 +11,14 @@ from deft_draft_training.heads.data import RecordedSamples
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.fit import HeadKind, HeadTrainer
 from deft_draft_training.heads.record import RecordConfig, record
+from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import TrainingPrecision
 from deft_draft_training.policy.fit import PolicyTrainer
 from deft_policies.openvla.options import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 from tests.draft_training.test_head_fit import CONFIG as HEAD_CONFIG
 from tests.draft_training.test_head_fit import values
-from tests.draft_training.test_policy_training import (
-    CONFIG,
-    PROMPTS,
-    fit_config,
-    made_up_samples,
-)
+from tests.draft_training.test_policy_training import CONFIG, PROMPTS, fit_config, made_up_samples
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +30,7 @@ def test_a_head_is_fitted_and_resumes(
 ) -> None:
     demos = write_demonstrations(tmp_path / "demos")
     target = tiny_target(Precision.BFLOAT16, "cuda")
-    record(target, RecordConfig((demos,)), tmp_path / "shards")
+    record(target, RecordConfig(EpisodeSource((demos,))), tmp_path / "shards")
     config = replace(HEAD_CONFIG, kind=kind, precision=precision, average_decay=0.9)
     store = RecordedSamples(tmp_path / "shards", target.fingerprint())
     HeadTrainer(config, target, store).run(tmp_path / "run")

@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    DecodeTrace,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
 from deft_policies.base import ActRequest, Session
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.errors import RequestError
@@ -75,13 +69,7 @@ class TransformersPolicy:
             raise RequestError("batch", f"the baseline answers 1 observation, got {len(batch)}")
         request, parts = batch[0], self._parts
         clock = StageClock(parts.target.device)
-        fitted = parts.images.fit(request.observation.image)
-        ids = parts.encoder.encode(request.observation.instruction)
-        clock.lap(Stage.PREPARE)
-        dtype = parts.target.decoder.embedding.weight.dtype
-        pixels = parts.images.pixel_values([fitted], parts.target.device, dtype)
-        prompts = parts.target.read(pixels, [ids])
-        clock.lap(Stage.VISION)
+        prompts = parts.read([request.observation], clock)
         statistics = parts.statistics[self._ours.find_key(request.options.statistics_key)]
         decode = self._forward if self._loop is BaselineLoop.FORWARD else self._generate
         tokens = decode(prompts.embeds, statistics.action_dim, clock)

@@ -24,23 +24,11 @@ from deft_policies.decoding.drafts.memory import (
 )
 from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
-from deft_policies.decoding.drafts.sources import (
-    BatchDrafts,
-    Grower,
-    Guesser,
-    Seen,
-    Sources,
-)
+from deft_policies.decoding.drafts.sources import BatchDrafts, Grower, Guesser, Seen, Sources
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import (
-    PLAIN,
-    DraftKind,
-    KeyMask,
-    Plan,
-    RopeOffset,
-)
+from deft_policies.decoding.plan import PLAIN, DraftKind, KeyMask, Plan, RopeOffset
 from deft_policies.decoding.records import ActionCost, ActionRun, StageClock, cost_of_plain
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts, TargetModel

@@ -6,12 +6,11 @@ from enum import Enum
 from pathlib import Path
 
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.plan import (
-    DraftKind,
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-    TreeTemplate,
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
+
+_METHODS = (  # as decoding/methods.py has them, which imports torch
+    "autoregressive, lossless, deft, spec-vla, spec-vla-strict, fly, lvspec, heisd-like, kerv- "
+    "like, ratio-test, within-bins, top-k, near-top, entropy-radius"
 )
 
 
@@ -74,7 +73,12 @@ class OpenVLAOptions(WeightOptions):
 def add_flags(group: _ArgumentGroup) -> None:
     """Declare the flags."""
     add_weight_flags(group)
-    group.add_argument("--decoding", default="lossless", metavar="METHOD", help="default: lossless")
+    group.add_argument(
+        "--decoding",
+        default="lossless",
+        metavar="METHOD",
+        help=f"one of {_METHODS}; default: lossless, the actions of plain decoding",
+    )
     group.add_argument(
         "--draft-head",
         type=Path,

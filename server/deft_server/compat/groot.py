@@ -31,13 +31,7 @@ from deft_client.peers.arrays import (
     read_text,
     unpack_maps,
 )
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Image,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Image, Observation, ServerInfo
 from deft_client.wire.fields import WireLimits, brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
@@ -323,7 +317,10 @@ class GrootSocket:
 
     async def _act(self, call: Call, caller: Caller, robot: str) -> bytes:
         arrived_s = time.monotonic()
+        await self._service.admit(caller)
         messages = await asyncio.to_thread(read_observations, call.data, self._limits)
+        for _ in messages[1:]:
+            await self._service.admit(caller)
         with self._service.in_hand():
             chunks = await asyncio.gather(
                 *(

@@ -30,12 +30,7 @@ from deft_server.serving.policy_thread import (
     answer_batch,
 )
 from deft_server.serving.readiness import Readiness, ServerPhase
-from deft_server.serving.waiting_line import (
-    Admission,
-    LineRules,
-    Ticket,
-    WaitingLine,
-)
+from deft_server.serving.waiting_line import Admission, LineRules, Ticket, WaitingLine
 from deft_server.settings import OnHang, Settings
 
 STOP_TIMEOUT_S = 5.0
@@ -159,7 +154,7 @@ class Scheduler:
         logger.info("ready: policy %s", policy.info.policy)
         self.on_ready()
 
-    def policy_broken(self, thread: PolicyThread, error: Exception) -> None:
+    def policy_broken(self, thread: PolicyThread, error: BaseException) -> None:
         """Give up: there is nothing to serve."""
         if thread is not self._thread:
             return

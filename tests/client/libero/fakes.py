@@ -8,13 +8,7 @@ from numpy.typing import NDArray
 from deft_client.libero.evaluation.episode import TimedAnswer
 from deft_client.libero.simulator.environment import Frame, StepResult
 from deft_client.libero.simulator.suites import Task
-from deft_client.types import (
-    ActionChunk,
-    DecodeTrace,
-    Observation,
-    PassTrace,
-    StageTimings,
-)
+from deft_client.types import ActionChunk, DecodeTrace, Observation, PassTrace, StageTimings
 
 TASK = Task("libero_object", 3, "pick_up_the_soup")
 
@@ -43,7 +37,7 @@ class CountingEnvironment:
         pass
 
     def _frame(self) -> Frame:
-        image = np.full((8, 8, 3), len(self.actions), dtype=np.uint8)
+        image = np.full((8, 8, 3), len(self.actions) % 256, dtype=np.uint8)
         return Frame(image, np.zeros(8, dtype=np.float32))
 
 

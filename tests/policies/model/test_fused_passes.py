@@ -8,14 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
-from deft_policies.decoding.tree import DraftTree  # noqa: E402  (only where Triton is)
-from deft_policies.model.graphs import CapturedRunner  # noqa: E402
-from deft_policies.model.vla import OpenVLAModel  # noqa: E402
-from deft_policies.openvla.target import OpenVLATarget  # noqa: E402
-from tests.launches import LaunchCounter  # noqa: E402
-from tests.recorder import RecordingCapturer  # noqa: E402
-from tests.tiny_openvla import random_prompts, tiny_model  # noqa: E402
-from tests.triton_twins import Counted  # noqa: E402
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.vla import OpenVLAModel
+from deft_policies.openvla.target import OpenVLATarget
+from tests.launches import LaunchCounter
+from tests.recorder import RecordingCapturer
+from tests.tiny_openvla import random_prompts, tiny_model
+from tests.triton_twins import Counted
 
 MOST_PER_LAYER = 10
 

@@ -7,9 +7,9 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
-from deft_policies.model.kv_cache import HeadSplit  # noqa: E402  (only where Triton is)
-from deft_policies.model.llama import RMSNorm, Rotation  # noqa: E402
-from tests.triton_twins import Counted  # noqa: E402
+from deft_policies.model.kv_cache import HeadSplit
+from deft_policies.model.llama import RMSNorm, Rotation
+from tests.triton_twins import Counted
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 FORMATS = [torch.float32, torch.bfloat16]

@@ -23,12 +23,7 @@ from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.prompt import PromptEncoder
 from deft_policies.model.random_weights import WordIds
 from deft_policies.model.vla import OpenVLAModel
-from deft_policies.openvla.policy import (
-    OpenVLAPolicy,
-    OpenVLASession,
-    PolicyParts,
-    PolicySettings,
-)
+from deft_policies.openvla.policy import OpenVLAPolicy, OpenVLASession, PolicyParts, PolicySettings
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
 from tests.recorder import RecordingCapturer

@@ -7,12 +7,7 @@ from torch import Tensor
 
 from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
-from deft_policies.decoding.plan import (
-    DraftKind,
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-)
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape
 from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.sampling import Sampling, target_odds
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel

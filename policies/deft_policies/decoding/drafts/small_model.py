@@ -13,12 +13,7 @@ from deft_policies.decoding.llama_target import LlamaTarget
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.sampling import first_maximum
-from deft_policies.decoding.target import (
-    PromptFeatures,
-    Prompts,
-    Scores,
-    TargetModel,
-)
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 from deft_policies.model.layout import StepRunner

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.plan import (
-    PLAIN,
-    DraftKind,
-    Plan,
-    TreeShape,
-)
+from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
 from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree

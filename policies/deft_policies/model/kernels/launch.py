@@ -79,8 +79,8 @@ class FusedKernels:
     ) -> None:
         """Rotate queries of [token, head * head_dim] in place; append keys and values.
 
-        `rotation` is cos and sin, [token, head_dim] with the same strides; `cache` is one layer and `slots` are flat
-        indices into its rows.
+        `rotation` is cos and sin, [token, head_dim] with the same strides; `cache` is one layer and
+        `slots` are flat indices into its rows.
         """
         cos, sin = rotation
         grid = (fused.shape[0], heads.num_heads + 2 * heads.num_kv_heads)
