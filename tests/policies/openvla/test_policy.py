@@ -91,7 +91,7 @@ def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
 
 
 def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> None:
-    runner = CapturedRunner(RecordingCapturer(), Reserve(1, 272, 288))
+    runner = CapturedRunner(RecordingCapturer(), Reserve(1, 272, 304))
     policy = golden_policy(PolicySettings("libero_spatial", PLAIN), runner)
     policy.warm_up()
     num_captured = runner.num_captured

@@ -1,7 +1,7 @@
 """Compile the fused kernels for a GPU that need not be there, at the sizes of OpenVLA-7B.
 
-`python -m scripts.compile_kernels` prints registers, spills and shared memory of each program, and
-fails where one spills. Needs Triton (extra `dev`), no driver and no device.
+`python -m deft_policies.model.kernels` prints registers, spills and shared memory of each program,
+and fails where one spills. Needs Triton (extra `dev`), no driver and no device.
 """
 
 import re
