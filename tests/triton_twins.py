@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from deft_policies.model.kernels.launch import FusedKernels, Grid, start
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid, start
 
 
 class Counted:
@@ -11,9 +13,10 @@ class Counted:
     def __init__(self) -> None:
         self.launched: list[str] = []
 
-    def __call__(self, kernel: Any, grid: Grid, *arguments: object, **constants: object) -> None:
+    def __call__(self, kernel: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
         self.launched.append(kernel.fn.__name__)
-        start(kernel, grid, *arguments, **constants)
+        with _disable_current_modes():  # the interpreter's own operations are no launches
+            start(kernel, grid, arguments, constants)
 
     @property
     def kernels(self) -> FusedKernels:

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.layout import Reserve
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.target import OpenVLATarget
 from tests.launches import LaunchCounter
@@ -21,7 +22,11 @@ MOST_PER_LAYER = 10
 
 
 def fixed_shapes(model: OpenVLAModel) -> OpenVLATarget:
-    return OpenVLATarget(model, runner=CapturedRunner(RecordingCapturer()))
+    """Shapes as captured passes have them, but sealed: the interpreter cannot be recorded."""
+    runner = CapturedRunner(RecordingCapturer(), Reserve(rows=2, longest=32))
+    with runner.warming_up():
+        pass
+    return OpenVLATarget(model, runner=runner)
 
 
 def random_tree(num_rows: int, num_nodes: int) -> DraftTree:
@@ -81,4 +86,4 @@ def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches_at_most(num_nodes
         with LaunchCounter() as counter:
             target._score_step(64, *inputs)
         totals.append(counter.total + len(launch.launched))
-    assert (totals[1] - totals[0]) / 2 <= MOST_PER_LAYER
+    assert 0 < (totals[1] - totals[0]) / 2 <= MOST_PER_LAYER, counter.counts

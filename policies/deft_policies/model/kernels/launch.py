@@ -16,17 +16,19 @@ from deft_policies.model.kernels import programs
 from deft_policies.model.kv_cache import HeadSplit
 
 _SLOTS = 64  # that a program looks at together
-_LEAST_QUERIES = 16  # of a matrix product
+_LEAST_QUERIES = 16  # of a matrix product, on every side
 _PROGRAMS = 256  # that keep a large GPU busy
 _MOST_SPLITS = 8
 _COLUMNS = 1024
 STAGES = 2  # of loads on their way: more take shared memory that small GPUs have not
 
 Grid = tuple[int, ...]
-Launch = Callable[..., None]
+Arguments = tuple[Tensor | int | float, ...]
+Constants = dict[str, int]  # what a program is compiled for
+Launch = Callable[[Any, Grid, Arguments, Constants], None]
 
 
-def start(kernel: Any, grid: Grid, *arguments: object, **constants: object) -> None:
+def start(kernel: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
     """Start a Triton program on the tensors' device."""
     kernel[grid](*arguments, **constants)
 
@@ -42,7 +44,8 @@ class FusedKernels:
         tokens, width = hidden.shape
         out = torch.empty_like(hidden)
         block = triton.next_power_of_2(width)
-        self.launch(programs.rms_norm, (tokens,), hidden, weight, out, width, eps, BLOCK=block)
+        given = (hidden, weight, out, width, eps)
+        self.launch(programs.rms_norm, (tokens,), given, {"BLOCK": block})
         return out
 
     def add_layer_norm(
@@ -52,13 +55,9 @@ class FusedKernels:
         width = residual.shape[-1]
         total, out = torch.empty_like(residual), torch.empty_like(residual)
         factors = residual if scale is None else scale
-        self.launch(
-            programs.add_layer_norm,
-            (residual.numel() // width,),
-            residual, branch, factors, norm.weight, norm.bias, total, out, width, norm.eps,
-            HAS_SCALE=scale is not None,
-            BLOCK=triton.next_power_of_2(width),
-        )  # fmt: skip
+        given = (residual, branch, factors, norm.weight, norm.bias, total, out, width, norm.eps)
+        constants = {"HAS_SCALE": scale is not None, "BLOCK": triton.next_power_of_2(width)}
+        self.launch(programs.add_layer_norm, (residual.numel() // width,), given, constants)
         return total, out
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class FusedKernels:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, width)
         grid = (tokens, triton.cdiv(width, _COLUMNS))
-        self.launch(programs.silu_times, grid, gate_up, out, width, BLOCK=_COLUMNS)
+        self.launch(programs.silu_times, grid, (gate_up, out, width), {"BLOCK": _COLUMNS})
         return out
 
     def rotate_append(
@@ -84,15 +83,9 @@ class FusedKernels:
         """
         cos, sin = rotation
         grid = (fused.shape[0], heads.num_heads + 2 * heads.num_kv_heads)
-        self.launch(
-            programs.rotate_append,
-            grid,
-            fused, cos, sin, cache, slots, cos.stride(0),
-            NUM_HEADS=heads.num_heads,
-            NUM_KV_HEADS=heads.num_kv_heads,
-            HEAD_DIM=heads.head_dim,
-            BLOCK=triton.next_power_of_2(heads.head_dim),
-        )  # fmt: skip
+        given = (fused, cos, sin, cache, slots, cos.stride(0))
+        constants = {**_constants(heads), "BLOCK": triton.next_power_of_2(heads.head_dim)}
+        self.launch(programs.rotate_append, grid, given, constants)
 
     def attend(self, fused: Tensor, cache: Tensor, mask: Tensor, heads: HeadSplit) -> Tensor:
         """Mix [row * node, head * head_dim] out of one layer's cache [row, slot, ...].
@@ -110,24 +103,26 @@ class FusedKernels:
         summary = partial.new_empty(splits, entries, 2)
         out = fused.new_empty(num_rows * num_nodes, heads.num_heads * head_dim)
         block = triton.next_power_of_2(head_dim)
-        self.launch(
-            programs.attend_split,
-            (num_rows, heads.num_kv_heads, splits),
-            fused, cache, mask, partial, summary,
-            num_nodes, read, cache.shape[1], mask.stride(2), head_dim**-0.5,
-            NUM_HEADS=heads.num_heads,
-            NUM_KV_HEADS=heads.num_kv_heads,
-            HEAD_DIM=head_dim,
-            NUM_SPLITS=splits,
-            QUERIES=max(_LEAST_QUERIES, triton.next_power_of_2(num_nodes * group)),
-            SLOTS=_SLOTS,
-            BLOCK=max(block, 16),
-            num_stages=STAGES,
-        )  # fmt: skip
-        self.launch(
-            programs.join_splits,
-            (entries,),
-            partial, summary, out, entries,
-            HEAD_DIM=head_dim, NUM_SPLITS=splits, BLOCK=block,
-        )  # fmt: skip
+        scalars = (num_nodes, read, cache.shape[1], mask.stride(2), head_dim**-0.5)
+        constants = {
+            **_constants(heads),
+            "NUM_SPLITS": splits,
+            "QUERIES": max(_LEAST_QUERIES, triton.next_power_of_2(num_nodes * group)),
+            "SLOTS": _SLOTS,
+            "BLOCK": max(block, _LEAST_QUERIES),
+            "num_stages": STAGES,
+        }
+        grid = (num_rows, heads.num_kv_heads, splits)
+        given = (fused, cache, mask, partial, summary, *scalars)
+        self.launch(programs.attend_split, grid, given, constants)
+        constants = {"HEAD_DIM": head_dim, "NUM_SPLITS": splits, "BLOCK": block}
+        self.launch(programs.join_splits, (entries,), (partial, summary, out, entries), constants)
         return out
+
+
+def _constants(heads: HeadSplit) -> Constants:
+    return {
+        "NUM_HEADS": heads.num_heads,
+        "NUM_KV_HEADS": heads.num_kv_heads,
+        "HEAD_DIM": heads.head_dim,
+    }
