@@ -119,7 +119,7 @@ class Contender:
 
 
 @dataclass(frozen=True, eq=False)
-class TimedAnswer:
+class MeasuredAnswer:
     """One frame's answer and the wall-clock time of the whole call."""
 
     wall_ms: float
@@ -131,7 +131,7 @@ class Replay:
     """Everything one contender answered, in the order of the frames."""
 
     contender: Contender
-    answers: list[TimedAnswer] = field(default_factory=list)
+    answers: list[MeasuredAnswer] = field(default_factory=list)
     sessions: dict[str, list[Session]] = field(default_factory=dict)
 
 
@@ -156,7 +156,7 @@ def replay(
     return runs
 
 
-def _answer(run: Replay, frame: ReplayFrame) -> TimedAnswer:
+def _answer(run: Replay, frame: ReplayFrame) -> MeasuredAnswer:
     """A batch is the same frame several times, each for a robot of its own."""
     contender = run.contender
     if frame.episode not in run.sessions:
@@ -169,4 +169,4 @@ def _answer(run: Replay, frame: ReplayFrame) -> TimedAnswer:
     ]
     start = time.perf_counter()
     chunks = contender.policy.act(batch)
-    return TimedAnswer((time.perf_counter() - start) * 1e3, chunks[0])
+    return MeasuredAnswer((time.perf_counter() - start) * 1e3, chunks[0])

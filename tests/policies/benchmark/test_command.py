@@ -21,9 +21,9 @@ from deft_client.types import (
 from deft_policies.benchmark.audit import audit, describe, last_place
 from deft_policies.benchmark.replay import (
     Contender,
+    MeasuredAnswer,
     Replay,
     ReplayFrame,
-    TimedAnswer,
     generate_frames,
     read_stored,
     replay,
@@ -80,7 +80,7 @@ def run_of(name: str, traces: list[DecodeTrace]) -> Replay:
     for index, trace in enumerate(traces):
         timings = StageTimings(vision_ms=10.0 + index, verify_ms=1.0)
         chunk = ActionChunk(np.zeros((1, 7)), timings, trace)
-        run.answers.append(TimedAnswer(20.0 + index, chunk))
+        run.answers.append(MeasuredAnswer(20.0 + index, chunk))
     return run
 
 

@@ -6,22 +6,40 @@ anything from step to step: a `Watch` raises it when nothing moves, and the next
 tried.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from deft_client.libero.errors import SimulationError
-from deft_client.libero.expert.fixtures import Handle, PullDrawer, PushPlate, PushShut, TurnKnob
+from deft_client.libero.expert.fixtures import (
+    Handle,
+    PullDrawer,
+    PushPlate,
+    PushShut,
+    TurnKnob,
+)
 from deft_client.libero.expert.geometry import build_clouds, pinch
 from deft_client.libero.expert.grasps import GraspFinder, category
 from deft_client.libero.expert.motion import Aim, steer
-from deft_client.libero.expert.pick import Label, Phase, PickAndPlace, Place
+from deft_client.libero.expert.pick import (
+    Label,
+    Phase,
+    PickAndPlace,
+    Place,
+)
+from deft_client.libero.simulator.assets import libero_folder
 from deft_client.libero.simulator.environment import LiberoEnvironment
-from deft_client.libero.simulator.goals import read_goals
-from deft_client.libero.simulator.scene import Goal, Pose, Scene, Vector
+from deft_client.libero.simulator.scene import (
+    Goal,
+    Pose,
+    Scene,
+    Vector,
+)
 from deft_client.libero.simulator.suites import Task
 
+_PREDICATE = re.compile(r"\((\w+)\s+(\w+)(?:\s+(\w+))?\s*\)")
 _SPACING = 0.088  # metres between the middles of things that share a region
 _OPEN_DRAWER = -0.10  # metres along the slide; fully open is -0.16, and an arm may bump it
 _STUCK_STEPS = 25
@@ -170,3 +188,14 @@ def drawer_joint(region: str, scene: Scene) -> str | None:
     """The joint that moves a region, if it is a drawer's."""
     joint = region.replace("_region", "_level")
     return joint if joint in scene.joints else None
+
+
+def read_goals(task: Task) -> tuple[Goal, ...]:
+    """The predicates that must all hold for an episode of the task to succeed."""
+    path = libero_folder() / "bddl_files" / task.suite / task.bddl_file
+    try:
+        goal = path.read_text("utf-8").partition("(:goal")[2]
+    except OSError as error:
+        raise SimulationError(f"{path} cannot be read: {error.strerror}") from error
+    found = _PREDICATE.findall(goal)
+    return tuple(Goal(name.lower(), subject, target or None) for name, subject, target in found)
