@@ -5,7 +5,12 @@ import sys
 
 import pytest
 
-from tests.repository import PACKAGES, ROOT, name_of, tracked
+from tests.repository import (
+    PACKAGES,
+    ROOT,
+    name_of,
+    tracked,
+)
 
 HEAVY = {"torch", "transformers", "fastapi", "pydantic", "starlette", "uvicorn"}
 SIMULATOR = {"libero", "robosuite", "mujoco", "bddl"}

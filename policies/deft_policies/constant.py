@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
 from deft_policies.base import ActRequest, Session, immediate
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 

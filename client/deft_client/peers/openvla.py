@@ -25,7 +25,12 @@ from deft_client.peers.arrays import (
     take,
 )
 from deft_client.types import ActOptions, Observation
-from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits, brief, decode_base64
+from deft_client.wire.fields import (
+    DEFAULT_LIMITS,
+    WireLimits,
+    brief,
+    decode_base64,
+)
 from deft_client.wire.messages import ActMessage
 
 _MARKER = "__numpy__"

@@ -30,7 +30,12 @@ from deft_server.serving.policy_thread import (
     answer_batch,
 )
 from deft_server.serving.readiness import Readiness, ServerPhase
-from deft_server.serving.waiting_line import Admission, LineRules, Ticket, WaitingLine
+from deft_server.serving.waiting_line import (
+    Admission,
+    LineRules,
+    Ticket,
+    WaitingLine,
+)
 from deft_server.settings import OnHang, Settings
 
 STOP_TIMEOUT_S = 5.0

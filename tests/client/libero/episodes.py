@@ -2,7 +2,12 @@
 
 import numpy as np
 
-from deft_client.libero.results.records import AnswerRecord, EpisodeRecord, Outcome, TrialKey
+from deft_client.libero.results.records import (
+    AnswerRecord,
+    EpisodeRecord,
+    Outcome,
+    TrialKey,
+)
 from deft_client.libero.results.store import RunHeader
 from deft_client.types import StageTimings
 

@@ -11,7 +11,12 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.acceptance.distance import WithinBins
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape
+from deft_policies.decoding.plan import (
+    DraftKind,
+    KeyMask,
+    RopeOffset,
+    TreeShape,
+)
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, add_flags, read_flags

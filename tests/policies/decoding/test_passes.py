@@ -20,12 +20,28 @@ from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.drafts.sources import BatchDrafts, Seen, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import METHOD_NAMES, METHODS, Method, find_method, plan_of
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
+from deft_policies.decoding.methods import (
+    METHOD_NAMES,
+    METHODS,
+    Method,
+    find_method,
+    plan_of,
+)
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
+)
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError
-from tests.policies.decoding.scripts import ScriptedDrafts, Session, clock, tokens_of
+from tests.policies.decoding.scripts import (
+    ScriptedDrafts,
+    Session,
+    clock,
+    tokens_of,
+)
 from tests.tiny_target import (
     CPU,
     LENGTH,

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Observation,
+    ServerInfo,
+)
 from deft_policies.base import ActRequest, Session
 from deft_policies.constant import ConstantPolicy, ConstantSession
 from deft_policies.errors import UnknownStatisticsKeyError

@@ -29,7 +29,13 @@ from deft_policies.decoding.acceptance.rule import (
     ScoredTree,
 )
 from deft_policies.errors import RequestError
-from tests.policies.decoding.trees import SPACE, Step, is_real_path, random_scored, steps_to
+from tests.policies.decoding.trees import (
+    SPACE,
+    Step,
+    is_real_path,
+    random_scored,
+    steps_to,
+)
 from tests.tiny_target import LENGTH
 
 # (scored, row, path) -> may the whole path be committed?
