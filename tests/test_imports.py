@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -76,6 +77,8 @@ def modules_of(package: str) -> list[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_importing_every_module_of_a_package_does_nothing(package):
     names = modules_of(package)
+    if find_spec("triton") is None:  # only x86-64 Linux has it
+        names = [name for name in names if ".kernels." not in name]
     assert len(names) > 3, name_of(ROOT / package)
     run = subprocess.run(
         [sys.executable, "-c", WATCHED_IMPORT, *names], capture_output=True, text=True, check=False

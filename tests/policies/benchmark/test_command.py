@@ -277,7 +277,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert names == [
         *("autoregressive", "lossless", "within-bins r5", "within-bins r9"),
         *("autoregressive x2", "lossless x2", "within-bins r5 x2", "within-bins r9 x2"),
-        *("transformers", "transformers-forward"),
+        *("transformers", "transformers-static", "transformers-forward"),
     ]
     decodings = {one["name"]: one for one in report["decodings"]}
     assert decodings["autoregressive"]["passes"] == 7.0
