@@ -15,14 +15,15 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import msgpack_codec
+from deft_client.wire.messages import ActMessage
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_server.serving.access import Caller
 
-MSGPACK = {"content-type": wire.CONTENT_TYPE}
+MSGPACK = {"content-type": msgpack_codec.CONTENT_TYPE}
 PATIENCE_S = 10.0  # how long a fake waits for its test before it gives up
 CALLER = Caller()
 _CONSTANT = ConstantPolicy()
@@ -33,7 +34,7 @@ def frame(size: int = 4, fill: int = 0, instruction: str = "lift the cup") -> Ob
 
 
 def packed(options: ActOptions | None = None, observation: Observation | None = None) -> bytes:
-    return wire.encode_request(wire.ActMessage(observation or frame(), options or ActOptions()))
+    return msgpack_codec.encode_request(ActMessage(observation or frame(), options or ActOptions()))
 
 
 def counted(memory: SessionMemory) -> SessionMemory:
