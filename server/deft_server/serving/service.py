@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from deft_client.types import (
@@ -18,14 +19,15 @@ from deft_client.types import (
     ServerInfo,
     StageTimings,
 )
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
+from deft_server.hosting.host import HostedPolicy
+from deft_server.hosting.thread import LoadPolicy, PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import LoadPolicy
-from deft_server.serving.readiness import Readiness, ServerPhase
+from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Answered, Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
@@ -56,9 +58,12 @@ class Service:
         self.access = Access(settings.keys_file, settings.rate_per_s, settings.cors_origins)
         self.metrics = Metrics()
         self.events = EventBus()
-        self.readiness = Readiness()
+        self.readiness = Readiness(settings.unready_after_failures)
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
-        self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
+        self.scheduler = Scheduler(
+            partial(PolicyThread, load), settings, self.readiness, self.metrics
+        )
+        self.scheduler.on_loaded = self._put_guard
         self._in_hand = _InHand()
         self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
@@ -66,7 +71,7 @@ class Service:
         self.metrics.ready.set_function(lambda: self.readiness.phase is ServerPhase.READY)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> HostedPolicy:
         """The loaded policy, or `NotReadyError`."""
         self.readiness.require()
         policy = self.scheduler.policy
@@ -156,15 +161,8 @@ class Service:
             self.reset(session_id, Caller(caller))
         return len(ended)
 
-    def _guarded(self, load: LoadPolicy) -> LoadPolicy:
-        """Return a loader that also puts the guard in place, on the policy thread."""
-
-        def load_both() -> Policy:
-            policy = load()
-            self._guard = SafetyGuard(policy, self.settings)
-            return policy
-
-        return load_both
+    def _put_guard(self, policy: HostedPolicy) -> None:
+        self._guard = SafetyGuard(policy, self.settings)
 
     def _check_options(self, options: ActOptions) -> None:
         if self.settings.allow_options:
@@ -203,8 +201,10 @@ class Service:
         except DeadlineError as error:
             return self._hold(session, key, settings.on_deadline_miss, error)
         except UnsafeAnswerError as error:
+            self.readiness.note(Trouble.ANSWERS, is_over=False)
             self.metrics.unsafe.inc()
             return self._hold(session, key, settings.on_unsafe_answer, error)
+        self.readiness.note(Trouble.ANSWERS, is_over=True)
         if not checked.is_clamped:
             return answered
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
