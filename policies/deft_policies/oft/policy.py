@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from deft_client.types import (
@@ -22,6 +22,7 @@ from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.errors import (
     DeviceError,
+    NotFiniteError,
     RequestError,
     UnknownDecodingError,
     UnusableObservationError,
@@ -187,6 +188,7 @@ class OftPolicy:
         """Normalised actions [row, step, action_dim]: float32 of a head, float64 of tokens."""
         if values.actions is not None:
             found: NDArray[np.float32] = values.actions.cpu().numpy()
+            _require_finite(found)
             return found
         assert values.tokens is not None
         return self._codec.normalised(values.tokens.cpu().numpy())
@@ -238,6 +240,13 @@ class OftPolicy:
         return find_statistics_key(self._keys, given)
 
 
+def _require_finite(values: ArrayLike) -> None:
+    if not np.isfinite(values).all():
+        raise NotFiniteError(
+            "the model's answer holds NaN or infinity; its weights or its number format are broken"
+        )
+
+
 def _read_traces(
     values: ChunkValues, texts: Sequence[Sequence[int]]
 ) -> list[DecodeTrace] | list[None]:
@@ -245,6 +254,7 @@ def _read_traces(
     if values.tokens is None or values.margins is None:
         return [None] * len(texts)
     tokens, margins = values.tokens.flatten(1).tolist(), values.margins.flatten(1).tolist()
+    _require_finite(margins)  # the gap to the second-best of logits that are not is not either
     traces = []
     for text, row, gaps in zip(texts, tokens, margins, strict=True):
         one = PassTrace(True, (text[-1],), (-1,), ("",), (row[0],), (), row[0])
