@@ -16,7 +16,7 @@ from deft_server.compat.groot import GrootSocket
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_route
 from deft_server.dashboard.pages import build_page_routes
-from deft_server.hosting.thread import LoadPolicy
+from deft_server.hosting.recipe import LoadPolicy
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies

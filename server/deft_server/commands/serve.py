@@ -21,6 +21,7 @@ from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import start_logging
 from deft_server.commands.settings_sources import read_command
+from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.http.http_protocol import build_protocol
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
@@ -68,7 +69,8 @@ def main(arguments: list[str]) -> int:
     )
     try:
         command = read_command(parser, arguments, os.environ)
-        code = run(create_app(command.policy.load, command.settings))
+        recipe = PolicyRecipe("deft_policies.commands.parse:load_by_words", command.policy.words)
+        code = run(create_app(recipe, command.settings))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS

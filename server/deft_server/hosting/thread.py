@@ -11,11 +11,10 @@ from deft_policies.base import ActRequest, Policy
 from deft_policies.errors import PolicyError
 from deft_server.hosting.attempts import answer_batch
 from deft_server.hosting.host import HostedPolicy, Listener
+from deft_server.hosting.recipe import LoadPolicy, load_and_warm
 from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)
-
-LoadPolicy = Callable[[], Policy]
 
 
 class PolicyThread:
@@ -47,8 +46,7 @@ class PolicyThread:
 
     def _run(self) -> None:
         try:
-            policy = self._load()
-            policy.warm_up()
+            policy = load_and_warm(self._load)
         except (PolicyError, SettingsError) as error:
             logger.error("the policy could not be loaded: %s", error)
             self._report(partial(self._listener.policy_broken, self, error))

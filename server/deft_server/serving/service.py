@@ -22,8 +22,10 @@ from deft_client.types import (
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.hosting.host import HostedPolicy
-from deft_server.hosting.thread import LoadPolicy, PolicyThread
+from deft_server.hosting.host import HostedPolicy, NewHost
+from deft_server.hosting.process import PolicyProcess
+from deft_server.hosting.recipe import LoadPolicy, PolicyRecipe
+from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
@@ -32,7 +34,7 @@ from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Answered, Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.serving.waiting_line import Ticket
-from deft_server.settings import Fallback, Settings
+from deft_server.settings import Fallback, Settings, SettingsError
 
 
 class _InHand:
@@ -61,7 +63,7 @@ class Service:
         self.readiness = Readiness(settings.unready_after_failures)
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
         self.scheduler = Scheduler(
-            partial(PolicyThread, load), settings, self.readiness, self.metrics
+            _host_for(load, settings), settings, self.readiness, self.metrics
         )
         self.scheduler.on_loaded = self._put_guard
         self._in_hand = _InHand()
@@ -256,3 +258,12 @@ class Service:
                 batch_size=batch_size,
             )
         )
+
+
+def _host_for(load: LoadPolicy, settings: Settings) -> NewHost:
+    """Return what makes the place where the policy is to live."""
+    if not settings.policy_process:
+        return partial(PolicyThread, load)
+    if not isinstance(load, PolicyRecipe):
+        raise SettingsError("policy_process needs a policy that is loaded by a PolicyRecipe")
+    return partial(PolicyProcess, load, settings)
