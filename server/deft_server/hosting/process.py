@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from deft_client.errors import WireError
 from deft_client.types import ActOptions, Observation
@@ -78,10 +79,8 @@ class PolicyProcess:
     def stop(self, timeout_s: float) -> bool:
         """Hang up, and kill a process that does not end in time."""
         self._is_over = True
-        try:
+        with suppress(OSError):  # it may be gone already
             self._channel.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # it is gone already
         self._end(timeout_s)
         self._loop.call_soon_threadsafe(self._clear_away)
         return True

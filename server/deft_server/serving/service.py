@@ -65,9 +65,10 @@ class Service:
         self.scheduler = Scheduler(
             _host_for(load, settings), settings, self.readiness, self.metrics
         )
-        self.scheduler.on_loaded = self._put_guard
+        self.scheduler.on_loaded = self._prepare
         self._in_hand = _InHand()
         self._guard: SafetyGuard
+        self.last_info: ServerInfo  # of the policy that is served, or was until it was lost
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
         self.metrics.ready.set_function(lambda: self.readiness.phase is ServerPhase.READY)
@@ -83,8 +84,8 @@ class Service:
     @property
     def info(self) -> ServerInfo:
         """What is served, or `NotReadyError`."""
-        info = self.policy.info
-        return replace(info, versions={**self._versions, **info.versions})
+        self.readiness.require()
+        return self.last_info
 
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
@@ -163,8 +164,10 @@ class Service:
             self.reset(session_id, Caller(caller))
         return len(ended)
 
-    def _put_guard(self, policy: HostedPolicy) -> None:
+    def _prepare(self, policy: HostedPolicy) -> None:
         self._guard = SafetyGuard(policy, self.settings)
+        versions = {**self._versions, **policy.info.versions}
+        self.last_info = replace(policy.info, versions=versions)
 
     def _check_options(self, options: ActOptions) -> None:
         if self.settings.allow_options:
