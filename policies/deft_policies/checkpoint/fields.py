@@ -1,8 +1,10 @@
 """Typed access to a checkpoint's JSON files. Knows nothing of what the fields mean."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from deft_policies.errors import CheckpointError
 
@@ -57,11 +59,18 @@ class JsonFields:
             raise self.error(key, f"must be a whole number, got {value!r}")
         return value
 
+    def count(self, key: str, most: int, default: int | None = None) -> int:
+        """A whole number from 1 to `most`: what is beyond it no model has, and nobody can hold."""
+        value = self.integer(key, default)
+        if not 1 <= value <= most:
+            raise self.error(key, f"is {value}, expected 1 to {most}")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
-        """A number, whole or not."""
+        """A finite number, whole or not."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"must be a number, got {value!r}")
+        if not _is_number(value):
+            raise self.error(key, f"must be a finite number, got {value!r}")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -86,11 +95,11 @@ class JsonFields:
         return tuple(one for one in values if isinstance(one, int))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers."""
+        """A list of finite numbers."""
         values = self._items(key, None)
-        if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
-            raise self.error(key, "must be a list of numbers")
-        return tuple(float(one) for one in values if isinstance(one, int | float))
+        if not all(map(_is_number, values)):
+            raise self.error(key, "must be a list of finite numbers")
+        return tuple(float(one) for one in values if _is_number(one))
 
     def flags(self, key: str) -> tuple[bool, ...]:
         """A list of true and false."""
@@ -149,3 +158,10 @@ class JsonFields:
         if not isinstance(value, list | tuple):
             raise self.error(key, f"must be a list, got {value!r}")
         return tuple(value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """JSON as Python reads it knows NaN, infinity and integers beyond any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max

@@ -109,8 +109,8 @@ class OftPolicy:
         ranges = self._parts.ranges[self.find_key(statistics_key)].action
         is_motion = np.arange(len(ranges.mask)) < len(ranges.mask) - 1
         return ActionLimits(
-            low=np.where(ranges.mask, np.minimum(ranges.low, ranges.high), -1.0),
-            high=np.where(ranges.mask, np.maximum(ranges.low, ranges.high), 1.0),
+            low=np.where(ranges.mask, ranges.low, -1.0),
+            high=np.where(ranges.mask, ranges.high, 1.0),
             is_motion=is_motion & (not self._parts.is_absolute),
         )
 
