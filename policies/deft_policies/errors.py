@@ -6,6 +6,7 @@ PolicyError
 │   ├── UnknownDecodingError
 │   └── UnusableObservationError
 ├── NotFiniteError        the model computed NaN or infinity: there is no answer
+├── SelfTestError         a loaded policy answers known frames as no policy should
 ├── CheckpointError       files that cannot be loaded; the message names the file and the fix
 └── DeviceError           the device cannot do it: memory, dtype, missing library
 """
@@ -47,6 +48,10 @@ class UnusableObservationError(RequestError):
 
 class NotFiniteError(PolicyError):
     """The model computed NaN or infinity; the largest of such numbers means nothing."""
+
+
+class SelfTestError(PolicyError):
+    """A loaded policy does not answer known frames as any policy should."""
 
 
 class CheckpointError(PolicyError):

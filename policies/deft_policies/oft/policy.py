@@ -1,7 +1,7 @@
 """OFT behind the `Policy` interface: pictures, state and instruction in, a chunk of actions out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -33,6 +33,7 @@ from deft_policies.oft.chunk_model import ChunkModel, ChunkValues
 from deft_policies.oft.ranges import RobotRanges
 from deft_policies.openvla.action_codec import ActionCodec
 from deft_policies.openvla.policy import PromptSource
+from deft_policies.self_test import self_test
 
 METHOD = "parallel"
 # What a camera's name contains if the model may look through it.
@@ -146,6 +147,14 @@ class OftPolicy:
             for length in lengths:
                 prompts = model.lay_out([(ids + [ids[-1]] * length)[:length]])
                 model.answer(model.see(pixels, prompts), prompts, states)
+        self_test(self, None, complete=self._complete)  # a head may answer beyond the statistics
+
+    def _complete(self, observation: Observation) -> Observation:
+        """Add the same picture for every wrist, and a state of zeros."""
+        shape = self._parts.model.shape
+        wrists = {f"{WRIST}_{index}": observation.image for index in range(shape.num_pictures - 1)}
+        state = None if shape.state_dim is None else np.zeros(shape.state_dim, np.float32)
+        return replace(observation, cameras=wrists, state=state)
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""

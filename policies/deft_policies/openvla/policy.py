@@ -17,6 +17,7 @@ from deft_client.types import (
 )
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
@@ -38,6 +39,7 @@ from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
 from deft_policies.openvla.target import OpenVLATarget
+from deft_policies.self_test import self_test
 
 # Ids of the prompts whose passes are captured beforehand, one for each bucket of usual lengths. The
 # longest comes first: a cache that grows later would cost those that were captured before.
@@ -168,6 +170,7 @@ class OpenVLAPolicy:
         """Answer a black frame by every way the default method may take, in prompts of any length.
 
         Where passes are captured, this captures them; elsewhere the method learns what they cost.
+        Then known frames are answered as a test.
         """
         parts = self._parts
         size, weight = parts.target.model.config.image.size, parts.target.decoder.embedding.weight
@@ -181,6 +184,8 @@ class OpenVLAPolicy:
                 prompt = (ids + [ids[-1]] * length)[:length]
                 prompts = parts.target.read(pixels, [prompt])
                 self._decoder_for(ActOptions()).warm_up(prompts, [space])
+        key = self._default_key or self._keys[0]
+        self_test(self, self.action_limits(key), plain_method=AUTOREGRESSIVE)
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
