@@ -19,8 +19,8 @@ import numpy as np
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
-from deft_server.commands.serve import keep_freed_memory
 from deft_server.errors import RefusedFrameError
+from deft_server.hosting.allocator import keep_freed_memory
 from deft_server.hosting.process import PolicyProcess
 from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.serving.access import Caller

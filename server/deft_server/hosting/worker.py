@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from deft_policies.base import ActRequest, LimitedPolicy, Policy
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.commands.logs import start_logging
+from deft_server.hosting.allocator import keep_freed_memory
 from deft_server.hosting.attempts import Answer, Attempts, answer_batch
 from deft_server.hosting.frame_block import FrameBlock
 from deft_server.hosting.messages import (
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
+    keep_freed_memory()
     try:
         policy = load_and_warm(PolicyRecipe(arguments[4], tuple(arguments[5:])))
     except (PolicyError, SettingsError) as error:
