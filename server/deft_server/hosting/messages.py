@@ -98,7 +98,10 @@ def encode_message(message: Message) -> bytes:
     """Return what a policy's process has to say as bytes."""
     if isinstance(message, PolicyFacts):
         limits = {key: _pack_limits(one) for key, one in message.limits.items()}
-        entries: dict[str, Any] = {"info": json_codec.encode_info(message.info), "limits": limits}
+        entries: dict[str, object] = {
+            "info": json_codec.encode_info(message.info),
+            "limits": limits,
+        }
     elif isinstance(message, PolicyError):
         entries = {"broken": str(message)}
     else:

@@ -1,7 +1,7 @@
 """What a policy in a process of its own costs, and what killing it costs.
 
-`python -m scripts.bench_policy_process` asks one policy on a thread and in a process in turn, frame
-by frame, so that what else happens on the machine meets both alike; then it kills the process under
+`python -m scripts.bench_server.policy_process` asks one policy on a thread and in a
+process in turn, frame by frame, so that what else happens on the machine meets both alike; then it kills the process under
 load. `--policy "module:function arguments"` measures another one.
 """
 
@@ -47,7 +47,7 @@ class Counts:
 def main() -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", default="scripts.bench_policy_process:QuickPolicy")
+    parser.add_argument("--policy", default="scripts.bench_server.policy_process:QuickPolicy")
     parser.add_argument("--frames", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=5)
     keep_freed_memory()
