@@ -1,8 +1,8 @@
 """What a policy in a process of its own costs, and what killing it costs.
 
 `python -m scripts.bench_server.policy_process` asks one policy on a thread and in a
-process in turn, frame by frame, so that what else happens on the machine meets both alike; then it kills the process under
-load. `--policy "module:function arguments"` measures another one.
+process in turn, frame by frame, so that what else happens on the machine meets both alike; then it
+kills the process under load. `--policy "module:function arguments"` measures another one.
 """
 
 import argparse
