@@ -17,8 +17,9 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
@@ -40,6 +41,7 @@ from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
 from deft_policies.openvla.target import OpenVLATarget
+from deft_policies.self_test import self_test
 
 # Ids of the prompts whose passes are captured beforehand, one for each bucket of usual lengths. The
 # longest comes first: a cache that grows later would cost those that were captured before.
@@ -100,19 +102,11 @@ class PolicySettings:
     name: str = "openvla"
 
 
-@dataclass(eq=False)
-class OpenVLASession:
-    """One robot's episode: what draft sources remember of it."""
-
-    history: ActionHistory = field(default_factory=ActionHistory)
-
-
 @dataclass(frozen=True)
 class _Row:
     """One request with everything looked up."""
 
     request: ActRequest
-    session: OpenVLASession
     key: str
     statistics: ActionStatistics
     decoder: Decoder
@@ -162,10 +156,6 @@ class OpenVLAPolicy:
             details=dict(self._settings.details),
         )
 
-    def open_session(self) -> Session:
-        """Return the memory of a robot that has just started an episode."""
-        return OpenVLASession()
-
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """The range of the statistics; the last dimension is the gripper."""
         statistics = self._parts.statistics[self.find_key(statistics_key)]
@@ -201,6 +191,7 @@ class OpenVLAPolicy:
         """Answer a black frame by every way the default method may take, in prompts of any length.
 
         Where passes are captured, this captures them; elsewhere the method learns what they cost.
+        Then known frames are answered as a test.
         """
         parts = self._parts
         size = parts.target.model.config.image.size
@@ -214,19 +205,21 @@ class OpenVLAPolicy:
                 prompt = (ids + [ids[-1]] * length)[:length]
                 prompts = parts.target.read(pixels, [prompt])
                 self._decoder_for(ActOptions()).warm_up(prompts, [space])
+        key = self._default_key or self._keys[0]
+        self_test(self, self.action_limits(key), plain_method=AUTOREGRESSIVE)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
-        """Answer a batch, in order. Where it raises, no session has changed."""
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        """Answer a batch, in order."""
         try:
             with torch.inference_mode():
                 return self._answer([self._look_up(request) for request in batch])
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"no memory for a batch of {len(batch)}: {error}") from error
 
-    def _answer(self, rows: list[_Row]) -> list[ActionChunk]:
+    def _answer(self, rows: list[_Row]) -> list[ActAnswer]:
         clock = StageClock(self._parts.target.device)
         prompts = self._parts.read([row.request.observation for row in rows], clock)
-        histories = [row.session.history.copy() for row in rows]
+        histories = [ActionHistory.of(row.request.memory) for row in rows]
         traces = self._decode(rows, histories, prompts, clock)
         clock.skip()
         actions = [
@@ -235,11 +228,9 @@ class OpenVLAPolicy:
         ]
         clock.lap(Stage.FINISH)
         timings = clock.timings()
-        for row, history in zip(rows, histories, strict=True):
-            row.session.history = history
         return [
-            ActionChunk(action, timings, trace)
-            for action, trace in zip(actions, traces, strict=True)
+            ActAnswer(ActionChunk(action, timings, trace), history.memory(row.request.memory))
+            for row, action, trace, history in zip(rows, actions, traces, histories, strict=True)
         ]
 
     def _decode(
@@ -265,11 +256,9 @@ class OpenVLAPolicy:
         return [traces[index] for index in range(len(rows))]
 
     def _look_up(self, request: ActRequest) -> _Row:
-        if not isinstance(request.session, OpenVLASession):
-            raise TypeError(f"expected a session of this policy, got {type(request.session)}")
         key = self.find_key(request.options.statistics_key)
         decoder = self._decoder_for(request.options)
-        return _Row(request, request.session, key, self._parts.statistics[key], decoder)
+        return _Row(request, key, self._parts.statistics[key], decoder)
 
     def _decoder_for(self, options: ActOptions) -> Decoder:
         """The decoder of what a request asks for, or of the default; may raise `RequestError`."""

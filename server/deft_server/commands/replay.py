@@ -25,6 +25,7 @@ from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 
 PROG = "deft replay"
 
@@ -137,15 +138,16 @@ def replay(
     """Yield every step, compared; the policy remembers what came before in the same episode."""
     policy.warm_up()
     for _, episode in groupby(steps, lambda step: step.episode):
-        session = policy.open_session()
+        memory = SessionMemory()
         for step in episode:
             options = _options(step, with_recorded_options)
-            request = ActRequest(step.observation, session, options)
+            request = ActRequest(step.observation, memory, options)
             policy.check(request.observation, options)
             started_s = time.perf_counter()
-            (chunk,) = policy.act([request])
+            (answer,) = policy.act([request])
             spent_ms = (time.perf_counter() - started_s) * 1000
-            yield compare(step, chunk, spent_ms)
+            memory = answer.memory
+            yield compare(step, answer.chunk, spent_ms)
 
 
 def compare(step: PastStep, chunk: ActionChunk, spent_ms: float) -> StepComparison:
