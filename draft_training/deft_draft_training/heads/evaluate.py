@@ -27,7 +27,7 @@ from deft_policies.decoding.decoder import (
 )
 from deft_policies.decoding.drafts.medusa import MedusaHeads
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.records import StageClock
 from deft_policies.openvla.policy import OpenVLAPolicy

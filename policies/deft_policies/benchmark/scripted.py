@@ -21,7 +21,8 @@ from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.head import HeadDrafts
 from deft_policies.decoding.drafts.sources import Guesses, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
 from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import Prompts, TargetModel

@@ -11,7 +11,7 @@ Leviathan's ratio test: in a chain whose tokens were drawn from known odds q, a 
 probability min(1, p / q), and the first that does not is replaced by a draw from max(0, p - q) / Z.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -52,6 +52,7 @@ class Verifier:
     rule: AcceptanceRule
     tie_break: TieBreak
     first_token: int  # the id of the logits' column 0
+    clamps_late: bool = field(default=False, kw_only=True)  # choose a path first, then cut it
 
     def predict(self, tree: DraftTree, scores: Scores, num_committed: Tensor) -> Tensor:
         """The target's token after each node, [row, node]."""
@@ -60,6 +61,8 @@ class Verifier:
 
     def judge(self, scored: ScoredTree) -> AcceptedPath:
         """Choose what is committed."""
+        if self.clamps_late:
+            return longest_then_cut(scored, self.rule, self.tie_break)
         return longest_accepted_path(scored, self.rule, self.tie_break)
 
 
@@ -129,10 +132,26 @@ def longest_accepted_path(
         return AcceptedPath(none, none[:, 0], scored.predictions[:, 0], scored.predictions)
     if scored.tree.is_chain and rule.is_exact:
         return _exact_chain(scored)
-    depths = scored.tree.depths()
-    accepted = rule.accepts(scored) & (depths <= scored.deepest.unsqueeze(1))
-    length = depths.masked_fill(~accepted, -1)
-    if rule.is_exact:  # equally long exact paths carry the same tokens
+    inside = scored.tree.depths() <= scored.deepest.unsqueeze(1)
+    return _longest(scored, rule.accepts(scored) & inside, rule.is_exact, tie_break)
+
+
+def longest_then_cut(scored: ScoredTree, rule: AcceptanceRule, tie_break: TieBreak) -> AcceptedPath:
+    """Take the longest path however deep it is, then cut it where the action ends (Spec-VLA).
+
+    So a long path may win by guesses beyond the end, before another that is better up to there.
+    """
+    chosen = _longest(scored, rule.accepts(scored), is_exact=False, tie_break=tie_break)
+    kept = torch.minimum(chosen.num_accepted, scored.deepest.clamp(min=0))
+    bonus = chosen.own.gather(1, kept[:, None]).squeeze(1)
+    return replace(chosen, num_accepted=kept, bonus=bonus)
+
+
+def _longest(
+    scored: ScoredTree, accepted: Tensor, is_exact: bool, tie_break: TieBreak
+) -> AcceptedPath:
+    length = scored.tree.depths().masked_fill(~accepted, -1)
+    if is_exact:  # equally long exact paths carry the same tokens
         return _walk(scored, length.argmax(dim=1))
     return _walk(scored, (length + 0.5 * _preference(scored, accepted, tie_break)).argmax(dim=1))
 

@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from deft_client.commands.methods import method_text
 from deft_client.image_chain import ImageChain
 from deft_policies.decoding.plan import (
+    OUR_KINDS,
     DraftKind,
     KeyMask,
     RopeOffset,
     TreeShape,
-    TreeTemplate,
+    read_kinds,
+    read_tree,
 )
 
 
@@ -44,7 +47,7 @@ class OpenVLAOptions:
     precision: Precision | None = None
     quantization: Quantization = Quantization.NONE
     image_chain: ImageChain = ImageChain.NONE
-    decoding: str = "lossless"
+    decoding: str = "lossless"  # a method as text: NAME:KNOB=VALUE,...
     draft_heads: tuple[Path, ...] = ()
     rope_offset: RopeOffset = RopeOffset.CORRECT
     key_mask: KeyMask = KeyMask.CAUSAL
@@ -93,7 +96,12 @@ def add_flags(group: _ArgumentGroup) -> None:
         default=ImageChain.NONE.value,
         help="what happens to a frame before the processor's resize; 'none' where clients do it",
     )
-    group.add_argument("--decoding", default="lossless", metavar="METHOD", help="default: lossless")
+    group.add_argument(
+        "--decoding",
+        default="lossless",
+        metavar="METHOD",
+        help="NAME, NAME:KNOB=VALUE,... or a file that ends in .toml; default: lossless",
+    )
     group.add_argument(
         "--draft-head",
         type=Path,
@@ -157,7 +165,9 @@ def _add_drafting_flags(group: _ArgumentGroup) -> None:
         "--drafts",
         type=_draft_kinds,
         metavar="SOURCE[,SOURCE...]",
-        help="draft from these alone: " + ", ".join(kind.value for kind in DraftKind),
+        help="draft from these alone: "
+        + ", ".join(kind.value for kind in OUR_KINDS)
+        + ", or one that an installed package brings",
     )
     group.add_argument(
         "--draft-tree",
@@ -183,7 +193,7 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         precision=None if precision is None else Precision(precision),
         quantization=Quantization(namespace.quantization),
         image_chain=ImageChain(namespace.image_chain),
-        decoding=namespace.decoding,
+        decoding=method_text(namespace.decoding),
         draft_heads=tuple(namespace.draft_head or ()),
         rope_offset=RopeOffset(namespace.draft_rope),
         key_mask=KeyMask(namespace.draft_key_mask),
@@ -228,25 +238,14 @@ def _share(text: str) -> float:
 
 
 def _draft_tree(text: str) -> TreeShape:
-    kind, _, rest = text.partition(":")
-    parts = [part for part in rest.split(",") if part.isdigit() and int(part) > 0]
-    numbers = tuple(int(part) for part in parts) if len(parts) == rest.count(",") + 1 else ()
-    if kind == "dynamic" and len(numbers) == 3:
-        return TreeShape(*numbers)
-    if kind == "template" and len(numbers) == 2:
-        return TreeShape.of_template(TreeTemplate.harmonic(*numbers))
-    if kind == "chain" and len(numbers) == 1:
-        return TreeShape.chain(*numbers)
-    raise ArgumentTypeError(
-        "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH or chain:LEVELS with "
-        f"numbers of at least 1, got {text!r}"
-    )
+    try:
+        return read_tree(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def _draft_kinds(text: str) -> tuple[DraftKind, ...]:
-    known = {kind.value: kind for kind in DraftKind}
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ArgumentTypeError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
-    return tuple(known[name] for name in dict.fromkeys(names))
+    try:
+        return read_kinds(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error

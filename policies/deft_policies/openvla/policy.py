@@ -24,12 +24,8 @@ from deft_policies.decoding.decoder import (
     build_decoder,
 )
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import (
-    DEFAULT_METHOD,
-    METHOD_NAMES,
-    Method,
-    find_method,
-)
+from deft_policies.decoding.knobs import find_method, method_names
+from deft_policies.decoding.methods import DEFAULT_METHOD, Method
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts
@@ -136,9 +132,9 @@ class OpenVLAPolicy:
             image_chain=self._parts.images.chain.value,
             image_chains=tuple(chain.value for chain in chains),
             decoding=self._settings.method.name,
-            decoding_methods=tuple(name for name in METHOD_NAMES if self.has_method(name)),
+            decoding_methods=tuple(name for name in method_names() if self.has_method(name)),
             versions=dict(self._settings.versions),
-            details=dict(self._settings.details),
+            details={**dict(self._settings.details), **self._settings.method.described()},
         )
 
     def open_session(self) -> Session:
@@ -265,7 +261,9 @@ class OpenVLAPolicy:
     def _build_decoder(self, name: str, radius: int | None) -> Decoder:
         """May run on any thread. What callers changed about the default is for that one alone."""
         settings = self._settings
-        method = settings.method if name == settings.method.name else find_method(name)
+        default = settings.method
+        is_default = name in (default.name, default.name.partition(":")[0])
+        method = default if is_default else find_method(name)
         if radius is not None:
             method = method.with_radius(radius)
         method = method.with_sampling(settings.sampling)

@@ -20,7 +20,7 @@ from deft_policies.benchmark.scripted import (
     find_answers,
     spoil,
 )
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import WordIds

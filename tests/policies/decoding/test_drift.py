@@ -15,7 +15,7 @@ from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, 
 from deft_policies.decoding.decoder import Decoder
 from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
 from tests.policies.decoding.scripts import (
     AnswerTarget,

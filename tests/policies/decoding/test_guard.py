@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deft_policies.decoding.decoder import DraftModels, build_decoder
 from deft_policies.decoding.guard import Choice, Guard, GuardSettings
 from deft_policies.decoding.history import Average, PassesNeeded
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
 from deft_policies.decoding.records import ActionCost
 from tests.policies.decoding.scripts import Session, clock, tokens_of

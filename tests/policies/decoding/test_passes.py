@@ -20,13 +20,8 @@ from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.drafts.sources import BatchDrafts, Seen, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import (
-    METHOD_NAMES,
-    METHODS,
-    Method,
-    find_method,
-    plan_of,
-)
+from deft_policies.decoding.knobs import find_method, method_names
+from deft_policies.decoding.methods import METHODS, Method, plan_of
 from deft_policies.decoding.plan import (
     PLAIN,
     DraftKind,
@@ -156,7 +151,7 @@ def decode_by(method: Method, num_steps: int = 3) -> list[DecodeTrace]:
     return traces
 
 
-@pytest.mark.parametrize("name", [name for name in METHOD_NAMES if name != "ratio-test"])
+@pytest.mark.parametrize("name", [name for name in method_names() if name != "ratio-test"])
 def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
     method = replace(find_method(name), is_guarded=False)
     traces = decode_by(method)
@@ -223,7 +218,7 @@ def test_a_negative_radius_is_refused() -> None:
 
 
 def test_presets_carry_different_names_and_say_what_they_do() -> None:
-    assert len(set(METHOD_NAMES)) == len(METHOD_NAMES)
+    assert len(set(method_names())) == len(method_names())
     for method in METHODS:
         assert method.summary
         assert len({plan.name for plan in method.plans}) == len(method.plans)

@@ -15,7 +15,7 @@ from deft_policies.decoding.acceptance.rule import (
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.decoder import DraftModels, build_decoder
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.sampling import Sampling, target_odds
 from deft_policies.decoding.target import Scores

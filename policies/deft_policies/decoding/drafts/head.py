@@ -79,7 +79,7 @@ class HeadDrafts:
         grown = self._runner.run(
             ("grow", shape, len(start.out), self._room),
             step,
-            (start.roots, start.out, start.length, start.position, start.deepest),
+            (start.roots, start.out, start.length, start.position, start.deepest, start.prefix),
         )
         if self._runner.has_fixed_shapes:  # the next tree overwrites what a captured step put out
             grown = tuple(tensor.clone() for tensor in grown)
@@ -93,7 +93,8 @@ class HeadDrafts:
         deepest = progress.length - 1 - progress.num_committed
         if shape.is_full_depth:
             deepest = torch.full_like(deepest, shape.levels)
-        start = HeadStart(progress.roots, out, self._length, self._tree_position(), deepest)
+        prefix = self._features.lengths
+        start = HeadStart(progress.roots, out, self._length, self._tree_position(), deepest, prefix)
         self._is_first = False
         return start
 
@@ -133,7 +134,7 @@ class HeadDrafts:
             first = torch.zeros_like(self._length)
             start = self._length
         end = start + last.accepted.num_accepted  # position of the last pair
-        mask = self._visible(end[:, None])
+        mask = self._visible(end[:, None], self._features.lengths)
         context = PassContext(
             self.head.rotary(positions, hidden),
             mask=mask[:, None],
@@ -158,11 +159,14 @@ class HeadDrafts:
                 self.head.fc.weight,
             )
 
-    def _visible(self, last: Tensor) -> Tensor:
-        """Committed slots that queries at positions `last` [row, query] see, [row, query, slot]."""
-        assert self._features is not None
+    def _visible(self, last: Tensor, prefix: Tensor) -> Tensor:
+        """Committed slots that queries at positions `last` [row, query] see, [row, query, slot].
+
+        `prefix` is the prompts' lengths [row]. What is recorded may read its inputs alone, so they
+        are handed in.
+        """
         if self._options.key_mask is KeyMask.PREFIX_ONLY:
-            last = (self._features.lengths - 2)[:, None].expand_as(last)
+            last = (prefix - 2)[:, None].expand_as(last)
         return torch.arange(self._room, device=last.device) <= last[:, :, None]
 
     def _grow_step(self, shape: TreeShape, start: "HeadStart") -> DraftTree:
@@ -184,7 +188,7 @@ class HeadDrafts:
         ancestors = nodes.ancestors
         num_rows, width = nodes.tokens.shape
         slot = self._room + ancestors.shape[2] - width
-        committed = self._visible((start.length - 1)[:, None]).expand(-1, width, -1)
+        committed = self._visible((start.length - 1)[:, None], start.prefix).expand(-1, width, -1)
         if self._options.key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
         positions = (start.position + nodes.depth - 1)[:, None].expand(-1, width)
@@ -208,6 +212,7 @@ class HeadStart:
     length: Tensor  # committed positions
     position: Tensor  # rotary, of the roots' children
     deepest: Tensor  # levels that are of use
+    prefix: Tensor  # positions of the prompt
 
 
 class DrawnHeadDrafts(HeadDrafts):
