@@ -27,7 +27,7 @@ PUBLISHED_SHARES: Mapping[str, tuple[float, ...]] = MappingProxyType(
 )
 # Table 2, relaxed, LIBERO-Goal.
 RELAXED_GOAL = (0.2301, 0.1898, 0.3999, 0.1541, 0.0253, 0.0008)
-_FIT_STEPS = 1500
+_FIT_STEPS = 500
 
 
 def predicted_shares(chances: Sequence[float], loop: Loop) -> tuple[float, ...]:
@@ -43,7 +43,7 @@ def fit_acceptance(shares: Sequence[float], loop: Loop) -> tuple[tuple[float, ..
     """Chances of tokens 2 to 7 under which the loop shows these shares; the largest deviation."""
     wanted = torch.tensor(shares, dtype=torch.float64)
     logits = torch.zeros(ACTION_LENGTH - 1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.05)
+    optimizer = torch.optim.Adam([logits], lr=0.1)
     for _ in range(_FIT_STEPS):
         optimizer.zero_grad()
         (_shares(logits.sigmoid(), loop) - wanted).square().sum().backward()  # type: ignore[no-untyped-call]

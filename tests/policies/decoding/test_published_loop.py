@@ -7,6 +7,7 @@ code does: the longest row wins, the first of equals, and only then is it cut at
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def published(
     committed: list[int] = []  # "new_token" is its length
     root, lengths = wanted([]), []
     while len(committed) <= LENGTH - 1:
-        tree = grown(guess, tuple([*committed, root]))
+        tree = grown(guess, (*committed, root))
         rows = [path for node, path in enumerate(tree) if is_leaf(tree, node)]
         kept = [agreeing(wanted, [*committed, root], path_of(tree, row), radius) for row in rows]
         best = kept.index(max(kept))
@@ -160,20 +161,20 @@ def decode(target: TargetModel, prompts: Prompts, guess: Guess, radius: int) -> 
 
 def test_the_seventh_token_may_be_a_draft_and_a_pass_commits_it_otherwise() -> None:
     """All guesses right: 1 + 5 + 1 tokens take two passes with drafts. None right: seven."""
+    right = (1, 2, 3, 4, 5, 6, 7)
     for is_right, expected in ((True, [5, 0]), (False, [0] * 7)):
         target = AnswerTarget()
-        target.wanted = [(1, 2, 3, 4, 5, 6, 7)]
-        right = target.wanted[0]
-
-        def guess(
-            row: int, place: int, before: tuple[int, ...], good: bool = is_right
-        ) -> list[int]:
-            return [right[min(place, 6)] if good else 90]
-
+        target.wanted = [right]
+        told = right if is_right else (90,) * LENGTH
+        guess = partial(told_token, told)
         trace = decode(target, blank_prompts(1), guess, radius=0)
         assert list(trace.accepted_lengths[1:]) == expected
-        assert trace.tokens == target.wanted[0]
+        assert trace.tokens == right
         assert trace.relaxed_share == 0
+
+
+def told_token(told: tuple[int, ...], row: int, place: int, before: tuple[int, ...]) -> list[int]:
+    return [told[min(place, LENGTH - 1)]]
 
 
 def test_our_loop_never_drafts_for_the_last_token_and_needs_no_pass_for_it() -> None:
@@ -204,7 +205,7 @@ def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
 
 @pytest.mark.parametrize("suite", list(PUBLISHED_SHARES))
 def test_the_published_loop_explains_the_strict_rows_of_table_2(suite: str) -> None:
-    """Six chances, one per token, against six shares: our loop cannot, theirs can."""
+    """Six chances, one per token, fitted to six shares."""
     shares = PUBLISHED_SHARES[suite]
     chances, deviation = fit_acceptance(shares, Loop.PUBLISHED)
     assert all(0.0 <= chance <= 1.0 for chance in chances)
