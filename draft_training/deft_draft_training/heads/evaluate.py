@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +58,7 @@ class DraftScore:
 
 def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> DraftScore:
     """Sum up what the traces of one source and radius say."""
-    checked = [one for trace in traces for one in trace.passes if len(one.tokens) > 1]
+    checked = [one for trace in traces for one in trace.checked_passes]
     lengths = [one.committed_length for one in checked] or [1]
     length = len(traces[0].tokens)
     hits = np.zeros(length)
@@ -160,10 +160,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> DraftSetup:
-    head = load_any_head(directory, target)
+    """A head from its directory, run as the target's flags say."""
+    head, models = load_any_head(directory, target), target.policy.parts.drafts
     if isinstance(head, MedusaHeads):
-        return DraftSetup(str(directory), (DraftKind.MEDUSA,), DraftModels(medusa=head), shape)
-    return DraftSetup(str(directory), (DraftKind.HEAD,), DraftModels(head=head), shape)
+        models = replace(models, medusa=head)
+        return DraftSetup(str(directory), (DraftKind.MEDUSA,), models, shape)
+    return DraftSetup(str(directory), (DraftKind.HEAD,), replace(models, head=head), shape)
 
 
 def _describe(score: DraftScore) -> str:

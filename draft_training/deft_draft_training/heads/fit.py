@@ -135,7 +135,9 @@ class HeadTrainer:
             return {"loss": medusa_losses(states, self.target.logits, batch.tokens, actions)}
         own = self.workers.share(np.arange(self.config.batch_size))
         seeds = [self._seed(step, int(place)) for place in own]
-        losses = head_losses(self.head, self.target.logits, batch, self.config.loss, seeds)
+        config, target = self.config.loss, self.target
+        logits = target.every_logit if config.whole_vocabulary else target.logits
+        losses = head_losses(self.head, logits, batch, config, seeds)
         return {
             "loss": losses.total,
             "regression": losses.regression,

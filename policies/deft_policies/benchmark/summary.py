@@ -58,11 +58,11 @@ class Speed:
 class Decoding:
     """How a contender decoded, and how its actions differ from plain decoding's.
 
-    Of the passes that had guesses, `accepted_shares` tells which share kept 0, 1, 2... of them.
-    `committed_by_start` is the mean committed length of passes that start at each token, 0 where
-    none does. `committed_by_pass` and `drafted_by_position` are means over the actions that have
-    such a pass or position. Differences are over the tokens of all actions; units are 0 where
-    unknown.
+    Accepted and committed lengths are those of passes that checked drafts. `accepted_shares` tells
+    which share of them kept 0, 1, 2... `committed_by_start` is the mean committed length of those
+    whose first draft stands at each token, 0 where none does. `committed_by_pass` and
+    `drafted_by_position` are means over the actions that have such a pass or position. Differences
+    are over the tokens of all actions; units are 0 where unknown.
     """
 
     name: str
@@ -107,7 +107,7 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
     bins = [_bins_apart(own, other) for own, other, _ in pairs]
     passes = [own.num_passes for own, _, _ in pairs if own.num_passes]
     own_traces = [own for own, _, _ in pairs]
-    committed = [one.committed_length for own in own_traces for one in own.passes]
+    committed = [one.committed_length for own in own_traces for one in own.checked_passes]
     return Decoding(
         name=run.contender.name,
         passes=_mean(passes),
@@ -149,9 +149,7 @@ def _mean_distance(
 
 
 def _accepted_shares(traces: list[DecodeTrace]) -> tuple[float, ...]:
-    lengths = [
-        one.accepted_length for trace in traces for one in trace.passes if len(one.tokens) > 1
-    ]
+    lengths = [one.accepted_length for trace in traces for one in trace.checked_passes]
     return tuple(
         lengths.count(length) / len(lengths) for length in range(max(lengths, default=-1) + 1)
     )
@@ -163,7 +161,8 @@ def _committed_by_start(traces: list[DecodeTrace]) -> tuple[float, ...]:
     for trace in traces:
         start = 0
         for one in trace.passes:
-            lengths[start].append(one.committed_length)
+            if one.has_drafts and start < longest:  # the published loop passes over the end as well
+                lengths[start].append(one.committed_length)
             start += one.committed_length
     return tuple(_mean(found) for found in lengths)
 

@@ -145,7 +145,8 @@ def position_table(decodings: Sequence[Decoding]) -> str:
 def length_table(decodings: Sequence[Decoding]) -> str:
     """Accepted lengths of the passes that had guesses, and committed length by where they start.
 
-    What Spec-VLA's Tables 2 and 3 show; its Table 3 leaves the bonus out, so it is less by one.
+    As Spec-VLA's Tables 2 and 3 count for its own loop (`spec-vla-published`). Its Table 3 leaves
+    the bonus out, so it is less by one, and its position p is token t(p+2) here.
     """
     return _two_series(
         decodings,
