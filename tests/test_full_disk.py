@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from deft_client.libero.results.errors import ResultsWriteError
 
 from deft_client.libero.demonstrations.files import (
     episode_path,
@@ -24,6 +23,7 @@ from deft_client.libero.demonstrations.files import (
     load_demonstration,
     save_demonstration,
 )
+from deft_client.libero.errors import ResultsWriteError
 from deft_client.libero.results.store import EPISODES_FILE, ResultsStore, load_run
 from deft_client.recorder import Recorder
 from deft_client.recordings import RecordedStep, find_episodes, read_episode

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import get_args, get_type_hints
 
+from deft_client.commands.methods import with_knobs
 from deft_policies.decoding.acceptance.rule import AcceptanceRule
 from deft_policies.decoding.methods import Method, known_methods, rule_method
 from deft_policies.decoding.plan import (
@@ -28,14 +29,23 @@ Turn = Callable[[Method, str], Method]
 
 def find_method(text: str) -> Method:
     """The method that a text describes, named by it; raises `RequestError` where none is."""
-    name, _, rest = text.partition(":")
-    method = _base(name)
-    if not rest:
+    name, _, knobs = text.partition(":")
+    return turned(_base(name), knobs)
+
+
+def turned(method: Method, knobs: str) -> Method:
+    """The method with KNOB=VALUE,... applied in order, which its name tells."""
+    if not knobs:
         return method
-    for part in rest.split(","):
-        key, _, value = part.partition("=")
-        method = _turned(method, key.strip(), value.strip())
-    return replace(method, name=text)
+    name = with_knobs(method.name, dict(_split(part) for part in knobs.split(",")))
+    for part in knobs.split(","):
+        method = _turned(method, *_split(part))
+    return replace(method, name=name)
+
+
+def _split(part: str) -> tuple[str, str]:
+    key, _, value = part.partition("=")
+    return key.strip(), value.strip()
 
 
 def method_names() -> tuple[str, ...]:

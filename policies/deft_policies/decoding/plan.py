@@ -114,6 +114,12 @@ class TreeTemplate:
             paths += level
         return TreeTemplate(tuple(sorted(paths, key=_by_level)))
 
+    @staticmethod
+    def branches(num: int, levels: int) -> "TreeTemplate":
+        """Chains beside each other, which part at the root (LVSpec's tree has two)."""
+        firsts = [(rank, *(0,) * depth) for depth in range(levels) for rank in range(num)]
+        return TreeTemplate(tuple(firsts))
+
     @property
     def levels(self) -> int:
         """Length of the longest path."""
@@ -207,20 +213,26 @@ class Loop(Enum):
 
 
 def read_tree(text: str) -> TreeShape:
-    """dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH or chain:LEVELS; + may stand for both."""
+    """dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or chain:LEVELS.
+
+    A + may stand for colon and comma, which have meanings of their own in the text of a method.
+    """
     kind, *parts = re.split(r"[:,+]", text)
     sizes = [int(part) for part in parts if part.isdigit() and int(part) > 0]
     limits = {"dynamic": (MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES), "chain": (MOST_LEVELS,)}
-    most = {**limits, "template": (MOST_LEVELS, MOST_LEVELS)}.get(kind, ())
+    both = (MOST_LEVELS, MOST_LEVELS)
+    most = {**limits, "template": both, "branches": both}.get(kind, ())
     if len(sizes) != len(parts) or len(sizes) != len(most) or not sizes:
         raise ValueError(
-            "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH or chain:LEVELS with "
-            f"numbers of at least 1, got {text!r}"
+            "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or "
+            f"chain:LEVELS with numbers of at least 1, got {text!r}"
         )
     if any(size > limit for size, limit in zip(sizes, most, strict=True)):
         raise ValueError(f"{kind} takes numbers up to {', '.join(map(str, most))}, got {text!r}")
     if kind == "template":
         return TreeShape.of_template(TreeTemplate.harmonic(*sizes))
+    if kind == "branches":
+        return TreeShape.of_template(TreeTemplate.branches(*sizes))
     return TreeShape.chain(*sizes) if kind == "chain" else TreeShape(*sizes)
 
 

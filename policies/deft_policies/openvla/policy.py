@@ -24,7 +24,7 @@ from deft_policies.decoding.decoder import (
     build_decoder,
 )
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.knobs import find_method, method_names
+from deft_policies.decoding.knobs import find_method, method_names, turned
 from deft_policies.decoding.methods import DEFAULT_METHOD, Method
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.decoding.sampling import Sampling
@@ -262,8 +262,11 @@ class OpenVLAPolicy:
         """May run on any thread. What callers changed about the default is for that one alone."""
         settings = self._settings
         default = settings.method
-        is_default = name in (default.name, default.name.partition(":")[0])
-        method = default if is_default else find_method(name)
+        base, _, knobs = name.partition(":")
+        if base == default.name.partition(":")[0]:
+            method = turned(default, knobs) if name != default.name else default
+        else:
+            method = find_method(name)
         if radius is not None:
             method = method.with_radius(radius)
         method = method.with_sampling(settings.sampling)

@@ -15,6 +15,7 @@ from typing import TextIO
 
 import numpy as np
 
+from deft_client.commands.methods import with_knobs
 from deft_client.recordings import (
     RecordedStep,
     find_episodes,
@@ -76,7 +77,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--recorded-options",
         action="store_true",
-        help="decode each frame by the method and radius it was recorded with, not the policy's",
+        help="decode each frame by the method, radius and plan it was recorded with, not the "
+        "policy's",
     )
     parser.add_argument("--output", type=Path, metavar="JSONL", help="one line per frame")
     parser.add_argument(
@@ -181,12 +183,14 @@ def describe(summary: ReplaySummary) -> str:
 
 
 def _options(step: RecordedStep, with_recorded_options: bool) -> ActOptions:
-    was = step.options
+    was, trace = step.options, step.chunk.trace
+    if not with_recorded_options:
+        return ActOptions(statistics_key=was.statistics_key, want_trace=True)
+    decoding = was.decoding
+    if trace is not None and trace.plan:
+        decoding = with_knobs(trace.method, {"plan": trace.plan})
     return ActOptions(
-        statistics_key=was.statistics_key,
-        decoding=was.decoding if with_recorded_options else None,
-        radius=was.radius if with_recorded_options else None,
-        want_trace=True,
+        statistics_key=was.statistics_key, decoding=decoding, radius=was.radius, want_trace=True
     )
 
 
