@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from deft_client.types import DecodeTrace, StageTimings
 from deft_policies.benchmark.replay import Replay
+from deft_policies.benchmark.speedup import Speedup
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 
 # Stage names as users know them, and their fields.
@@ -78,6 +79,8 @@ class Decoding:
     committed_by_start: tuple[float, ...]
     committed_by_pass: tuple[float, ...]
     drafted_by_position: tuple[float, ...]
+    speedup: Speedup | None = None  # None where nothing was drafted behind the prefill
+    wait: str | None = None  # the line of its rule that makes the host wait for the device
 
 
 def summarise_speed(run: Replay) -> Speed:
@@ -122,6 +125,7 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         committed_by_start=_committed_by_start(own_traces),
         committed_by_pass=_committed_by_pass(own_traces),
         drafted_by_position=_drafted_by_position(own_traces),
+        speedup=Speedup.of(own_traces, [other for _, other, _ in pairs]),
     )
 
 

@@ -275,3 +275,16 @@ def test_the_slow_target_decodes_alike() -> None:
         decoder = build_decoder(target, method, random_models())
         runs.append([tokens_of(decoder.decode(PROMPTS, session.rows, clock())) for _ in range(2)])
     assert runs[0] == runs[1]
+
+
+def test_the_trace_names_the_plan_that_a_replay_can_ask_for() -> None:
+    method = replace(find_method("lossless"), is_guarded=False)
+    session = Session.of(3)
+    decoder = build_decoder(TARGET, method, random_models())
+    found = [decoder.decode(PROMPTS, session.rows, clock())[0] for _ in range(2)]
+    assert {trace.plan for trace in found} == {"memory+tree"}
+    again = find_method(f"{found[0].method}:plan={found[0].plan}")
+    assert [plan.name for plan in again.plans] == ["memory+tree"]
+    assert not again.is_guarded
+    plain = build_decoder(TARGET, find_method("autoregressive"))
+    assert plain.decode(PROMPTS, session.rows, clock())[0].plan == "plain"

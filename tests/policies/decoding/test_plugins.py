@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deft_client.commands.methods import MethodFileError, read_method, tomllib
@@ -184,5 +186,15 @@ def listening(server: subprocess.Popen[str]) -> str:
         said.append(line)
         found = re.search(r"http://[\d.]+:\d+", line)
         if found:
+            wait_until_ready(found[0])
             return found[0]
     raise AssertionError("".join(said))
+
+
+def wait_until_ready(url: str) -> None:
+    pause = threading.Event()
+    for _ in range(600):
+        if httpx.get(url + "/readyz").status_code == 200:
+            return
+        pause.wait(0.1)
+    raise AssertionError(f"{url} did not get ready")
