@@ -57,8 +57,8 @@ MUTATIONS = (
     ),
     Mutation(
         "drafts/head",
-        "odds = target_odds(self._target.logits(hidden, self._drafted), self._temperature)",
-        "odds = target_odds(self._target.logits(hidden, self._drafted), 1.0)",
+        "every.append(odds)",
+        "every.append(odds**3 / (odds**3).sum(dim=2, keepdim=True))",
         SAMPLED,
     ),
     Mutation("guard", "* (1 - self._settings.margin)", "", GUARD),

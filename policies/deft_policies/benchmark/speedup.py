@@ -14,7 +14,8 @@ def expected_tokens(acceptance: float, length: float) -> float:
     """Tokens a pass commits where each of `length` drafts in a row stands with this chance."""
     if acceptance >= 1.0:
         return length + 1
-    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
+    missed: float = acceptance ** (length + 1)
+    return (1 - missed) / (1 - acceptance)
 
 
 def expected_speedup(acceptance: float, length: float, cost: float) -> float:

@@ -74,7 +74,7 @@ def _turned_rule(method: Method, rule: AcceptanceRule, key: str, value: str) -> 
     """The rule with one of its fields changed; `inner.key` reaches into a rule that it wraps."""
     field, _, inner = key.partition(".")
     hints = get_type_hints(type(rule))
-    names = [one.name for one in fields(rule)] if is_dataclass(rule) else []
+    names: list[str] = [one.name for one in fields(rule)] if is_dataclass(rule) else []
     if field not in names:
         known = ", ".join((*names, *_METHOD_KNOBS))
         raise RequestError("decoding", f"{method.name!r} has no knob {key!r}; it has: {known}")

@@ -233,7 +233,10 @@ def read_tree(text: str) -> TreeShape:
         return TreeShape.of_template(TreeTemplate.harmonic(*sizes))
     if kind == "branches":
         return TreeShape.of_template(TreeTemplate.branches(*sizes))
-    return TreeShape.chain(*sizes) if kind == "chain" else TreeShape(*sizes)
+    if kind == "chain":
+        return TreeShape.chain(*sizes)
+    levels, top_k, num_guesses = sizes
+    return TreeShape(levels, top_k, num_guesses)
 
 
 def read_kinds(text: str) -> tuple[DraftKind, ...]:

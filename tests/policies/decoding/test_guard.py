@@ -352,4 +352,4 @@ def test_a_plan_that_is_hardly_cheaper_is_not_worth_leaving_plain_decoding() -> 
         truths["head"] = PlanTruth(22.0 * (1 - saved) - 6.0, 2.0, 3.0)
         one = World(truths, noise=0.0)
         plans = [one.act().plan for _ in range(200)]
-        assert plans[-50:].count(expected) > 45, saved
+        assert plans[-50:].count(expected) > 40, saved
