@@ -138,7 +138,7 @@ def recomputed(trace: DecodeTrace) -> tuple[tuple[int, ...], list[int], float]:
         assert one.bonus == one.predictions[above]
         tokens.append(one.bonus)
         lengths.append(kept)
-    return tuple(tokens), lengths, num_relaxed / len(tokens)
+    return tuple(tokens), lengths, num_relaxed / LENGTH
 
 
 def decode_by(method: Method, num_steps: int = 3) -> list[DecodeTrace]:
