@@ -28,8 +28,9 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libopengl0 libosmesa6 \
     && rm --recursive --force /var/lib/apt/lists/*
-RUN pip install --constraint requirements/ci.txt "./client[libero]" \
-    && pip install --no-deps --requirement requirements/libero.txt
+RUN pip install --no-deps --require-hashes --requirement requirements/libero.txt \
+    && pip install --constraint requirements/ci.txt "./client[simulator]" \
+    && pip install --no-deps --require-hashes --requirement requirements/assets.txt
 USER 10001:10001
 WORKDIR /results
 ENTRYPOINT ["deft-client"]
@@ -44,8 +45,9 @@ COPY LICENSE README.md pyproject.toml ./
 COPY policies policies
 COPY server server
 COPY draft_training draft_training
-RUN pip install --constraint requirements/ci.txt ./client ".[server,models]"
+RUN pip install --constraint requirements/ci.txt ./client ".[server,models,quantization,groot]"
 USER 10001:10001
 EXPOSE 8000
 ENTRYPOINT ["deft"]
-CMD ["serve", "--host", "0.0.0.0"]
+# Who may reach it is up to whoever publishes the port.
+CMD ["serve", "--host", "0.0.0.0", "--allow-anyone"]

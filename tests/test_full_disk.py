@@ -30,7 +30,7 @@ from deft_client.recordings import RecordedStep, find_episodes, read_episode
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_draft_training.errors import StorageError
 from deft_draft_training.run_directory import RunDirectory
-from deft_server.recording.files import EpisodeFiles, EpisodeKey, RecordingRules, TimedStep
+from deft_server.recording.files import EpisodeFiles, RecordedSession, RecordingRules, TimedStep
 from tests.client.libero.demonstrations.test_files import HEADER, demonstration
 from tests.client.libero.episodes import header, record
 
@@ -84,7 +84,7 @@ class Robot:
 
 
 class Server:
-    key = EpisodeKey("lab", "arm")
+    key = RecordedSession("lab", "arm")
 
     def __init__(self, folder: Path) -> None:
         self.files = EpisodeFiles(RecordingRules(folder, min_free_bytes=0))

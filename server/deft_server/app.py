@@ -15,7 +15,8 @@ from deft_server.compat.act_route import build_config_router, build_peer_act_rou
 from deft_server.compat.groot import GrootSocket
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_route
-from deft_server.dashboard.pages import build_page_routes
+from deft_server.dashboard.pages import build_document_routes, build_page_routes
+from deft_server.http.bounds import build_bounds
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
@@ -50,6 +51,7 @@ class DeftApp(FastAPI):
         self, service: Service, companions: Iterable[Companion], starts_loaded: bool
     ) -> None:
         self.service = service
+        self.bounds = build_bounds(service.settings)
         self.companions = tuple(companions)
 
         @asynccontextmanager
@@ -64,7 +66,10 @@ class DeftApp(FastAPI):
             for one in self.companions:
                 await run_in_threadpool(one.stop)
 
-        super().__init__(title="Deft", version=service.version, lifespan=lifespan, redoc_url=None)
+        super().__init__(
+            title="Deft", version=service.version, lifespan=lifespan, docs_url=None, redoc_url=None
+        )
+        self.router.redirect_slashes = False  # it would send a caller to whatever Host says
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, with the bodies that our routes read as raw bytes."""
@@ -94,6 +99,7 @@ def create_app(policy: Policy | LoadPolicy, settings: Settings | None = None) ->
         build_stream_route(service, decoder),
         build_peer_act_route(service),
         build_socket_route(service),
+        *build_document_routes("/dashboard" if settings.dashboard else "/docs"),
         *(build_page_routes(service) if settings.dashboard else ()),
     ]
     for router in (
@@ -118,4 +124,4 @@ def _add_layers(app: DeftApp) -> None:
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
-    app.add_middleware(Gate, service=app.service)
+    app.add_middleware(Gate, service=app.service, bounds=app.bounds)

@@ -3,11 +3,13 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from deft_client.commands.methods import method_text
+from deft_client.commands.program import CommandParser
+from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
 from deft_policies.benchmark.host_waits import find_wait
@@ -17,7 +19,7 @@ from deft_policies.benchmark.replay import (
     ReplayFrame,
     generate_frames,
     read_pictures,
-    read_recordings,
+    read_stored,
     replay,
     with_statistics_key,
 )
@@ -45,6 +47,7 @@ class BenchOptions:
     num_warm_ups: int
     batch_sizes: tuple[int, ...]
     recording: Path | None
+    cameras: tuple[str, ...]
     pictures: Path | None
     scripts: tuple[float, ...]  # shares of right tokens
     is_guarded: bool
@@ -55,7 +58,7 @@ class BenchOptions:
 
 def build_parser() -> ArgumentParser:
     """Declare the flags."""
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Replay observations through a policy; where the time goes, and how far from "
@@ -65,8 +68,12 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--warm-ups", type=int, default=3, metavar="N", help="not counted")
     parser.add_argument("--batch", default="1", metavar="N[,N...]", help="observations per call")
     parser.add_argument(
-        "--recording", type=Path, metavar="DIR", help="replay recorded episodes; default: generate"
+        "--recording",
+        type=Path,
+        metavar="DATA",
+        help="replay a data set's episodes (recordings, LeRobot, ...); default: generate",
     )
+    add_camera_flag(parser)
     parser.add_argument("--input", type=Path, metavar="JSONL", help="replay pictures, as deft act")
     parser.add_argument(
         "--against",
@@ -122,6 +129,7 @@ def read_options(namespace: Namespace, sweep: Sweep) -> BenchOptions:
         num_warm_ups=namespace.warm_ups,
         batch_sizes=batch_sizes,
         recording=namespace.recording,
+        cameras=read_cameras(namespace),
         pictures=namespace.input,
         scripts=scripts,
         is_guarded=not getattr(namespace, "no_guard", False),
@@ -161,7 +169,7 @@ def main(arguments: list[str]) -> int:
 def read_frames(options: BenchOptions) -> list[ReplayFrame]:
     """The observations asked for."""
     if options.recording is not None:
-        return read_recordings(options.recording, options.num_frames)
+        return read_stored(options.recording, options.num_frames, options.cameras)
     if options.pictures is not None:
         return read_pictures(options.pictures, options.num_frames)
     return generate_frames(options.num_frames)
@@ -253,7 +261,7 @@ def _replay(
     for contender in contenders:
         for frame in frames:
             contender.policy.check(frame.observation, contender.options(frame))
-    return replay(contenders, frames, options.num_warm_ups, _progress(len(frames)))
+    return replay(contenders, frames, options.num_warm_ups)
 
 
 def _decodings(
@@ -270,13 +278,3 @@ def _decodings(
 def _wait_of(decoding: str | None) -> str | None:
     """Where the rule of a method that was asked for by name makes the host wait."""
     return None if decoding is None else find_wait(find_method(decoding).rule)
-
-
-def _progress(total: int) -> Callable[[int], None]:
-    def show(done: int) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            sys.stderr.write(f"\rdeft bench: {done} of {total} frames{end}")
-            sys.stderr.flush()
-
-    return show

@@ -17,6 +17,12 @@ from deft_policies.decoding.plan import (
     read_tree,
 )
 
+_METHODS = (  # as decoding/methods.py has them, which imports torch
+    "autoregressive, lossless, deft, spec-vla, spec-vla-strict, spec-vla-long, "
+    "spec-vla-published, fly, lvspec, heisd-like, kerv-like, ratio-test, within-bins, top-k, "
+    "near-top, entropy-radius"
+)
+
 
 class Precision(Enum):
     """Number format of the weights and the arithmetic."""
@@ -80,7 +86,8 @@ def add_flags(group: _ArgumentGroup) -> None:
         "--decoding",
         default="lossless",
         metavar="METHOD",
-        help="NAME, NAME:KNOB=VALUE,... or a file that ends in .toml; default: lossless",
+        help=f"one of {_METHODS}; or NAME:KNOB=VALUE,..., or a file that ends in .toml; "
+        "default: lossless, the actions of plain decoding",
     )
     group.add_argument(
         "--draft-head",

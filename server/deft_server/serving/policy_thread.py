@@ -92,7 +92,7 @@ class Listener(Protocol):
     def policy_loaded(self, thread: "PolicyThread", policy: Policy) -> None:
         """The policy is loaded and warm."""
 
-    def policy_broken(self, thread: "PolicyThread", error: Exception) -> None:
+    def policy_broken(self, thread: "PolicyThread", error: BaseException) -> None:
         """The policy could not be loaded or warmed up."""
 
     def batch_finished(self, thread: "PolicyThread", attempts: Attempts) -> None:
@@ -131,10 +131,9 @@ class PolicyThread:
             policy = self._load()
             policy.warm_up()
         except (PolicyError, SettingsError) as error:
-            logger.error("the policy could not be loaded: %s", error)
             self._report(partial(self._listener.policy_broken, self, error))
             return
-        except Exception as error:
+        except BaseException as error:  # a SystemExit would end this thread without a word
             logger.exception("the policy could not be loaded")
             self._report(partial(self._listener.policy_broken, self, error))
             return

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_policies.base import ActionLimits, LimitedPolicy, Policy
+from deft_policies.errors import RequestError
 from deft_server.errors import UnsafeAnswerError
 from deft_server.serving.sessions import RobotSession
 from deft_server.settings import OnSuddenStep, Settings, SettingsError
@@ -67,6 +68,15 @@ class SafetyGuard:
         if step_limit is None:
             return CheckedActions(actions)
         return self._limit_steps(actions, session.last_action, step_limit)
+
+    def require_memory(self, session: RobotSession) -> None:
+        """Raise `RequestError` where steps are limited, but nobody knows the action before."""
+        if session.session_id is None and _first_match(self._step_limits, session) is not None:
+            raise RequestError(
+                "session_id",
+                f"needed: step_limits hold for frames of {session.caller}, and are measured from "
+                "the session's last action",
+            )
 
     def hold(self, session: RobotSession, statistics_key: str | None) -> NDArray[np.float64] | None:
         """Return the action that keeps a robot where it is, or None where nobody knows how.

@@ -159,7 +159,7 @@ class Scheduler:
         logger.info("ready: policy %s", policy.info.policy)
         self.on_ready()
 
-    def policy_broken(self, thread: PolicyThread, error: Exception) -> None:
+    def policy_broken(self, thread: PolicyThread, error: BaseException) -> None:
         """Give up: there is nothing to serve."""
         if thread is not self._thread:
             return

@@ -53,7 +53,9 @@ class Service:
         self.settings = settings
         self.version = version("deft-vla")
         self._versions = {"deft-vla": self.version, "deft-client": version("deft-client")}
-        self.access = Access(settings.keys_file, settings.rate_per_s, settings.cors_origins)
+        self.access = Access(
+            settings.keys_file, settings.rate_per_s, settings.cors_origins, settings.allowed_hosts
+        )
         self.metrics = Metrics()
         self.events = EventBus()
         self.readiness = Readiness()
@@ -88,6 +90,16 @@ class Service:
         """How many requests were begun and not answered."""
         return self._in_hand.count
 
+    async def admit(self, caller: Caller) -> None:
+        """Count a frame of a caller before anything is done about it, and wait for its turn.
+
+        Every protocol calls this before it decodes a frame, so that bad frames count, too. Raises
+        `OverloadedError` or `MissingKeyError`.
+        """
+        turn_s = self.access.admit_frame(caller, time.monotonic())
+        if turn_s:
+            await asyncio.sleep(turn_s)
+
     async def act(
         self,
         observation: Observation,
@@ -95,7 +107,7 @@ class Service:
         caller: Caller,
         arrived_s: float | None = None,
     ) -> ActionChunk:
-        """Answer one frame; `arrived_s` is when its last byte was here, on the monotonic clock.
+        """Answer one admitted frame; `arrived_s`, monotonic, is when its last byte was here.
 
         Raises `RequestError` for what the policy cannot do, `RefusedFrameError` for what it will
         not do now, and `UnsafeAnswerError` or `PolicyFailedError` where it fails. Cancelling the
@@ -104,12 +116,10 @@ class Service:
         now_s = time.monotonic()
         started_s = now_s if arrived_s is None else arrived_s
         policy = self.policy
-        turn_s = self.access.admit_frame(caller, now_s)
-        if turn_s:
-            await asyncio.sleep(turn_s)
         self._check_options(options)
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
+        self._guard.require_memory(session)
         request = ActRequest(observation, session.memory, self._asked(options))
         ticket = self._ticket(session, caller, options, started_s)
         try:
@@ -193,6 +203,7 @@ class Service:
             is_session=is_session,
             is_running=session.num_answers > 0,
             stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
+            owner=f"{caller.name}@{caller.address}",
         )
 
     async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:

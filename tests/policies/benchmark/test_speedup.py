@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_client.libero.results.statistics import Percentiles
 from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.benchmark.host_waits import find_wait
 from deft_policies.benchmark.speedup import Speedup, depth_of, expected_speedup, expected_tokens
-from deft_policies.benchmark.summary import Quantiles, Speed
+from deft_policies.benchmark.summary import Speed
 from deft_policies.benchmark.tables import batch_table
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
 from deft_policies.decoding.methods import METHODS
@@ -74,7 +75,7 @@ def test_a_tree_is_as_long_as_it_is_deep() -> None:
 
 
 def speed(name: str, size: int, ms: float) -> Speed:
-    return Speed(name, size, 9, Quantiles(ms, ms, ms, ms), {})
+    return Speed(name, size, 9, Percentiles(ms, ms, ms, ms, 9), {})
 
 
 def test_batches_are_compared_with_plain_decoding_of_the_same_size() -> None:

@@ -1,6 +1,6 @@
 """Break the decoding code in one place at a time and say whether a test notices.
 
-    python -m scripts.try_mutations [NUMBER...]
+    python -m tests.try_mutations [NUMBER...]
 
 Each mutation is applied to a copy, so that the sources stay as they are. Exit code 1 where one
 survives.
