@@ -8,10 +8,11 @@ import torch
 
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
-from deft_policies.base import ActRequest, Session
+from deft_policies.base import ActRequest
 from deft_policies.benchmark.scripted import random_head
 from deft_policies.decoding.decoder import DraftModels
 from deft_policies.decoding.plan import KeyMask
+from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
@@ -22,7 +23,7 @@ from deft_policies.openvla.target import OpenVLATarget
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import tiny_config, tiny_model
 
-METHODS = ("autoregressive", "lossless", "spec-vla")
+METHODS = ("autoregressive", "lossless", "spec-vla", "spec-vla-published")
 PROMPT_LENGTHS = range(3, 15)  # words, each an id
 NUM_FRAMES = 500
 RESERVE = Reserve(rows=8, shortest=40, longest=48)
@@ -65,11 +66,13 @@ def mixed_batches(seed: int = 0) -> list[list[tuple[Observation, ActOptions, int
 def serve(
     policy: OpenVLAPolicy, batches: list[list[tuple[Observation, ActOptions, int]]]
 ) -> list[tuple[int, ...]]:
-    sessions: list[Session] = [policy.open_session() for _ in range(16)]
+    memories = [SessionMemory()] * 16
     tokens = []
     for batch in batches:
-        requests = [ActRequest(frame, sessions[who], options) for frame, options, who in batch]
-        tokens += [chunk.trace.tokens for chunk in policy.act(requests) if chunk.trace]
+        requests = [ActRequest(frame, memories[who], options) for frame, options, who in batch]
+        for (_, _, who), answer in zip(batch, policy.act(requests), strict=True):
+            memories[who] = answer.memory
+            tokens += [answer.chunk.trace.tokens] if answer.chunk.trace else []
     return tokens
 
 

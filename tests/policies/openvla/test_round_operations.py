@@ -39,11 +39,11 @@ def test_a_round_of_a_head_takes_few_operations_outside_of_captured_steps() -> N
     policy.warm_up()
     options = ActOptions(decoding="spec-vla", statistics_key="first")
     frame = Observation(np.zeros((28, 28, 3), np.uint8), "lift it")
-    request = ActRequest(frame, policy.open_session(), options)
-    policy.act([request])
+    request = ActRequest(frame, options=options)
+    request = replace(request, memory=policy.act([request])[0].memory)
     with LaunchCounter() as counter:
         runner.counter = counter
-        chunk = policy.act([request])[0]
+        chunk = policy.act([request])[0].chunk
     runner.counter = None
     assert chunk.trace is not None
     assert counter.total <= MOST_PER_ROUND * chunk.trace.num_passes
