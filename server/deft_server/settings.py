@@ -175,6 +175,9 @@ class Settings(BaseModel):
     )
 
     log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
+    log_batches: bool = Field(
+        default=False, description="log size and time of every batch, for deft plan --log"
+    )
     log_format: LogFormat = Field(default=LogFormat.JSON, description="how log lines look")
 
     @field_validator("cors_origins", mode="before")

@@ -279,6 +279,8 @@ class Scheduler:
         size = len(attempts.answers)
         self._metrics.batch_size.observe(size)
         self._metrics.batch_seconds.observe(attempts.service_s)
+        if self._settings.log_batches and not attempts.failures:
+            logger.info("a batch of %d took %.3f ms", size, attempts.service_s * 1000)
         if attempts.failures:
             for failure in attempts.failures:
                 self._metrics.policy_failures.labels(failure.value).inc()

@@ -1,6 +1,7 @@
 """The waiting line: each rule alone, then all of them against random traffic."""
 
 import math
+from dataclasses import replace
 
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -212,6 +213,77 @@ def test_the_time_until_there_is_room_follows_the_measured_service_time():
     assert math.isclose(line.clears_in_s(0.005), 0.015 + 2 * 0.02)
 
 
+def replicated_line(num_replicas: int, *tickets: Ticket, max_batch: int = 1) -> WaitingLine:
+    return line_with(*tickets, rules=replace(RULES, num_replicas=num_replicas, max_batch=max_batch))
+
+
+def test_every_free_replica_gets_a_batch_and_no_more_than_they_are():
+    line = replicated_line(2, *(Ticket(n, f"s{n}", 0.0) for n in range(3)))
+    assert [numbers(line.decide(0.0).batch) for _ in range(3)] == [[0], [1], []]
+    assert numbers(line.in_flight) == [0, 1]
+
+
+def test_whichever_replica_ends_first_gets_the_next_batch():
+    line = replicated_line(2, *(Ticket(n, f"s{n}", 0.0) for n in range(3)))
+    first, second = line.decide(0.0).batch, line.decide(0.0).batch
+    line.finish(0.01, 0.01, second)
+    assert numbers(line.decide(0.01).batch) == [2]
+    assert line.in_flight[:1] == first
+
+
+def test_a_session_is_never_with_two_replicas():
+    line = replicated_line(2, Ticket(1, "a", 0.0))
+    batch = line.decide(0.0).batch
+    line.offer(Ticket(2, "a", 0.001), 0.001)
+    assert line.decide(0.001).batch == ()
+    line.finish(0.02, 0.02, batch)
+    assert numbers(line.decide(0.02).batch) == [2]
+
+
+def test_frames_without_a_session_may_be_with_several_replicas():
+    line = replicated_line(2, *(Ticket(n, "caller", 0.0, is_session=False) for n in range(2)))
+    assert [numbers(line.decide(0.0).batch) for _ in range(2)] == [[0], [1]]
+
+
+def test_the_time_until_there_is_room_shrinks_with_the_replicas():
+    def room_s(num_replicas: int) -> float:
+        line = replicated_line(num_replicas, Ticket(0, "first", 0.0))
+        line.finish(0.0, 0.02, line.decide(0.0).batch)
+        for number in range(1, 5):
+            line.offer(Ticket(number, f"s{number}", 0.0, is_running=True), 0.0)
+        return line.clears_in_s(0.0)
+
+    assert math.isclose(room_s(1), 5 * 0.02)
+    assert math.isclose(room_s(2), 3 * 0.02)
+    assert math.isclose(room_s(5), 0.02)
+
+
+def test_a_deadline_that_a_second_replica_can_meet_is_not_refused():
+    def admission(num_replicas: int) -> Admission:
+        line = replicated_line(num_replicas, Ticket(0, "first", 0.0))
+        line.finish(0.0, 0.02, line.decide(0.0).batch)
+        line.offer(Ticket(1, "busy", 0.0), 0.0)
+        line.decide(0.0)
+        return line.offer(Ticket(2, "urgent", 0.0, deadline_s=0.03), 0.0).admission
+
+    assert admission(1) is Admission.TOO_LATE
+    assert admission(2) is Admission.WAITS
+
+
+def test_a_batch_waits_for_company_only_where_no_other_replica_is_free():
+    def waits(num_replicas: int) -> bool:
+        line = replicated_line(num_replicas, max_batch=2)
+        for start_s in (0.0, 0.1, 0.2):
+            for number in (0, 1):
+                line.offer(Ticket(number, f"s{number}", start_s), start_s)
+            line.finish(start_s + 0.02, 0.02, line.decide(start_s).batch)
+        line.offer(Ticket(9, "s0", 0.299), 0.299)
+        return line.decide(0.299).wake_s is not None
+
+    assert waits(1)
+    assert not waits(2)
+
+
 FLOWS = strategies.sampled_from("abcdefgh")
 STEPS_S = strategies.floats(0.0001, 0.05)
 
@@ -219,9 +291,12 @@ STEPS_S = strategies.floats(0.0001, 0.05)
 class Traffic(RuleBasedStateMachine):
     """Random frames, waits, answers and departures; every frame's fate is accounted for."""
 
+    line_rules = RULES
+
     def __init__(self) -> None:
         super().__init__()
-        self.line = WaitingLine(RULES)
+        self.line = WaitingLine(self.line_rules)
+        self.flying: list[tuple[Ticket, ...]] = []
         self.now_s = 100.0
         self.count = 0
         self.waiting: dict[int, Ticket] = {}
@@ -250,7 +325,9 @@ class Traffic(RuleBasedStateMachine):
         offer = self.line.offer(ticket, self.now_s)
         if offer.admission is Admission.FULL:
             assert not stays
-            assert room_before >= (6 if ticket.is_running else 4)
+            assert room_before >= (
+                6 if ticket.is_running else min(6, 4 * self.line_rules.num_replicas)
+            )
         if offer.admission is Admission.TOO_LATE:
             assert ticket.deadline_s < math.inf
         if offer.admission is not Admission.WAITS:
@@ -272,7 +349,8 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def decide(self) -> None:
-        was_busy = bool(self.line.in_flight)
+        was_busy = len(self.flying) == self.line_rules.num_replicas
+        aloft = {one.flow for batch in self.flying for one in batch if one.is_session}
         decision = self.line.decide(self.now_s)
         for ticket in decision.expired:
             assert ticket.deadline_s < math.inf
@@ -280,9 +358,12 @@ class Traffic(RuleBasedStateMachine):
         for ticket in decision.batch:
             self.leave(ticket)
             assert ticket.deadline_s > self.now_s
+            assert ticket.flow not in aloft
+        if decision.batch:
+            self.flying.append(decision.batch)
         if was_busy:
             assert decision.batch == ()
-        elif self.waiting or decision.batch:
+        elif {one.flow for one in self.waiting.values()} - aloft or decision.batch:
             assert (decision.wake_s is None) == bool(decision.batch)
         if decision.wake_s is not None:
             assert 0 < decision.wake_s < RULES.max_wait_s + 1e-9
@@ -296,12 +377,19 @@ class Traffic(RuleBasedStateMachine):
     def soonest(self) -> float:
         return min((one.deadline_s for one in self.waiting.values()), default=math.inf)
 
-    @precondition(lambda self: self.line.in_flight)
-    @rule(service_s=STEPS_S, was_answered_in_one_go=strategies.booleans())
-    def finish(self, service_s: float, was_answered_in_one_go: bool) -> None:
+    @precondition(lambda self: self.flying)
+    @rule(
+        service_s=STEPS_S,
+        was_answered_in_one_go=strategies.booleans(),
+        data=strategies.data(),
+    )
+    def finish(
+        self, service_s: float, was_answered_in_one_go: bool, data: strategies.DataObject
+    ) -> None:
         self.now_s += service_s
-        self.running |= {ticket.flow for ticket in self.line.in_flight if ticket.is_session}
-        self.line.finish(self.now_s, service_s if was_answered_in_one_go else None)
+        batch = self.flying.pop(data.draw(strategies.integers(0, len(self.flying) - 1)))
+        self.running |= {ticket.flow for ticket in batch if ticket.is_session}
+        self.line.finish(self.now_s, service_s if was_answered_in_one_go else None, batch)
 
     @precondition(lambda self: self.waiting)
     @rule(data=strategies.data())
@@ -317,8 +405,16 @@ class Traffic(RuleBasedStateMachine):
         sessions = [one.flow for one in self.waiting.values() if one.is_session]
         assert len(sessions) == len(set(sessions))
         flying = [one.flow for one in self.line.in_flight if one.is_session]
-        assert len(flying) == len(set(flying)) <= RULES.max_batch
+        assert len(flying) == len(set(flying)) <= RULES.max_batch * self.line_rules.num_replicas
+
+
+class ReplicatedTraffic(Traffic):
+    """The same with three replicas, which end in any order."""
+
+    line_rules = replace(RULES, num_replicas=3)
 
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestReplicatedTraffic = ReplicatedTraffic.TestCase
+TestReplicatedTraffic.settings = TestTraffic.settings
