@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.target import Prompts
-from deft_policies.model.graphs import Recording
+from deft_policies.model.graphs import CapturedStep
 from deft_policies.model.layout import Step, Tensors
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
@@ -29,17 +29,20 @@ from tests import golden
 CPU = torch.device("cpu")
 
 
-class ReplayingRecorder:
+class ReplayingCapturer:
     """What a CUDA graph does, on a CPU: reruns the step on the same memory."""
 
-    def record(self, step: Step, inputs: Tensors) -> Recording:
+    num_captured = 0
+
+    def capture(self, step: Step, inputs: Tensors) -> CapturedStep:
+        self.num_captured += 1
         outputs = tuple(tensor.clone() for tensor in step(*inputs))
 
         def replay() -> None:
             for kept, new in zip(outputs, step(*inputs), strict=True):
                 kept.copy_(new)
 
-        return Recording(inputs, outputs, replay)
+        return CapturedStep(inputs, outputs, replay)
 
 
 @lru_cache(maxsize=1)

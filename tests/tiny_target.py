@@ -146,9 +146,6 @@ class TinyTarget:
             tokens = self._tree.tokens[row, nodes]
             self._sequences[row] = torch.cat((sequence, self.decoder.embedding(tokens)))
 
-    def committed_lengths(self) -> Tensor:
-        return torch.tensor([len(sequence) for sequence in self._sequences])
-
     def _score(self, tree: DraftTree, num_skipped: int) -> Scores:
         """Every node of every row as a sequence of its own; padding behind it sees nothing."""
         sequences = []

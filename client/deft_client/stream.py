@@ -22,7 +22,12 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings
-from deft_client.wire.fields import Json, Kind, record, whole
+from deft_client.wire.fields import (
+    Json,
+    Kind,
+    record,
+    whole,
+)
 from deft_client.wire.json_codec import decode
 
 STREAM_PATH = "/v1/stream"

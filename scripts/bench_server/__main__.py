@@ -24,7 +24,7 @@ import psutil
 import websockets.sync.client
 
 from deft_client import ActionChunk, PolicyClient
-from deft_client.peers.msgpack_numpy import pack
+from deft_client.peers.arrays import pack
 from deft_client.stream import StreamClient
 from deft_policies.base import ActRequest
 from deft_policies.constant import ConstantPolicy
@@ -40,7 +40,12 @@ from scripts.bench_server.load import (
     sequential,
     sessions,
 )
-from scripts.bench_server.peers import FASTAPI, WEBSOCKETS, openvla_body, peer
+from scripts.bench_server.peers import (
+    FASTAPI,
+    WEBSOCKETS,
+    openvla_body,
+    peer,
+)
 
 SIZE = 256  # pixels: 196,608 bytes a frame
 POLICY_MS = 20.0

@@ -21,7 +21,7 @@ import websockets.asyncio.server
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from deft_client.peers.msgpack_numpy import pack
+from deft_client.peers.arrays import pack
 
 WEBSOCKETS, FASTAPI = "websockets", "fastapi"
 _SIZE = 256

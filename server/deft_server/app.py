@@ -20,8 +20,13 @@ from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
 from deft_server.http.problems import answer_http_exception
-from deft_server.http.routes import PlainRoute, build_act_route, build_health_router, build_router
-from deft_server.http.stream import build_stream_route
+from deft_server.http.routes import (
+    PlainRoute,
+    build_act_route,
+    build_health_router,
+    build_router,
+    build_stream_route,
+)
 from deft_server.recording.writer import build_recording, build_recording_router
 from deft_server.serving.policy_thread import LoadPolicy
 from deft_server.serving.service import Service

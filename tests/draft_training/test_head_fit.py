@@ -29,8 +29,8 @@ from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.run_directory import STATE_FILE
-from deft_policies.decoding.drafts.head_files import HeadLayout
-from deft_policies.decoding.methods import DraftModels
+from deft_policies.decoding.decoder import DraftModels
+from deft_policies.decoding.drafts.eagle import HeadLayout
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.openvla.options import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations

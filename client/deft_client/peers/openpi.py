@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import UnusableValueError
-from deft_client.peers.values import (
+from deft_client.peers.arrays import (
     missing,
     read_actions,
     read_cameras,
@@ -18,7 +18,12 @@ from deft_client.peers.values import (
     read_text,
     take,
 )
-from deft_client.types import ActionChunk, Image, Observation, StageTimings
+from deft_client.types import (
+    ActionChunk,
+    Image,
+    Observation,
+    StageTimings,
+)
 from deft_client.wire.fields import WireLimits, brief
 from deft_client.wire.messages import ActMessage
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
-from deft_client.peers.values import (
+from deft_client.peers.arrays import (
     build_array,
     check_camera_count,
     read_actions,
@@ -25,7 +25,12 @@ from deft_client.peers.values import (
     take,
 )
 from deft_client.types import ActOptions, Observation
-from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits, brief, decode_base64
+from deft_client.wire.fields import (
+    DEFAULT_LIMITS,
+    WireLimits,
+    brief,
+    decode_base64,
+)
 from deft_client.wire.messages import ActMessage
 
 _MARKER = "__numpy__"

@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from deft_client.peers.msgpack_numpy import pack_with_text_keys
-from deft_client.peers.values import read_cameras, read_frame, read_state, read_text, take
+from deft_client.peers.arrays import (
+    pack_with_text_keys,
+    read_cameras,
+    read_frame,
+    read_state,
+    read_text,
+    take,
+)
 from deft_client.types import Observation
 from deft_client.wire.fields import (
     Kind,

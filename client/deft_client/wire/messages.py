@@ -28,7 +28,6 @@ from deft_client.types import (
     ServerInfo,
     StageTimings,
 )
-from deft_client.wire.arrays import array, array_parts
 from deft_client.wire.fields import (
     BINARY,
     FLAG,
@@ -48,7 +47,14 @@ from deft_client.wire.fields import (
     whole,
     word,
 )
-from deft_client.wire.images import ImageEncoding, check_image_size, decode_image, encode_image
+from deft_client.wire.images import (
+    ImageEncoding,
+    array,
+    array_parts,
+    check_image_size,
+    decode_image,
+    encode_image,
+)
 
 VERSION = 1
 MAX_RADIUS = 65_535  # bins; policies set their own, lower bounds

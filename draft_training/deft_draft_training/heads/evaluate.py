@@ -19,17 +19,17 @@ from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import observations
 from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
-from deft_policies.decoding.drafts.medusa import MedusaHeads
-from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import (
+from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
     DraftModels,
     build_decoder,
 )
+from deft_policies.decoding.drafts.medusa import MedusaHeads
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import DraftKind, TreeShape
-from deft_policies.decoding.presets import Overrides, preset_by_name
-from deft_policies.decoding.trace import StageClock
+from deft_policies.decoding.records import StageClock
 from deft_policies.openvla.policy import OpenVLAPolicy
 
 
@@ -94,9 +94,10 @@ def evaluate(
         raise DataError("no episode is held out; lower the share that trains")
     for setup in sources:
         for radius in radii:
-            changes = Overrides(radius=radius, drafts=setup.drafts, shape=setup.shape)
-            preset = preset_by_name("within-bins", changes)
-            decoder = build_decoder(policy.parts.target, preset, setup.models)
+            method = find_method("within-bins").with_radius(radius).with_drafts(setup.drafts)
+            if setup.shape is not None:
+                method = method.with_shape(setup.shape)
+            decoder = build_decoder(policy.parts.target, method, setup.models)
             traces = [trace for frames in held_out for trace in _decode(policy, decoder, frames)]
             yield score_traces(setup.name, radius, traces)
 

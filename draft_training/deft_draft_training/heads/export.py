@@ -14,9 +14,18 @@ from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
 from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_draft_training.run_directory import STATE_FILE, explained
-from deft_policies.decoding.drafts.eagle import EagleHead
-from deft_policies.decoding.drafts.head_files import HeadLayout, load_head, save_head
-from deft_policies.decoding.drafts.medusa import MedusaHeads, is_medusa, load_medusa, save_medusa
+from deft_policies.decoding.drafts.eagle import (
+    EagleHead,
+    HeadLayout,
+    load_head,
+    save_head,
+)
+from deft_policies.decoding.drafts.medusa import (
+    MedusaHeads,
+    is_medusa,
+    load_medusa,
+    save_medusa,
+)
 from deft_policies.errors import PolicyError
 
 

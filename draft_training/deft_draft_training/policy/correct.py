@@ -14,7 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deft_client.libero.demonstrations.play import Actor, DemoKey, DemosSettings, episode_keys
+from deft_client.libero.demonstrations.play import (
+    Actor,
+    DemoKey,
+    DemosSettings,
+    episode_keys,
+)
 from deft_client.libero.demonstrations.pool import (
     DemoResult,
     DemosJob,

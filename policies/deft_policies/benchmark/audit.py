@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deft_policies.benchmark.frames import Frame
+from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.choosing import first_maximum, top_gap
-from deft_policies.decoding.trace import StageClock
+from deft_policies.decoding.records import StageClock
+from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.openvla.policy import OpenVLAPolicy
 
 # bfloat16 keeps 8 bits of every number. Two logits are told apart when they differ by more than
@@ -54,7 +54,9 @@ class AuditReport:
         return tuple(flip for flip in self.flips if flip.reference_margin > self.threshold)
 
 
-def audit(reference: OpenVLAPolicy, audited: OpenVLAPolicy, frames: Sequence[Frame]) -> AuditReport:
+def audit(
+    reference: OpenVLAPolicy, audited: OpenVLAPolicy, frames: Sequence[ReplayFrame]
+) -> AuditReport:
     """Compare two policies of the same weights, token by token. Both see the whole vocabulary."""
     flips: list[Flip] = []
     largest_logit = largest_error = 0.0
@@ -124,7 +126,7 @@ class _Led:
         return torch.tensor([token], device=logits.device)
 
 
-def _decode(policy: OpenVLAPolicy, frame: Frame, tokens: list[int] | None) -> _Led:
+def _decode(policy: OpenVLAPolicy, frame: ReplayFrame, tokens: list[int] | None) -> _Led:
     parts, led = policy.parts, _Led(tokens)
     if len(parts.target.vocabulary) != parts.target.decoder.sizes.vocabulary:
         raise ValueError("an audit compares the whole vocabulary")

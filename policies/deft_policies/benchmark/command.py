@@ -9,20 +9,23 @@ from pathlib import Path
 
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
-from deft_policies.benchmark.frames import (
-    Frame,
+from deft_policies.benchmark.replay import (
+    Contender,
+    Replay,
+    ReplayFrame,
     generate_frames,
     read_pictures,
     read_recordings,
+    replay,
     with_statistics_key,
 )
-from deft_policies.benchmark.roofline import CostModel
-from deft_policies.benchmark.runs import Contender, DeviceRates, Run, measure_rates, replay
-from deft_policies.benchmark.scripted_policy import Script, find_answers, script_policy
+from deft_policies.benchmark.roofline import CostModel, measure_rates
+from deft_policies.benchmark.scripted import Script, ScriptedPolicy, find_answers
 from deft_policies.benchmark.summary import Decoding, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.commands.parse import parse_command, run_command
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.openvla.load import load_float32_twin, load_policy
 from deft_policies.openvla.options import Precision, read_flags
 from deft_policies.openvla.policy import OpenVLAPolicy
@@ -125,11 +128,8 @@ def read_options(namespace: Namespace, sweep: Sweep) -> BenchOptions:
     )
 
 
-PLAIN = "autoregressive"
-
-
 def main(arguments: list[str]) -> int:
-    """Run a benchmark; return the exit code: 1 where the audit found a fault."""
+    """Replay a benchmark; return the exit code: 1 where the audit found a fault."""
     parser = build_parser()
 
     def run() -> int:
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
     return run_command(PROG, run)
 
 
-def read_frames(options: BenchOptions) -> list[Frame]:
+def read_frames(options: BenchOptions) -> list[ReplayFrame]:
     """The observations asked for."""
     if options.recording is not None:
         return read_recordings(options.recording, options.num_frames)
@@ -164,7 +164,7 @@ def read_frames(options: BenchOptions) -> list[Frame]:
     return generate_frames(options.num_frames)
 
 
-def measure_any(policy: Policy, frames: Sequence[Frame], options: BenchOptions) -> Report:
+def measure_any(policy: Policy, frames: Sequence[ReplayFrame], options: BenchOptions) -> Report:
     """Only times, for a policy that nothing else is known of."""
     name = policy.info.policy
     contenders = [Contender(name, policy, batch_size=size) for size in options.batch_sizes]
@@ -173,27 +173,27 @@ def measure_any(policy: Policy, frames: Sequence[Frame], options: BenchOptions) 
 
 
 def measure_openvla(
-    policy: OpenVLAPolicy, frames: Sequence[Frame], options: BenchOptions
+    policy: OpenVLAPolicy, frames: Sequence[ReplayFrame], options: BenchOptions
 ) -> Report:
     """Times, limits, and every method's actions beside those of plain decoding."""
     contenders = _contenders(policy, options)
     contenders += _scripted(policy, frames, options)
     runs = _replay(contenders, frames, options)
     weight = policy.parts.target.decoder.embedding.weight
-    rates: DeviceRates = measure_rates(weight.device, weight.dtype)
-    model = CostModel(policy, policy.weight_bytes, rates)
+    rates = measure_rates(weight.device, weight.dtype)
+    model = CostModel(policy, rates)
     info = policy.info
     return Report(
         details={**info.details, **info.versions, "frames": str(len(frames))},
         speeds=tuple(map(summarise_speed, runs)),
-        baseline=BaselineLoop.GENERATE.value if options.has_baseline else PLAIN,
+        baseline=BaselineLoop.GENERATE.value if options.has_baseline else AUTOREGRESSIVE,
         decodings=_decodings(policy, runs, frames),
         rooflines=tuple(model.roofline(run, frames) for run in runs),
         rates=rates,
     )
 
 
-def run_audit(namespace: Namespace, frames: Sequence[Frame]) -> AuditReport:
+def run_audit(namespace: Namespace, frames: Sequence[ReplayFrame]) -> AuditReport:
     """Load the same weights in float32 and in the format asked for, and compare tokens."""
     options = replace(read_flags(namespace), action_rows_only=False, has_graphs=False)
     audited = load_policy(replace(options, precision=Precision.BFLOAT16))
@@ -205,7 +205,7 @@ def _contenders(policy: OpenVLAPolicy, options: BenchOptions) -> list[Contender]
     contenders = [
         Contender(_name(method, radius, size), policy, method, radius, size)
         for size in options.batch_sizes
-        for method in dict.fromkeys((PLAIN, *methods))
+        for method in dict.fromkeys((AUTOREGRESSIVE, *methods))
         for radius in _radii(policy, method, options.sweep)
     ]
     if options.has_baseline:
@@ -216,7 +216,7 @@ def _contenders(policy: OpenVLAPolicy, options: BenchOptions) -> list[Contender]
 
 
 def _scripted(
-    policy: OpenVLAPolicy, frames: Sequence[Frame], options: BenchOptions
+    policy: OpenVLAPolicy, frames: Sequence[ReplayFrame], options: BenchOptions
 ) -> list[Contender]:
     """Drafts that are right to order, guarded unless asked otherwise; answers stay the same."""
     if not options.scripts:
@@ -229,7 +229,7 @@ def _scripted(
             Script(f"prefill {right}", share, num_chains=1, is_guarded=options.is_guarded),
             Script.of_head(f"head {right}", share, options.is_guarded),
         ):
-            contenders.append(Contender(script.name, script_policy(policy, script, answers)))
+            contenders.append(Contender(script.name, ScriptedPolicy(policy, script, answers)))
     return contenders
 
 
@@ -245,8 +245,8 @@ def _name(method: str, radius: int | None, batch_size: int) -> str:
 
 
 def _replay(
-    contenders: Sequence[Contender], frames: Sequence[Frame], options: BenchOptions
-) -> list[Run]:
+    contenders: Sequence[Contender], frames: Sequence[ReplayFrame], options: BenchOptions
+) -> list[Replay]:
     for contender in contenders:
         for frame in frames:
             contender.policy.check(frame.observation, contender.options(frame))
@@ -254,9 +254,9 @@ def _replay(
 
 
 def _decodings(
-    policy: OpenVLAPolicy, runs: Sequence[Run], frames: Sequence[Frame]
+    policy: OpenVLAPolicy, runs: Sequence[Replay], frames: Sequence[ReplayFrame]
 ) -> tuple[Decoding, ...]:
-    plain = next(run for run in runs if run.contender.decoding == PLAIN)
+    plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]
     return tuple(summarise_decoding(run, plain, spaces) for run in runs)
 

@@ -15,22 +15,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_policies.benchmark.frames import Frame, generate_frames, with_statistics_key
-from deft_policies.benchmark.roofline import CostModel
-from deft_policies.benchmark.runs import Contender, measure_rates, replay
-from deft_policies.benchmark.scripted import SPEC_VLA_RELAXED, SPEC_VLA_STRICT
-from deft_policies.benchmark.scripted_policy import Script, find_answers, script_policy
+from deft_policies.benchmark.replay import (
+    Contender,
+    ReplayFrame,
+    generate_frames,
+    replay,
+    with_statistics_key,
+)
+from deft_policies.benchmark.roofline import CostModel, measure_rates
+from deft_policies.benchmark.scripted import (
+    SPEC_VLA_RELAXED,
+    SPEC_VLA_STRICT,
+    Script,
+    ScriptedPolicy,
+    find_answers,
+)
 from deft_policies.benchmark.summary import summarise_speed
 from deft_policies.benchmark.tables import render
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.commands.parse import run_command
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization
 from deft_policies.openvla.policy import OpenVLAPolicy, PolicySettings
 from deft_policies.openvla.target import OpenVLATarget
 
 PROG = "bench_gpu"
-PLAIN = "autoregressive"
 SCRIPTS = (
     Script("spec-vla strict", lengths=SPEC_VLA_STRICT),
     Script("spec-vla relaxed", lengths=SPEC_VLA_RELAXED),
@@ -69,7 +79,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Goal:
+class SpeedGoal:
     """What a row of the table must reach on an H200."""
 
     what: str
@@ -94,14 +104,14 @@ class Goal:
 _P80 = ("prefill p=0.8 x1", "prefill p=0.8 x3")
 _P100 = ("prefill p=1.0 x1", "prefill p=1.0 x3")
 GOALS = (
-    Goal("autoregressive bf16", "bfloat16", (PLAIN,), 30.0),
-    Goal("one decode pass", "bfloat16", (PLAIN,), 3.7, "pass_ms"),
-    Goal("one 50-node verify pass", "bfloat16", ("spec-vla strict",), 3.7, "pass_ms"),
-    Goal("Spec-VLA relaxed, Goal distribution", "bfloat16", ("spec-vla relaxed",), 17.0),
-    Goal("drafts in the prefill, p = 0.8", "bfloat16", _P80, 11.5),
-    Goal("drafts in the prefill, p = 1", "bfloat16", _P100, 7.5),
-    Goal("autoregressive fp8", "fp8", (PLAIN,), 17.0),
-    Goal("drafts in the prefill fp8, p = 0.8", "fp8", _P80, 7.5),
+    SpeedGoal("autoregressive bf16", "bfloat16", (AUTOREGRESSIVE,), 30.0),
+    SpeedGoal("one decode pass", "bfloat16", (AUTOREGRESSIVE,), 3.7, "pass_ms"),
+    SpeedGoal("one 50-node verify pass", "bfloat16", ("spec-vla strict",), 3.7, "pass_ms"),
+    SpeedGoal("Spec-VLA relaxed, SpeedGoal distribution", "bfloat16", ("spec-vla relaxed",), 17.0),
+    SpeedGoal("drafts in the prefill, p = 0.8", "bfloat16", _P80, 11.5),
+    SpeedGoal("drafts in the prefill, p = 1", "bfloat16", _P100, 7.5),
+    SpeedGoal("autoregressive fp8", "fp8", (AUTOREGRESSIVE,), 17.0),
+    SpeedGoal("drafts in the prefill fp8, p = 0.8", "fp8", _P80, 7.5),
 )
 
 
@@ -155,7 +165,11 @@ def render_rows(rows: Sequence[Measured]) -> str:
 def verdicts(rows: Sequence[Measured]) -> list[str]:
     """PASS or FAIL for every goal."""
     lines = [goal.judge(rows) for goal in GOALS]
-    plain = {row.batch_size: row for row in rows if row.name == PLAIN and row.weights == "bfloat16"}
+    plain = {
+        row.batch_size: row
+        for row in rows
+        if row.name == AUTOREGRESSIVE and row.weights == "bfloat16"
+    }
     baseline = [row for row in rows if row.name == BaselineLoop.GENERATE.value]
     if 1 in plain and 8 in plain:
         ratio = plain[8].actions_per_s / plain[1].actions_per_s
@@ -175,7 +189,10 @@ def _measure_all(given: Namespace) -> Iterator[Measured]:
 
 
 def _measure_format(
-    given: Namespace, quantization: Quantization, frames: Sequence[Frame], sizes: Sequence[int]
+    given: Namespace,
+    quantization: Quantization,
+    frames: Sequence[ReplayFrame],
+    sizes: Sequence[int],
 ) -> Iterator[Measured]:
     """All contenders on one format of the decoder's matrices."""
     options = OpenVLAOptions(
@@ -183,7 +200,7 @@ def _measure_format(
         device=given.device,
         quantization=quantization,
         precision=Precision.BFLOAT16,
-        decoding=PLAIN,
+        decoding=AUTOREGRESSIVE,
         fuses_kernels=given.fuse_kernels,
     )
     started = time.perf_counter()
@@ -199,20 +216,20 @@ def _measure_format(
     )
     is_plain = quantization is Quantization.NONE
     weights = Precision.BFLOAT16.value if is_plain else quantization.value
-    model = CostModel(policy, policy.weight_bytes, rates)
+    model = CostModel(policy, rates)
     bench = _Bench(model, frames, weights, given.warm_ups)
     answers = find_answers(policy, frames)
     for size in sizes:
-        yield bench.measure(Contender(PLAIN, policy, PLAIN, batch_size=size))
+        yield bench.measure(Contender(AUTOREGRESSIVE, policy, AUTOREGRESSIVE, batch_size=size))
     for script in SCRIPTS:
-        yield bench.measure(Contender(script.name, script_policy(policy, script, answers)))
+        yield bench.measure(Contender(script.name, ScriptedPolicy(policy, script, answers)))
     for size in sizes[1:]:
-        several = script_policy(policy, _BATCH_SCRIPT, answers)
+        several = ScriptedPolicy(policy, _BATCH_SCRIPT, answers)
         yield bench.measure(Contender(_BATCH_SCRIPT.name, several, batch_size=size))
     if is_plain:
         eager = OpenVLATarget(policy.parts.target.model)
         slow = OpenVLAPolicy(replace(policy.parts, target=eager), PolicySettings())
-        yield bench.measure(Contender("autoregressive eager", slow, PLAIN))
+        yield bench.measure(Contender("autoregressive eager", slow, AUTOREGRESSIVE))
     if is_plain and not given.no_baseline:
         theirs = TransformersPolicy(policy, BaselineLoop.GENERATE)
         yield bench.measure(Contender(BaselineLoop.GENERATE.value, theirs))
@@ -223,7 +240,7 @@ class _Bench:
     """Measures contenders one after the other on the same frames."""
 
     model: CostModel
-    frames: Sequence[Frame]
+    frames: Sequence[ReplayFrame]
     weights: str
     num_warm_ups: int
 

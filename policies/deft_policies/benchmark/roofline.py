@@ -1,21 +1,164 @@
-"""Limits of a run on this device: what its passes must read and compute, over measured rates."""
+"""Limits of a replay on this device: what its passes must read and compute, over measured rates."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.benchmark.cost import (
-    Cost,
-    PassTokens,
-    WeightBytes,
-    decoder_cost,
-    vision_cost,
-)
-from deft_policies.benchmark.frames import Frame
-from deft_policies.benchmark.runs import DeviceRates, Run
+from deft_policies.benchmark.replay import Replay, ReplayFrame
+from deft_policies.model.sizes import LlamaConfig, OpenVLAConfig, TowerConfig
+from deft_policies.openvla.options import Quantization
 from deft_policies.openvla.policy import OpenVLAPolicy
+
+_GPU_COPY_BYTES = 1 << 31
+_CPU_COPY_BYTES = 1 << 27
+_GPU_SIDE = 8192
+_CPU_SIDE = 1024
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Best of a few rounds; bytes count both what a copy reads and what it writes."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    description: str
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
+    """Measure copy bandwidth and the rate of a large matrix product in this number format."""
+    is_cuda = device.type == "cuda"
+    num_bytes = _GPU_COPY_BYTES if is_cuda else _CPU_COPY_BYTES
+    side = _GPU_SIDE if is_cuda else _CPU_SIDE
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    copied_s = _best_s(lambda: target.copy_(source), device)
+    first = torch.ones(side, side, device=device, dtype=dtype)
+    second = torch.ones_like(first)
+    multiplied_s = _best_s(lambda: first @ second, device)
+    return DeviceRates(2 * num_bytes / copied_s, 2 * side**3 / multiplied_s, describe(device))
+
+
+def describe(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(_ROUNDS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that must be read and floating-point operations that must be done."""
+
+    num_bytes: float
+    num_flops: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+
+    def floor_ms(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The time below which nothing can go on a device of these rates."""
+        return 1e3 * max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes per weight: of the decoder's matrices, and of everything else."""
+
+    decoder: float
+    other: float
+
+    @staticmethod
+    def of(policy: OpenVLAPolicy) -> "WeightBytes":
+        """As the policy's weights lie in memory."""
+        weight = policy.parts.target.decoder.embedding.weight
+        size = float(weight.dtype.itemsize)
+        quantization = Quantization(policy.info.details.get("quantization", "none"))
+        if quantization is Quantization.NONE:
+            return WeightBytes(size, size)
+        # On a CPU int4 values are kept in a byte each.
+        is_packed = quantization is Quantization.INT4 and weight.device.type == "cuda"
+        return WeightBytes(0.5 if is_packed else 1.0, size)
+
+
+def vision_cost(config: OpenVLAConfig, num_rows: int, weights: WeightBytes) -> Cost:
+    """Towers and projector; the weights are read once per batch."""
+    total = Cost(0.0, 0.0)
+    for tower in config.towers:
+        total += _tower_cost(tower, num_rows, weights.other)
+    vision, width = config.vision_width, config.llm.width
+    sizes = [(vision, 4 * vision), (4 * vision, width), (width, width)]
+    if len(config.towers) == 1:
+        sizes = [(vision, width), (width, width)]
+    num_weights = sum(first * second for first, second in sizes)
+    flops = 2.0 * num_weights * config.num_patches * num_rows
+    return total + Cost(num_weights * weights.other, flops)
+
+
+def decoder_cost(
+    llm: LlamaConfig, num_rows: int, tokens: "PassTokens", weights: WeightBytes
+) -> Cost:
+    """One pass of the decoder: its matrices once, the cache of every row, the head's rows."""
+    per_layer = _layer_weights(llm)
+    kept = 2 * llm.kv_heads * llm.head_width  # keys and values of one token in one layer
+    seen = tokens.before + tokens.new / 2 if tokens.is_causal else tokens.before + tokens.new
+    attention = 4.0 * llm.heads * llm.head_width * tokens.new * seen
+    head = tokens.head_rows * llm.width
+    num_bytes = (
+        llm.num_layers * per_layer * weights.decoder
+        + head * weights.other
+        + num_rows * llm.num_layers * kept * tokens.before * weights.other
+    )
+    flops = num_rows * (
+        llm.num_layers * (2.0 * per_layer * tokens.new + attention) + 2.0 * head * tokens.scored
+    )
+    return Cost(num_bytes, flops)
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """The shape of a pass: tokens in the cache before it, new ones, and those that are scored."""
+
+    before: int
+    new: int
+    scored: int
+    head_rows: int
+    is_causal: bool = False
+
+
+def _layer_weights(llm: LlamaConfig) -> int:
+    queries, shared = llm.heads * llm.head_width, llm.kv_heads * llm.head_width
+    return llm.width * (2 * queries + 2 * shared + 3 * llm.mlp)
+
+
+def _tower_cost(tower: TowerConfig, num_rows: int, weight_bytes: float) -> Cost:
+    num_tokens = tower.num_patches + tower.num_registers + int(tower.has_class_token)
+    per_block = tower.width * (4 * tower.width + 2 * tower.mlp)
+    patch = 3 * tower.patch_size**2 * tower.width
+    attention = 4.0 * tower.width * num_tokens**2
+    flops = tower.num_used_blocks * (2.0 * per_block * num_tokens + attention)
+    flops += 2.0 * patch * tower.num_patches
+    num_weights = tower.num_used_blocks * per_block + patch
+    return Cost(num_weights * weight_bytes, num_rows * flops)
+
 
 _NOTHING = Cost(0.0, 0.0)
 
@@ -45,10 +188,14 @@ class CostModel:
     """What the passes of one policy cost."""
 
     policy: OpenVLAPolicy
-    weights: WeightBytes
     rates: DeviceRates
 
-    def roofline(self, run: Run, frames: Sequence[Frame]) -> Roofline:
+    @cached_property
+    def weights(self) -> WeightBytes:
+        """How large the policy's weights are in memory."""
+        return WeightBytes.of(self.policy)
+
+    def roofline(self, run: Replay, frames: Sequence[ReplayFrame]) -> Roofline:
         """The limits of what a run did, pass by pass."""
         prefill, decode = [], []
         for frame, answer in zip(frames, run.answers, strict=True):
@@ -65,7 +212,7 @@ class CostModel:
             }
         )
 
-    def _passes(self, frame: Frame, trace: DecodeTrace | None, num_rows: int) -> list[Cost]:
+    def _passes(self, frame: ReplayFrame, trace: DecodeTrace | None, num_rows: int) -> list[Cost]:
         parts = self.policy.parts
         config = parts.target.model.config
         prompt = len(parts.encoder.encode(frame.observation.instruction)) + config.num_patches

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.types import DecodeTrace, StageTimings
-from deft_policies.benchmark.runs import Run
-from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
+from deft_policies.benchmark.replay import Replay
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 
 # Stage names as users know them, and their fields.
 STAGES = (
@@ -23,7 +23,7 @@ STAGES = (
 
 
 @dataclass(frozen=True)
-class Percentiles:
+class Quantiles:
     """Of milliseconds, and their mean."""
 
     p50: float
@@ -32,10 +32,10 @@ class Percentiles:
     mean: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> "Percentiles":
+    def of(values: Sequence[float]) -> "Quantiles":
         """Of at least one value."""
         p50, p95, p99 = np.percentile(np.array(values), [50, 95, 99])
-        return Percentiles(float(p50), float(p95), float(p99), float(np.mean(values)))
+        return Quantiles(float(p50), float(p95), float(p99), float(np.mean(values)))
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Speed:
     name: str
     batch_size: int
     num_answers: int
-    total: Percentiles
-    stages: dict[str, Percentiles]
+    total: Quantiles
+    stages: dict[str, Quantiles]
 
     @property
     def actions_per_s(self) -> float:
@@ -80,22 +80,22 @@ class Decoding:
     drafted_by_position: tuple[float, ...]
 
 
-def summarise_speed(run: Run) -> Speed:
-    """Percentiles of a run. Totals are wall-clock times around the whole call."""
+def summarise_speed(run: Replay) -> Speed:
+    """Quantiles of a run. Totals are wall-clock times around the whole call."""
     timings = [answer.chunk.timings for answer in run.answers]
     return Speed(
         name=run.contender.name,
         batch_size=run.contender.batch_size,
         num_answers=len(run.answers),
-        total=Percentiles.of([answer.wall_ms for answer in run.answers]),
+        total=Quantiles.of([answer.wall_ms for answer in run.answers]),
         stages={
-            stage: Percentiles.of([_stage_ms(timing, field) for timing in timings])
+            stage: Quantiles.of([_stage_ms(timing, field) for timing in timings])
             for stage, field in STAGES
         },
     )
 
 
-def summarise_decoding(run: Run, plain: Run, spaces: Sequence[ActionSpace]) -> Decoding:
+def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]) -> Decoding:
     """Compare a run with plain decoding of the same frames; `spaces` is per frame."""
     traces = [answer.chunk.trace for answer in run.answers]
     reference = [answer.chunk.trace for answer in plain.answers]

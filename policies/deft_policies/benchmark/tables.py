@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deft_policies.benchmark.audit import AuditReport, describe
-from deft_policies.benchmark.roofline import Roofline
-from deft_policies.benchmark.runs import DeviceRates
+from deft_policies.benchmark.roofline import DeviceRates, Roofline
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
 
 

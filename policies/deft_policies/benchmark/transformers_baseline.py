@@ -1,4 +1,4 @@
-"""The baseline that speed is compared with: transformers' own Llama behind our eyes.
+"""The baseline that speed is compared with: transformers' own Llama behind our towers.
 
 Same weights, pixels and prompt; only the language model and its loop are theirs. Behind the
 `Policy` interface, so that it is measured like any other policy.
@@ -22,7 +22,7 @@ from deft_client.types import (
     ServerInfo,
 )
 from deft_policies.base import ActRequest, Session
-from deft_policies.decoding.trace import Stage, StageClock
+from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.errors import RequestError
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.action_codec import ActionCodec

@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.decoding.acceptance.sampled import Greedy, TokenChooser
-from deft_policies.decoding.choosing import first_maximum, top_gap
+from deft_policies.decoding.records import Stage, StageClock
+from deft_policies.decoding.sampling import (
+    Greedy,
+    TokenChooser,
+    first_maximum,
+    top_gap,
+)
 from deft_policies.decoding.target import Prompts, Scores, TargetModel
-from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.decoding.tree import DraftTree
 
-METHOD = "autoregressive"
+AUTOREGRESSIVE = "autoregressive"
 
 
 @dataclass(frozen=True)
@@ -99,4 +103,4 @@ def _trace(
         )
         for index, pass_ms in enumerate(times)
     )
-    return DecodeTrace(METHOD, tuple(columns[1:]), tuple(predicted), tuple(margins), passes)
+    return DecodeTrace(AUTOREGRESSIVE, tuple(columns[1:]), tuple(predicted), tuple(margins), passes)

@@ -10,7 +10,10 @@ Decides and remembers only: it is told what things cost and reads no clock.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from deft_policies.decoding.history import Average, PassesNeeded
+from deft_policies.decoding.records import ActionCost
 
 _SAMPLES_NEEDED = 2
 
@@ -26,41 +29,6 @@ class GuardSettings:
     min_interval: int = 8  # actions between two explorations
 
 
-@dataclass(eq=False)
-class Average:
-    """A moving average; the first few samples weigh more."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, sample: float, settings: GuardSettings) -> None:
-        """Take a sample in."""
-        self.count += 1
-        self.value += max(settings.weight, 1.0 / self.count) * (sample - self.value)
-
-    def add_time(self, sample: float, settings: GuardSettings) -> None:
-        """Take a time in: one outlier must not drag the average along.
-
-        Of the first two the smaller counts, because the first may have warmed things up.
-        """
-        if self.count == 1:
-            self.count, self.value = 2, min(self.value, sample)
-        else:
-            highest = settings.outlier * self.value if self.count > 0 else sample
-            self.add(min(sample, highest), settings)
-
-
-@dataclass(eq=False)
-class SessionAcceptance:
-    """How many passes after the prefill each plan has lately needed in one session."""
-
-    passes: dict[str, Average] = field(default_factory=dict)
-
-    def copy(self) -> "SessionAcceptance":
-        """One that can learn without changing this one."""
-        return SessionAcceptance({plan: replace(one) for plan, one in self.passes.items()})
-
-
 @dataclass(frozen=True)
 class Choice:
     """The plan to use, and why, for the trace."""
@@ -68,15 +36,6 @@ class Choice:
     plan: str
     reason: str
     is_trial: bool = False
-
-
-@dataclass(frozen=True)
-class ActionCost:
-    """What one batch has cost in milliseconds, and the passes its rows needed after the prefill."""
-
-    prefill_ms: float  # drafting for it included
-    passes_ms: float  # everything after the prefill
-    num_passes: tuple[int, ...]  # [row]
 
 
 @dataclass(eq=False)
@@ -106,11 +65,11 @@ class Guard:
         self._plain_passes = plain_passes
         self._settings = settings or GuardSettings()
         self._costs: dict[tuple[str, int], _PlanCost] = {}
-        self._usual: dict[str, Average] = {}  # passes needed, over all sessions
+        self._usual: PassesNeeded = {}  # over all sessions
         self._num_actions = 0
         self._last_trial = 0
 
-    def choose(self, sessions: Sequence[SessionAcceptance], may_try: bool = True) -> Choice:
+    def choose(self, sessions: Sequence[PassesNeeded], may_try: bool = True) -> Choice:
         """Pick the plan of the next batch; one that looks worse is tried only if that is fair."""
         size = _size(sessions)
         unknown = [plan for plan in self._plans if not self._is_known(plan, size)]
@@ -126,7 +85,7 @@ class Guard:
         return Choice(best, f"{best} {prices[best]:.2f} ms expected, {against}")
 
     def learn(
-        self, choice: Choice, cost: ActionCost, sessions: Sequence[SessionAcceptance | None]
+        self, choice: Choice, cost: ActionCost, sessions: Sequence[PassesNeeded | None]
     ) -> None:
         """Take in what a batch has cost and needed.
 
@@ -142,20 +101,22 @@ class Guard:
 
     def learn_cost(self, plan: str, cost: ActionCost) -> None:
         """Take in what a batch by `plan` has cost, and nothing about acceptance."""
+        settings = self._settings
         self._num_actions += 1
         known = self._costs.setdefault((plan, _size(cost.num_passes)), _PlanCost())
         known.last_used = self._num_actions
-        known.prefill_ms.add_time(cost.prefill_ms, self._settings)
+        known.prefill_ms.add_time(cost.prefill_ms, settings.weight, settings.outlier)
         longest = max(cost.num_passes)
         if longest > 0:
-            known.pass_ms.add_time(cost.passes_ms / longest, self._settings)
+            pass_ms = cost.passes_ms / longest
+            known.pass_ms.add_time(pass_ms, settings.weight, settings.outlier)
 
-    def learn_passes(self, plan: str, passes: int, session: SessionAcceptance) -> None:
+    def learn_passes(self, plan: str, passes: int, session: PassesNeeded) -> None:
         """Take in how many passes a plan has needed, or would have, and nothing about cost."""
-        for table in (session.passes, self._usual):
-            table.setdefault(plan, Average()).add(passes, self._settings)
+        for table in (session, self._usual):
+            table.setdefault(plan, Average()).add(passes, self._settings.weight)
 
-    def expected_ms(self, plan: str, sessions: Sequence[SessionAcceptance]) -> float:
+    def expected_ms(self, plan: str, sessions: Sequence[PassesNeeded]) -> float:
         """The plan's price for these sessions together; they wait for the slowest of them."""
         passes = max(self._expected_passes(plan, session) for session in sessions)
         return self._costs[plan, _size(sessions)].price(passes)
@@ -165,11 +126,11 @@ class Guard:
         cost = self._costs.get((plan, size))
         return cost is not None and cost.prefill_ms.count >= _SAMPLES_NEEDED
 
-    def _expected_passes(self, plan: str, session: SessionAcceptance) -> float:
+    def _expected_passes(self, plan: str, session: PassesNeeded) -> float:
         """What the session needed lately, else what sessions usually need, else half of plain."""
         if plan == self._plain:
             return self._plain_passes
-        known = session.passes.get(plan) or self._usual.get(plan)
+        known = session.get(plan) or self._usual.get(plan)
         return known.value if known is not None else self._plain_passes / 2
 
     def _cheapest(self, prices: Mapping[str, float]) -> str:

@@ -6,14 +6,39 @@ accepted draft became the next draft, and motion stopped. Host memory only; one 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.guard import SessionAcceptance
-
 STEPS_KEPT = 32
+
+
+@dataclass(eq=False)
+class Average:
+    """A moving average; the first few samples weigh more. `weight` is the newest one's share."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, sample: float, weight: float) -> None:
+        """Take a sample in."""
+        self.count += 1
+        self.value += max(weight, 1.0 / self.count) * (sample - self.value)
+
+    def add_time(self, sample: float, weight: float, outlier: float) -> None:
+        """Take a time in as at most `outlier` times the average, which none may drag along.
+
+        Of the first two the smaller counts, because the first may have warmed things up.
+        """
+        if self.count == 1:
+            self.count, self.value = 2, min(self.value, sample)
+        else:
+            highest = outlier * self.value if self.count > 0 else sample
+            self.add(min(sample, highest), weight)
+
+
+PassesNeeded = dict[str, Average]  # after the prefill, lately, by the name of the plan
 
 
 @dataclass(eq=False)
@@ -25,10 +50,19 @@ class ActionHistory:
     drift: tuple[float, ...] = ()  # [position], in bins: executed minus own, leaky sum
     num_steps: int = 0
     num_draws: int = 0  # actions decoded in the whole session: numbers the streams of noise
-    acceptance: SessionAcceptance = field(default_factory=SessionAcceptance)
+    passes_needed: PassesNeeded = field(default_factory=dict)
+
+    def copy(self) -> "ActionHistory":
+        """One that can grow without changing this one. Steps are tuples: they are shared."""
+        return replace(
+            self,
+            own=self.own.copy(),
+            executed=self.executed.copy(),
+            passes_needed={plan: replace(one) for plan, one in self.passes_needed.items()},
+        )
 
     def reset(self) -> None:
-        """Forget the episode; what was learnt about acceptance stays."""
+        """Forget the episode; what was learnt about plans stays."""
         self.own.clear()
         self.executed.clear()
         self.drift = ()

@@ -21,7 +21,7 @@ from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 
 _PROMPT_BUCKET = 16
 _READ_BUCKET = 64
-# Widths of recorded trees: a pass costs the same for few nodes and for some more, a recording
+# Widths of captured trees: a pass costs the same for few nodes and for some more, capturing one
 # takes a second.
 _TREE_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 50)
 
@@ -101,7 +101,7 @@ class LlamaTarget:
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether passes are recorded, one recording for each shape."""
+        """Whether passes are captured, one by one for each shape."""
         return self._runner.has_fixed_shapes
 
     @property
@@ -110,16 +110,12 @@ class LlamaTarget:
         return self.decoder.sizes.max_positions - self._room.new_tokens
 
     def pad_rows(self, values: Tensor) -> Tensor:
-        """The batch with copies of its first row behind, up to the next recorded batch size."""
+        """The batch with copies of its first row behind, up to the next captured batch size."""
         num_rows = len(values)
         if not self._runner.has_fixed_shapes or num_rows == 1:
             return values
         missing = (1 << (num_rows - 1).bit_length()) - num_rows
         return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
-
-    def committed_lengths(self) -> Tensor:
-        """Slots in use, [row]."""
-        return self._lengths[: self._num_rows]
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -200,7 +196,7 @@ class LlamaTarget:
             self._extent = Extent(min(longest, self._limit))
 
     def _widen(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """Tokens and ancestors of a tree, padded to the next recorded width where there is one."""
+        """Tokens and ancestors of a tree, padded to the next captured width where there is one."""
         tokens, ancestors = self.pad_rows(tree.tokens), self.pad_rows(tree.ancestor_mask())
         width = tree.num_nodes
         if self._runner.has_fixed_shapes:
@@ -211,7 +207,7 @@ class LlamaTarget:
         return tokens, layout.pad_ancestors(ancestors, width)
 
     def _scores_of(self, tree: DraftTree, logits: Tensor, hidden: Tensor) -> Scores:
-        """What was asked for, without the padding of recorded shapes."""
+        """What was asked for, without the padding of captured shapes."""
         rows, nodes = slice(self._num_rows), slice(tree.num_nodes)
         return Scores(logits[rows, nodes], hidden[rows, nodes])
 

@@ -1,266 +1,222 @@
-"""The way in: build a decoder for a target model and a preset, and decode batches of actions."""
+"""Decoding methods: which rule judges, which sources draft, how ties are broken; those by name."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from deft_client.types import DecodeTrace
-from deft_policies.decoding.acceptance.sampled import RatioVerifier, position_noise
-from deft_policies.decoding.acceptance.scored import ActionContext
-from deft_policies.decoding.acceptance.verify import Verifier
-from deft_policies.decoding.action_space import ActionSpace, SpaceTensors, common_length
-from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.drafts.combine import PlannedDrafting, Seen, Sources
-from deft_policies.decoding.drafts.eagle import EagleHead
-from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
-from deft_policies.decoding.drafts.memory import (
-    Extrapolation,
-    NgramLookup,
-    PreviousAction,
-    Recycled,
+from deft_policies.decoding.acceptance.confidence import (
+    DeferredWindow,
+    EntropyRadius,
+    NearTop,
+    TopK,
+    VisualRelevance,
 )
-from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
-from deft_policies.decoding.drafts.small_model import SmallModelDrafts
-from deft_policies.decoding.drafts.source import Grower, Guesser
-from deft_policies.decoding.guard import ActionCost, Choice, Guard
-from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
-from deft_policies.decoding.plan import PLAIN, DraftKind, KeyMask, Plan, RopeOffset
-from deft_policies.decoding.presets import Preset
-from deft_policies.decoding.records import ActionRun, cost_of_plain
-from deft_policies.decoding.speculative import RunState, run_actions
-from deft_policies.decoding.target import Prompts, TargetModel
-from deft_policies.decoding.trace import StageClock
-from deft_policies.errors import RequestError
-from deft_policies.model.layout import EagerRunner, StepRunner
-
-_WARM_UP_RUNS = 3
-
-
-@dataclass(frozen=True)
-class DecodeRow:
-    """One action to decode: the session it belongs to and the space it lives in."""
-
-    history: ActionHistory
-    space: ActionSpace
+from deft_policies.decoding.acceptance.distance import (
+    ScheduledRadius,
+    WithinBins,
+    WithinBudget,
+    WithinDrift,
+    WithinIds,
+    WithinLimits,
+)
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
+)
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.verify import TieBreak
+from deft_policies.errors import RequestError, UnknownDecodingError
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A decoded batch."""
+class Method:
+    """One way of decoding, as a value: what a caller changes about it makes another one.
 
-    traces: list[DecodeTrace]
-    cost: ActionCost
-
-
-@dataclass(frozen=True)
-class DraftModels:
-    """What drafts with weights or data of its own; None for what is not there."""
-
-    head: EagleHead | None = None
-    rope_offset: RopeOffset = RopeOffset.CORRECT
-    key_mask: KeyMask = KeyMask.CAUSAL
-    medusa: MedusaHeads | None = None
-    index: RetrievalIndex | None = None
-    small_model: TargetModel | None = None
-    patch_share: float = 1.0  # of the image patches that the small model looks at
-    new_runner: Callable[[], StepRunner] = EagerRunner  # runs the head's steps of fixed shape
-
-
-class Decoder:
-    """Decodes batches of actions by one method. One thread; keeps what its guard has measured."""
-
-    def __init__(self, target: TargetModel, preset: Preset, sources: Sources) -> None:
-        self.target = target
-        self.preset = preset
-        self._sources = sources
-        self._plans = sources.usable(preset)
-        self._guards: dict[int, Guard] = {}
-
-    def decode(
-        self,
-        prompts: Prompts,
-        rows: Sequence[DecodeRow],
-        clock: StageClock,
-        wants_margins: bool = False,
-    ) -> list[DecodeTrace]:
-        """Decode one action for every prompt, in order, and append it to its row's history.
-
-        All rows must have actions of one length. No two rows may share a history.
-        """
-        sessions = [row.history.acceptance for row in rows]
-        remembering = [row.history.acceptance if row.history.own else None for row in rows]
-        guard = self._guard(rows[0].space.length)
-        if guard is not None:
-            choice = guard.choose(sessions, may_try=None not in remembering)
-        else:
-            choice = Choice(self._plans[0].name, "")
-        found = self._carry_out(choice, prompts, rows, clock, wants_margins)
-        for trace, row in zip(found.traces, rows, strict=True):
-            row.history.append(trace.tokens, trace.predicted, self.preset.rule.drift_leak)
-        if guard is not None:
-            guard.learn(choice, found.cost, remembering)
-            self._learn_hypothetically(guard, choice, rows)
-        return found.traces
-
-    def warm_up(self, prompts: Prompts, spaces: Sequence[ActionSpace]) -> None:
-        """Run every plan on a batch that nobody waits for, so that the guard knows their costs."""
-        guard = self._guard(spaces[0].length)
-        for plan in (*self._plans, PLAIN):
-            for _ in range(_WARM_UP_RUNS):
-                rows = [DecodeRow(_warm_history(space), space) for space in spaces]
-                clock = StageClock(prompts.embeds.device)
-                choice = Choice(plan.name, "")
-                found = self._carry_out(choice, prompts, rows, clock, wants_margins=False)
-                if guard is not None:
-                    guard.learn_cost(plan.name, found.cost)
-
-    def _carry_out(
-        self,
-        choice: Choice,
-        prompts: Prompts,
-        rows: Sequence[DecodeRow],
-        clock: StageClock,
-        wants_margins: bool,
-    ) -> _Found:
-        """Decode by the chosen plan; without guesses, as lean as plain decoding itself."""
-        plan = self._plan(choice.plan)
-        if plan == PLAIN and self.preset.sampling.temperature == 0.0:
-            plainly = AutoregressiveDecoder(self.target, wants_margins=wants_margins)
-            length = common_length([row.space for row in rows])
-            traces = plainly.decode(prompts, length, clock)
-            cost = cost_of_plain(traces)
-        else:
-            run = self._run(plan, prompts, rows, clock, wants_margins)
-            traces, cost = run.read(clock), run.cost(clock)
-        name, rule = self.preset.name, str(self.preset.rule)
-        told = [replace(one, method=name, rule=rule, guard=choice.reason) for one in traces]
-        return _Found(told, cost)
-
-    def _run(
-        self,
-        plan: Plan,
-        prompts: Prompts,
-        rows: Sequence[DecodeRow],
-        clock: StageClock,
-        wants_margins: bool,
-    ) -> ActionRun:
-        histories = [row.history for row in rows]
-        device = prompts.embeds.device
-        space = SpaceTensors.of([row.space for row in rows], device)
-        steps = self._sources.steps_needed(plan)
-        history = HistoryTensors.of(histories, space.length, steps, device)
-        context = ActionContext(space, history.drift, history.num_steps)
-        keep_hidden = self.preset.rule.needs_patches or self._sources.needs_hidden(plan)
-        prompts = replace(prompts, keep_hidden=keep_hidden)
-        seen = Seen(prompts, histories, history, self.target.widest_tree)
-        verifier = self.verifier_for(histories, space.length, device)
-        state = RunState(self.target, verifier, context, wants_margins)
-        return run_actions(state, prompts, PlannedDrafting(self._sources, plan, seen), clock)
-
-    def _guard(self, length: int) -> Guard | None:
-        """The guard for actions of this length; None where there is nothing to choose."""
-        if not self.preset.is_guarded or self._plans == (PLAIN,):
-            return None
-        if length not in self._guards:
-            names = [plan.name for plan in self._plans]
-            self._guards[length] = Guard(names, PLAIN.name, length - 1)
-        return self._guards[length]
-
-    def _plan(self, name: str) -> Plan:
-        return next((plan for plan in self._plans if plan.name == name), PLAIN)
-
-    def _learn_hypothetically(
-        self, guard: Guard, choice: Choice, rows: Sequence[DecodeRow]
-    ) -> None:
-        """Tell the guard what plans that only repeat the last action would have needed.
-
-        With exact match that can be counted afterwards: one pass for every token that changed.
-        """
-        if not self.preset.rule.is_exact:
-            return
-        for plan in self._plans:
-            if plan.name != choice.plan and plan.kinds == {DraftKind.PREVIOUS}:
-                for row in rows:
-                    if len(row.history.own) > 1:
-                        passes = num_changed(row.history.own[-2], row.history.own[-1])
-                        guard.learn_passes(plan.name, passes, row.history.acceptance)
-
-    def verifier_for(
-        self, histories: Sequence[ActionHistory], length: int, device: torch.device
-    ) -> Verifier:
-        """What judges a batch: greedy, or with noise of its own for every row."""
-        preset, vocabulary = self.preset, self.target.vocabulary
-        greedy = Verifier(preset.rule, preset.tie_break, vocabulary.first)
-        if preset.sampling.temperature == 0.0:
-            return greedy
-        draws = [history.num_draws for history in histories]
-        like = torch.empty(len(vocabulary), device=device)
-        noise, coins = position_noise(preset.sampling, draws, like, length)
-        return RatioVerifier(
-            rule=greedy.rule,
-            tie_break=greedy.tie_break,
-            first_token=greedy.first_token,
-            temperature=preset.sampling.temperature,
-            noise=noise,
-            uniform=coins,
-        )
-
-
-def build_decoder(
-    target: TargetModel,
-    preset: Preset,
-    models: DraftModels | None = None,
-) -> Decoder:
-    """Join a target, a method and the draft sources there are.
-
-    Raises `RequestError` when the preset cannot do without a source that is missing.
+    The first plan whose sources are there is used, or the guard chooses. `required` sources must be
+    there; plans that use others which are not there are left out. `whole_vocabulary` makes the head
+    draft over every token instead of action tokens alone.
     """
-    sources = build_sources(target, preset, models or DraftModels())
-    missing = preset.required - sources.kinds
-    if missing:
-        names = ", ".join(sorted(kind.value for kind in missing))
-        raise RequestError(
-            "decoding",
-            f"{preset.name!r} needs draft sources that were not loaded: {names}; load a draft head "
-            "(--draft-head DIR) or whatever they need, or choose another method",
-        )
-    return Decoder(target, preset, sources)
+
+    name: str
+    summary: str
+    rule: AcceptanceRule
+    plans: tuple[Plan, ...]
+    tie_break: TieBreak = TieBreak.CLOSEST
+    required: frozenset[DraftKind] = frozenset()
+    whole_vocabulary: bool = False
+    is_guarded: bool = False
+    sampling: Sampling = Sampling()
+    draws_drafts: bool = False  # draw the head's chain by its odds, for the ratio test
+
+    def with_radius(self, radius: int) -> "Method":
+        """With another radius in bins; `RequestError` where the rule has none."""
+        if radius < 0:
+            raise RequestError("radius", f"radius must be 0 or more bins, got {radius}")
+        return replace(self, rule=self.rule.with_radius(radius))
+
+    def with_drafts(self, drafts: tuple[DraftKind, ...]) -> "Method":
+        """Drafting from these sources alone, however slow they are.
+
+        Sources that need no pass of their own ride in the prefill, the others draft between passes.
+        """
+        if self.plans == (PLAIN,):
+            raise RequestError("drafts", f"{self.name!r} drafts nothing; choose another method")
+        plans, required = (plan_of(drafts),), frozenset(drafts)
+        return replace(self, plans=plans, required=required, is_guarded=False)
+
+    def with_shape(self, shape: TreeShape) -> "Method":
+        """With other trees; of the plans that become alike, the first."""
+        found: dict[tuple[tuple[DraftKind, ...], ...], Plan] = {}
+        for plan in self.plans:
+            found.setdefault((plan.prefill, plan.rounds), replace(plan, shape=shape))
+        return replace(self, plans=tuple(found.values()))
+
+    def with_sampling(self, sampling: Sampling) -> "Method":
+        """Drawing tokens; at temperature 0 by the method's own temperature, and with this seed."""
+        if sampling.temperature == 0.0:
+            sampling = replace(self.sampling, seed=sampling.seed)
+        elif not self.rule.is_exact:
+            raise RequestError(
+                "temperature",
+                f"{self.name!r} relaxes greedy decoding and cannot sample; use 'lossless' or "
+                "'autoregressive', which keep the target's distribution",
+            )
+        return replace(self, sampling=sampling)
 
 
-def build_sources(target: TargetModel, preset: Preset, models: DraftModels) -> Sources:
-    """Collect every draft source that can be built."""
-    guessers: list[Guesser] = [
-        PreviousAction(),
-        Extrapolation(target.action_tokens),
-        NgramLookup(),
-        Recycled(),
-    ]
-    if models.index is not None:
-        guessers.append(Retrieval(models.index))
-    growers: list[Grower] = []
-    if models.head is not None:
-        options = HeadOptions(models.rope_offset, models.key_mask, preset.whole_vocabulary)
-        if preset.draws_drafts:
-            growers.append(DrawnHeadDrafts(models.head, target, options, preset.sampling))
-        else:
-            growers.append(HeadDrafts(models.head, target, options, models.new_runner()))
-    if models.medusa is not None:
-        growers.append(MedusaDrafts(models.medusa, target))
-    if models.small_model is not None:
-        growers.append(SmallModelDrafts(models.small_model, models.patch_share))
-    return Sources(tuple(guessers), tuple(growers))
+_MEMORY = (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION, DraftKind.RETRIEVAL)
+_HEAD = frozenset({DraftKind.HEAD})
+_SPEC_VLA_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
+
+_OUR_PLANS = (
+    Plan("memory+tree", (DraftKind.PREVIOUS,), (DraftKind.HEAD,)),
+    Plan("memory+branches", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape(3, 2, 8)),
+    Plan("memory+chain", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape.chain(5)),
+    Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,)),
+    Plan("memory+recycled", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS, DraftKind.RECYCLED)),
+    Plan("memory-wide", _MEMORY, (DraftKind.PREVIOUS, DraftKind.RECYCLED)),
+    Plan("head-chain", (), (DraftKind.HEAD,), TreeShape.chain(5)),
+)
+_CHAIN_PLANS = (
+    Plan("memory+chain", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape.chain(6)),
+    Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,)),
+)
+
+METHODS: tuple[Method, ...] = (
+    Method(AUTOREGRESSIVE, "one token per pass: the baseline", ExactMatch(), (PLAIN,)),
+    Method(
+        "lossless",
+        "the same actions as autoregressive, in fewer passes (default)",
+        ExactMatch(),
+        _OUR_PLANS,
+        is_guarded=True,
+    ),
+    Method(
+        "deft",
+        "drafts within physical limits, gripper by class, inside a drift budget",
+        WithinDrift(WithinLimits(move=3.0, turn=0.5, cap=15), move=9.0, turn=1.5, cap=30, leak=1.0),
+        _OUR_PLANS,
+        is_guarded=True,
+    ),
+    Method(
+        "spec-vla",
+        "Spec-VLA, relaxed: within 9 ids, full tree, first row wins ties",
+        WithinIds(9),
+        (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),),
+        tie_break=TieBreak.FIRST_ROW,
+        required=_HEAD,
+        whole_vocabulary=True,
+    ),
+    Method(
+        "spec-vla-strict",
+        "Spec-VLA, strict: the same loop with exact match",
+        WithinIds(0),
+        (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),),
+        tie_break=TieBreak.FIRST_ROW,
+        required=_HEAD,
+        whole_vocabulary=True,
+    ),
+    Method(
+        "fly",
+        "FLy: misses stand where the target is unsure and its next tokens agree",
+        DeferredWindow(theta=0.3, window=6),
+        _CHAIN_PLANS,
+    ),
+    Method(
+        "lvspec",
+        "LVSpec: strict where the token depends on the image, loose elsewhere",
+        VisualRelevance(num_patches=10, share=0.7, shift_tolerant=True),
+        _CHAIN_PLANS,
+    ),
+    Method(
+        "heisd-like",
+        "HeiSD's budgets per group of dimensions, every token verified",
+        WithinBudget(each=15, total=30),
+        (
+            Plan("retrieval+tree", (DraftKind.RETRIEVAL,), (DraftKind.HEAD,)),
+            Plan("retrieval", (DraftKind.RETRIEVAL,), (DraftKind.RETRIEVAL,)),
+            Plan("memory+tree", (DraftKind.PREVIOUS,), (DraftKind.HEAD,)),
+            Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,)),
+        ),
+    ),
+    Method(
+        "kerv-like",
+        "KERV's radius that shrinks over the episode, hold-last tails beside the head's tree",
+        ScheduledRadius(high=15, low=5, tau=100.0, beta=1.0),
+        (
+            Plan("tree+hold", (), (DraftKind.HEAD, DraftKind.PREVIOUS)),
+            Plan("hold", (), (DraftKind.PREVIOUS,)),
+        ),
+    ),
+    Method(
+        "ratio-test",
+        "sampling with the head's drawn chains, exact by Leviathan's ratio test",
+        ExactMatch(),
+        (Plan("drawn-chain", (), (DraftKind.HEAD,), TreeShape.chain(5)),),
+        required=_HEAD,
+        sampling=Sampling(temperature=1.0),
+        draws_drafts=True,
+    ),
+    Method("within-bins", "drafts at most a radius of bins away", WithinBins(9), _OUR_PLANS),
+    Method("top-k", "SpecDec: drafts among the target's k likeliest", TopK(5), _OUR_PLANS),
+    Method(
+        "near-top",
+        "TensorRT-LLM's relaxed acceptance: nearly as likely as the target's own",
+        NearTop(n=10, delta=0.6),
+        _OUR_PLANS,
+    ),
+    Method(
+        "entropy-radius",
+        "a radius that grows with the target's own uncertainty",
+        EntropyRadius(low=1, high=15, full=0.5),
+        _OUR_PLANS,
+    ),
+)
+
+METHOD_NAMES: tuple[str, ...] = tuple(method.name for method in METHODS)
+DEFAULT_METHOD = "lossless"
 
 
-def num_changed(before: Sequence[int], after: Sequence[int]) -> int:
-    """Tokens that differ, the last one left out: it needs no pass of its own."""
-    return sum(old != new for old, new in zip(before[:-1], after[:-1], strict=True))
+def find_method(name: str) -> Method:
+    """The method of this name, as published."""
+    found = next((method for method in METHODS if method.name == name), None)
+    if found is None:
+        raise UnknownDecodingError(name, METHOD_NAMES)
+    return found
 
 
-def _warm_history(space: ActionSpace) -> ActionHistory:
-    """A session that has acted before, so that guesses from memory have their usual width."""
-    history = ActionHistory()
-    for _ in range(STEPS_KEPT):
-        history.append((0,) * space.length, (0,) * space.length, leak=1.0)
-    return history
+RIDES_IN_PREFILL = (
+    DraftKind.PREVIOUS,
+    DraftKind.EXTRAPOLATION,
+    DraftKind.NGRAM,
+    DraftKind.RETRIEVAL,
+)
+MAX_PREFILL_KINDS = 3
+
+
+def plan_of(drafts: tuple[DraftKind, ...]) -> Plan:
+    """Put each source where it can draft; growers win the rounds, else guessers draft tails too."""
+    riders = tuple(kind for kind in drafts if kind in RIDES_IN_PREFILL)[:MAX_PREFILL_KINDS]
+    return Plan("+".join(kind.value for kind in drafts) or "plain", riders, drafts)

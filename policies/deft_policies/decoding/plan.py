@@ -1,6 +1,6 @@
 """How draft trees are shaped, by numbers alone. Imports nothing heavy: flags are made of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
@@ -45,7 +45,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TreeTemplate:
-    """A tree that is the same whatever the drafts are, so that its shape can be recorded.
+    """A tree that is the same whatever the drafts are, so that its steps can be captured.
 
     A node is named by its path: at every step, the rank of its token among its siblings by
     likelihood, 0 the likeliest. Nodes are numbered level by level, the root being node 0.
@@ -106,14 +106,14 @@ class TreeShape:
     """How a grower grows: `levels` sequential steps, `top_k` branches, the best `num_guesses` kept.
 
     With a `template`, its paths are grown instead. A tree never goes deeper than what is missing of
-    the action, unless `is_fixed`: then it has the same shape in every round, as Spec-VLA's has, and
-    what is too deep is never accepted.
+    the action, unless `is_full_depth`: then it has all levels in every round, as Spec-VLA's has,
+    and what is too deep is never accepted.
     """
 
     levels: int = 5
     top_k: int = 8
     num_guesses: int = 49
-    is_fixed: bool = False
+    is_full_depth: bool = False
     template: TreeTemplate | None = None
 
     @staticmethod
@@ -126,6 +126,13 @@ class TreeShape:
         """The same paths in every round, as deep as is of use."""
         widest = 1 + max(path[-1] for path in template.paths)
         return TreeShape(template.levels, widest, len(template.paths), template=template)
+
+    def cut(self, depth: int) -> "TreeShape":
+        """The shape where `depth` levels are of use."""
+        if self.is_full_depth or depth >= self.levels:
+            return self
+        template = None if self.template is None else self.template.cut(depth)
+        return replace(self, levels=depth, template=template)
 
     @property
     def num_grown(self) -> int:

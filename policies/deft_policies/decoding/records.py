@@ -1,16 +1,123 @@
-"""What a run leaves on the device, and how it is brought to the host: in one read, at the end."""
+"""What passes leave behind: results on the device, times, and the trace that is read at the end.
 
+The host reads what happened in one transfer, after the last token.
+"""
+
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.decoding.drafts.source import PassResult
-from deft_policies.decoding.guard import ActionCost
+from deft_client.types import DecodeTrace, PassTrace, StageTimings
 from deft_policies.decoding.plan import SOURCE_KINDS
-from deft_policies.decoding.trace import StageClock
+from deft_policies.decoding.target import Scores
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.verify import AcceptedPath
+
+
+class Stage(Enum):
+    """A part of answering an observation; the value is its field in `StageTimings`."""
+
+    PREPARE = "prepare_ms"
+    VISION = "vision_ms"
+    PREFILL = "prefill_ms"
+    DRAFT = "draft_ms"
+    VERIFY = "verify_ms"
+    COMMIT = "commit_ms"
+    FINISH = "finish_ms"
+
+
+class StageClock:
+    """Adds up time by stage, lap by lap, without making the host wait for the device.
+
+    On a CUDA device a lap is an event in the stream; events are read when timings are asked for,
+    after the last token has been.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._laps: list[tuple[Stage, int]] = []
+        self._marks: list[float | torch.cuda.Event] = []
+        self._mark()
+
+    def skip(self) -> None:
+        """Start the next lap now; what passed since the last one belongs to no stage."""
+        self._mark()
+
+    def lap(self, stage: Stage) -> int:
+        """Book the time since the last mark; returns the lap's number, for `milliseconds`."""
+        self._laps.append((stage, len(self._marks)))
+        self._mark()
+        return len(self._laps) - 1
+
+    def milliseconds(self, lap: int) -> float:
+        """How long a lap took."""
+        after = self._laps[lap][1]
+        start, end = self._marks[after - 1], self._marks[after]
+        if isinstance(start, float) and isinstance(end, float):
+            return (end - start) * 1e3
+        assert not isinstance(start, float)
+        assert not isinstance(end, float)
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def timings(self) -> StageTimings:
+        """The sums by stage."""
+        sums = dict.fromkeys((stage.value for stage in Stage), 0.0)
+        for index, (stage, _) in enumerate(self._laps):
+            sums[stage.value] += self.milliseconds(index)
+        return StageTimings(total_ms=sum(sums.values()), **sums)
+
+    def _mark(self) -> None:
+        if not self._is_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """One finished target pass."""
+
+    tree: DraftTree
+    scores: Scores
+    predictions: Tensor  # [row, node]
+    accepted: AcceptedPath
+    next_tokens: Tensor  # [row, step], token after each node of the path; the bonus is among them
+    num_committed: Tensor  # [row], action tokens before the pass, the root included
+    is_open: tuple[bool, ...]  # [row], whether the row still missed tokens before the pass
+    is_prefill: bool = False
+
+
+@dataclass(frozen=True)
+class BatchProgress:
+    """How far a batch of actions has come."""
+
+    tokens: Tensor  # [row, position + 1], committed; anything beyond `num_committed`
+    num_committed: Tensor  # [row]
+    roots: Tensor  # [row], the last committed token
+    fewest: int  # of num_committed over unfinished rows, known to the host
+    length: int  # tokens of one action
+    last: PassResult | None  # None before the prefill
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest tree that is still of use: the last token needs no guess."""
+        return self.length - 1 - self.fewest
+
+
+@dataclass(frozen=True)
+class ActionCost:
+    """What one batch has cost in milliseconds, and the passes its rows needed after the prefill."""
+
+    prefill_ms: float  # drafting for it included
+    passes_ms: float  # everything after the prefill
+    num_passes: tuple[int, ...]  # [row]
 
 
 @dataclass(frozen=True)
@@ -86,16 +193,16 @@ _NAMES = (*(kind.value for kind in SOURCE_KINDS), "")  # the root's source is -1
 def _columns(records: Sequence[PassRecord]) -> list[Tensor]:
     columns: list[Tensor] = []
     for record in records:
-        tree, verdict = record.result.tree, record.result.verdict
+        tree, accepted = record.result.tree, record.result.accepted
         columns += [
             tree.tokens,
             tree.parents,
             tree.sources,
             tree.is_real,
             record.result.predictions,
-            verdict.path,
-            verdict.num_accepted[:, None],
-            verdict.bonus[:, None],
+            accepted.path,
+            accepted.num_accepted[:, None],
+            accepted.bonus[:, None],
         ]
     return columns
 

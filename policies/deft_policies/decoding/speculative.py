@@ -7,56 +7,48 @@ never has one more. Plain decoding is this loop with trees that are only a root.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
-from deft_policies.decoding.acceptance.verify import Verdict, Verifier, verdict_without_guesses
-from deft_policies.decoding.choosing import first_maximum, top_gap
-from deft_policies.decoding.drafts.source import PassResult, Progress
-from deft_policies.decoding.records import ActionRun, PassRecord
+from deft_policies.decoding.acceptance.rule import ActionContext, ScoredTree
+from deft_policies.decoding.drafts.sources import BatchDrafts
+from deft_policies.decoding.records import (
+    ActionRun,
+    BatchProgress,
+    PassRecord,
+    PassResult,
+    Stage,
+    StageClock,
+)
+from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.decoding.target import (
     PromptFeatures,
     Prompts,
     Scores,
     TargetModel,
 )
-from deft_policies.decoding.trace import Stage, StageClock
 from deft_policies.decoding.tree import DraftTree
-
-
-class Drafting(Protocol):
-    """Where the guesses of one batch come from."""
-
-    def before_prefill(self, progress: Progress) -> DraftTree:
-        """Guesses to ride behind the prompt."""
-
-    def begin(self, features: PromptFeatures) -> None:
-        """Take in what the prefill computed of the prompt; only called if passes follow."""
-
-    def between_passes(self, progress: Progress) -> DraftTree:
-        """Guesses for the next pass; `progress.last` is the one that just ended."""
+from deft_policies.decoding.verify import AcceptedPath, Verifier
 
 
 def run_actions(
-    state: "RunState", prompts: Prompts, drafting: Drafting, clock: StageClock
+    state: "RunState", prompts: Prompts, drafts: BatchDrafts, clock: StageClock
 ) -> ActionRun:
     """Decode one batch to the end."""
-    tree = drafting.before_prefill(state.progress(prompts.last_tokens))
+    tree = drafts.before_prefill(state.progress(prompts.last_tokens))
     draft_lap = clock.lap(Stage.DRAFT)
     scores, features = state.target.prefill(prompts, tree)
-    result = state.take(tree, scores, _patches(state, features))
+    result = state.verify(tree, scores, features)
     records = [PassRecord(result, clock.lap(Stage.PREFILL), draft_lap)]
     if not state.is_done:
-        drafting.begin(features)
+        drafts.begin(features)
     while not state.is_done:
         state.commit(result)
         commit_lap = clock.lap(Stage.COMMIT)
-        tree = drafting.between_passes(state.progress(result.verdict.bonus))
+        tree = drafts.between_passes(state.progress(result.accepted.bonus))
         draft_lap = clock.lap(Stage.DRAFT)
-        result = state.take(tree, state.target.score(tree))
+        result = state.verify(tree, state.target.score(tree))
         records.append(PassRecord(result, clock.lap(Stage.VERIFY), draft_lap, commit_lap))
     return state.finish(records)
 
@@ -92,31 +84,30 @@ class RunState:
         """True once every row has its last token."""
         return min(self.counts) >= self.length
 
-    def progress(self, roots: Tensor) -> Progress:
+    def progress(self, roots: Tensor) -> BatchProgress:
         """What draft sources may see."""
-        return Progress(
+        return BatchProgress(
             self.tokens, self.num_committed, roots, min(self.counts), self.length, self.last
         )
 
-    def take(self, tree: DraftTree, scores: Scores, patches: Tensor | None = None) -> PassResult:
-        """Judge a pass and write down what it commits."""
-        is_prefill = self.last is None
-        if is_prefill:
+    def verify(
+        self, tree: DraftTree, scores: Scores, features: PromptFeatures | None = None
+    ) -> PassResult:
+        """Judge a pass and write down what it commits. The prefill has `features`."""
+        if features is not None and self.verifier.rule.needs_patches:
+            patches = features.hidden[:, features.patches]
             self.context = replace(self.context, patches=patches)
         predictions = self.verifier.predict(tree, scores, self.num_committed)
-        if tree.num_nodes == 1:
-            verdict = verdict_without_guesses(predictions)
-        else:
-            verdict = self.verifier.judge(self._scored(tree, scores, predictions))
+        accepted = self.verifier.judge(self._scored(tree, scores, predictions))
         self.last = PassResult(
             tree=tree,
             scores=scores,
             predictions=predictions,
-            verdict=verdict,
-            next_tokens=_next_tokens(tree, verdict),
+            accepted=accepted,
+            next_tokens=_next_tokens(tree, accepted),
             num_committed=self.num_committed,
             is_open=tuple(count < self.length for count in self.counts),
-            is_prefill=is_prefill,
+            is_prefill=features is not None,
         )
         self._write(self.last)
         return self.last
@@ -144,11 +135,11 @@ class RunState:
 
     def _write(self, result: PassResult) -> None:
         """Append what was committed."""
-        path, accepted = result.verdict.path, result.verdict.num_accepted
+        path, accepted = result.accepted.path, result.accepted.num_accepted
         places = self._places(accepted, path.shape[1])
         self.tokens.scatter_(1, places, result.next_tokens)
-        self.own.scatter_(1, places, result.verdict.own)
-        if self.wants_margins:  # a copy: a recorded pass overwrites its logits when it runs again
+        self.own.scatter_(1, places, result.accepted.own)
+        if self.wants_margins:  # a copy: a captured pass overwrites its logits when it runs again
             self._written.append((_at_path(result.scores.logits, path), places))
         self.num_committed = (self.num_committed + accepted + 1).clamp_(max=self.length)
         # Where nothing was guessed the host knows what was committed without reading.
@@ -165,10 +156,10 @@ class RunState:
 
     def commit(self, result: PassResult) -> None:
         """Keep the path in the target's cache; rows that are finished keep nothing more."""
-        kept = result.verdict.num_accepted + 1
+        kept = result.accepted.num_accepted + 1
         if not all(result.is_open):
             kept = kept * (result.num_committed < self.length)
-        self.target.commit(result.verdict.path[:, : self._longest_path], kept)
+        self.target.commit(result.accepted.path[:, : self._longest_path], kept)
 
     def finish(self, records: Sequence[PassRecord]) -> ActionRun:
         """Everything that was settled."""
@@ -186,23 +177,17 @@ class RunState:
         return margins[:, : self.length]
 
 
-def _next_tokens(tree: DraftTree, verdict: Verdict) -> Tensor:
+def _next_tokens(tree: DraftTree, accepted: AcceptedPath) -> Tensor:
     """The token after each node of the path: the next draft on it, or the bonus. [row, step]."""
-    bonus = verdict.bonus[:, None]
-    if verdict.path.shape[1] == 1:
+    bonus = accepted.bonus[:, None]
+    if accepted.path.shape[1] == 1:
         return bonus
-    drafted = tree.tokens.gather(1, verdict.path[:, 1:])
+    drafted = tree.tokens.gather(1, accepted.path[:, 1:])
     shifted = torch.cat((drafted, bonus), dim=1)
-    return shifted.scatter_(1, verdict.num_accepted[:, None], bonus)
+    return shifted.scatter_(1, accepted.num_accepted[:, None], bonus)
 
 
 def _at_path(values: Tensor, path: Tensor) -> Tensor:
     """Pick the nodes [row, step] of a path from [row, node, ...]."""
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
     return values[rows, path]
-
-
-def _patches(state: RunState, features: PromptFeatures) -> Tensor | None:
-    if not state.verifier.needs_patches:
-        return None
-    return features.hidden[:, features.patches]

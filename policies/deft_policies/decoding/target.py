@@ -88,6 +88,3 @@ class TargetModel(Protocol):
         `lengths` [row] says how many of them count. After a prefill the root's row is already
         committed and is counted all the same.
         """
-
-    def committed_lengths(self) -> Tensor:
-        """Rows of the cache in use, [row] int64."""

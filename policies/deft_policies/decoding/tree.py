@@ -1,10 +1,12 @@
 """Draft trees: the guesses that one pass of the target model checks together."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,20 @@ class TokenRange:
     def contains(self, tokens: Tensor) -> Tensor:
         """True, elementwise, for the ids inside the range."""
         return (self.first <= tokens) & (tokens <= self.last)
+
+
+@dataclass(frozen=True)
+class DrawnOdds:
+    """The odds by which the tokens of a chain were drawn; column i is token `first_token + i`."""
+
+    odds: Tensor  # [row, node, token] float32; the root's row is unused
+    first_token: int
+
+    def over(self, vocabulary_size: int, first_token: int) -> Tensor:
+        """[row, node, column] over a wider range of tokens; those not drawn from had no odds."""
+        before = self.first_token - first_token
+        behind = vocabulary_size - before - self.odds.shape[2]
+        return functional.pad(self.odds, (before, behind))
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,7 @@ class DraftTree:
     sources: Tensor  # [row, node] int64, index into the draft sources' names; -1 for the root
     # Known without looking at a tensor: in every row, each node hangs on the one before it.
     is_chain: bool = field(default=False, kw_only=True)
+    drawn: DrawnOdds | None = field(default=None, kw_only=True)  # where tokens were drawn by odds
 
     @staticmethod
     def root_only(tokens: Tensor) -> "DraftTree":
@@ -50,7 +67,57 @@ class DraftTree:
             is_real=torch.ones_like(root, dtype=torch.bool),
             log_probs=torch.zeros_like(root, dtype=torch.float32),
             sources=torch.full_like(root, -1),
+            is_chain=True,
         )
+
+    @staticmethod
+    def chain(tokens: Tensor, source: int = -1) -> "DraftTree":
+        """Nodes that hang on each other, [row, node]; the first is the root."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
+        sources = torch.full_like(tokens, source)
+        sources[:, 0] = -1
+        return DraftTree(
+            tokens=tokens,
+            parents=parents.expand_as(tokens),
+            is_real=torch.ones_like(tokens, dtype=torch.bool),
+            log_probs=torch.zeros_like(tokens, dtype=torch.float32),
+            sources=sources,
+            is_chain=True,
+        )
+
+    @staticmethod
+    def side_by_side(trees: Sequence["DraftTree"]) -> "DraftTree":
+        """The guesses of trees of the same roots in one tree. Equal guesses stay two nodes."""
+        first, *rest = trees
+        if not rest:
+            return first
+        columns = [first._columns()]
+        behind = first.num_nodes - 1
+        for tree in rest:
+            tokens, parents, *others = (column[:, 1:] for column in tree._columns())
+            parents = torch.where(parents > 0, parents + behind, parents)
+            columns.append((tokens, parents, *others))
+            behind += tree.num_nodes - 1
+        return _beside(columns)
+
+    def below(self, roots: Tensor) -> "DraftTree":
+        """These nodes as guesses below `roots` [row]; their parents count the root as node 0."""
+        together = _beside([DraftTree.root_only(roots)._columns(), self._columns()])
+        return replace(together, is_chain=self.is_chain)
+
+    def select(self, nodes: Tensor) -> "DraftTree":
+        """The given nodes [node] in ascending order, the root among them.
+
+        No real node may hang on one that is left out.
+        """
+        renumbered = nodes.new_zeros(self.num_nodes)
+        renumbered[nodes] = torch.arange(len(nodes), device=nodes.device)
+        tokens, parents, *others = (column[:, nodes] for column in self._columns())
+        parents = torch.where(parents < 0, parents, renumbered[parents.clamp(min=0)])
+        return DraftTree(tokens, parents, *others, is_chain=self.is_chain)
+
+    def _columns(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.parents, self.is_real, self.log_probs, self.sources
 
     @property
     def num_nodes(self) -> int:
@@ -94,3 +161,7 @@ class DraftTree:
             nodes = torch.arange(self.num_nodes, device=self.tokens.device)
             return nodes.expand_as(self.tokens)
         return self._ancestors.sum(dim=2) - 1
+
+
+def _beside(parts: Sequence[tuple[Tensor, ...]]) -> DraftTree:
+    return DraftTree(*(torch.cat(columns, dim=1) for columns in zip(*parts, strict=True)))

@@ -1,6 +1,6 @@
-"""Recording passes of fixed shape and replaying them: on CUDA, a pass becomes one launch.
+"""Capturing steps of fixed shape and replaying them: on CUDA, a pass becomes one launch.
 
-Inputs are copied into tensors that never move, the recorded work runs on them, and outputs lie in
+Inputs are copied into tensors that never move, the captured work runs on them, and outputs lie in
 tensors that the next replay overwrites.
 """
 
@@ -14,53 +14,48 @@ from deft_policies.model.layout import Step, Tensors
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A recorded step: replaying it reads `inputs` and overwrites `outputs`."""
+class CapturedStep:
+    """A step that was captured: replaying it reads `inputs` and overwrites `outputs`."""
 
     inputs: Tensors
     outputs: Tensors
     replay: Callable[[], None]
 
 
-class Recorder(Protocol):
+class StepCapturer(Protocol):
     """Turns a step into something that can be replayed."""
 
-    def record(self, step: Step, inputs: Tensors) -> Recording:
-        """Record `step(*inputs)`. The inputs are the recorder's to keep."""
+    def capture(self, step: Step, inputs: Tensors) -> CapturedStep:
+        """Capture `step(*inputs)`. The inputs are the capturer's to keep."""
 
 
-class RecordedRunner:
-    """Records a step the first time its key comes up, replays it from then on."""
+class CapturedRunner:
+    """Captures a step the first time its key comes up, replays it from then on."""
 
     has_fixed_shapes = True
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._recordings: dict[Hashable, Recording] = {}
-
-    @property
-    def num_recordings(self) -> int:
-        """Distinct steps recorded so far."""
-        return len(self._recordings)
+    def __init__(self, capturer: StepCapturer) -> None:
+        self._capturer = capturer
+        self._captured: dict[Hashable, CapturedStep] = {}
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Replay the step on new inputs. Outputs are overwritten when the same key runs again."""
-        recording = self._recordings.get(key)
-        if recording is None:
+        captured = self._captured.get(key)
+        if captured is None:
             own = tuple(tensor.clone() for tensor in inputs)
-            recording = self._recorder.record(step, own)
-            self._recordings[key] = recording
-        for kept, given in zip(recording.inputs, inputs, strict=True):
+            captured = self._capturer.capture(step, own)
+            self._captured[key] = captured
+        for kept, given in zip(captured.inputs, inputs, strict=True):
             kept.copy_(given, non_blocking=True)
-        recording.replay()
-        return recording.outputs
+        captured.replay()
+        return captured.outputs
 
     def forget(self) -> None:
-        """Drop every recording, because the memory they point to is gone."""
-        self._recordings.clear()
+        """Drop what was captured, because the memory they point to is gone."""
+        self._captured.clear()
 
 
-class CudaRecorder:
+class CudaCapturer:
     """Captures CUDA graphs. All share one memory pool, since only one runs at a time."""
 
     def __init__(self, num_warm_ups: int = 2, fuses_kernels: bool = False) -> None:
@@ -69,7 +64,7 @@ class CudaRecorder:
         self._fuses_kernels = fuses_kernels
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Step, inputs: Tensors) -> Recording:
+    def capture(self, step: Step, inputs: Tensors) -> CapturedStep:
         """Run the step a few times to settle libraries, then capture it."""
         if self._fuses_kernels:
             step = torch.compile(step, fullgraph=True, dynamic=False)
@@ -82,4 +77,4 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = step(*inputs)
-        return Recording(inputs, outputs, graph.replay)
+        return CapturedStep(inputs, outputs, graph.replay)

@@ -27,7 +27,7 @@ class StepRunner(Protocol):
         """Return what `step(*inputs)` returns; valid until the same key runs again."""
 
     def forget(self) -> None:
-        """Drop what was recorded, because memory it points to is gone."""
+        """Drop what was captured, because memory it points to is gone."""
 
 
 class EagerRunner:
@@ -40,7 +40,7 @@ class EagerRunner:
         return step(*inputs)
 
     def forget(self) -> None:
-        """Nothing was recorded."""
+        """Nothing was captured."""
 
 
 @dataclass(frozen=True)

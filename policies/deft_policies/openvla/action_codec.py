@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.model.sizes import ActionVocabulary
 from deft_policies.model.statistics import ActionStatistics
 

@@ -16,8 +16,8 @@ from deft_client.recordings import find_episodes, iterate_steps
 from deft_client.types import Observation
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, build_index, frame_keys
+from deft_policies.decoding.records import StageClock
 from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.trace import StageClock
 from deft_policies.errors import PolicyError
 from deft_policies.openvla.action_codec import ActionCodec
 from deft_policies.openvla.policy import OpenVLAPolicy

@@ -6,23 +6,22 @@ from pathlib import Path
 
 import torch
 
-from deft_policies.benchmark.cost import WeightBytes
 from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.open import load_model, open_checkpoint
-from deft_policies.decoding.acceptance.sampled import Sampling
-from deft_policies.decoding.drafts.head_files import load_head
+from deft_policies.decoding.decoder import DraftModels
+from deft_policies.decoding.drafts.eagle import load_head
 from deft_policies.decoding.drafts.medusa import is_medusa, load_medusa
 from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.drafts.small_model import self_draft_target
-from deft_policies.decoding.methods import DraftModels
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import CheckpointError, DeviceError
-from deft_policies.model.graphs import CudaRecorder, RecordedRunner
+from deft_policies.model.graphs import CapturedRunner, CudaCapturer
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
 from deft_policies.model.vla import OpenVLAModel
-from deft_policies.openvla.decoders import DecodingChoice
 from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization
 from deft_policies.openvla.policy import (
     OpenVLAPolicy,
@@ -162,7 +161,7 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
 
 def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
     if device.type == "cuda" and options.has_graphs:
-        return RecordedRunner(CudaRecorder(fuses_kernels=options.fuses_kernels))
+        return CapturedRunner(CudaCapturer(fuses_kernels=options.fuses_kernels))
     return EagerRunner()
 
 
@@ -170,15 +169,9 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
     return PolicySettings(
         name=options.name,
         statistics_key=options.statistics_key,
-        decoding=DecodingChoice(
-            options.decoding,
-            options.radius,
-            options.drafts,
-            options.is_guarded,
-            options.draft_tree,
-        ),
+        method=_choose_method(options),
         sampling=Sampling(options.temperature, options.seed),
-        weight_bytes=_weight_bytes(options.quantization, device, dtype),
+        is_guarded=options.is_guarded,
         versions=(("deft", _version("deft-vla")), ("torch", torch.__version__)),
         details=(
             ("weights", options.checkpoint or f"random:{options.random_weights}"),
@@ -191,15 +184,15 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
     )
 
 
-def _weight_bytes(
-    quantization: Quantization, device: torch.device, dtype: torch.dtype
-) -> WeightBytes:
-    size = float(dtype.itemsize)
-    if quantization is Quantization.NONE:
-        return WeightBytes(size, size)
-    # On a CPU int4 values are kept in a byte each.
-    is_packed = quantization is Quantization.INT4 and device.type == "cuda"
-    return WeightBytes(0.5 if is_packed else 1.0, size)
+def _choose_method(options: OpenVLAOptions) -> Method:
+    method = find_method(options.decoding)
+    if options.radius is not None:
+        method = method.with_radius(options.radius)
+    if options.drafts is not None:
+        method = method.with_drafts(options.drafts)
+    if options.draft_tree is not None:
+        method = method.with_shape(options.draft_tree)
+    return method
 
 
 def _describe(device: torch.device) -> str:

@@ -6,7 +6,13 @@ from enum import Enum
 from pathlib import Path
 
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
+from deft_policies.decoding.plan import (
+    DraftKind,
+    KeyMask,
+    RopeOffset,
+    TreeShape,
+    TreeTemplate,
+)
 
 
 class Precision(Enum):
@@ -111,7 +117,7 @@ def add_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--fuse-kernels",
         action="store_true",
-        help="on a GPU: compile passes before recording them; takes minutes to start",
+        help="on a GPU: compile passes before capturing them; takes minutes to start",
     )
     group.add_argument(
         "--threads", type=_at_least_one, metavar="N", help="on a CPU; more than are idle is slower"

@@ -16,24 +16,33 @@ from deft_client.types import (
     ServerInfo,
 )
 from deft_policies.base import ActionLimits, ActRequest, Session
-from deft_policies.benchmark.cost import WeightBytes
-from deft_policies.decoding.acceptance.sampled import Sampling
-from deft_policies.decoding.action_space import ActionSpace
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.decoder import (
+    Decoder,
+    DecodeRow,
+    DraftModels,
+    build_decoder,
+)
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import DecodeRow, DraftModels
-from deft_policies.decoding.presets import METHOD_NAMES
+from deft_policies.decoding.methods import (
+    DEFAULT_METHOD,
+    METHOD_NAMES,
+    Method,
+    find_method,
+)
+from deft_policies.decoding.records import Stage, StageClock
+from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.trace import Stage, StageClock
-from deft_policies.errors import DeviceError, UnusableObservationError
+from deft_policies.errors import DeviceError, RequestError, UnusableObservationError
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
-from deft_policies.openvla.decoders import Decoders, DecodingChoice
 from deft_policies.openvla.target import OpenVLATarget
 
-# Ids of the prompts whose passes are recorded beforehand, one for each bucket of usual lengths. The
-# longest comes first: a cache that grows later would cost the recordings made before.
-_RECORDED_LENGTHS = (63, 47, 31, 15)
+# Ids of the prompts whose passes are captured beforehand, one for each bucket of usual lengths. The
+# longest comes first: a cache that grows later would cost those that were captured before.
+_CAPTURED_LENGTHS = (63, 47, 31, 15)
+_DECODERS_KEPT = 64  # callers may ask for any radius
 
 
 class PromptSource(Protocol):
@@ -56,12 +65,15 @@ class PolicyParts:
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What a policy does where a request does not say otherwise."""
+    """What a policy does where a request does not say otherwise.
+
+    `sampling` holds for every method that a request may name, and so does `is_guarded` where false.
+    """
 
     statistics_key: str | None = None
-    decoding: DecodingChoice = DecodingChoice()
+    method: Method = field(default_factory=lambda: find_method(DEFAULT_METHOD))
     sampling: Sampling = Sampling()
-    weight_bytes: WeightBytes = WeightBytes(4.0, 4.0)
+    is_guarded: bool = True
     versions: tuple[tuple[str, str], ...] = ()
     details: tuple[tuple[str, str], ...] = ()
     name: str = "openvla"
@@ -82,23 +94,17 @@ class _Row:
     session: OpenVLASession
     key: str
     statistics: ActionStatistics
-    choice: DecodingChoice
+    decoder: Decoder
 
 
 class OpenVLAPolicy:
     """Answers batches of observations. Further cameras and the robot's state are not looked at."""
 
-    def __init__(
-        self,
-        parts: PolicyParts,
-        settings: PolicySettings | None = None,
-        decoders: Decoders | None = None,
-    ) -> None:
-        """`decoders` replaces the methods there are, for measuring."""
+    def __init__(self, parts: PolicyParts, settings: PolicySettings | None = None) -> None:
         self._parts = parts
         self._settings = settings or PolicySettings()
         self._codec = ActionCodec(parts.target.model.config.vocabulary)
-        self._decoders = decoders or Decoders(parts.target, self._settings.sampling, parts.drafts)
+        self._find_decoder = lru_cache(maxsize=_DECODERS_KEPT)(self._build_decoder)
         self._encode = lru_cache(maxsize=256)(parts.encoder.encode)
         self._keys = tuple(parts.statistics)
         self._spaces = {
@@ -106,17 +112,12 @@ class OpenVLAPolicy:
             for key, statistics in parts.statistics.items()
         }
         self._default_key = self._find_default_key()
-        self._decoders.check(self._settings.decoding)
+        self._decoder_for(ActOptions())
 
     @property
     def parts(self) -> PolicyParts:
-        """What it was joined from, for measuring."""
+        """What it was joined from."""
         return self._parts
-
-    @property
-    def weight_bytes(self) -> WeightBytes:
-        """How large its weights are in memory."""
-        return self._settings.weight_bytes
 
     @property
     def info(self) -> ServerInfo:
@@ -134,7 +135,7 @@ class OpenVLAPolicy:
             image_width=size,
             image_chain=self._parts.images.chain.value,
             image_chains=tuple(chain.value for chain in chains),
-            decoding=self._settings.decoding.method,
+            decoding=self._settings.method.name,
             decoding_methods=tuple(name for name in METHOD_NAMES if self.has_method(name)),
             versions=dict(self._settings.versions),
             details=dict(self._settings.details),
@@ -150,9 +151,13 @@ class OpenVLAPolicy:
         is_motion = np.arange(statistics.action_dim) < statistics.action_dim - 1
         return ActionLimits(statistics.lowest, statistics.highest, is_motion)
 
-    def has_method(self, method: str, radius: int | None = None) -> bool:
+    def has_method(self, name: str, radius: int | None = None) -> bool:
         """Whether a request may ask for this method, with this radius."""
-        return self._decoders.has(DecodingChoice(method, radius))
+        try:
+            self._decoder_for(ActOptions(decoding=name, radius=radius))
+        except RequestError:
+            return False
+        return True
 
     def action_space(self, statistics_key: str | None) -> ActionSpace:
         """What one bin means to the robot under a statistics key; None is the default."""
@@ -161,7 +166,7 @@ class OpenVLAPolicy:
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Refuse unknown statistics keys and methods, bad radii and endless instructions."""
         self.find_key(options.statistics_key)
-        self._decoders.check(self._settings.decoding.overridden(options))
+        self._decoder_for(options)
         room = self._parts.target.longest_prompt - self._parts.target.model.config.num_patches
         num_ids = len(self._encode(observation.instruction))
         if num_ids > room:
@@ -174,20 +179,20 @@ class OpenVLAPolicy:
     def warm_up(self) -> None:
         """Answer a black frame by every way the default method may take, in prompts of any length.
 
-        Where passes are recorded, this records them; elsewhere the method learns what they cost.
+        Where passes are captured, this captures them; elsewhere the method learns what they cost.
         """
         parts = self._parts
         size, weight = parts.target.model.config.image.size, parts.target.decoder.embedding.weight
         fitted = parts.images.fit(np.zeros((size, size, 3), dtype=np.uint8))
         space = self.action_space(self._default_key or self._keys[0])
         ids = list(self._encode("pick up the cup"))
-        lengths = _RECORDED_LENGTHS if parts.target.has_fixed_shapes else (len(ids),)
+        lengths = _CAPTURED_LENGTHS if parts.target.has_fixed_shapes else (len(ids),)
         with torch.inference_mode():
             pixels = parts.images.pixel_values([fitted], parts.target.device, weight.dtype)
             for length in lengths:
                 prompt = (ids + [ids[-1]] * length)[:length]
                 prompts = parts.target.read(pixels, [prompt])
-                self._decoders.warm_up(self._settings.decoding, prompts, [space])
+                self._decoder_for(ActOptions()).warm_up(prompts, [space])
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
         """Answer a batch, in order. Where it raises, no session has changed."""
@@ -207,7 +212,7 @@ class OpenVLAPolicy:
         pixels = parts.images.pixel_values(fitted, parts.target.device, weight.dtype)
         prompts = parts.target.read(pixels, prompt_ids)
         clock.lap(Stage.VISION)
-        histories = [_copy(row.session.history) for row in rows]
+        histories = [row.session.history.copy() for row in rows]
         traces = self._decode(rows, histories, prompts, clock)
         clock.skip()
         actions = [
@@ -231,17 +236,17 @@ class OpenVLAPolicy:
         clock: StageClock,
     ) -> list[DecodeTrace]:
         """Rows that decode alike go together, almost always all of them."""
-        groups: dict[tuple[DecodingChoice, int], list[int]] = {}
+        groups: dict[tuple[Decoder, int], list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault((row.choice, row.statistics.action_dim), []).append(index)
+            groups.setdefault((row.decoder, row.statistics.action_dim), []).append(index)
         traces: dict[int, DecodeTrace] = {}
-        for (choice, _), members in groups.items():
+        for (decoder, _), members in groups.items():
             decode_rows = [
                 DecodeRow(histories[index], self._spaces[rows[index].key]) for index in members
             ]
             wants = any(rows[index].request.options.want_trace for index in members)
             chosen = prompts if len(groups) == 1 else _take(prompts, members)
-            found = self._decoders.decode(choice, chosen, decode_rows, clock, wants)
+            found = decoder.decode(chosen, decode_rows, clock, wants)
             traces.update(zip(members, found, strict=True))
         return [traces[index] for index in range(len(rows))]
 
@@ -249,8 +254,24 @@ class OpenVLAPolicy:
         if not isinstance(request.session, OpenVLASession):
             raise TypeError(f"expected a session of this policy, got {type(request.session)}")
         key = self.find_key(request.options.statistics_key)
-        choice = self._settings.decoding.overridden(request.options)
-        return _Row(request, request.session, key, self._parts.statistics[key], choice)
+        decoder = self._decoder_for(request.options)
+        return _Row(request, request.session, key, self._parts.statistics[key], decoder)
+
+    def _decoder_for(self, options: ActOptions) -> Decoder:
+        """The decoder of what a request asks for, or of the default; may raise `RequestError`."""
+        name = options.decoding or self._settings.method.name
+        return self._find_decoder(name, options.radius)
+
+    def _build_decoder(self, name: str, radius: int | None) -> Decoder:
+        """May run on any thread. What callers changed about the default is for that one alone."""
+        settings = self._settings
+        method = settings.method if name == settings.method.name else find_method(name)
+        if radius is not None:
+            method = method.with_radius(radius)
+        method = method.with_sampling(settings.sampling)
+        if not settings.is_guarded:
+            method = replace(method, is_guarded=False)
+        return build_decoder(self._parts.target, method, self._parts.drafts)
 
     def find_key(self, key: str | None) -> str:
         """The statistics key meant by a request that names this one, or none."""
@@ -261,16 +282,6 @@ class OpenVLAPolicy:
         if given is None and len(self._keys) != 1:
             return None  # every request has to name one
         return find_statistics_key(self._keys, given)
-
-
-def _copy(history: ActionHistory) -> ActionHistory:
-    """A history that can grow without changing this one. Steps are tuples: they may be shared."""
-    return replace(
-        history,
-        own=history.own.copy(),
-        executed=history.executed.copy(),
-        acceptance=history.acceptance.copy(),
-    )
 
 
 def _take(prompts: Prompts, rows: list[int]) -> Prompts:

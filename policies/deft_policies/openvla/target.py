@@ -14,7 +14,7 @@ _BESIDE_PATCHES = 1  # patches come right after the first id
 
 
 class OpenVLATarget(LlamaTarget):
-    """The decoder of an OpenVLA model, with its eyes."""
+    """The decoder of an OpenVLA model, with the vision towers before it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class OpenVLATarget(LlamaTarget):
             lengths=texts + num_patches,
             last_tokens=ids[:, -1],
             patches=slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches),
-            features=features.clone(),  # a recorded step overwrites its outputs next time
+            features=features.clone(),  # a captured step overwrites its outputs next time
         )
 
     def _see_step(self, pixels: Tensor) -> Tensors:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from deft_client.errors import WireError
 from deft_client.image_chain import ImageChain
+from deft_client.peers.arrays import read_name
 from deft_client.peers.openvla import (
     ActBody,
     NotAnObjectError,
@@ -25,12 +26,16 @@ from deft_client.peers.openvla import (
     oft_request,
     openvla_request,
 )
-from deft_client.peers.values import read_name
 from deft_client.types import ActionChunk
 from deft_client.wire.fields import WireLimits
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
+from deft_server.compat.profiles import (
+    ACT_PROFILES,
+    in_convention,
+    prepare,
+    staying,
+)
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of

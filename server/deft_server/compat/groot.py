@@ -22,14 +22,14 @@ from deft_client.errors import (
     UnusableValueError,
     WireError,
 )
-from deft_client.peers.msgpack_numpy import unpack_maps
-from deft_client.peers.values import (
+from deft_client.peers.arrays import (
     build_array,
     check_camera_count,
     missing,
     read_frame,
     read_state,
     read_text,
+    unpack_maps,
 )
 from deft_client.types import (
     ActionChunk,

@@ -15,7 +15,12 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, OverloadedError
+from deft_server.errors import (
+    BodyTooLargeError,
+    BodyTooSlowError,
+    CallerGoneError,
+    OverloadedError,
+)
 from deft_server.http.caller_watch import Cancellation
 from deft_server.http.problems import describe, problem_response
 from deft_server.serving.access import (

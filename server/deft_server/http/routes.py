@@ -1,5 +1,8 @@
-"""The HTTP routes of our own protocol: health, metrics, act, reset, info, and reset_all for
-administrators.
+"""The routes of our own protocol: health and metrics, act, reset and info, and the stream.
+
+The stream is a WebSocket: frames in, answers out, strictly alternating, msgpack as in POST
+/v1/act. An error is a text message with problem+json; the connection stays open. Act and the
+stream are plain ASGI, because every frame comes one of these ways.
 """
 
 import time
@@ -8,16 +11,21 @@ from dataclasses import replace
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.routing import Match, Route, WebSocketRoute
+from starlette.types import Message, Receive, Scope, Send
 
-from deft_client.types import ServerInfo
-from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info
+from deft_client.errors import MalformedMessageError
+from deft_client.types import ActionChunk, ServerInfo
+from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info, encode_problem
+from deft_client.wire.msgpack_codec import CONTENT_TYPE as MSGPACK_CONTENT_TYPE
+from deft_server.errors import CallerGoneError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.frame_bodies import FrameDecoder, encode_answer, wants_msgpack
 from deft_server.http.gate import ADMIN_PREFIX, caller_of
+from deft_server.http.problems import describe
+from deft_server.serving.access import Caller
 from deft_server.serving.metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
 from deft_server.serving.service import Service
 
@@ -114,3 +122,52 @@ def build_router(
     router.add_api_route("/v1/info", info, methods=["GET"])
     router.add_api_route(f"{ADMIN_PREFIX}/reset_all", reset_all, methods=["POST"])
     return router
+
+
+STREAM_PATH = "/v1/stream"
+
+
+def build_stream_route(service: Service, decoder: FrameDecoder) -> WebSocketRoute:
+    """Return the route around a service."""
+    return WebSocketRoute(STREAM_PATH, _Stream(service, decoder))
+
+
+class _Stream:
+    """The route, as an ASGI application: called once per connection."""
+
+    def __init__(self, service: Service, decoder: FrameDecoder) -> None:
+        self._service = service
+        self._decoder = decoder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer frames until the robot leaves."""
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept"})
+        watch = CallerWatch(receive)
+        try:
+            while (message := await watch.next_message())["type"] != "websocket.disconnect":
+                with self._service.in_hand():
+                    await send(await self._answer(message, watch, scope))
+        except (CallerGoneError, OSError):  # OSError: the robot left while we sent
+            return
+
+    async def _answer(self, message: Message, watch: CallerWatch, scope: Scope) -> Message:
+        """Return the message to send back."""
+        try:
+            is_quick = self._service.scheduler.answers_at_once
+            chunk = await watch.run(self._act(message, caller_of(scope)), is_quick)
+            return {"type": "websocket.send", "bytes": encode_answer(chunk, as_msgpack=True)[0]}
+        except CallerGoneError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
+            problem = encode_problem(describe(error, HTTPConnection(scope)))
+            return {"type": "websocket.send", "text": problem.decode()}
+
+    async def _act(self, message: Message, caller: Caller) -> ActionChunk:
+        arrived_s = time.monotonic()
+        data = message.get("bytes")
+        if data is None:
+            raise MalformedMessageError("body", "send binary frames, got text")
+        self._service.readiness.require()
+        asked = await self._decoder.decode(MSGPACK_CONTENT_TYPE, data)
+        return await self._service.act(asked.observation, asked.options, caller, arrived_s)

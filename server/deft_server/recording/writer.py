@@ -29,7 +29,12 @@ from deft_server.recording.files import (
     RecordingRules,
     TimedStep,
 )
-from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
+from deft_server.serving.events import (
+    Event,
+    EventBus,
+    FinishedAction,
+    SessionEnded,
+)
 from deft_server.serving.service import Service
 from deft_server.settings import SettingsError
 

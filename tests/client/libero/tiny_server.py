@@ -17,7 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import Problem
-from deft_client.types import ActionChunk, Image, ServerInfo, StageTimings
+from deft_client.types import (
+    ActionChunk,
+    Image,
+    ServerInfo,
+    StageTimings,
+)
 from deft_client.wire import json_codec
 from deft_client.wire.msgpack_codec import (
     CONTENT_TYPE,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from deft_client.errors import WireError
-from deft_client.peers.msgpack_numpy import unpack
+from deft_client.peers.arrays import unpack
 from deft_client.peers.openpi import openpi_request
 from deft_client.peers.openvla import decode_act_body, oft_request, openvla_request
 from deft_client.peers.vla_eval import read_message, vla_eval_request

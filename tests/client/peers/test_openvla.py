@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, WireError
+from deft_client.peers.arrays import SAFE_DTYPES
 from deft_client.peers.openvla import (
     NotAnObjectError,
     NotJsonError,
@@ -16,7 +17,6 @@ from deft_client.peers.openvla import (
     decode_json,
     encode_reply,
 )
-from deft_client.peers.values import SAFE_DTYPES
 from deft_client.wire.fields import WireLimits
 from tests.client.peers.captures import act_capture
 

@@ -23,24 +23,26 @@ from deft_client.types import (
     StageTimings,
 )
 from deft_policies.benchmark.audit import audit, describe, last_place
-from deft_policies.benchmark.cost import (
+from deft_policies.benchmark.replay import (
+    Contender,
+    Replay,
+    ReplayFrame,
+    TimedAnswer,
+    generate_frames,
+    read_recordings,
+    replay,
+)
+from deft_policies.benchmark.roofline import (
     PassTokens,
     WeightBytes,
     decoder_cost,
     vision_cost,
 )
-from deft_policies.benchmark.frames import Frame, generate_frames, read_recordings
-from deft_policies.benchmark.runs import (
-    Answer,
-    Contender,
-    Run,
-    replay,
-)
-from deft_policies.benchmark.summary import Percentiles, summarise_decoding, summarise_speed
+from deft_policies.benchmark.summary import Quantiles, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import length_table, render
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.constant import ConstantPolicy
-from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.model.random_weights import openvla_7b
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision
@@ -61,9 +63,11 @@ def golden_options() -> OpenVLAOptions:
     )
 
 
-def golden_frames(count: int) -> list[Frame]:
+def golden_frames(count: int) -> list[ReplayFrame]:
     return [
-        Frame(Observation(case.image(), case.instruction), str(case.number), case.statistics_key)
+        ReplayFrame(
+            Observation(case.image(), case.instruction), str(case.number), case.statistics_key
+        )
         for case in golden.cases_with_image()[:count]
     ]
 
@@ -80,12 +84,12 @@ def one_pass(tokens: int, accepted: int) -> PassTrace:
     )
 
 
-def run_of(name: str, traces: list[DecodeTrace]) -> Run:
-    run = Run(Contender(name, ConstantPolicy()))
+def run_of(name: str, traces: list[DecodeTrace]) -> Replay:
+    run = Replay(Contender(name, ConstantPolicy()))
     for index, trace in enumerate(traces):
         timings = StageTimings(vision_ms=10.0 + index, verify_ms=1.0)
         chunk = ActionChunk(np.zeros((1, 7)), timings, trace)
-        run.answers.append(Answer(20.0 + index, chunk))
+        run.answers.append(TimedAnswer(20.0 + index, chunk))
     return run
 
 
@@ -107,7 +111,7 @@ def test_limits_of_the_7b_on_an_h200_are_those_of_the_arithmetic() -> None:
 
 def test_percentiles_and_rates_come_from_the_whole_call() -> None:
     speed = summarise_speed(run_of("one", [DecodeTrace("one", (), (), (), ())] * 3))
-    assert speed.total == Percentiles.of([20.0, 21.0, 22.0])
+    assert speed.total == Quantiles.of([20.0, 21.0, 22.0])
     assert speed.total.p50 == 21.0
     assert speed.stages["vision"].p50 == 11.0
     assert speed.stages["decode"].p99 == 1.0

@@ -10,15 +10,20 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import DecodeTrace, Observation
 from deft_policies.benchmark import limits
-from deft_policies.benchmark.frames import Frame
 from deft_policies.benchmark.limits import GOALS, Measured, verdicts
-from deft_policies.benchmark.runs import Contender, replay
-from deft_policies.benchmark.scripted import SPEC_VLA_RELAXED, Dice, spoil
-from deft_policies.benchmark.scripted_policy import Script, find_answers, script_policy
+from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
+from deft_policies.benchmark.scripted import (
+    SPEC_VLA_RELAXED,
+    Dice,
+    Script,
+    ScriptedPolicy,
+    find_answers,
+    spoil,
+)
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import WordIds
-from deft_policies.openvla.decoders import DecodingChoice
 from deft_policies.openvla.policy import OpenVLAPolicy, PolicyParts, PolicySettings
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
@@ -34,13 +39,15 @@ def make_policy() -> OpenVLAPolicy:
         ImageProcessor(model.config.image, ImageChain.NONE),
         model.config.statistics,
     )
-    return OpenVLAPolicy(parts, PolicySettings(decoding=DecodingChoice("autoregressive")))
+    return OpenVLAPolicy(parts, PolicySettings(method=find_method("autoregressive")))
 
 
-def make_frames(count: int) -> list[Frame]:
+def make_frames(count: int) -> list[ReplayFrame]:
     rng = np.random.default_rng(0)
     return [
-        Frame(Observation(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8), "go"), str(index))
+        ReplayFrame(
+            Observation(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8), "go"), str(index)
+        )
         for index in range(count)
     ]
 
@@ -48,7 +55,7 @@ def make_frames(count: int) -> list[Frame]:
 def run_script(script: Script, count: int) -> list[DecodeTrace]:
     policy, frames = make_policy(), make_frames(count)
     answers = find_answers(policy, frames)
-    scripted = script_policy(policy, script, answers)
+    scripted = ScriptedPolicy(policy, script, answers)
     runs = replay([Contender(script.name, scripted)], frames, 0, lambda _: None)
     traces = [one.chunk.trace for one in runs[0].answers if one.chunk.trace is not None]
     for frame, trace in zip(frames, traces, strict=True):

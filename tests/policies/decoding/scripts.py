@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.action_space import ActionSpace
-from deft_policies.decoding.drafts.combine import Sources
-from deft_policies.decoding.drafts.source import Guesses, Progress
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.decoder import DecodeRow
+from deft_policies.decoding.drafts.sources import Guesses, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import DecodeRow
 from deft_policies.decoding.plan import DraftKind, TreeShape
+from deft_policies.decoding.records import BatchProgress, StageClock
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
-from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from tests.tiny_target import CPU, LENGTH
 
@@ -36,7 +35,7 @@ class ScriptedDrafts:
     def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
         pass
 
-    def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
+    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         self.depths_asked.append(progress.depth)
         grown = [self._row(progress, row) for row in range(len(progress.roots))]
         widest = max(len(tokens) for tokens, _ in grown)
@@ -54,7 +53,7 @@ class ScriptedDrafts:
             sources=sources,
         )
 
-    def _row(self, progress: Progress, row: int) -> tuple[list[int], list[int]]:
+    def _row(self, progress: BatchProgress, row: int) -> tuple[list[int], list[int]]:
         committed = tuple(progress.tokens[row, : int(progress.num_committed[row])].tolist())
         tokens, parents = [int(progress.roots[row])], [-1]
         paths: list[tuple[int, ...]] = [()]
@@ -100,9 +99,6 @@ class AnswerTarget:
     def commit(self, path: Tensor, lengths: Tensor) -> None:
         self._committed = self._committed + lengths
 
-    def committed_lengths(self) -> Tensor:
-        return self._committed
-
     def _answer(self, tree: DraftTree, committed: Tensor) -> Scores:
         places = (committed[:, None] + tree.depths()).clamp(max=LENGTH - 1)
         wanted = torch.tensor([list(row) for row in self.wanted]).gather(1, places)
@@ -117,12 +113,12 @@ class RepeatExecuted:
     histories: Sequence[ActionHistory]
     kind: DraftKind = DraftKind.PREVIOUS
     steps_needed: int = 0
-    is_fixed: bool = True
+    guesses_once: bool = True
 
     def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
         return bool(self.histories[0].executed)
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
         tokens = torch.tensor([[list(one.executed[-1])] for one in self.histories])
         return Guesses(tokens, torch.ones_like(tokens, dtype=torch.bool))
 

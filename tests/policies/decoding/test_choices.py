@@ -4,14 +4,23 @@ from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from deft_client.types import ActOptions
-from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset
-from deft_policies.errors import CheckpointError
-from deft_policies.openvla.decoders import DecodingChoice
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActRequest
+from deft_policies.decoding.acceptance.distance import WithinBins
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import (
+    DraftKind,
+    KeyMask,
+    RopeOffset,
+    TreeShape,
+)
+from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, add_flags, read_flags
+from deft_policies.openvla.policy import OpenVLAPolicy
 from tests import golden
 
 PREVIOUS = (DraftKind.PREVIOUS, DraftKind.RECYCLED)
@@ -68,17 +77,58 @@ def test_a_bad_flag_says_what_it_takes(
     assert message in capsys.readouterr().err
 
 
+def method_asked_for(policy: OpenVLAPolicy, options: ActOptions) -> str:
+    """Everything of the trace that the method alone decides."""
+    image = np.zeros((32, 32, 3), dtype=np.uint8)
+    traces = []
+    session = policy.open_session()
+    for _ in range(2):
+        request = ActRequest(Observation(image, "lift it"), session, options)
+        trace = policy.act([request])[0].trace
+        assert trace is not None
+        traces.append(trace)
+    named = {name for one in traces[1].passes for name in one.sources if name}
+    return f"{traces[1].method} by {traces[1].rule} from {sorted(named)}, {traces[1].guard!r}"
+
+
 def test_a_request_for_another_method_gets_that_method_as_published() -> None:
-    choice = DecodingChoice("lossless", None, PREVIOUS, is_guarded=False)
-    assert choice.overridden(ActOptions()) == choice
-    assert choice.overridden(ActOptions(decoding="lossless")) == choice
-    relaxed = choice.overridden(ActOptions(decoding="within-bins", radius=3))
-    assert relaxed == DecodingChoice("within-bins", 3, None, is_guarded=False)
+    policy = load_policy(replace(GOLDEN, drafts=PREVIOUS, is_guarded=False))
+    default = method_asked_for(policy, ActOptions())
+    assert default == "lossless by ExactMatch() from ['previous'], ''"
+    assert method_asked_for(policy, ActOptions(decoding="lossless")) == default
+    relaxed = method_asked_for(policy, ActOptions(decoding="within-bins", radius=3))
+    assert relaxed == "within-bins by WithinBins(radius=3) from ['previous'], ''"
 
 
 def test_a_request_may_change_the_radius_of_the_default_alone() -> None:
-    choice = DecodingChoice("within-bins", 5, PREVIOUS)
-    assert choice.overridden(ActOptions(radius=2)) == replace(choice, radius=2)
+    policy = load_policy(replace(GOLDEN, decoding="within-bins", radius=5, drafts=PREVIOUS))
+    assert "WithinBins(radius=5)" in method_asked_for(policy, ActOptions())
+    assert "WithinBins(radius=2)" in method_asked_for(policy, ActOptions(radius=2))
+
+
+def test_what_is_changed_about_a_method_leaves_the_method_as_it_was() -> None:
+    before = find_method("within-bins")
+    after = before.with_radius(3).with_drafts(PREVIOUS).with_shape(TreeShape.chain(2))
+    assert after.rule == WithinBins(3)
+    assert [plan.prefill for plan in after.plans] == [(DraftKind.PREVIOUS,)]
+    assert [plan.shape for plan in after.plans] == [TreeShape.chain(2)]
+    assert find_method("within-bins") == before != after
+
+
+def test_plans_that_other_trees_make_alike_are_one() -> None:
+    plans = find_method("lossless").with_shape(TreeShape.chain(2)).plans
+    assert len({(plan.prefill, plan.rounds) for plan in plans}) == len(plans)
+    assert {plan.shape for plan in plans} == {TreeShape.chain(2)}
+
+
+def test_sources_for_a_method_that_drafts_nothing_are_refused() -> None:
+    with pytest.raises(RequestError, match="'autoregressive' drafts nothing"):
+        load_policy(replace(GOLDEN, decoding="autoregressive", drafts=PREVIOUS))
+
+
+def test_a_shape_changes_nothing_where_nothing_is_drafted() -> None:
+    policy = load_policy(replace(GOLDEN, decoding="autoregressive", draft_tree=TreeShape.chain(2)))
+    assert method_asked_for(policy, ActOptions()) == "autoregressive by  from [], ''"
 
 
 def test_every_source_is_loaded_by_its_flag(tmp_path: Path) -> None:

@@ -12,20 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.scored import ActionContext
-from deft_policies.decoding.acceptance.verify import Verifier
-from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
-from deft_policies.decoding.drafts.combine import PlannedDrafting, Seen
+from deft_policies.decoding.acceptance.rule import ActionContext, ActionSpace, SpaceTensors
+from deft_policies.decoding.decoder import DraftModels
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex
+from deft_policies.decoding.drafts.sources import BatchDrafts, Seen
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.methods import DraftModels, build_sources
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.presets import PRESETS, RIDES_IN_PREFILL, Preset
+from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
+    TreeTemplate,
+)
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.verify import Verifier
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import clock
 from tests.tiny_target import (
@@ -53,7 +58,7 @@ class CountedReads(RunState):
 
 SHAPES = (
     TreeShape(5, 4, 20),
-    TreeShape(5, 4, 20, is_fixed=True),
+    TreeShape(5, 4, 20, is_full_depth=True),
     TreeShape.of_template(TreeTemplate.harmonic(levels=5, reach=3)),
 )
 
@@ -89,29 +94,29 @@ def histories() -> Sequence[ActionHistory]:
     return known
 
 
-def run(preset: Preset, plan: Plan) -> tuple[CountedReads, int]:
+def run(method: Method, plan: Plan) -> tuple[CountedReads, int]:
     """Decode on meta tensors; returns the state and how many passes had guesses in them."""
     target, prompts, sessions = meta_target(), meta_prompts(), histories()
-    sources = build_sources(target, preset, meta_models())
+    sources = meta_models().sources_for(target, method)
     space = SpaceTensors.of([ActionSpace.in_bins(LENGTH)] * NUM_ROWS, META)
     steps = sources.steps_needed(plan)
     history = HistoryTensors.of(sessions, LENGTH, steps, META)
-    needs_hidden = preset.rule.needs_patches or sources.needs_hidden(plan)
+    needs_hidden = method.rule.needs_patches or sources.needs_hidden(plan)
     prompts = replace(prompts, keep_hidden=needs_hidden)
-    verifier = Verifier(preset.rule, preset.tie_break, target.vocabulary.first)
+    verifier = Verifier(method.rule, method.tie_break, target.vocabulary.first)
     context = ActionContext(space, history.drift, history.num_steps)
     state = CountedReads(target, verifier, context, wants_margins=True)
-    drafting = PlannedDrafting(sources, plan, Seen(prompts, sessions, history, 64))
+    drafting = BatchDrafts(sources, plan, Seen(prompts, sessions, history, 64))
     finished = run_actions(state, prompts, drafting, clock())
     assert finished.tokens.device == META
     with_guesses = [one for one in finished.records if one.result.tree.num_nodes > 1]
     return state, len(with_guesses)
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=[preset.name for preset in PRESETS])
-def test_no_rule_reads_anything(preset: Preset) -> None:
-    preset = replace(preset, draws_drafts=False)
-    state, num_passes = run(preset, preset.plans[0])
+@pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
+def test_no_rule_reads_anything(method: Method) -> None:
+    method = replace(method, draws_drafts=False)
+    state, num_passes = run(method, method.plans[0])
     assert state.num_reads == num_passes
 
 
@@ -120,17 +125,17 @@ def test_no_rule_reads_anything(preset: Preset) -> None:
 def test_no_source_reads_anything(kind: DraftKind, shape: TreeShape) -> None:
     riders = (kind,) if kind in RIDES_IN_PREFILL else (DraftKind.PREVIOUS,)
     plan = Plan("case", riders, (kind,), shape)
-    state, num_passes = run(PRESETS[1], plan)
+    state, num_passes = run(METHODS[1], plan)
     assert state.num_reads == num_passes > 2
 
 
 def test_several_sources_together_read_nothing_more() -> None:
-    state, num_passes = run(PRESETS[1], Plan("all", RIDES_IN_PREFILL[:3], tuple(DraftKind)))
+    state, num_passes = run(METHODS[1], Plan("all", RIDES_IN_PREFILL[:3], tuple(DraftKind)))
     assert state.num_reads == num_passes
 
 
 def test_plain_decoding_reads_nothing_until_the_end() -> None:
-    state, num_passes = run(PRESETS[0], PLAIN)
+    state, num_passes = run(METHODS[0], PLAIN)
     assert state.num_reads == num_passes == 0
 
 

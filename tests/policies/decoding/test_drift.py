@@ -11,13 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinDrift
-from deft_policies.decoding.acceptance.rule import AcceptanceRule
-from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
-from deft_policies.decoding.drafts.combine import Sources
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, DimensionGroup
+from deft_policies.decoding.decoder import Decoder
+from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import STEPS_KEPT, ActionHistory
-from deft_policies.decoding.methods import Decoder
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
-from deft_policies.decoding.presets import preset_by_name
 from tests.policies.decoding.scripts import (
     AnswerTarget,
     RepeatExecuted,
@@ -77,10 +76,10 @@ class Episode:
 def play(rule: AcceptanceRule, space: ActionSpace | None = None) -> Episode:
     session = Session.of(1, space)
     plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
-    preset = replace(preset_by_name("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
+    method = replace(find_method("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
     target = AnswerTarget()
     drafts = RepeatExecuted([session.rows[0].history])
-    decoder = Decoder(target, preset, Sources((drafts,), ()))
+    decoder = Decoder(target, method, Sources((drafts,), ()))
     episode = Episode([], [], Arm())
     for step in range(NUM_STEPS):
         target.wanted = [episode.arm.wanted(step)]
@@ -128,7 +127,7 @@ def test_budgets_are_in_the_units_of_each_dimension() -> None:
 
 
 def test_the_deft_preset_cannot_be_frozen_either() -> None:
-    episode = play(preset_by_name("deft").rule)
+    episode = play(find_method("deft").rule)
     for place, goal in zip(episode.arm.places, episode.arm.goals, strict=True):
         assert abs(place - goal) <= 30
 
@@ -144,9 +143,9 @@ def test_no_answers_whatever_can_exceed_the_budget(
     session = Session.of(1)
     plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
     rule = WithinDrift(WithinBins(radius), move=0.0, turn=0.0, cap=budget, leak=leak)
-    preset = replace(preset_by_name("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
+    method = replace(find_method("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
     target = AnswerTarget()
-    decoder = Decoder(target, preset, Sources((RepeatExecuted([session.rows[0].history]),), ()))
+    decoder = Decoder(target, method, Sources((RepeatExecuted([session.rows[0].history]),), ()))
     drift = [0.0] * LENGTH
     for wanted in answers * 3:
         target.wanted = [wanted]

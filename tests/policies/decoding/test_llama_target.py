@@ -8,15 +8,15 @@ import torch
 
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.llama_target import LlamaTarget, Room
+from deft_policies.decoding.records import StageClock
 from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.trace import StageClock
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.graphs import RecordedRunner
+from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.vla import OpenVLAModel
 from tests.tiny_openvla import (
     CPU,
-    ReplayingRecorder,
+    ReplayingCapturer,
     one_row,
     plain_decode,
     plain_next_tokens,
@@ -28,7 +28,7 @@ TEXT_LENGTHS = [5, 9, 3]
 
 
 def runners() -> list[StepRunner]:
-    return [EagerRunner(), RecordedRunner(ReplayingRecorder())]
+    return [EagerRunner(), CapturedRunner(ReplayingCapturer())]
 
 
 def target_of(model: OpenVLAModel, runner: StepRunner | None = None) -> LlamaTarget:
@@ -111,7 +111,6 @@ def test_guesses_riding_in_the_prefill_are_scored_as_if_they_were_the_sequence(
             expected = plain_next_tokens(model, prompt, guessed)[-1]
             assert int(scores.logits[row, node].argmax()) == expected
     assert features.hidden.shape[1] == (prompts.embeds.shape[1] if keep_hidden else 0)
-    assert target.committed_lengths().tolist() == prompts.lengths.tolist()
 
 
 def test_a_single_chain_in_the_prefill_needs_no_mask_and_scores_the_same() -> None:
@@ -121,7 +120,7 @@ def test_a_single_chain_in_the_prefill_needs_no_mask_and_scores_the_same() -> No
         random_tree(prompts, 5, 0), parents=torch.arange(-1, 4).expand(3, -1)
     )
     causal, _ = target_of(model).prefill(prompts, chain)
-    masked, _ = target_of(model, RecordedRunner(ReplayingRecorder())).prefill(prompts, chain)
+    masked, _ = target_of(model, CapturedRunner(ReplayingCapturer())).prefill(prompts, chain)
     torch.testing.assert_close(causal.logits, masked.logits, atol=1e-4, rtol=1e-4)
 
 
@@ -139,13 +138,13 @@ def test_prompt_hidden_states_are_those_of_the_plain_forward() -> None:
 def test_rows_commit_paths_of_their_own_length_and_go_on_as_if_nothing_else_had_been_there(
     runner: StepRunner, seed: int
 ) -> None:
-    """Three rounds: guesses in the prefill, then two trees; any path may be kept, in any row."""
+    """Four rounds: guesses in the prefill, then three trees; any path may be kept, in any row."""
     rng = random.Random(seed)
     model = tiny_model(seed)
     prompts = random_prompts(model, TEXT_LENGTHS, seed)
     target = target_of(model, runner)
     written: list[list[int]] = [[], [], []]
-    for round_number, num_nodes in enumerate((6, 9, 4)):
+    for round_number, num_nodes in enumerate((6, 9, 4, 2)):
         tree = random_tree(prompts, num_nodes, 100 * seed + round_number)
         if round_number == 0:
             scores, _ = target.prefill(prompts, tree)
@@ -164,8 +163,6 @@ def test_rows_commit_paths_of_their_own_length_and_go_on_as_if_nothing_else_had_
         longest = max(len(path) for path in paths)
         padded = [[0, *path, *([-1] * (longest - len(path)))] for path in paths]
         target.commit(torch.tensor(padded), torch.tensor([len(path) + 1 for path in paths]))
-    expected_lengths = [int(n) + len(w) for n, w in zip(prompts.lengths, written, strict=True)]
-    assert target.committed_lengths().tolist() == expected_lengths
 
 
 def test_scoring_again_without_a_commit_forgets_the_first_tree() -> None:
@@ -181,38 +178,37 @@ def test_scoring_again_without_a_commit_forgets_the_first_tree() -> None:
 
 def test_a_longer_prompt_and_a_larger_batch_make_the_cache_grow_and_drop_old_recordings() -> None:
     model = tiny_model()
-    runner = RecordedRunner(ReplayingRecorder())
-    decoder = AutoregressiveDecoder(target_of(model, runner))
+    capturer = ReplayingCapturer()
+    decoder = AutoregressiveDecoder(target_of(model, CapturedRunner(capturer)))
     small, large = random_prompts(model, [3]), random_prompts(model, [150, 2])
     before = tokens_of(decoder, small)
-    assert runner.num_recordings == 2  # one prefill, one decode step
+    assert capturer.num_captured == 2  # one prefill, one decode step
     expected = [plain_decode(model, one_row(large, row).embeds[0], 7) for row in range(2)]
     assert tokens_of(decoder, large) == expected
-    assert runner.num_recordings == 2
+    assert capturer.num_captured == 4
     assert tokens_of(decoder, small) == before
 
 
 def test_a_recording_made_for_one_prompt_length_serves_its_whole_bucket() -> None:
     model = tiny_model()
-    runner = RecordedRunner(ReplayingRecorder())
-    decoder = AutoregressiveDecoder(target_of(model, runner))
+    capturer = ReplayingCapturer()
+    decoder = AutoregressiveDecoder(target_of(model, CapturedRunner(capturer)))
     for length in (3, 5, 9, 11):
         prompts = random_prompts(model, [length], seed=length)
         assert tokens_of(decoder, prompts) == [plain_decode(model, prompts.embeds[0], 7)]
-    assert runner.num_recordings == 2
+    assert capturer.num_captured == 2
 
 
 def test_batches_of_three_and_four_share_their_recordings() -> None:
     model = tiny_model()
-    runner = RecordedRunner(ReplayingRecorder())
-    decoder = AutoregressiveDecoder(target_of(model, runner))
+    capturer = ReplayingCapturer()
+    decoder = AutoregressiveDecoder(target_of(model, CapturedRunner(capturer)))
     four, three = random_prompts(model, [3, 5, 9, 1]), random_prompts(model, [4, 8, 2], seed=1)
     tokens_of(decoder, four)
-    num_recordings = runner.num_recordings
+    num_captured = capturer.num_captured
     expected = [plain_decode(model, one_row(three, row).embeds[0], 7) for row in range(3)]
     assert tokens_of(decoder, three) == expected
-    assert runner.num_recordings == num_recordings
-    assert decoder.target.committed_lengths().tolist() == [n + 6 for n in three.lengths.tolist()]
+    assert capturer.num_captured == num_captured
 
 
 def test_the_head_over_action_rows_alone_equals_that_part_of_the_whole() -> None:

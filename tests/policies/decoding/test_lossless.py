@@ -15,22 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.scored import ScoredTree
-from deft_policies.decoding.acceptance.verify import Verdict, Verifier
-from deft_policies.decoding.drafts.combine import Sources
+from deft_policies.decoding.acceptance.rule import ScoredTree
+from deft_policies.decoding.decoder import Decoder, DraftModels
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.drafts.small_model import first_layers
+from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.methods import Decoder, DraftModels, build_sources
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.presets import (
-    RIDES_IN_PREFILL,
-    Overrides,
-    Preset,
-    preset_by_name,
+from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method, find_method
+from deft_policies.decoding.plan import (
+    DraftKind,
+    Plan,
+    TreeShape,
+    TreeTemplate,
 )
 from deft_policies.decoding.target import (
     PromptFeatures,
@@ -39,6 +38,7 @@ from deft_policies.decoding.target import (
     TargetModel,
 )
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.verify import AcceptedPath, Verifier
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import (
     Guess,
@@ -101,11 +101,11 @@ def cases(draw: st.DrawFn) -> Case:
         levels=draw(st.integers(1, 7)),
         top_k=draw(st.integers(1, 5)),
         num_guesses=draw(st.integers(1, 30)),
-        is_fixed=draw(st.booleans()),
+        is_full_depth=draw(st.booleans()),
     )
     if draw(st.integers(0, 3)) == 0:  # one in four is of fixed shape
         template = TreeTemplate.harmonic(draw(st.integers(1, 6)), draw(st.integers(1, 3)))
-        shape = replace(TreeShape.of_template(template), is_fixed=shape.is_fixed)
+        shape = replace(TreeShape.of_template(template), is_full_depth=shape.is_full_depth)
     is_scripted = draw(st.booleans())
     return Case(
         seed=draw(st.integers(0, 1)),
@@ -157,28 +157,28 @@ def script(case: Case, number: int) -> Guess:
     return guess
 
 
-def preset_of(case: Case) -> Preset:
+def method_of(case: Case) -> Method:
     riders = tuple(kind for kind in case.drafts if kind in RIDES_IN_PREFILL)[:3]
     plan = Plan("case", riders, case.drafts, case.shape)
-    preset = preset_by_name("lossless", Overrides(is_guarded=False))
-    return replace(preset, plans=(plan,))
+    method = replace(find_method("lossless"), is_guarded=False)
+    return replace(method, plans=(plan,))
 
 
 def expect_lossless(
     case: Case,
     target: TargetModel,
-    build: Callable[[TargetModel, Preset, Sources], Decoder] = Decoder,
+    build: Callable[[TargetModel, Method, Sources], Decoder] = Decoder,
 ) -> None:
     """The property: every action of the session equals plain decoding of its frame."""
     session = Session.of(len(case.lengths))
-    preset = preset_of(case)
-    sources = build_sources(target, preset, models_of(case))
+    method = method_of(case)
+    sources = models_of(case).sources_for(target, method)
     scripted = None
     if case.scripted_skill is not None:
         scripted = ScriptedDrafts(lambda *_: [], max_depth=LENGTH)
         others = tuple(one for one in sources.growers if one.kind is not DraftKind.HEAD)
         sources = Sources(sources.guessers, (scripted, *others))
-    decoder = build(target, preset, sources)
+    decoder = build(target, method, sources)
     for number in case.frames:
         if scripted is not None:
             scripted.guess = script(case, number)
@@ -255,7 +255,7 @@ class KeepsWrongSlotsTarget(LlamaTarget):
 class WrongBonus(Verifier):
     """Takes the root's prediction for the bonus, wherever the path ends."""
 
-    def judge(self, scored: ScoredTree) -> Verdict:
+    def judge(self, scored: ScoredTree) -> AcceptedPath:
         return replace(super().judge(scored), bonus=scored.predictions[:, 0])
 
 
@@ -263,7 +263,7 @@ class WrongBonus(Verifier):
 class OwnPrediction(Verifier):
     """Judges a node by what is predicted after it instead of in its place: off by one."""
 
-    def judge(self, scored: ScoredTree) -> Verdict:
+    def judge(self, scored: ScoredTree) -> AcceptedPath:
         above = scored.tree.parents.clamp(min=0)
         shifted = replace(
             scored, predictions=scored.tree.tokens.scatter(1, above, scored.predictions)
@@ -275,23 +275,23 @@ class OwnPrediction(Verifier):
 class OneMore(Verifier):
     """Keeps one draft more than was accepted, where there is one."""
 
-    def judge(self, scored: ScoredTree) -> Verdict:
-        verdict = super().judge(scored)
-        rows = torch.arange(len(verdict.bonus))
-        end = verdict.path[rows, verdict.num_accepted]
+    def judge(self, scored: ScoredTree) -> AcceptedPath:
+        accepted = super().judge(scored)
+        rows = torch.arange(len(accepted.bonus))
+        end = accepted.path[rows, accepted.num_accepted]
         is_child = (scored.tree.parents == end[:, None]) & scored.tree.is_real
         child = is_child.int().argmax(dim=1)
-        longer = verdict.num_accepted + is_child.any(dim=1)
-        longer = longer.clamp(max=verdict.path.shape[1] - 1)
-        path = verdict.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
-        return Verdict(path, longer, scored.predictions[rows, child], verdict.own)
+        longer = accepted.num_accepted + is_child.any(dim=1)
+        longer = longer.clamp(max=accepted.path.shape[1] - 1)
+        path = accepted.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
+        return AcceptedPath(path, longer, scored.predictions[rows, child], accepted.own)
 
 
 @dataclass(frozen=True)
 class ThroughRejected(Verifier):
     """Walks on through a rejected parent."""
 
-    def judge(self, scored: ScoredTree) -> Verdict:
+    def judge(self, scored: ScoredTree) -> AcceptedPath:
         lenient = replace(scored, tree=retyped(scored.tree, Lenient))
         return super().judge(lenient)
 
@@ -306,7 +306,7 @@ class Lenient(DraftTree):
         return super().ancestor_mask().sum(dim=2) - 1
 
 
-def decoder_with(kind: type[Verifier]) -> Callable[[TargetModel, Preset, Sources], Decoder]:
+def decoder_with(kind: type[Verifier]) -> Callable[[TargetModel, Method, Sources], Decoder]:
     class Broken(Decoder):
         def verifier_for(
             self, histories: Sequence[ActionHistory], length: int, device: torch.device

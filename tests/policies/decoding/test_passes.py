@@ -7,31 +7,34 @@ import pytest
 import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.acceptance.scored import ActionContext
-from deft_policies.decoding.acceptance.verify import Verifier
-from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
-from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.drafts.combine import PlannedDrafting, Seen, Sources
-from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import (
+from deft_policies.decoding.acceptance.rule import ActionContext, ActionSpace, SpaceTensors
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE, AutoregressiveDecoder
+from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
     DraftModels,
     build_decoder,
     num_changed,
 )
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
-from deft_policies.decoding.presets import (
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.drafts.sources import BatchDrafts, Seen, Sources
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.methods import (
     METHOD_NAMES,
-    PRESETS,
-    Overrides,
-    Preset,
+    METHODS,
+    Method,
+    find_method,
     plan_of,
-    preset_by_name,
+)
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
 )
 from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError
 from tests.policies.decoding.scripts import (
     ScriptedDrafts,
@@ -60,8 +63,8 @@ ANSWERS = greedy(DECODER, PROMPTS)
 
 def scripted(drafts: ScriptedDrafts, plan: Plan | None = None) -> Decoder:
     chosen = plan or Plan("scripted", (), (DraftKind.HEAD,))
-    preset = replace(preset_by_name("lossless"), plans=(chosen,), is_guarded=False)
-    return Decoder(TARGET, preset, Sources((), (drafts,)))
+    method = replace(find_method("lossless"), plans=(chosen,), is_guarded=False)
+    return Decoder(TARGET, method, Sources((), (drafts,)))
 
 
 def random_models() -> DraftModels:
@@ -72,7 +75,7 @@ def random_models() -> DraftModels:
 
 
 def test_a_perfect_draft_in_the_prefill_takes_one_pass() -> None:
-    decoder = build_decoder(TARGET, preset_by_name("lossless", Overrides(is_guarded=False)))
+    decoder = build_decoder(TARGET, replace(find_method("lossless"), is_guarded=False))
     session = Session.of(3)
     decoder.decode(PROMPTS, session.rows, clock())
     again = decoder.decode(PROMPTS, session.rows, clock())
@@ -107,7 +110,7 @@ def test_rows_of_a_batch_finish_on_their_own_and_their_traces_stop_there() -> No
 @pytest.mark.parametrize("length", [1, 2, 5, 9])
 def test_actions_of_any_length_end_with_their_last_token(length: int) -> None:
     session = Session.of(3, ActionSpace.in_bins(length))
-    decoder = build_decoder(TARGET, preset_by_name("lossless", Overrides(is_guarded=False)))
+    decoder = build_decoder(TARGET, replace(find_method("lossless"), is_guarded=False))
     for num_passes in (length, 1):
         traces = decoder.decode(PROMPTS, session.rows, clock())
         assert tokens_of(traces) == greedy(DECODER, PROMPTS, length)
@@ -116,7 +119,7 @@ def test_actions_of_any_length_end_with_their_last_token(length: int) -> None:
 
 def test_one_batch_has_actions_of_one_length() -> None:
     rows = [DecodeRow(ActionHistory(), ActionSpace.in_bins(length)) for length in (6, 7, 7)]
-    decoder = build_decoder(TARGET, preset_by_name("lossless"))
+    decoder = build_decoder(TARGET, find_method("lossless"))
     with pytest.raises(ValueError, match=r"actions of one length, got \[6, 7\]"):
         decoder.decode(PROMPTS, rows, clock())
 
@@ -143,8 +146,8 @@ def recomputed(trace: DecodeTrace) -> tuple[tuple[int, ...], list[int], float]:
     return tuple(tokens), lengths, num_relaxed / len(tokens)
 
 
-def decode_by(preset: Preset, num_steps: int = 3) -> list[DecodeTrace]:
-    decoder = build_decoder(TARGET, preset, random_models())
+def decode_by(method: Method, num_steps: int = 3) -> list[DecodeTrace]:
+    decoder = build_decoder(TARGET, method, random_models())
     session = Session.of(3)
     traces: list[DecodeTrace] = []
     for step in range(num_steps):
@@ -155,8 +158,9 @@ def decode_by(preset: Preset, num_steps: int = 3) -> list[DecodeTrace]:
 
 @pytest.mark.parametrize("name", [name for name in METHOD_NAMES if name != "ratio-test"])
 def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
-    preset = preset_by_name(name, Overrides(is_guarded=False))
-    traces = decode_by(preset)
+    method = replace(find_method(name), is_guarded=False)
+    traces = decode_by(method)
+    rule = "" if name == AUTOREGRESSIVE else str(method.rule)
     for trace in traces:
         tokens, lengths, relaxed = recomputed(trace)
         assert trace.tokens == tokens
@@ -165,20 +169,20 @@ def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
         assert sum(lengths) + trace.num_passes == LENGTH
         assert trace.passes[0].is_prefill
         assert not any(one.is_prefill for one in trace.passes[1:])
-        assert (trace.method, trace.rule) == (name, str(preset.rule))
+        assert (trace.method, trace.rule) == (name, rule)
         assert len(trace.margins) == LENGTH
-    if preset.rule.is_exact:
+    if method.rule.is_exact:
         assert all(trace.relaxed_share == 0 for trace in traces)
 
 
 @pytest.mark.parametrize("name", ["within-bins", "fly", "lvspec", "kerv-like", "top-k", "deft"])
 def test_relaxed_presets_do_relax(name: str) -> None:
-    traces = decode_by(preset_by_name(name, Overrides(is_guarded=False)), num_steps=8)
+    traces = decode_by(replace(find_method(name), is_guarded=False), num_steps=8)
     assert sum(trace.relaxed_share for trace in traces) > 0
 
 
 def test_predictions_and_margins_are_the_targets_given_what_was_executed() -> None:
-    for trace, row in zip(decode_by(preset_by_name("within-bins"), 2)[3:], range(3), strict=True):
+    for trace, row in zip(decode_by(find_method("within-bins"), 2)[3:], range(3), strict=True):
         prompt = one_row(random_prompts(DECODER, [2, 5, 3], seed=0), row).embeds[0]
         for position in range(LENGTH):
             before = list(trace.tokens[:position])
@@ -190,11 +194,8 @@ def test_predictions_and_margins_are_the_targets_given_what_was_executed() -> No
 
 
 def test_every_guess_names_its_source() -> None:
-    preset = preset_by_name(
-        "lossless",
-        Overrides(drafts=(DraftKind.PREVIOUS, DraftKind.HEAD, DraftKind.MEDUSA)),
-    )
-    traces = decode_by(preset)
+    drafts = (DraftKind.PREVIOUS, DraftKind.HEAD, DraftKind.MEDUSA)
+    traces = decode_by(find_method("lossless").with_drafts(drafts))
     named = {source for trace in traces for one in trace.passes for source in one.sources[1:]}
     assert named == {"previous", "head", "medusa"}
     assert all(one.sources[0] == "" for trace in traces for one in trace.passes)
@@ -205,28 +206,28 @@ def test_every_guess_names_its_source() -> None:
 
 def test_an_unknown_method_lists_the_known_ones() -> None:
     with pytest.raises(UnknownDecodingError, match="unknown decoding 'speculative'; known: auto"):
-        preset_by_name("speculative")
+        find_method("speculative")
 
 
 def test_a_method_without_its_draft_head_says_what_is_missing() -> None:
     with pytest.raises(RequestError, match=r"'spec-vla' needs .* not loaded: head"):
-        build_decoder(TARGET, preset_by_name("spec-vla"))
-    changes = Overrides(drafts=(DraftKind.MEDUSA, DraftKind.RETRIEVAL))
+        build_decoder(TARGET, find_method("spec-vla"))
+    method = find_method("lossless").with_drafts((DraftKind.MEDUSA, DraftKind.RETRIEVAL))
     with pytest.raises(RequestError, match="medusa, retrieval"):
-        build_decoder(TARGET, preset_by_name("lossless", changes))
+        build_decoder(TARGET, method)
 
 
 def test_a_negative_radius_is_refused() -> None:
     with pytest.raises(RequestError, match="0 or more bins, got -1"):
-        preset_by_name("spec-vla", Overrides(radius=-1))
+        find_method("spec-vla").with_radius(-1)
 
 
 def test_presets_carry_different_names_and_say_what_they_do() -> None:
     assert len(set(METHOD_NAMES)) == len(METHOD_NAMES)
-    for preset in PRESETS:
-        assert preset.summary
-        assert len({plan.name for plan in preset.plans}) == len(preset.plans)
-        assert all(len(plan.prefill) <= 3 for plan in preset.plans)
+    for method in METHODS:
+        assert method.summary
+        assert len({plan.name for plan in method.plans}) == len(method.plans)
+        assert all(len(plan.prefill) <= 3 for plan in method.plans)
 
 
 def test_named_sources_draft_where_they_can() -> None:
@@ -237,16 +238,16 @@ def test_named_sources_draft_where_they_can() -> None:
 
 def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
     """The loop of rounds with trees that are only a root, beside the loop without trees."""
-    session, preset = Session.of(3), preset_by_name("autoregressive")
+    session, method = Session.of(3), find_method("autoregressive")
     histories = [row.history for row in session.rows]
     history = HistoryTensors.of(histories, LENGTH, 0, CPU)
     space = SpaceTensors.of([row.space for row in session.rows], CPU)
-    verifier = Verifier(preset.rule, preset.tie_break, TARGET.vocabulary.first)
+    verifier = Verifier(method.rule, method.tie_break, TARGET.vocabulary.first)
     context = ActionContext(space, history.drift, history.num_steps)
     state = RunState(TARGET, verifier, context, wants_margins=True)
     seen = Seen(PROMPTS, histories, history, TARGET.widest_tree)
     timer = clock()
-    drafting = PlannedDrafting(Sources((), ()), PLAIN, seen)
+    drafting = BatchDrafts(Sources((), ()), PLAIN, seen)
     found = run_actions(state, PROMPTS, drafting, timer).read(timer)
     plain = AutoregressiveDecoder(TARGET, wants_margins=True).decode(PROMPTS, LENGTH, clock())
     for one, two in zip(found, plain, strict=True):
@@ -261,8 +262,8 @@ def untimed(trace: DecodeTrace) -> Sequence[object]:
 
 def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:
     shape = TreeShape(levels=6, top_k=6, num_guesses=200)
-    changes = Overrides(drafts=(DraftKind.HEAD, DraftKind.MEDUSA), shape=shape)
-    traces = decode_by(preset_by_name("lossless", changes), num_steps=1)
+    method = find_method("lossless").with_drafts((DraftKind.HEAD, DraftKind.MEDUSA))
+    traces = decode_by(method.with_shape(shape), num_steps=1)
     assert max(len(one.tokens) for trace in traces for one in trace.passes) <= 64
     assert tokens_of(traces) == greedy(DECODER, random_prompts(DECODER, [2, 5, 3]))
 
@@ -272,10 +273,10 @@ def test_changed_tokens_are_counted_without_the_last() -> None:
 
 
 def test_the_slow_target_decodes_alike() -> None:
-    preset = preset_by_name("within-bins", Overrides(is_guarded=False))
+    method = replace(find_method("within-bins"), is_guarded=False)
     runs = []
     for target in (TARGET, TinyTarget(DECODER)):
         session = Session.of(3)
-        decoder = build_decoder(target, preset, random_models())
+        decoder = build_decoder(target, method, random_models())
         runs.append([tokens_of(decoder.decode(PROMPTS, session.rows, clock())) for _ in range(2)])
     assert runs[0] == runs[1]

@@ -1,28 +1,26 @@
-"""Trees: who is above whom, merged chains, joined and cut trees, and EAGLE-2's growth."""
+"""Trees: who is above whom, merged chains, joined and cut trees."""
 
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from deft_policies.decoding.drafts.combine import (
+from deft_policies.decoding.drafts.sources import (
+    Guesses,
     cut,
-    join,
     tree_of_guesses,
     trimmed,
 )
-from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
-from deft_policies.decoding.drafts.source import Guesses, Progress
 from deft_policies.decoding.plan import DraftKind
+from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.tree import DraftTree
-from tests.policies.decoding.trees import random_tree
+from tests.policies.decoding.trees import num_real, paths_of, random_tree
 from tests.tiny_target import LENGTH, path_to
 
 
-def progress_of(num_committed: list[int], roots: list[int]) -> Progress:
-    return Progress(
+def progress_of(num_committed: list[int], roots: list[int]) -> BatchProgress:
+    return BatchProgress(
         tokens=torch.zeros(len(roots), LENGTH + 1, dtype=torch.int64),
         num_committed=torch.tensor(num_committed),
         roots=torch.tensor(roots),
@@ -30,19 +28,6 @@ def progress_of(num_committed: list[int], roots: list[int]) -> Progress:
         length=LENGTH,
         last=None,
     )
-
-
-def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
-    """Every real guess as the tokens on the way to it."""
-    found = set()
-    for node in range(1, tree.num_nodes):
-        if bool(tree.is_real[row, node]):
-            found.add(tuple(tree.tokens[row, path_to(tree, row, node)[1:]].tolist()))
-    return found
-
-
-def num_real(tree: DraftTree, row: int) -> int:
-    return int(tree.is_real[row].sum()) - 1
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -129,7 +114,7 @@ def test_joined_trees_keep_their_shapes_side_by_side() -> None:
     ]
     for tree in trees:
         tree.tokens[:, 0] = 7
-    joined = join(trees)
+    joined = DraftTree.side_by_side(trees)
     assert joined.num_nodes == 8
     for row in range(2):
         assert paths_of(joined, row) == set().union(*(paths_of(tree, row) for tree in trees))
@@ -150,70 +135,3 @@ def test_a_tree_too_wide_loses_its_last_nodes() -> None:
     smaller = cut(tree, 6)
     assert smaller.tokens.tolist() == tree.tokens[:, :6].tolist()
     assert paths_of(smaller, 0) <= paths_of(tree, 0)
-
-
-# EAGLE-2 growth.
-
-
-def grow(tables: Tensor, growth: Growth, deepest: int) -> DraftTree:
-    """Grow where the odds of a token depend on its level and on the token before it.
-
-    `tables` is [level, token before, token] log-probabilities; the roots are token 0.
-    """
-    frontier = first_level(tables[0, 0][None], growth, first_token=0)
-    levels = [frontier.candidates]
-    for level in range(1, growth.levels):
-        frontier, _ = frontier.next_level(tables[level][frontier.tokens], growth)
-        levels.append(frontier.candidates)
-    return finish_tree(torch.tensor([0]), levels, growth, torch.tensor([deepest]))
-
-
-def slow_growth(tables: Tensor, growth: Growth, deepest: int) -> dict[tuple[int, ...], float]:
-    """The same tree from lists: path -> cumulative log-probability."""
-    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    candidates: list[tuple[tuple[int, ...], float]] = []
-    for level in range(growth.levels):
-        children = []
-        for path, score in frontier:
-            odds = tables[level, path[-1] if path else 0]
-            for token in odds.argsort(descending=True)[: growth.top_k].tolist():
-                children.append(((*path, token), score + float(odds[token])))
-        if level < deepest:
-            candidates += children
-        frontier = sorted(children, key=lambda one: -one[1])[: growth.top_k]
-    best = sorted(candidates, key=lambda one: -one[1])[: growth.num_guesses]
-    return dict(best)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_growth_keeps_the_likeliest_nodes(seed: int) -> None:
-    rng = random.Random(seed)
-    growth = Growth(DraftKind.HEAD, rng.randrange(1, 6), rng.randrange(1, 5), rng.randrange(1, 30))
-    generator = torch.Generator().manual_seed(seed)
-    tables = torch.randn(6, 12, 12, generator=generator).log_softmax(dim=2)
-    deepest = rng.randrange(1, growth.levels + 1)
-    tree = grow(tables, growth, deepest)
-    expected = slow_growth(tables, growth, deepest)
-    assert paths_of(tree, 0) == set(expected)
-    for node in range(1, tree.num_nodes):
-        if bool(tree.is_real[0, node]):
-            path = tuple(tree.tokens[0, path_to(tree, 0, node)[1:]].tolist())
-            assert float(tree.log_probs[0, node]) == pytest.approx(expected[path], abs=1e-4)
-
-
-def test_a_child_as_likely_as_its_parent_is_never_kept_without_it() -> None:
-    """Certain steps have log-probability 0, so whole chains tie; parents must win the tie."""
-    tables = torch.full((5, 6, 6), -9.0)
-    tables[:, :, 3] = 0.0
-    growth = Growth(DraftKind.HEAD, levels=5, top_k=2, num_guesses=3)
-    tree = grow(tables, growth, deepest=5)
-    assert paths_of(tree, 0) == {(3,), (3, 3), (3, 3, 3)}
-
-
-def test_a_row_with_little_left_gets_padding_for_what_is_too_deep() -> None:
-    tables = torch.randn(5, 12, 12, generator=torch.Generator().manual_seed(0)).log_softmax(dim=2)
-    growth = Growth(DraftKind.HEAD, levels=5, top_k=3, num_guesses=20)
-    tree = grow(tables, growth, deepest=1)
-    assert {len(path) for path in paths_of(tree, 0)} == {1}
-    assert num_real(tree, 0) == 3
-    assert tree.num_nodes == 21

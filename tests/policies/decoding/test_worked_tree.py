@@ -7,12 +7,17 @@ from pathlib import Path
 import torch
 
 from deft_policies.decoding.acceptance.distance import WithinBins
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
-from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
-from deft_policies.decoding.acceptance.verify import TieBreak, Verdict, Verifier
-from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
+from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
+    ActionContext,
+    ActionSpace,
+    ExactMatch,
+    ScoredTree,
+    SpaceTensors,
+)
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.verify import AcceptedPath, TieBreak, Verifier
 from tests.tiny_target import CPU, LENGTH
 
 PAGE = Path(__file__).parents[3] / "docs" / "decoding.md"
@@ -74,11 +79,11 @@ def scored() -> ScoredTree:
     )
 
 
-def judge(rule: AcceptanceRule, tie_break: TieBreak) -> Verdict:
+def judge(rule: AcceptanceRule, tie_break: TieBreak) -> AcceptedPath:
     return Verifier(rule, tie_break, TOKENS.first).judge(scored())
 
 
-def kept(verdict: Verdict) -> list[int]:
+def kept(verdict: AcceptedPath) -> list[int]:
     return verdict.path[0, : int(verdict.num_accepted[0]) + 1].tolist()  # type: ignore[no-any-return]
 
 

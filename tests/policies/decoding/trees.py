@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
-from deft_policies.decoding.action_space import ActionSpace, DimensionGroup, SpaceTensors
+from deft_policies.decoding.acceptance.rule import (
+    ActionContext,
+    ActionSpace,
+    DimensionGroup,
+    ScoredTree,
+    SpaceTensors,
+)
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from tests.tiny_target import CPU, LENGTH, path_to
@@ -118,3 +123,16 @@ def steps_to(scored: ScoredTree, row: int, node: int) -> list[Step]:
 
 def is_real_path(scored: ScoredTree, row: int, node: int) -> bool:
     return all(bool(scored.tree.is_real[row, step.node]) for step in steps_to(scored, row, node))
+
+
+def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    """Every real guess as the tokens on the way to it."""
+    found = set()
+    for node in range(1, tree.num_nodes):
+        if bool(tree.is_real[row, node]):
+            found.add(tuple(tree.tokens[row, path_to(tree, row, node)[1:]].tolist()))
+    return found
+
+
+def num_real(tree: DraftTree, row: int) -> int:
+    return int(tree.is_real[row].sum()) - 1

@@ -8,7 +8,7 @@ import torch
 
 from deft_policies.checkpoint.tensor_names import tensor_places
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.trace import StageClock
+from deft_policies.decoding.records import StageClock
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.target import OpenVLATarget

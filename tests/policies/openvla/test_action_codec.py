@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from deft_policies.checkpoint.config import load_config
-from deft_policies.decoding.action_space import ActionSpace, DimensionGroup
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.model.sizes import ActionVocabulary
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale, normalise

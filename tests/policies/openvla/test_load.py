@@ -11,6 +11,7 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
+from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes, save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.errors import CheckpointError, DeviceError, RequestError
@@ -160,7 +161,7 @@ def test_the_float32_twin_has_the_weights_of_the_other_format(
 def test_int8_matrices_answer_and_say_so() -> None:
     policy = load_policy(replace(OPTIONS, quantization=Quantization.INT8))
     assert policy.info.details["quantization"] == "int8"
-    assert policy.weight_bytes.decoder == 1.0
+    assert WeightBytes.of(policy).decoder == 1.0
     case = golden.cases_with_image()[0]
     same = sum(a == b for a, b in zip(tokens_of(policy), case.tokens, strict=True))
     assert same >= 1

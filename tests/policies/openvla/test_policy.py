@@ -9,20 +9,20 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, LimitedPolicy
-from deft_policies.decoding.acceptance.sampled import Sampling
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import (
     DeviceError,
     RequestError,
     UnknownDecodingError,
     UnknownStatisticsKeyError,
 )
-from deft_policies.model.graphs import RecordedRunner
+from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.prompt import PromptEncoder
 from deft_policies.model.random_weights import WordIds
 from deft_policies.model.vla import OpenVLAModel
-from deft_policies.openvla.decoders import DecodingChoice
 from deft_policies.openvla.policy import (
     OpenVLAPolicy,
     OpenVLASession,
@@ -31,9 +31,9 @@ from deft_policies.openvla.policy import (
 )
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
-from tests.tiny_openvla import ReplayingRecorder, golden_model, tiny_model
+from tests.tiny_openvla import ReplayingCapturer, golden_model, tiny_model
 
-PLAIN = DecodingChoice("autoregressive")
+PLAIN = find_method("autoregressive")
 
 
 def golden_policy(
@@ -47,7 +47,7 @@ def golden_policy(
     images = ImageProcessor(config.image, ImageChain.NONE)
     target = OpenVLATarget(model, runner=runner)
     parts = PolicyParts(target, encoder, images, config.statistics)
-    return OpenVLAPolicy(parts, settings or PolicySettings(decoding=PLAIN))
+    return OpenVLAPolicy(parts, settings or PolicySettings(method=PLAIN))
 
 
 def tiny_policy(
@@ -56,7 +56,7 @@ def tiny_policy(
     model = model or tiny_model()
     images = ImageProcessor(model.config.image, ImageChain.NONE)
     parts = PolicyParts(OpenVLATarget(model), WordIds(300), images, model.config.statistics)
-    return OpenVLAPolicy(parts, settings or PolicySettings(decoding=PLAIN))
+    return OpenVLAPolicy(parts, settings or PolicySettings(method=PLAIN))
 
 
 def request_for(
@@ -83,7 +83,7 @@ def golden_requests(policy: OpenVLAPolicy) -> list[ActRequest]:
 
 @pytest.mark.parametrize("method", ["autoregressive", "lossless"])
 def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
-    policy = golden_policy(PolicySettings(decoding=DecodingChoice(method)))
+    policy = golden_policy(PolicySettings(method=find_method(method)))
     requests = golden_requests(policy)
     assert len(requests) >= 12
     for case, request in zip(golden.cases_with_image(), requests, strict=True):
@@ -95,14 +95,15 @@ def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
 
 
 def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> None:
-    runner = RecordedRunner(ReplayingRecorder())
+    capturer = ReplayingCapturer()
+    runner = CapturedRunner(capturer)
     policy = golden_policy(PolicySettings("libero_spatial", PLAIN), runner)
     policy.warm_up()
-    num_recordings = runner.num_recordings
+    num_captured = capturer.num_captured
     requests = golden_requests(policy)
     for case, request in zip(golden.cases_with_image(), requests, strict=True):
         assert tokens_of(policy.act([request])) == [case.tokens]
-    assert runner.num_recordings == num_recordings
+    assert capturer.num_captured == num_captured
     three = [case.tokens for case in golden.cases_with_image()[:3]]
     assert tokens_of(policy.act(golden_requests(policy)[:3])) == three
 
@@ -130,7 +131,7 @@ def test_rows_of_one_batch_may_use_different_methods() -> None:
 
 
 def test_the_second_frame_of_a_session_is_drafted_from_the_first() -> None:
-    policy = tiny_policy(PolicySettings(decoding=DecodingChoice("within-bins", radius=0)))
+    policy = tiny_policy(PolicySettings(method=find_method("within-bins").with_radius(0)))
     request = request_for(policy)
     first = policy.act([request])[0]
     second = policy.act([request])[0]
@@ -152,7 +153,7 @@ def test_timings_cover_every_stage_and_add_up() -> None:
 
 
 def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one() -> None:
-    policy = tiny_policy(PolicySettings(decoding=PLAIN, sampling=Sampling(2.0, seed=5)))
+    policy = tiny_policy(PolicySettings(method=PLAIN, sampling=Sampling(2.0, seed=5)))
     request = request_for(policy)
     draws = [tokens_of(policy.act([request]))[0] for _ in range(3)]
     again = request_for(policy)
@@ -220,7 +221,7 @@ def test_a_failed_batch_changes_no_session_and_lack_of_memory_is_a_device_error(
     target = Exhausted(tiny_model())
     images = ImageProcessor(target.model.config.image, ImageChain.NONE)
     parts = PolicyParts(target, WordIds(300), images, target.model.config.statistics)
-    policy = OpenVLAPolicy(parts, PolicySettings(decoding=DecodingChoice("lossless")))
+    policy = OpenVLAPolicy(parts, PolicySettings(method=find_method("lossless")))
     request = request_for(policy)
     policy.act([request])
     session = request.session
@@ -237,7 +238,7 @@ def test_a_failed_batch_changes_no_session_and_lack_of_memory_is_a_device_error(
 
 
 def test_warming_up_leaves_no_trace() -> None:
-    policy = tiny_policy(PolicySettings(decoding=DecodingChoice("lossless")))
+    policy = tiny_policy(PolicySettings(method=find_method("lossless")))
     fresh = tokens_of(policy.act([request_for(policy)]))
     policy.warm_up()
     assert tokens_of(policy.act([request_for(policy)])) == fresh

@@ -16,11 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_server.compat.profiles import (
-    OPENPI,
-    VLA_EVAL,
-    in_convention,
-)
+from deft_server.compat.profiles import OPENPI, VLA_EVAL, in_convention
 from deft_server.settings import ActProfile, Settings
 from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import running

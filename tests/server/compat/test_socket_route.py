@@ -12,7 +12,7 @@ from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 from websockets.sync.client import connect
 
-from deft_client.peers.msgpack_numpy import pack, unpack
+from deft_client.peers.arrays import pack, unpack
 from deft_client.peers.vla_eval import Message, MessageType, read_message
 from deft_server.compat.profiles import OPENPI, in_convention
 from deft_server.settings import Settings

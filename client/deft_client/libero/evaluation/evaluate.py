@@ -22,11 +22,7 @@ from deft_client.libero.evaluation.player import (
     Warned,
     WorkerSettings,
 )
-from deft_client.libero.evaluation.pool import (
-    Died,
-    Worker,
-    WorkerPool,
-)
+from deft_client.libero.evaluation.pool import Died, Worker, WorkerPool
 from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.policies.source import check_server
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey

@@ -13,7 +13,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, WireError
 from deft_client.libero.errors import PeerAnswerError
-from deft_client.peers.msgpack_numpy import pack, unpack
+from deft_client.peers.arrays import pack, unpack
 from deft_client.peers.openpi import observation_fields, read_answer
 from deft_client.types import ActionChunk, Observation
 

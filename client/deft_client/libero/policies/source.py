@@ -17,7 +17,12 @@ from deft_client.libero.evaluation.episode import EpisodePolicy
 from deft_client.libero.evaluation.selection import load_function
 from deft_client.libero.policies.openpi import OpenPiPolicy
 from deft_client.libero.policies.openvla import OftPolicy, OpenVlaPolicy
-from deft_client.libero.policies.profiles import PROFILES, Profile, ProfilePolicy, Protocol
+from deft_client.libero.policies.profiles import (
+    PROFILES,
+    Profile,
+    ProfilePolicy,
+    Protocol,
+)
 from deft_client.libero.simulator.environment import Environment
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.stream import StreamClient

@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.rule import AcceptanceRule
-from deft_policies.decoding.acceptance.scored import ScoredTree
-from deft_policies.decoding.action_space import NO_CLASS, DimensionGroup
+from deft_policies.decoding.acceptance.rule import (
+    NO_CLASS,
+    AcceptanceRule,
+    DimensionGroup,
+    ScoredTree,
+)
 
 
 @dataclass(frozen=True)

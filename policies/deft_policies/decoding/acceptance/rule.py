@@ -1,12 +1,216 @@
-"""The interface of acceptance rules, and the rule that changes nothing: exact match."""
+"""Acceptance rules: what they read, what they answer, and the one that changes nothing.
 
+A rule reads a draft tree together with everything that the target said about it.
+"""
+
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.scored import ScoredTree
+from deft_policies.decoding.target import Scores
+from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import RequestError
+
+
+class DimensionGroup(IntEnum):
+    """Positions that share a unit and a limit."""
+
+    MOVE = 0  # unit: millimetres per step
+    TURN = 1  # unit: degrees per step
+    GRIP = 2  # judged by its class where the space names a boundary
+
+
+@dataclass(frozen=True)
+class ActionSpace:
+    """One action, token by token. All tuples are [position].
+
+    `unit_per_bin` is how far the robot moves when a token moves by one bin, 0.0 where that is
+    unknown or nothing. Tokens at or above `class_boundary` belong to one class and tokens below it
+    to the other; None where a position has no classes.
+    """
+
+    groups: tuple[DimensionGroup, ...]
+    unit_per_bin: tuple[float, ...]
+    class_boundary: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.groups), len(self.unit_per_bin), len(self.class_boundary)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"the tuples of an action space differ in length: {sorted(lengths)}")
+        if any(size < 0 or size != size for size in self.unit_per_bin):
+            raise ValueError(f"unit_per_bin must be >= 0, got {self.unit_per_bin}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of one action."""
+        return len(self.groups)
+
+    @staticmethod
+    def in_bins(length: int) -> "ActionSpace":
+        """A space whose units are unknown: every limit is then a number of bins."""
+        return ActionSpace((DimensionGroup.MOVE,) * length, (0.0,) * length, (None,) * length)
+
+
+def common_length(spaces: Sequence[ActionSpace]) -> int:
+    """Tokens of every action of a batch; `ValueError` where they differ."""
+    lengths = sorted({space.length for space in spaces})
+    if len(lengths) != 1:
+        raise ValueError(f"one batch decodes actions of one length, got {lengths}")
+    return lengths[0]
+
+
+NO_CLASS = -1  # stands for None in `SpaceTensors.class_boundary`
+
+
+@dataclass(frozen=True)
+class SpaceTensors:
+    """The action spaces of a batch on the device, [row, position] each."""
+
+    groups: Tensor  # int64
+    unit_per_bin: Tensor  # float32
+    class_boundary: Tensor  # int64, NO_CLASS where there are no classes
+
+    @property
+    def length(self) -> int:
+        """Tokens of one action."""
+        return self.groups.shape[1]
+
+    @staticmethod
+    def of(spaces: Sequence[ActionSpace], device: torch.device) -> "SpaceTensors":
+        """Stack the spaces of a batch; they must have the same length. Not to be written to."""
+        return _stack(tuple(spaces), device)
+
+
+@lru_cache(maxsize=64)
+def _stack(spaces: tuple[ActionSpace, ...], device: torch.device) -> SpaceTensors:
+    """Remembered, because sessions act in the same space again and again."""
+    common_length(spaces)
+    boundaries = [
+        [NO_CLASS if edge is None else edge for edge in space.class_boundary] for space in spaces
+    ]
+    with torch.inference_mode(False):
+        return SpaceTensors(
+            groups=torch.tensor([space.groups for space in spaces], device=device),
+            unit_per_bin=torch.tensor(
+                [space.unit_per_bin for space in spaces], dtype=torch.float32, device=device
+            ),
+            class_boundary=torch.tensor(boundaries, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class ActionContext:
+    """What rules may know beyond the tree: fixed for one action, the same for all its passes."""
+
+    space: SpaceTensors
+    drift: Tensor  # [row, position] float32, executed minus own over past steps, in bins
+    num_steps: Tensor  # [row] int64, steps since the episode began
+    patches: Tensor | None = None  # [row, patch, width], hidden states of the image patches
+
+
+@dataclass(frozen=True)
+class ScoredTree:
+    """One tree after its pass. `spent` is how far this action has already been relaxed.
+
+    The drafted token of a node is judged against `expected`: the prediction made at its parent.
+    """
+
+    tree: DraftTree
+    scores: Scores
+    predictions: Tensor  # [row, node], the target's token after each node
+    num_committed: Tensor  # [row], action tokens up to the root, the root included
+    spent: Tensor  # [row, position] int64, executed minus own at committed positions, in bins
+    vocabulary: TokenRange
+    action_tokens: TokenRange
+    context: ActionContext
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """Parents to gather with: the root stands for its own parent. [row, node]."""
+        return self.tree.parents.clamp(min=0)
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """What the target would have said in the node's place, [row, node]."""
+        return self.predictions.gather(1, self.parents)
+
+    @cached_property
+    def deviations(self) -> Tensor:
+        """Drafted minus expected, in bins, [row, node]; meaningful between action tokens."""
+        return self.tree.tokens - self.expected
+
+    @cached_property
+    def is_equal(self) -> Tensor:
+        """True where the draft is what the target says, [row, node]."""
+        return self.tree.tokens == self.expected
+
+    @cached_property
+    def is_relaxable(self) -> Tensor:
+        """True where drafted and expected are both action tokens: no other is ever relaxed."""
+        inside = self.action_tokens.contains(self.tree.tokens)
+        return inside & self.action_tokens.contains(self.expected)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Which token of the action each node would become, [row, node]; clamped into it."""
+        places = self.num_committed.unsqueeze(1) + (self.tree.depths() - 1)
+        return places.clamp_(0, self.context.space.length - 1)
+
+    @property
+    def deepest(self) -> Tensor:
+        """Depth of the last guess that may count, [row]: the action's last token needs none."""
+        return self.context.space.length - 1 - self.num_committed
+
+    def at_positions(self, values: Tensor) -> Tensor:
+        """Look a [row, position] table up for every node, [row, node]."""
+        return values.gather(1, self.positions)
+
+    def whole_paths(self, local: Tensor) -> Tensor:
+        """True where a node and all its ancestors below the root are true, [row, node]."""
+        fine = (local & self.tree.is_real) | (self.tree.parents < 0)
+        return (self.tree.ancestor_mask() <= fine.unsqueeze(1)).all(dim=2)
+
+    def sum_along_paths(self, values: Tensor) -> Tensor:
+        """Sum [row, node] values over each node's path, the root left out; float32 [row, node]."""
+        below = self.tree.ancestor_mask()[:, :, 1:].float()
+        return (below @ values[:, 1:, None].float()).squeeze(2)
+
+    @cached_property
+    def action_log_probs(self) -> Tensor:
+        """The target's log-probabilities after each node over action tokens alone.
+
+        [row, node, bin]. Conditioned on an action token, so that a threshold means the same
+        whether the target computes its whole vocabulary or only these rows.
+        """
+        first = self.action_tokens.first - self.vocabulary.first
+        rows = self.scores.logits[:, :, first : first + len(self.action_tokens)]
+        return rows.log_softmax(dim=2)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Entropy of the expected token's distribution, 0..1, [row, node].
+
+        h = -sum p log p / log |action tokens|, taken where the node's token was predicted.
+        """
+        log_probs = self.action_log_probs
+        here = -(log_probs.exp() * log_probs).nansum(dim=2) / math.log(len(self.action_tokens))
+        return here.gather(1, self.parents)
+
+    def drafted_log_probs(self) -> Tensor:
+        """The target's log-probability of each drafted token, -inf off the action range."""
+        bins = self.tree.tokens - self.action_tokens.first
+        is_action = self.action_tokens.contains(self.tree.tokens)
+        rows = torch.arange(bins.shape[0], device=bins.device).unsqueeze(1)
+        found = self.action_log_probs[
+            rows, self.parents, bins.clamp(0, len(self.action_tokens) - 1)
+        ]
+        return found.masked_fill(~is_action, -torch.inf)
 
 
 class AcceptanceRule(ABC):
@@ -41,7 +245,7 @@ class ExactMatch(AcceptanceRule):
     """d = t: the output equals greedy decoding, whatever the drafts are.
 
     d is the drafted token and t the target's own. With sampled predictions instead of greedy ones
-    the output has exactly the target's distribution: see `sampling`.
+    the output has exactly the target's distribution: see `verify`.
     """
 
     @property

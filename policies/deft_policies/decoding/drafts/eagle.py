@@ -3,14 +3,27 @@
 Shared by serving and by training, so the two cannot disagree about it. Position t pairs the hidden
 state f_t with the embedding of the token after it, e_{t+1}, and yields a guess of f_{t+1}, which
 the target's own language-model head turns into tokens.
+
+A head's directory holds `config.json` beside `pytorch_model.bin` (the published Spec-VLA layout) or
+`model.safetensors` (ours); the tensor names are the same. Shapes come from the tensors, because the
+published configuration does not tell them all.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from deft_policies.checkpoint.tensor_file import write_tensors
 from deft_policies.decoding.plan import KeyMask
+from deft_policies.errors import CheckpointError
 from deft_policies.model.kv_cache import CacheSizes, LayerCache
 from deft_policies.model.llama import (
     Attention,
@@ -21,6 +34,15 @@ from deft_policies.model.llama import (
     RotaryTable,
     take_rows,
 )
+
+_LAYER = "layers.0."
+_ATTENTION = _LAYER + "self_attn."
+_NORM = _LAYER + "post_attention_layernorm.weight"
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+# Beside the head's own tensors a published file repeats the target's embedding, and older ones
+# store the rotary frequencies; neither is used.
+_IGNORED = ("embed_tokens.weight", "lm_head.weight", _ATTENTION + "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -114,3 +136,177 @@ def _llama_sizes(sizes: HeadSizes) -> LlamaSizes:
         rope_theta=sizes.rope_theta,
         max_positions=sizes.max_positions,
     )
+
+
+class HeadLayout(Enum):
+    """How the weights are stored; the value is the file's name."""
+
+    SAFETENSORS = "model.safetensors"
+    PUBLISHED = "pytorch_model.bin"
+
+
+def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
+    """Read a draft head for a target of `width`, on the device and in the dtype of `like`."""
+    config = _read_config(directory / "config.json")
+    tensors = _read_tensors(directory)
+    sizes = _sizes(directory, config, tensors)
+    if sizes.width != width:
+        raise CheckpointError(
+            f"{directory}: the draft head is {sizes.width} wide, but the target is {width}; "
+            "a head only fits the model it was trained for"
+        )
+    with torch.device("meta"):
+        head = EagleHead(sizes)
+    head.to_empty(device=like.device).to(like.dtype)
+    _fill(head, directory, tensors)
+    return head.requires_grad_(False).eval()
+
+
+def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
+    """Write `config.json` and the weights. The published layout is in float16, as its peers are."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = dict(named_weights(head))
+    config = json.dumps(_config_of(head.sizes), indent=2) + "\n"
+    (directory / "config.json").write_text(config)
+    if layout is HeadLayout.SAFETENSORS:
+        write_tensors(tensors, directory / layout.value)
+    else:
+        halves = {name: one.detach().cpu().half().contiguous() for name, one in tensors.items()}
+        torch.save(halves, directory / layout.value)
+
+
+def named_weights(head: EagleHead) -> list[tuple[str, Tensor]]:
+    """The head's tensors by their published names; fused matrices as views of their parts."""
+    attention, mlp, sizes = head.attention, head.mlp, head.sizes
+    parts = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
+    rows = [heads * sizes.head_dim for heads in parts]
+    named = [("fc.weight", head.fc.weight), ("fc.bias", head.fc.bias)]
+    kinds = ["weight", "bias"] if sizes.has_qkv_bias else ["weight"]
+    for kind in kinds:
+        fused: Tensor = getattr(attention.qkv, kind)
+        pieces = torch.split(fused, rows)
+        named += [
+            (f"{_ATTENTION}{part}.{kind}", piece) for part, piece in zip(_QKV, pieces, strict=True)
+        ]
+    named.append((_ATTENTION + "o_proj.weight", attention.out.weight))
+    halves = torch.split(mlp.gate_up.weight, sizes.mlp_width)
+    named += [
+        (f"{_LAYER}mlp.{part}.weight", piece) for part, piece in zip(_GATE_UP, halves, strict=True)
+    ]
+    named.append((_LAYER + "mlp.down_proj.weight", mlp.down.weight))
+    named.append((_NORM, head.mlp_norm.weight))
+    return named
+
+
+def _read_config(path: Path) -> Mapping[str, object]:
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; training does not always write it: copy the config.json that "
+            "belongs to the draft head beside its weights"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    if config.get("rope_scaling") is not None:
+        raise CheckpointError(f"{path}: rope_scaling is not supported, remove it or set it to null")
+    return config
+
+
+def _read_tensors(directory: Path) -> dict[str, Tensor]:
+    ours, published = (directory / layout.value for layout in HeadLayout)
+    path = ours if ours.exists() else published
+    if not path.exists():
+        raise CheckpointError(
+            f"{directory} holds neither {ours.name} nor {published.name}: not a draft head"
+        )
+    try:
+        if path is ours:
+            return dict(load_file(path))
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as weights (damaged, or it holds code, which is never run): "
+            f"{error}"
+        ) from error
+    if not isinstance(loaded, dict) or not all(isinstance(one, Tensor) for one in loaded.values()):
+        raise CheckpointError(f"{path} must hold a flat dictionary of tensors")
+    return loaded
+
+
+def _sizes(
+    directory: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]
+) -> HeadSizes:
+    needed = ("fc.weight", _ATTENTION + "k_proj.weight", _LAYER + "mlp.gate_proj.weight")
+    missing = [name for name in needed if name not in tensors]
+    if missing:
+        raise CheckpointError(f"{directory}: tensors are missing: {', '.join(missing)}")
+    width = tensors["fc.weight"].shape[0]
+    num_heads = _number(directory, config, "num_attention_heads")
+    if num_heads < 1 or width % num_heads:
+        raise CheckpointError(
+            f"{directory}: num_attention_heads {num_heads} does not divide the width {width}"
+        )
+    return HeadSizes(
+        width=width,
+        mlp_width=tensors[_LAYER + "mlp.gate_proj.weight"].shape[0],
+        num_heads=num_heads,
+        num_kv_heads=tensors[_ATTENTION + "k_proj.weight"].shape[0] // (width // num_heads),
+        norm_eps=_real(directory, config, "rms_norm_eps", 1e-6),
+        rope_theta=_real(directory, config, "rope_theta", 10000.0),
+        max_positions=_number(directory, config, "max_position_embeddings"),
+        has_qkv_bias=_ATTENTION + "q_proj.bias" in tensors,
+    )
+
+
+def _number(directory: Path, config: Mapping[str, object], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise CheckpointError(f"{directory}/config.json: {key} must be a number, got {value!r}")
+    return value
+
+
+def _real(directory: Path, config: Mapping[str, object], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"{directory}/config.json: {key} must be a number, got {value!r}")
+    return float(value)
+
+
+def _fill(head: EagleHead, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    named = named_weights(head)
+    unknown = sorted(set(tensors) - {name for name, _ in named} - set(_IGNORED))
+    missing = [name for name, _ in named if name not in tensors]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{directory}: not a draft head of this layout; missing: {', '.join(missing) or '-'}; "
+            f"unexpected: {', '.join(unknown) or '-'}"
+        )
+    with torch.no_grad():
+        for name, parameter in named:
+            given = tensors[name]
+            if given.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{directory}: {name} must be {list(parameter.shape)}, got {list(given.shape)}"
+                )
+            parameter.copy_(given)
+
+
+def _config_of(sizes: HeadSizes) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.mlp_width,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": sizes.max_positions,
+        "rms_norm_eps": sizes.norm_eps,
+        "rope_theta": sizes.rope_theta,
+        "rope_scaling": None,
+        "qkv_bias": sizes.has_qkv_bias,
+    }

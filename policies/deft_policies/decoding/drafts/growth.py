@@ -1,39 +1,55 @@
-"""Growing a dynamic draft tree as EAGLE-2 does, on the device and without a loop over nodes.
+"""Growing draft trees: EAGLE-2's dynamic ones, and templates, whose shape is known beforehand.
 
-Each level keeps its `top_k` likeliest nodes as the frontier and gives each of them `top_k`
-children. In the end the best `num_guesses` of all candidates by cumulative log-probability stay.
+On the device and without a loop over nodes. A dynamic tree keeps the `top_k` likeliest nodes of
+each level open and gives each of them `top_k` children; in the end the best `num_guesses` of all
+candidates by cumulative log-probability stay. In a template nothing is sorted or searched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
+from deft_policies.decoding.plan import (
+    DraftKind,
+    Path,
+    TreeShape,
+    TreeTemplate,
+)
 from deft_policies.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class Growth:
-    """What fixes the shape of a tree."""
+class GrowthStart:
+    """What a tree grows from."""
 
     kind: DraftKind
-    levels: int
-    top_k: int
-    num_guesses: int
-    template: TreeTemplate | None = None
+    roots: Tensor  # [row]
+    log_probs: Tensor  # [row, token], of the roots' children; column i is token `first_token + i`
+    deepest: Tensor  # [row], levels that are of use
+    first_token: int
 
-    @staticmethod
-    def of(kind: DraftKind, shape: TreeShape, levels: int) -> "Growth":
-        """At most so many levels of a shape."""
-        template = None if shape.template is None else shape.template.cut(levels)
-        return Growth(kind, levels, shape.top_k, shape.num_guesses, template)
 
-    @property
-    def num_candidates(self) -> int:
-        """Nodes that are considered at all."""
-        return self.top_k + (self.levels - 1) * self.top_k**2
+@dataclass(frozen=True)
+class OpenNodes:
+    """The nodes of one level whose children are wanted next."""
+
+    depth: int
+    tokens: Tensor  # [row, node]
+    above: Tensor  # [row, node], index among the open nodes of the level above; 0 for the root
+    ancestors: Tensor  # [row, node, open node so far] bool, the level itself included
+
+
+GoOn = Callable[[OpenNodes], Tensor]  # log-probabilities of the children [row, node, token]
+
+
+def grow_tree(shape: TreeShape, start: GrowthStart, go_on: GoOn) -> DraftTree:
+    """Grow a tree, level by level. Levels that are of no use to a row are padding there."""
+    if shape.template is not None:
+        return _fill(shape.template, start, go_on)
+    return _branch(shape, start, go_on)
 
 
 @dataclass(frozen=True)
@@ -45,98 +61,141 @@ class Candidates:
     parents: Tensor  # index among all candidates of the levels above, -1 for the root
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """The nodes of a level that get children."""
-
-    candidates: Candidates  # the whole level
-    tokens: Tensor  # [row, top_k]
-    scores: Tensor  # [row, top_k]
-    indices: Tensor  # [row, top_k], among all candidates
-    ancestors: Tensor  # [row, top_k, level * top_k] bool: frontier nodes above it and itself
-    num_above: int  # candidates up to and including this level
-    first_token: int
-
-    def next_level(self, log_probs: Tensor, growth: Growth) -> tuple["Frontier", Tensor]:
-        """Branch by [row, top_k, vocabulary] log-probabilities.
-
-        Also returns which of the old frontier's nodes each new one hangs on, [row, top_k].
-        """
-        top_k = growth.top_k
-        best = log_probs.topk(top_k, dim=2)
-        scores = (self.scores[:, :, None] + best.values).flatten(1)
-        tokens = (best.indices + self.first_token).flatten(1)
-        parents = self.indices.repeat_interleave(top_k, dim=1)
-        kept = scores.topk(top_k, dim=1)
+def _branch(shape: TreeShape, start: GrowthStart, go_on: GoOn) -> DraftTree:
+    num_rows, top_k = len(start.roots), shape.top_k
+    itself = torch.eye(top_k, dtype=torch.bool, device=start.roots.device).expand(num_rows, -1, -1)
+    best = start.log_probs.topk(top_k, dim=1)
+    tokens, scores = best.indices + start.first_token, best.values
+    levels = [Candidates(tokens, scores, torch.full_like(tokens, -1))]
+    indices = torch.arange(top_k, device=tokens.device).expand_as(tokens)  # among all candidates
+    nodes = OpenNodes(1, tokens, torch.zeros_like(tokens), itself)
+    num_candidates = top_k
+    for depth in range(2, shape.levels + 1):
+        children = go_on(nodes).topk(top_k, dim=2)
+        level = Candidates(
+            tokens=(children.indices + start.first_token).flatten(1),
+            scores=(scores[:, :, None] + children.values).flatten(1),
+            parents=indices.repeat_interleave(top_k, dim=1),
+        )
+        levels.append(level)
+        kept = level.scores.topk(top_k, dim=1)
+        scores, indices = kept.values, num_candidates + kept.indices
         above = kept.indices // top_k
-        inherited = self.ancestors.gather(
-            1, above[:, :, None].expand(-1, -1, self.ancestors.shape[2])
-        )
-        itself = torch.eye(top_k, dtype=torch.bool, device=tokens.device)
-        frontier = Frontier(
-            candidates=Candidates(tokens, scores, parents),
-            tokens=tokens.gather(1, kept.indices),
-            scores=kept.values,
-            indices=self.num_above + kept.indices,
-            ancestors=torch.cat((inherited, itself.expand(len(tokens), -1, -1)), dim=2),
-            num_above=self.num_above + tokens.shape[1],
-            first_token=self.first_token,
-        )
-        return frontier, above
+        so_far = nodes.ancestors.shape[2]
+        inherited = nodes.ancestors.gather(1, above[:, :, None].expand(-1, -1, so_far))
+        ancestors = torch.cat((inherited, itself), dim=2)
+        nodes = OpenNodes(depth, level.tokens.gather(1, kept.indices), above, ancestors)
+        num_candidates += top_k**2
+    return _best_of(levels, shape.num_guesses, start)
 
 
-def first_level(log_probs: Tensor, growth: Growth, first_token: int) -> Frontier:
-    """Children of the roots, by [row, vocabulary] log-probabilities."""
-    best = log_probs.topk(growth.top_k, dim=1)
-    tokens = best.indices + first_token
-    itself = torch.eye(growth.top_k, dtype=torch.bool, device=tokens.device)
-    order = torch.arange(growth.top_k, device=tokens.device)
-    return Frontier(
-        candidates=Candidates(tokens, best.values, torch.full_like(tokens, -1)),
-        tokens=tokens,
-        scores=best.values,
-        indices=order.expand_as(tokens),
-        ancestors=itself.expand(len(tokens), -1, -1),
-        num_above=growth.top_k,
-        first_token=first_token,
-    )
-
-
-def finish_tree(
-    roots: Tensor, levels: Sequence[Candidates], growth: Growth, deepest: Tensor
-) -> DraftTree:
-    """Keep the best candidates of all levels, in the order in which they were made.
-
-    Levels below `deepest` [row] are of no use to a row; what is left of its tree is padding.
-    """
+def _best_of(levels: Sequence[Candidates], num_guesses: int, start: GrowthStart) -> DraftTree:
+    """Keep the best candidates of all levels, in the order in which they were made."""
     scores = torch.cat(
         [
-            one.scores.masked_fill((deepest < level)[:, None], -torch.inf)
+            one.scores.masked_fill((start.deepest < level)[:, None], -torch.inf)
             for level, one in enumerate(levels, start=1)
         ],
         dim=1,
     )
     tokens = torch.cat([one.tokens for one in levels], dim=1)
     parents = torch.cat([one.parents for one in levels], dim=1)
-    num_kept = min(growth.num_guesses, scores.shape[1])
+    num_kept = min(num_guesses, scores.shape[1])
     # Stable, so that of equal scores the earlier wins: no child is ever kept without its parent.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
     kept = order.sort(dim=1).values
     places = torch.arange(1, num_kept + 1, device=kept.device).expand_as(kept)
     renumbered = torch.zeros_like(parents).scatter(1, kept, places)
     above = parents.gather(1, kept)
-    above = torch.where(above < 0, 0, renumbered.gather(1, above.clamp(min=0)))
     log_probs = scores.gather(1, kept)
     is_real = log_probs > -torch.inf
-    root = roots[:, None]
     return DraftTree(
-        tokens=torch.cat((root, tokens.gather(1, kept)), dim=1),
-        parents=torch.cat((torch.full_like(root, -1), above), dim=1),
-        is_real=torch.cat((torch.ones_like(root, dtype=torch.bool), is_real), dim=1),
-        log_probs=torch.cat(
-            (torch.zeros_like(log_probs[:, :1]), log_probs.masked_fill(~is_real, 0.0)), dim=1
-        ),
-        sources=torch.cat(
-            (torch.full_like(root, -1), torch.full_like(kept, growth.kind.number)), dim=1
-        ),
+        tokens=tokens.gather(1, kept),
+        parents=torch.where(above < 0, 0, renumbered.gather(1, above.clamp(min=0))),
+        is_real=is_real,
+        log_probs=log_probs.masked_fill(~is_real, 0.0),
+        sources=torch.full_like(kept, start.kind.number),
+    ).below(start.roots)
+
+
+def _fill(template: TreeTemplate, start: GrowthStart, go_on: GoOn) -> DraftTree:
+    """Put tokens on the paths of a template."""
+    indices = _indices_of(template, start.roots.device)
+    odds, scores = start.log_probs[:, None], torch.zeros_like(start.log_probs[:, :1])
+    tokens, totals = [], []
+    for depth, level in enumerate(indices.levels, start=1):
+        best = odds.topk(level.num_ranks, dim=2)
+        drafted = best.indices[:, level.above, level.ranks] + start.first_token
+        total = scores[:, level.above] + best.values[:, level.above, level.ranks]
+        tokens.append(drafted)
+        totals.append(total)
+        if depth < len(indices.levels):
+            above = level.open_above.expand(len(drafted), -1)
+            ancestors = level.ancestors.expand(len(drafted), -1, -1)
+            odds = go_on(OpenNodes(depth, drafted[:, level.open], above, ancestors))
+            scores = total[:, level.open]
+    every = torch.cat(tokens, dim=1)
+    is_real = indices.depths <= start.deepest.clamp(min=0)[:, None]
+    return DraftTree(
+        tokens=every,
+        parents=indices.parents.expand_as(every),
+        is_real=is_real,
+        log_probs=torch.cat(totals, dim=1).float().masked_fill(~is_real, 0.0),
+        sources=torch.full_like(every, start.kind.number),
+    ).below(start.roots)
+
+
+@dataclass(frozen=True)
+class LevelIndices:
+    """Where the nodes of one level of a template come from, as indices on the device."""
+
+    above: Tensor  # [node], index among the open nodes of the level above
+    ranks: Tensor  # [node]
+    num_ranks: int
+    open: Tensor  # [open], those of the level that get children
+    open_above: Tensor  # [open], index among the open nodes of the level above
+    ancestors: Tensor  # [open, open node so far] bool
+
+
+@dataclass(frozen=True)
+class TemplateIndices:
+    """A template on a device."""
+
+    levels: tuple[LevelIndices, ...]
+    parents: Tensor  # [guess], 0 for the root
+    depths: Tensor  # [guess]
+
+
+@lru_cache(maxsize=64)
+def _indices_of(template: TreeTemplate, device: torch.device) -> TemplateIndices:
+    """Indices of every level; remembered, so that nothing is copied to the device twice."""
+    numbers = {(): 0} | {path: index for index, path in enumerate(template.paths, start=1)}
+    with torch.inference_mode(False):
+        parents = [numbers[path[:-1]] for path in template.paths]
+        depths = [len(path) for path in template.paths]
+        return TemplateIndices(
+            levels=tuple(
+                _level_indices(template, depth, device) for depth in range(1, template.levels + 1)
+            ),
+            parents=torch.tensor(parents, device=device),
+            depths=torch.tensor(depths, device=device),
+        )
+
+
+def _level_indices(template: TreeTemplate, depth: int, device: torch.device) -> LevelIndices:
+    nodes, inner = template.level(depth), template.inner(depth)
+    above: tuple[Path, ...] = template.inner(depth - 1) if depth > 1 else ((),)
+    so_far = [path for level in range(1, depth + 1) for path in template.inner(level)]
+    lineage = [[path[: len(one)] == one for one in so_far] for path in inner]
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return LevelIndices(
+        above=numbers([above.index(path[:-1]) for path in nodes]),
+        ranks=numbers([path[-1] for path in nodes]),
+        num_ranks=1 + max(path[-1] for path in nodes),
+        open=numbers([nodes.index(path) for path in inner]),
+        open_above=numbers([above.index(path[:-1]) for path in inner]),
+        ancestors=torch.tensor(lineage, dtype=torch.bool, device=device),
     )

@@ -1,18 +1,22 @@
 """Drafting with the EAGLE head: take in what was committed, then grow a tree level by level."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.sampled import SampledChain, Sampling, target_odds
 from deft_policies.decoding.drafts.eagle import EagleHead
-from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
-from deft_policies.decoding.drafts.source import PassResult, Progress
-from deft_policies.decoding.drafts.template import InnerNodes, fill_template, finish_template
-from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
+from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
+from deft_policies.decoding.plan import (
+    DraftKind,
+    KeyMask,
+    RopeOffset,
+    TreeShape,
+)
+from deft_policies.decoding.records import BatchProgress, PassResult
+from deft_policies.decoding.sampling import Sampling, target_odds
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
 from deft_policies.model.kv_cache import Append, KVCache
 from deft_policies.model.layout import EagerRunner, StepRunner, Tensors
 from deft_policies.model.llama import PassContext
@@ -63,38 +67,37 @@ class HeadDrafts:
         self._is_first = True
 
     @torch.no_grad()
-    def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
+    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Draft behind the roots."""
-        levels = shape.levels if shape.is_fixed else min(shape.levels, progress.depth)
-        growth = Growth.of(self.kind, shape, levels)
-        soil = self.take_in(progress, shape)
+        start = self.take_in(progress, shape)
+        shape = shape.cut(progress.depth)
 
         def step(*inputs: Tensor) -> Tensors:
-            tree = self._grow_step(growth, Soil(*inputs))
+            tree = self._grow_step(shape, HeadStart(*inputs))
             return tree.tokens, tree.parents, tree.is_real, tree.log_probs, tree.sources
 
         grown = self._runner.run(
-            ("grow", growth, len(soil.out), self._room),
+            ("grow", shape, len(start.out), self._room),
             step,
-            (soil.roots, soil.out, soil.length, soil.start, soil.deepest),
+            (start.roots, start.out, start.length, start.position, start.deepest),
         )
-        if self._runner.has_fixed_shapes:  # the next tree overwrites what a recording put out
+        if self._runner.has_fixed_shapes:  # the next tree overwrites what a captured step put out
             grown = tuple(tensor.clone() for tensor in grown)
         return DraftTree(*grown)
 
-    def take_in(self, progress: Progress, shape: TreeShape) -> "Soil":
+    def take_in(self, progress: BatchProgress, shape: TreeShape) -> "HeadStart":
         """Append the pairs of the last pass, and say what the next tree grows from."""
         if progress.last is None or self._features is None:
             raise ValueError("the draft head starts after the prefill")
         out = self._append(progress.last, progress.length, shape)
         deepest = progress.length - 1 - progress.num_committed
-        if shape.is_fixed:
+        if shape.is_full_depth:
             deepest = torch.full_like(deepest, shape.levels)
-        soil = Soil(progress.roots, out, self._length, self._tree_start(), deepest)
+        start = HeadStart(progress.roots, out, self._length, self._tree_position(), deepest)
         self._is_first = False
-        return soil
+        return start
 
-    def _tree_start(self) -> Tensor:
+    def _tree_position(self) -> Tensor:
         """Rotary position of the children of the roots, [row]."""
         if self._options.rope_offset is RopeOffset.CORRECT:
             return self._length
@@ -112,7 +115,7 @@ class HeadDrafts:
         so a pass adds a pair for every node of its path, the bonus being the last "one after".
         """
         assert self._features is not None
-        path = last.verdict.path
+        path = last.accepted.path
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
         hidden = last.scores.hidden[rows, path]
         embeds = self._target.embed(last.next_tokens)
@@ -129,12 +132,12 @@ class HeadDrafts:
             append = Append(self._room, slots=(positions + rows * self._cache.length).flatten())
             first = torch.zeros_like(self._length)
             start = self._length
-        end = start + last.verdict.num_accepted  # position of the last pair
+        end = start + last.accepted.num_accepted  # position of the last pair
         mask = self._visible(end[:, None])
         context = PassContext(
             self.head.rotary(positions, hidden),
             mask=mask[:, None],
-            rows_out=(first + last.verdict.num_accepted)[:, None],
+            rows_out=(first + last.accepted.num_accepted)[:, None],
         )
         out = self.head.run(embeds, hidden, context, self._cache.layer(0, len(path), append))
         self._length = end + 1
@@ -162,67 +165,48 @@ class HeadDrafts:
             last = (self._features.lengths - 2)[:, None].expand_as(last)
         return torch.arange(self._room, device=last.device) <= last[:, :, None]
 
-    def _grow_step(self, growth: Growth, soil: "Soil") -> DraftTree:
+    def _grow_step(self, shape: TreeShape, start: "HeadStart") -> DraftTree:
         """All levels of a tree, as a function of tensors alone."""
-        if growth.template is not None:
-            return self._fill(growth.template, soil)
-        frontier = first_level(self._log_probs(soil.out), growth, self._drafted.first)
-        hidden = soil.out[:, None].expand(-1, growth.top_k, -1)
-        levels = [frontier.candidates]
-        for level in range(1, growth.levels):
-            out = self.extend(frontier.tokens, frontier.ancestors, hidden, soil, level)
-            frontier, parents = frontier.next_level(self._log_probs(out), growth)
-            levels.append(frontier.candidates)
-            hidden = out.gather(1, parents[:, :, None].expand(-1, -1, out.shape[2]))
-        return finish_tree(soil.roots, levels, growth, soil.deepest)
+        hidden = start.out[:, None]  # of the nodes that were open last
 
-    def _fill(self, template: TreeTemplate, soil: "Soil") -> DraftTree:
-        """The tokens of a tree whose shape is given."""
-        hidden = soil.out[:, None]
-
-        def go_on(inner: InnerNodes) -> Tensor:
+        def go_on(nodes: OpenNodes) -> Tensor:
             nonlocal hidden
-            ancestors = inner.ancestors.expand(len(soil.out), -1, -1)
-            above = hidden[:, inner.above]
-            hidden = self.extend(inner.tokens, ancestors, above, soil, inner.depth)
+            above = nodes.above[:, :, None].expand(-1, -1, hidden.shape[2])
+            hidden = self.extend(nodes, hidden.gather(1, above), start)
             return self._log_probs(hidden)
 
-        first = self._log_probs(soil.out)
-        tree = fill_template(template, soil.roots, first, go_on, self._drafted.first)
-        return finish_template(tree, self.kind, soil.deepest)
+        first, drafted = self._log_probs(start.out), self._drafted
+        growth = GrowthStart(self.kind, start.roots, first, start.deepest, drafted.first)
+        return grow_tree(shape, growth, go_on)
 
-    def extend(
-        self, tokens: Tensor, ancestors: Tensor, hidden: Tensor, soil: "Soil", level: int
-    ) -> Tensor:
-        """The head's output at nodes of a level (1 is the first), [row, node, width].
-
-        `ancestors` is [row, node, node so far], over all that were extended, these included;
-        `hidden` is the head's output at the nodes' parents.
-        """
-        num_rows, width = tokens.shape
+    def extend(self, nodes: OpenNodes, hidden: Tensor, start: "HeadStart") -> Tensor:
+        """The head's output at nodes, [row, node, width]; `hidden` is that at their parents."""
+        ancestors = nodes.ancestors
+        num_rows, width = nodes.tokens.shape
         slot = self._room + ancestors.shape[2] - width
-        committed = self._visible((soil.length - 1)[:, None]).expand(-1, width, -1)
+        committed = self._visible((start.length - 1)[:, None]).expand(-1, width, -1)
         if self._options.key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
+        positions = (start.position + nodes.depth - 1)[:, None].expand(-1, width)
         context = PassContext(
-            self.head.rotary((soil.start + level - 1)[:, None].expand(-1, width), hidden),
+            self.head.rotary(positions, hidden),
             mask=torch.cat((committed, ancestors), dim=2)[:, None],
         )
         cache = self._cache.layer(0, num_rows, Append(slot + width, start=slot))
-        return self.head.run(self._target.embed(tokens), hidden, context, cache)
+        return self.head.run(self._target.embed(nodes.tokens), hidden, context, cache)
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         return self._target.logits(hidden, self._drafted).log_softmax(dim=-1)
 
 
 @dataclass(frozen=True)
-class Soil:
+class HeadStart:
     """What a tree grows from, [row] each."""
 
     roots: Tensor
     out: Tensor  # [row, width], the head's output at the last committed pair
     length: Tensor  # committed positions
-    start: Tensor  # rotary position of the roots' children
+    position: Tensor  # rotary, of the roots' children
     deepest: Tensor  # levels that are of use
 
 
@@ -238,13 +222,12 @@ class DrawnHeadDrafts(HeadDrafts):
         self._generator.manual_seed(sampling.seed)
 
     @torch.no_grad()
-    def grow(self, progress: Progress, shape: TreeShape) -> SampledChain:
+    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Draw a chain behind the roots."""
-        soil = self.take_in(progress, TreeShape.chain(shape.levels))
+        start = self.take_in(progress, TreeShape.chain(shape.levels))
         levels = min(shape.levels, progress.depth)
-        tokens: list[Tensor] = []
-        odds: list[Tensor] = []
-        hidden = soil.out[:, None]
+        tokens, odds = [start.roots[:, None]], []
+        hidden = start.out[:, None]
         for level in range(1, levels + 1):
             logits = self._target.logits(hidden[:, 0], self._drafted)
             odds.append(target_odds(logits, self._temperature))
@@ -254,17 +237,14 @@ class DrawnHeadDrafts(HeadDrafts):
             tokens.append(drawn + self._drafted.first)
             if level < levels:
                 everything = drawn.new_ones(len(drawn), 1, level, dtype=torch.bool)
-                hidden = self.extend(tokens[-1], everything, hidden, soil, level)
-        every = torch.cat((soil.roots[:, None], *tokens), dim=1)
-        places = torch.arange(every.shape[1], device=every.device).expand_as(every)
-        return SampledChain(
-            tokens=every,
-            parents=places - 1,
-            is_real=(places <= soil.deepest[:, None]) | (places == 0),
-            log_probs=torch.zeros_like(every, dtype=torch.float32),
-            sources=torch.where(places == 0, -1, self.kind.number),
-            odds=torch.stack((torch.zeros_like(odds[0]), *odds), dim=1),
-            first_token=self._drafted.first,
+                nodes = OpenNodes(level, tokens[-1], torch.zeros_like(drawn), everything)
+                hidden = self.extend(nodes, hidden, start)
+        chain = DraftTree.chain(torch.cat(tokens, dim=1), self.kind.number)
+        every = torch.stack((torch.zeros_like(odds[0]), *odds), dim=1)
+        return replace(
+            chain,
+            is_real=chain.depths() <= start.deepest.clamp(min=0)[:, None],
+            drawn=DrawnOdds(every, self._drafted.first),
         )
 
 

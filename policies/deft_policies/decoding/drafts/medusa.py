@@ -6,7 +6,7 @@ language-model head turns what comes out into tokens, so heads are small. Shared
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.checkpoint.tensor_file import write_tensors
-from deft_policies.decoding.drafts.growth import Growth, finish_tree, first_level
-from deft_policies.decoding.drafts.source import Progress
-from deft_policies.decoding.drafts.template import InnerNodes, fill_template, finish_template
+from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
 from deft_policies.decoding.plan import DraftKind, TreeShape
+from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
@@ -108,32 +107,28 @@ class MedusaDrafts:
         """Nothing of the prompt is needed."""
 
     @torch.no_grad()
-    def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
+    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Branch as EAGLE-2 does, with scores that depend on the depth alone."""
         if progress.last is None:
             raise ValueError("Medusa heads start after the prefill")
-        verdict = progress.last.verdict
+        accepted = progress.last.accepted
         rows = torch.arange(len(progress.roots), device=progress.roots.device)
-        end = verdict.path[rows, verdict.num_accepted]
+        end = accepted.path[rows, accepted.num_accepted]
         seen = progress.last.scores.hidden[rows, end]  # it has predicted the root
-        levels = min(shape.levels, self.heads.sizes.num_heads)
-        levels = levels if shape.is_fixed else min(levels, progress.depth)
+        shape = replace(shape, is_full_depth=False).cut(self._depth(progress, shape))
         drafted = self._target.action_tokens
-        ahead = self._target.logits(self.heads(seen)[:, :levels], drafted).log_softmax(dim=-1)
+        heads = self.heads(seen)[:, : shape.levels]
+        ahead = self._target.logits(heads, drafted).log_softmax(dim=-1)
+
+        def go_on(nodes: OpenNodes) -> Tensor:
+            return ahead[:, nodes.depth, None].expand(-1, nodes.tokens.shape[1], -1)
+
         deepest = progress.length - 1 - progress.num_committed
-        growth = Growth.of(self.kind, shape, levels)
-        if growth.template is not None:
+        roots, first = progress.roots, ahead[:, 0]
+        start = GrowthStart(self.kind, roots, first, deepest, drafted.first)
+        return grow_tree(shape, start, go_on)
 
-            def go_on(inner: InnerNodes) -> Tensor:
-                return ahead[:, inner.depth, None].expand(-1, inner.tokens.shape[1], -1)
-
-            roots, first = progress.roots, ahead[:, 0]
-            tree = fill_template(growth.template, roots, first, go_on, drafted.first)
-            return finish_template(tree, self.kind, deepest)
-        frontier = first_level(ahead[:, 0], growth, drafted.first)
-        candidates = [frontier.candidates]
-        for level in range(1, levels):
-            every = ahead[:, level, None].expand(-1, shape.top_k, -1)
-            frontier, _ = frontier.next_level(every, growth)
-            candidates.append(frontier.candidates)
-        return finish_tree(progress.roots, candidates, growth, deepest)
+    def _depth(self, progress: BatchProgress, shape: TreeShape) -> int:
+        """There are no more levels than heads, even where the shape is of full depth."""
+        num_heads = self.heads.sizes.num_heads
+        return num_heads if shape.is_full_depth else min(num_heads, progress.depth)

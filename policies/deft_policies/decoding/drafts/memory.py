@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.source import Guesses, Progress
+from deft_policies.decoding.drafts.sources import Guesses
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.plan import DraftKind
+from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import TokenRange
 
@@ -19,13 +20,13 @@ class PreviousAction:
 
     kind = DraftKind.PREVIOUS
     steps_needed = 1
-    is_fixed = True
+    guesses_once = True
 
     def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
         """True after the first action of any session."""
         return any(history.own for history in histories)
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
         """Repeat the newest step."""
         tokens = history.own[:, -1:]
         known = (history.num_known > 0)[:, None, None]
@@ -43,7 +44,7 @@ class Extrapolation:
     action_tokens: TokenRange
     num_steps: int = 2
     kind = DraftKind.EXTRAPOLATION
-    is_fixed = True
+    guesses_once = True
 
     @property
     def steps_needed(self) -> int:
@@ -54,7 +55,7 @@ class Extrapolation:
         """True once any session has a line."""
         return any(len(history.own) >= self.num_steps for history in histories)
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
         """Evaluate the line one step ahead."""
         steps = history.own[:, -self.num_steps :]
         weights = line_weights(self.num_steps, steps.device)
@@ -87,7 +88,7 @@ class NgramLookup:
     longest: int = 3
     steps_kept: int = 16
     kind = DraftKind.NGRAM
-    is_fixed = False
+    guesses_once = False
 
     @property
     def steps_needed(self) -> int:
@@ -98,7 +99,7 @@ class NgramLookup:
         """True once any session has an action to look at."""
         return any(history.own for history in histories)
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
         """Compare the tail of the sequence with every earlier action at the same phase."""
         num_rows, num_steps, length = history.own.shape
         stream = torch.cat((history.own.flatten(1), progress.tokens[:, :length]), dim=1)
@@ -133,20 +134,20 @@ class Recycled:
 
     kind = DraftKind.RECYCLED
     steps_needed = 0
-    is_fixed = False
+    guesses_once = False
 
     def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
         """True: it is only asked between passes, when the target has spoken."""
         return True
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
         """Read the predictions below the path along its deepest real continuation."""
         if progress.last is None:
             raise ValueError("nothing to recycle before the prefill")
         last, length = progress.last, progress.length
         tree, rows = last.tree, torch.arange(progress.roots.shape[0], device=progress.roots.device)
         ancestors = tree.ancestor_mask()
-        end = last.verdict.path.gather(1, last.verdict.num_accepted[:, None]).squeeze(1)
+        end = last.accepted.path.gather(1, last.accepted.num_accepted[:, None]).squeeze(1)
         below = ancestors[rows, :, end] & tree.is_real  # nodes at or below the path's end
         leaf = tree.depths().masked_fill(~below, -1).argmax(dim=1)
         on_path = ancestors[rows, leaf] & below  # from the path's end to the leaf

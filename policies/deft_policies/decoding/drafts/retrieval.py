@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from deft_policies.checkpoint.tensor_file import write_tensors
-from deft_policies.decoding.drafts.source import Guesses, Progress
+from deft_policies.decoding.drafts.sources import Guesses
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.plan import DraftKind
+from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import CheckpointError
 
@@ -121,13 +122,13 @@ class Retrieval:
     count: int = 1
     kind = DraftKind.RETRIEVAL
     steps_needed = 0
-    is_fixed = True
+    guesses_once = True
 
     def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
         """True where frames have features at all."""
         return prompts.features is not None
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: Progress) -> Guesses:
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
         """Look the frames up."""
         tokens = self.index.nearest(frame_keys(prompts), self.count)
         return Guesses(tokens, torch.ones_like(tokens, dtype=torch.bool))

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.choosing import first_maximum
-from deft_policies.decoding.drafts.source import PassResult, Progress
 from deft_policies.decoding.llama_target import LlamaTarget
 from deft_policies.decoding.plan import DraftKind, TreeShape
+from deft_policies.decoding.records import BatchProgress, PassResult
+from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import (
     PromptFeatures,
     Prompts,
@@ -71,20 +71,20 @@ class SmallModelDrafts:
         self._prompts = replace(with_fewer_patches(prompts, self._patch_share), keep_hidden=False)
 
     @torch.no_grad()
-    def grow(self, progress: Progress, shape: TreeShape) -> DraftTree:
+    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Decode up to `shape.levels` tokens behind the roots."""
         if progress.last is None:
             raise ValueError("a draft model starts after the prefill")
         scores = self._take_in(progress.last, progress.length)
         rows = torch.arange(len(progress.roots), device=progress.roots.device)
-        end = progress.last.verdict.num_accepted + progress.last.is_prefill
+        end = progress.last.accepted.num_accepted + progress.last.is_prefill
         guesses: list[Tensor] = []
         log_probs: list[Tensor] = []
         logits = scores.logits[rows, end]
         for level in range(min(shape.levels, max(progress.depth, 1))):
             if level > 0:
                 chain = torch.stack(guesses, dim=1)
-                logits = self.model.score(_chain(chain)).logits[:, -1]
+                logits = self.model.score(DraftTree.chain(chain)).logits[:, -1]
             best = first_maximum(logits)
             guesses.append(best + self.model.vocabulary.first)
             log_probs.append(logits.log_softmax(dim=1).gather(1, best[:, None]).squeeze(1))
@@ -92,30 +92,29 @@ class SmallModelDrafts:
 
     def _take_in(self, last: PassResult, length: int) -> Scores:
         """Let the model read what the target has committed, the new root included."""
-        read = last.verdict.num_accepted + 1
+        read = last.accepted.num_accepted + 1
         if not last.is_prefill:
-            scores = self.model.score(_chain(last.next_tokens))
+            scores = self.model.score(DraftTree.chain(last.next_tokens))
             is_open = last.num_committed < length
-            self.model.commit(_steps(last.next_tokens), read * is_open)
+            self._keep(last.next_tokens, read * is_open)
             return scores
         assert self._prompts is not None
         behind = torch.cat((self._prompts.last_tokens[:, None], last.next_tokens), dim=1)
-        scores, _ = self.model.prefill(self._prompts, _chain(behind))
-        self.model.commit(_steps(behind), read + 1)
+        scores, _ = self.model.prefill(self._prompts, DraftTree.chain(behind))
+        self._keep(behind, read + 1)
         return scores
 
-    def _tree(self, progress: Progress, guesses: Tensor, log_probs: Tensor) -> DraftTree:
-        tree = _chain(torch.cat((progress.roots[:, None], guesses), dim=1))
+    def _keep(self, chain: Tensor, lengths: Tensor) -> None:
+        steps = torch.arange(chain.shape[1], device=chain.device)
+        self.model.commit(steps.expand_as(chain), lengths)
+
+    def _tree(self, progress: BatchProgress, guesses: Tensor, log_probs: Tensor) -> DraftTree:
+        every = torch.cat((progress.roots[:, None], guesses), dim=1)
+        chain = DraftTree.chain(every, self.kind.number)
         deepest = progress.length - 1 - progress.num_committed
-        levels = torch.arange(tree.num_nodes, device=deepest.device)
-        sources = torch.full_like(tree.sources, self.kind.number)
-        sources[:, 0] = -1
-        return replace(
-            tree,
-            is_real=(levels <= deepest[:, None]) | (levels == 0),
-            log_probs=torch.cat((torch.zeros_like(log_probs[:, :1]), log_probs.cumsum(1)), dim=1),
-            sources=sources,
-        )
+        totals = torch.cat((torch.zeros_like(log_probs[:, :1]), log_probs.cumsum(1)), dim=1)
+        is_real = chain.depths() <= deepest.clamp(min=0)[:, None]
+        return replace(chain, is_real=is_real, log_probs=totals)
 
 
 def with_fewer_patches(prompts: Prompts, share: float) -> Prompts:
@@ -132,18 +131,4 @@ def with_fewer_patches(prompts: Prompts, share: float) -> Prompts:
         embeds=prompts.embeds[:, kept],
         lengths=prompts.lengths - (stop - first) + num_kept,
         patches=slice(first, first + num_kept),
-    )
-
-
-def _steps(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-
-
-def _chain(tokens: Tensor) -> DraftTree:
-    return DraftTree(
-        tokens=tokens,
-        parents=_steps(tokens) - 1,
-        is_real=torch.ones_like(tokens, dtype=torch.bool),
-        log_probs=torch.zeros_like(tokens, dtype=torch.float32),
-        sources=torch.full_like(tokens, -1),
     )

@@ -12,6 +12,7 @@ from deft_policies.decoding.acceptance.confidence import (
     EntropyRadius,
     NearTop,
     TopK,
+    VisualRelevance,
 )
 from deft_policies.decoding.acceptance.distance import (
     ScheduledRadius,
@@ -21,10 +22,12 @@ from deft_policies.decoding.acceptance.distance import (
     WithinIds,
     WithinLimits,
 )
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
-from deft_policies.decoding.acceptance.scored import ScoredTree
-from deft_policies.decoding.acceptance.visual import VisualRelevance
-from deft_policies.decoding.action_space import DimensionGroup
+from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
+    DimensionGroup,
+    ExactMatch,
+    ScoredTree,
+)
 from deft_policies.errors import RequestError
 from tests.policies.decoding.trees import (
     SPACE,

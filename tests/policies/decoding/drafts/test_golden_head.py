@@ -8,23 +8,27 @@ import torch
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
-from deft_policies.decoding.acceptance.verify import TieBreak, Verdict
-from deft_policies.decoding.drafts.eagle import EagleHead
+from deft_policies.decoding.decoder import DraftModels, build_decoder
+from deft_policies.decoding.drafts.eagle import EagleHead, load_head
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.head_files import load_head
-from deft_policies.decoding.drafts.source import PassResult, Progress
-from deft_policies.decoding.methods import DraftModels, build_decoder
-from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TreeShape
-from deft_policies.decoding.presets import Preset, preset_by_name
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import (
+    DraftKind,
+    Plan,
+    RopeOffset,
+    TreeShape,
+)
+from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.verify import AcceptedPath, TieBreak
 from deft_policies.model.image import build_normalization_table, resize_like_processor
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
 from tests.policies.decoding.scripts import Session, clock
 from tests.tiny_openvla import golden_model
 
-FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_fixed=True)
+FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
 ROPE = {"multimodal": RopeOffset.CORRECT, "reference": RopeOffset.PUBLISHED}
 # Cases whose runs differ between the variants; the canonical variants are run on all of them.
 TELLING_CASES = (0, 3, 5, 8, 10)
@@ -71,7 +75,7 @@ def test_teacher_forced_hidden_states_equal_the_fixture(head: EagleHead, round_n
     torch.testing.assert_close(head(embeds, hidden)[0], expected, atol=1e-4, rtol=0.0)
 
 
-def prompt_of(case: int) -> tuple[PromptFeatures, Progress]:
+def prompt_of(case: int) -> tuple[PromptFeatures, BatchProgress]:
     """The prefill of a fixture case without guesses, and the progress it made."""
     arrays, name = golden.draft_arrays(), f"c{case:02d}_r1"
     hidden = torch.from_numpy(arrays[f"{name}_in_hidden"])[None]
@@ -83,23 +87,23 @@ def prompt_of(case: int) -> tuple[PromptFeatures, Progress]:
     return features, progress_after(hidden[:, -1:], [root], num_before=0)
 
 
-def progress_after(hidden: torch.Tensor, tokens: list[int], num_before: int) -> Progress:
+def progress_after(hidden: torch.Tensor, tokens: list[int], num_before: int) -> BatchProgress:
     """What draft sources see after a pass that committed `tokens`, the last of them the bonus."""
     steps = torch.arange(len(tokens))[None]
     committed = torch.tensor([tokens])
     before = torch.tensor([num_before])
     tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
-    verdict = Verdict(steps, torch.tensor([len(tokens) - 1]), committed[:, -1], committed)
+    verdict = AcceptedPath(steps, torch.tensor([len(tokens) - 1]), committed[:, -1], committed)
     scores = Scores(torch.zeros(1, len(tokens), 1), hidden)
     last = PassResult(
         tree, scores, committed, verdict, committed, before, (True,), is_prefill=num_before == 0
     )
     count = num_before + len(tokens)
     blank = torch.zeros(1, 8, dtype=torch.int64)
-    return Progress(blank, before + len(tokens), committed[:, -1], count, 7, last)
+    return BatchProgress(blank, before + len(tokens), committed[:, -1], count, 7, last)
 
 
-def second_round(case: int) -> Progress:
+def second_round(case: int) -> BatchProgress:
     """After one commit of round 1 with r = 9, as the fixture's README says."""
     canonical = next(
         one for one in golden.draft_expected()["variants"] if one["canonical"] and one["r"] == 9
@@ -136,12 +140,12 @@ def test_trees_and_cumulative_scores_equal_the_fixture(
     assert bool(tree.is_real.all())
 
 
-def preset_of(variant: dict[str, Any]) -> Preset:
-    """Any variant of the fixture, spelt as a preset."""
+def method_of(variant: dict[str, Any]) -> Method:
+    """Any variant of the fixture, spelt as a method."""
     radius = variant["r"]
     is_full = variant["tree"] == "full"
     shape = FULL_TREE if is_full else TreeShape(5, 8, 49)
-    return Preset(
+    return Method(
         name="golden",
         summary="",
         rule=WithinIds(radius) if variant["accept"] == "raw_ids" else WithinBins(radius),
@@ -151,8 +155,8 @@ def preset_of(variant: dict[str, Any]) -> Preset:
     )
 
 
-def decode(preset: Preset, head: EagleHead, rope: str, number: int) -> DecodeTrace:
-    decoder = build_decoder(target(), preset, DraftModels(head=head, rope_offset=ROPE[rope]))
+def decode(method: Method, head: EagleHead, rope: str, number: int) -> DecodeTrace:
+    decoder = build_decoder(target(), method, DraftModels(head=head, rope_offset=ROPE[rope]))
     return decoder.decode(prompts_of(number), Session.of(1).rows, clock())[0]
 
 
@@ -163,10 +167,10 @@ def variant_name(variant: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("variant", golden.draft_expected()["variants"], ids=variant_name)
 def test_runs_accept_and_answer_as_recorded(head: EagleHead, variant: dict[str, Any]) -> None:
-    preset = preset_of(variant)
+    method = method_of(variant)
     expected = {case["case"]: case for case in variant["cases"]}
     for number in usable_cases() if variant["canonical"] else TELLING_CASES:
-        trace = decode(preset, head, variant["rope"], number)
+        trace = decode(method, head, variant["rope"], number)
         assert list(trace.tokens) == expected[number]["tokens"]
         assert list(trace.accepted_lengths[1:]) == expected[number]["accepted_lengths"]
 
@@ -180,9 +184,9 @@ def test_the_spec_vla_presets_are_the_canonical_loop_tree_by_tree(
         for one in golden.draft_expected()["variants"]
         if one["canonical"] and one["r"] == radius
     )
-    preset = preset_by_name(name)
+    method = find_method(name)
     for number in usable_cases()[:6]:
-        trace = decode(preset, head, "multimodal", number)
+        trace = decode(method, head, "multimodal", number)
         rounds = canonical["cases"][number]["rounds"]
         assert len(trace.passes) == len(rounds) + 1
         for found, expected in zip(trace.passes[1:], rounds, strict=True):
@@ -196,5 +200,5 @@ def test_the_spec_vla_presets_are_the_canonical_loop_tree_by_tree(
 
 def test_strict_runs_equal_plain_decoding(head: EagleHead) -> None:
     for number in usable_cases()[:4]:
-        trace = decode(preset_by_name("spec-vla-strict"), head, "multimodal", number)
+        trace = decode(find_method("spec-vla-strict"), head, "multimodal", number)
         assert trace.tokens == golden.cases()[number].tokens

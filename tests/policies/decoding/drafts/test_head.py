@@ -9,19 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.verify import Verdict
-from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes, key_mask
-from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.head_files import (
+from deft_policies.decoding.drafts.eagle import (
+    EagleHead,
     HeadLayout,
+    HeadSizes,
+    key_mask,
     load_head,
     named_weights,
     save_head,
 )
-from deft_policies.decoding.drafts.source import PassResult, Progress
-from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
+from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
+from deft_policies.decoding.plan import (
+    KeyMask,
+    RopeOffset,
+    TreeShape,
+    TreeTemplate,
+)
+from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
 from tests.tiny_target import (
     ACTIONS,
@@ -66,7 +73,7 @@ class Conversation:
         lengths: list[int] = self.prompts.lengths.tolist()
         return lengths
 
-    def commit(self, new: list[list[int]], seed: int) -> Progress:
+    def commit(self, new: list[list[int]], seed: int) -> BatchProgress:
         """A pass that commits these tokens, the last of each row being the bonus."""
         before = torch.tensor([len(row) for row in self.tokens])
         steps = max(len(row) for row in new)
@@ -85,12 +92,12 @@ class Conversation:
         bonus = torch.tensor([row[-1] for row in new])
         tree = DraftTree(path, path - 1, path >= 0, path.float(), path)
         scores = Scores(torch.zeros(self.num_rows, steps, 1), hidden)
-        verdict = Verdict(path, kept, bonus, padded)
+        verdict = AcceptedPath(path, kept, bonus, padded)
         is_open = (True,) * self.num_rows
         last = PassResult(tree, scores, padded, verdict, padded, before, is_open, is_prefill)
         counts = [len(row) for row in self.tokens]
         blank = torch.zeros(self.num_rows, LENGTH + 1, dtype=torch.int64)
-        return Progress(blank, torch.tensor(counts), bonus, min(counts), LENGTH, last)
+        return BatchProgress(blank, torch.tensor(counts), bonus, min(counts), LENGTH, last)
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
         """(e_{t+1}, f_t) of everything committed in a row, [position, width] each."""
@@ -172,7 +179,7 @@ def test_trees_stay_within_what_is_missing_unless_their_shape_is_fixed() -> None
     tree = drafts.grow(progress, TreeShape(5, 2, 49))
     assert int(tree.depths().max()) == 2
     drafts.begin(talk.prompts, talk.features)
-    fixed = drafts.grow(progress, TreeShape(5, 2, 49, is_fixed=True))
+    fixed = drafts.grow(progress, TreeShape(5, 2, 49, is_full_depth=True))
     assert int(fixed.depths().max()) == 5
 
 

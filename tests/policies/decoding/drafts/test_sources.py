@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.verify import Verdict
-from deft_policies.decoding.drafts.combine import Sources
+from deft_policies.decoding.decoder import Decoder
 from deft_policies.decoding.drafts.medusa import (
     MedusaDrafts,
     MedusaHeads,
@@ -38,13 +37,19 @@ from deft_policies.decoding.drafts.small_model import (
     self_draft_target,
     with_fewer_patches,
 )
-from deft_policies.decoding.drafts.source import Guesser, PassResult, Progress
+from deft_policies.decoding.drafts.sources import Guesser, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import Decoder
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.presets import preset_by_name
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import (
+    DraftKind,
+    Plan,
+    TreeShape,
+    TreeTemplate,
+)
+from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
 from tests.policies.decoding.scripts import Session, clock
 from tests.tiny_target import (
@@ -77,7 +82,7 @@ def ask(
     for row, given in enumerate(committed):
         tokens[row, : len(given)] = torch.tensor(given, dtype=torch.int64)
     counts = [len(given) for given in committed]
-    progress = Progress(
+    progress = BatchProgress(
         tokens, torch.tensor(counts), torch.zeros(len(counts)), min(counts), length, None
     )
     guesses = guesser.guess(PROMPTS, tensors, progress)
@@ -143,13 +148,13 @@ def test_recycling_reads_the_answers_behind_the_first_mismatch() -> None:
         sources=torch.zeros(1, 4, dtype=torch.int64),
     )
     predictions = torch.tensor([[11, 22, 23, 24]])
-    verdict = Verdict(
+    verdict = AcceptedPath(
         torch.tensor([[0, 1, 0, 0]]), torch.tensor([1]), torch.tensor([22]), predictions
     )
     scores = Scores(torch.zeros(1, 4, 1), torch.zeros(1, 4, 1))
     zero = torch.tensor([0])
     last = PassResult(tree, scores, predictions, verdict, predictions, zero, (True,), True)
-    progress = Progress(
+    progress = BatchProgress(
         torch.zeros(1, 8, dtype=torch.int64), torch.tensor([2]), torch.tensor([22]), 2, 7, last
     )
     guesses = Recycled().guess(PROMPTS, HistoryTensors.of([ActionHistory()], 7, 0, CPU), progress)
@@ -238,12 +243,12 @@ def test_medusa_trees_take_the_odds_of_each_level_from_one_hidden_state() -> Non
     heads.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(1, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     steps = torch.tensor([[0, 1]])
-    verdict = Verdict(steps, torch.tensor([1]), torch.tensor([40]), steps)
+    verdict = AcceptedPath(steps, torch.tensor([1]), torch.tensor([40]), steps)
     tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
     scores = Scores(torch.zeros(1, 2, 1), hidden)
     last = PassResult(tree, scores, steps, verdict, steps, torch.tensor([1]), (True,))
     blank = torch.zeros(1, 8, dtype=torch.int64)
-    progress = Progress(blank, torch.tensor([3]), torch.tensor([40]), 3, 7, last)
+    progress = BatchProgress(blank, torch.tensor([3]), torch.tensor([40]), 3, 7, last)
     drafted = MedusaDrafts(heads, target).grow(progress, TreeShape(5, 2, 14))
     odds = target.logits(heads(hidden[:, 1]), ACTIONS).log_softmax(dim=-1)[0]
     shape = TreeShape.of_template(TreeTemplate(((0,), (2,), (0, 1), (2, 0), (2, 0, 3))))
@@ -297,8 +302,8 @@ def test_the_whole_target_as_its_own_draft_model_is_always_right() -> None:
     target = fast_target(decoder)
     drafts = SmallModelDrafts(self_draft_target(target, num_layers=2))
     plan = Plan("self", (), (DraftKind.SMALL_MODEL,), TreeShape.chain(6))
-    preset = replace(preset_by_name("lossless"), plans=(plan,), is_guarded=False)
-    decoder_of = Decoder(target, preset, Sources((), (drafts,)))
+    method = replace(find_method("lossless"), plans=(plan,), is_guarded=False)
+    decoder_of = Decoder(target, method, Sources((), (drafts,)))
     prompts = random_prompts(decoder, [2, 5, 3])
     traces = decoder_of.decode(prompts, Session.of(3).rows, clock())
     assert [trace.accepted_lengths for trace in traces] == [(0, 5)] * 3

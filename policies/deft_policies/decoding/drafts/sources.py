@@ -1,26 +1,82 @@
-"""Turning guessed chains into one prefix tree, and several trees into one. Pure functions."""
+"""What draft sources are given and return, and how their guesses become one tree.
+
+Two kinds. A guesser names whole actions, position by position; it needs no pass of any model, so
+its guesses can ride in the prefill. A grower reads the target's hidden states, so it starts after
+the prefill and grows a tree. Neither knows which rule will judge its guesses.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.source import (
-    Grower,
-    Guesser,
-    Guesses,
-    Progress,
-)
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan
-from deft_policies.decoding.presets import Preset
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    Plan,
+    TreeShape,
+)
+from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """Guessed actions of every row, aligned with positions. A guess stops at the first unknown."""
+
+    tokens: Tensor  # [row, chain, position] int64
+    is_known: Tensor  # [row, chain, position] bool
+
+
+class Guesser(Protocol):
+    """Names whole actions without running a model."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """Its name."""
+
+    @property
+    def steps_needed(self) -> int:
+        """How many past steps of the session it reads."""
+
+    @property
+    def guesses_once(self) -> bool:
+        """True if what it says before the prefill stays its answer for the whole action."""
+
+    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
+        """False when there is nothing to guess from in any row."""
+
+    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
+        """Say what the action may be, given what is committed of it."""
+
+
+class Grower(Protocol):
+    """Grows trees from what the target computed. `begin`, then `grow` after every pass."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """Its name."""
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether `begin` reads the prompt's hidden states."""
+
+    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+        """Start a batch of actions, after the prefill."""
+
+    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
+        """Take in `progress.last`, then guess what follows the roots.
+
+        No deeper than `progress.depth`, unless the shape is of full depth.
+        """
+
+
 def tree_of_guesses(
-    guesses: Sequence[Guesses], kinds: Sequence[DraftKind], progress: Progress
+    guesses: Sequence[Guesses], kinds: Sequence[DraftKind], progress: BatchProgress
 ) -> DraftTree:
     """Merge guessed actions into a prefix tree below the roots.
 
@@ -33,21 +89,28 @@ def tree_of_guesses(
     tokens, known = _from_here(tokens, known, progress)
     num_rows, num_chains, depth = tokens.shape
     # Filled on the device: a list would have to be copied there, which makes the host wait.
-    parts = [
-        tokens.new_full((one.tokens.shape[1] * depth,), kind.number)
-        for kind, one in zip(kinds, guesses, strict=True)
-    ]
-    sources = torch.cat(parts)
+    sources = torch.cat(
+        [
+            tokens.new_full((one.tokens.shape[1] * depth,), kind.number)
+            for kind, one in zip(kinds, guesses, strict=True)
+        ]
+    )
     if num_chains == 1:
-        nodes = torch.arange(-1, depth, device=tokens.device)
-        parents, is_real = nodes.expand(num_rows, -1), known.flatten(1)
+        parents, is_real = torch.arange(depth, device=tokens.device), known
+        parents = parents.expand(num_rows, -1)
     else:
         parents, is_real = _share_prefixes(tokens, known)
-    tree = _below_roots(progress.roots, tokens.flatten(1), parents, is_real, sources)
-    return replace(tree, is_chain=num_chains == 1)
+    return DraftTree(
+        tokens=tokens.flatten(1),
+        parents=parents,
+        is_real=is_real.flatten(1),
+        log_probs=torch.zeros_like(parents, dtype=torch.float32),
+        sources=sources.expand_as(parents),
+        is_chain=num_chains == 1,
+    ).below(progress.roots)
 
 
-def _from_here(tokens: Tensor, known: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
+def _from_here(tokens: Tensor, known: Tensor, progress: BatchProgress) -> tuple[Tensor, Tensor]:
     """Cut chains to the positions that are still open: [row, chain, level]."""
     depth = progress.depth
     if tokens.shape[0] == 1:  # the host knows where the only row stands
@@ -63,7 +126,7 @@ def _from_here(tokens: Tensor, known: Tensor, progress: Progress) -> tuple[Tenso
 
 
 def _share_prefixes(tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Parents [row, node] and reality [row, node - 1] of chains merged into a prefix tree."""
+    """Parents [row, guess] and reality [row, chain, level] of chains merged into a prefix tree."""
     num_rows, num_chains, depth = tokens.shape
     both = known.unsqueeze(2) & known.unsqueeze(1)
     alike = (tokens.unsqueeze(2) == tokens.unsqueeze(1)) & both
@@ -74,43 +137,7 @@ def _share_prefixes(tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     is_real = known & (first == chains)
     above = 1 + first[:, :, :-1] * depth + levels[:-1]
     parents = torch.cat((torch.zeros_like(first[:, :, :1]), above), dim=2).flatten(1)
-    parents = torch.where(is_real.flatten(1), parents, 0)
-    root = torch.full_like(parents[:, :1], -1)
-    return torch.cat((root, parents), dim=1), is_real.flatten(1)
-
-
-def _below_roots(
-    roots: Tensor, tokens: Tensor, parents: Tensor, is_real: Tensor, sources: Tensor
-) -> DraftTree:
-    root = roots[:, None]
-    every = torch.cat((root, tokens), dim=1)
-    sources = torch.cat((sources.new_full((1,), -1), sources)).expand_as(every)
-    return DraftTree(
-        tokens=every,
-        parents=parents,
-        is_real=torch.cat((torch.ones_like(root, dtype=torch.bool), is_real), dim=1),
-        log_probs=torch.zeros_like(every, dtype=torch.float32),
-        sources=sources,
-    )
-
-
-def join(trees: Sequence[DraftTree]) -> DraftTree:
-    """Put trees of the same roots side by side. Equal guesses of two trees stay two nodes."""
-    if len(trees) == 1:
-        return trees[0]
-    parents, offset = [trees[0].parents], trees[0].num_nodes - 1
-    for tree in trees[1:]:
-        below = tree.parents[:, 1:]
-        parents.append(torch.where(below > 0, below + offset, below))
-        offset += tree.num_nodes - 1
-    rest = trees[1:]
-    return DraftTree(
-        tokens=torch.cat([trees[0].tokens, *(tree.tokens[:, 1:] for tree in rest)], dim=1),
-        parents=torch.cat(parents, dim=1),
-        is_real=torch.cat([trees[0].is_real, *(tree.is_real[:, 1:] for tree in rest)], dim=1),
-        log_probs=torch.cat([trees[0].log_probs, *(tree.log_probs[:, 1:] for tree in rest)], dim=1),
-        sources=torch.cat([trees[0].sources, *(tree.sources[:, 1:] for tree in rest)], dim=1),
-    )
+    return torch.where(is_real.flatten(1), parents, 0), is_real
 
 
 def trimmed(tree: DraftTree) -> DraftTree:
@@ -123,31 +150,14 @@ def trimmed(tree: DraftTree) -> DraftTree:
     kept = tree.is_real.any(dim=0)
     if bool(kept.all()):
         return tree
-    index = kept.nonzero().flatten()
-    renumber = torch.cumsum(kept, dim=0) - 1
-    above = tree.parents[:, index]
-    return DraftTree(
-        tokens=tree.tokens[:, index],
-        parents=torch.where(above < 0, above, renumber[above.clamp(min=0)].clamp(min=0)),
-        is_real=tree.is_real[:, index],
-        log_probs=tree.log_probs[:, index],
-        sources=tree.sources[:, index],
-        is_chain=tree.is_chain,  # a chain's padding is its end
-    )
+    return tree.select(kept.nonzero().flatten())
 
 
 def cut(tree: DraftTree, widest: int) -> DraftTree:
     """Drop what a target has no room for: the last nodes, on which no earlier one hangs."""
     if tree.num_nodes <= widest:
         return tree
-    return DraftTree(
-        tokens=tree.tokens[:, :widest],
-        parents=tree.parents[:, :widest],
-        is_real=tree.is_real[:, :widest],
-        log_probs=tree.log_probs[:, :widest],
-        sources=tree.sources[:, :widest],
-        is_chain=tree.is_chain,
-    )
+    return tree.select(torch.arange(widest, device=tree.tokens.device))
 
 
 @dataclass(frozen=True)
@@ -162,9 +172,9 @@ class Sources:
         """The sources there are."""
         return frozenset([one.kind for one in self.guessers] + [one.kind for one in self.growers])
 
-    def usable(self, preset: Preset) -> tuple[Plan, ...]:
-        """The preset's plans whose sources are all there, in order; plain decoding if none."""
-        return tuple(plan for plan in preset.plans if plan.kinds <= self.kinds) or (PLAIN,)
+    def usable(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
+        """Those of the plans whose sources are all there, in order; plain decoding if none."""
+        return tuple(plan for plan in plans if plan.kinds <= self.kinds) or (PLAIN,)
 
     def guessers_of(self, kinds: Sequence[DraftKind]) -> list[Guesser]:
         """The guessers among `kinds`, in that order."""
@@ -196,8 +206,8 @@ class Seen:
     widest_tree: int
 
 
-class PlannedDrafting:
-    """The guesses of one batch, by one plan."""
+class BatchDrafts:
+    """Where the guesses of one batch come from, by one plan."""
 
     def __init__(self, sources: Sources, plan: Plan, seen: Seen) -> None:
         self._plan = plan
@@ -205,30 +215,30 @@ class PlannedDrafting:
         self._riders = sources.guessers_of(plan.prefill)
         self._guessers = sources.guessers_of(plan.rounds)
         self._growers = sources.growers_of(plan.rounds)
-        self._fixed: dict[DraftKind, Guesses] = {}
+        self._guessed: dict[DraftKind, Guesses] = {}
 
-    def before_prefill(self, progress: Progress) -> DraftTree:
+    def before_prefill(self, progress: BatchProgress) -> DraftTree:
         """The chains that ride behind the prompt."""
         return self._guess(self._riders, progress)
 
     def begin(self, features: PromptFeatures) -> None:
-        """Hand the prompt to the growers."""
+        """Hand the growers what the prefill computed of the prompt; only if passes follow."""
         for grower in self._growers:
             grower.begin(self._seen.prompts, features)
 
-    def between_passes(self, progress: Progress) -> DraftTree:
-        """One tree of everything the plan drafts between passes."""
+    def between_passes(self, progress: BatchProgress) -> DraftTree:
+        """Guesses for the next pass; `progress.last` is the one that just ended."""
         shape = self._plan.shape
         grown = [
             grower.grow(progress, shape)
             for grower in self._growers
-            if progress.depth > 0 or shape.is_fixed
+            if progress.depth > 0 or shape.is_full_depth
         ]
         guessed = self._guess(self._guessers, progress)
         trees = [*grown, guessed] if guessed.num_nodes > 1 or not grown else grown
-        return cut(join(trees), self._seen.widest_tree)
+        return cut(DraftTree.side_by_side(trees), self._seen.widest_tree)
 
-    def _guess(self, guessers: Sequence[Guesser], progress: Progress) -> DraftTree:
+    def _guess(self, guessers: Sequence[Guesser], progress: BatchProgress) -> DraftTree:
         seen = self._seen
         able = [one for one in guessers if one.can_guess(seen.prompts, seen.sessions)]
         if not able or progress.depth == 0:
@@ -237,10 +247,12 @@ class PlannedDrafting:
         tree = tree_of_guesses(guesses, [one.kind for one in able], progress)
         return cut(trimmed(tree), self._seen.widest_tree)
 
-    def _ask(self, guesser: Guesser, progress: Progress) -> Guesses:
+    def _ask(self, guesser: Guesser, progress: BatchProgress) -> Guesses:
         seen = self._seen
-        if not guesser.is_fixed:
-            return guesser.guess(seen.prompts, seen.history, progress)
-        if guesser.kind not in self._fixed:
-            self._fixed[guesser.kind] = guesser.guess(seen.prompts, seen.history, progress)
-        return self._fixed[guesser.kind]
+        known = self._guessed.get(guesser.kind)
+        if known is not None:
+            return known
+        guesses = guesser.guess(seen.prompts, seen.history, progress)
+        if guesser.guesses_once:
+            self._guessed[guesser.kind] = guesses
+        return guesses

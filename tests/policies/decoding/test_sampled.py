@@ -5,25 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deft_policies.decoding.acceptance.rule import ExactMatch
-from deft_policies.decoding.acceptance.sampled import (
-    RatioVerifier,
-    SampledChain,
-    SampledVerifier,
-    Sampling,
-    position_noise,
-    target_odds,
+from deft_policies.decoding.acceptance.rule import (
+    ActionContext,
+    ActionSpace,
+    ExactMatch,
+    ScoredTree,
+    SpaceTensors,
 )
-from deft_policies.decoding.acceptance.scored import ActionContext, ScoredTree
-from deft_policies.decoding.acceptance.verify import TieBreak
-from deft_policies.decoding.action_space import ActionSpace, SpaceTensors
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
+from deft_policies.decoding.decoder import DraftModels, build_decoder
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.methods import DraftModels, build_decoder
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import DraftKind
-from deft_policies.decoding.presets import Overrides, preset_by_name
+from deft_policies.decoding.sampling import Sampling, target_odds
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
+from deft_policies.decoding.verify import SampledVerifier, TieBreak
 from deft_policies.errors import RequestError
 from tests.policies.decoding.scripts import Session, clock, tokens_of
 from tests.tiny_target import (
@@ -66,7 +63,7 @@ def scored_chains(tokens: torch.Tensor, odds: torch.Tensor | None) -> ScoredTree
     every = torch.cat((torch.zeros(num_rows, 1, dtype=torch.int64), tokens), dim=1)
     places = torch.arange(3).expand(num_rows, -1)
     fields = (every, places - 1, places >= 0, torch.zeros(num_rows, 3), places)
-    tree = DraftTree(*fields) if odds is None else SampledChain(*fields, odds, 0)
+    tree = DraftTree(*fields, drawn=None if odds is None else DrawnOdds(odds, 0))
     contexts = torch.cat((torch.full((num_rows, 1), NUM_TOKENS), tokens), dim=1)
     logits = target[contexts]
     space = SpaceTensors.of([ActionSpace.in_bins(3)], CPU)
@@ -88,20 +85,20 @@ def scored_chains(tokens: torch.Tensor, odds: torch.Tensor | None) -> ScoredTree
     )
 
 
-def verifier(temperature: float, num_rows: int, seed: int) -> RatioVerifier:
+def verifier(temperature: float, num_rows: int, seed: int) -> SampledVerifier:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(num_rows, 3, NUM_TOKENS).exponential_(generator=generator)
     coins = torch.rand(num_rows, 3, generator=generator)
-    return RatioVerifier(ExactMatch(), TieBreak.CLOSEST, 0, temperature, noise, coins)
+    return SampledVerifier(ExactMatch(), TieBreak.CLOSEST, 0, temperature, noise, coins)
 
 
 def outputs(scored: ScoredTree, judge: SampledVerifier) -> torch.Tensor:
     """The first two tokens that each row emits; -1 where a pass ended before the second."""
     predicted = judge.predict(scored.tree, scored.scores, scored.num_committed)
-    verdict = judge.judge(replace(scored, predictions=predicted))
-    kept = verdict.num_accepted
-    first = torch.where(kept > 0, scored.tree.tokens[:, 1], verdict.bonus)
-    second = torch.where(kept > 1, scored.tree.tokens[:, 2], verdict.bonus)
+    accepted = judge.judge(replace(scored, predictions=predicted))
+    kept = accepted.num_accepted
+    first = torch.where(kept > 0, scored.tree.tokens[:, 1], accepted.bonus)
+    second = torch.where(kept > 1, scored.tree.tokens[:, 2], accepted.bonus)
     return torch.stack((first, torch.where(kept > 0, second, -1)), dim=1)
 
 
@@ -131,7 +128,7 @@ def test_the_ratio_test_keeps_the_targets_odds(temperature: float) -> None:
 def test_a_residual_that_is_not_resampled_is_noticed() -> None:
     """The same check fails when a rejected draft is replaced by a draw from p itself."""
 
-    class WithoutResidual(RatioVerifier):
+    class WithoutResidual(SampledVerifier):
         def _replacement(
             self,
             scored: ScoredTree,
@@ -150,7 +147,7 @@ def test_a_residual_that_is_not_resampled_is_noticed() -> None:
     scored = scored_chains(torch.stack((first, first), dim=1), odds)
     right = verifier(1.0, NUM_DRAWS, seed=5)
     broken = WithoutResidual(
-        right.rule, right.tie_break, 0, right.temperature, right.noise, right.uniform
+        right.rule, right.tie_break, 0, right.temperature, right.noise, right.coins
     )
     p = target_odds(target, 1.0).double()
     assert chi_square(counted(outputs(scored, broken)[:, 0]), p[NUM_TOKENS]) > BOUND_11
@@ -184,8 +181,8 @@ def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[Draft
     torch.manual_seed(0)
     head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     sampling = Sampling(temperature=0.7, seed=9)
-    changes = Overrides(drafts=drafts, temperature=0.7, seed=9)
-    drafted = build_decoder(target, preset_by_name("lossless", changes), DraftModels(head=head))
+    method = find_method("lossless").with_drafts(drafts).with_sampling(sampling)
+    drafted = build_decoder(target, method, DraftModels(head=head))
     session = Session.of(3)
     saved = 0
     for step in range(6):
@@ -206,8 +203,8 @@ def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
     prompts = random_prompts(decoder, [2, 5])
     runs = []
     for seed in (1, 1, 2):
-        preset = preset_by_name("ratio-test", Overrides(temperature=3.0, seed=seed))
-        drawn = build_decoder(target, preset, DraftModels(head=head))
+        method = find_method("ratio-test").with_sampling(Sampling(3.0, seed))
+        drawn = build_decoder(target, method, DraftModels(head=head))
         session = Session.of(2)
         traces = [drawn.decode(prompts, session.rows, clock()) for _ in range(4)]
         runs.append([tokens_of(one) for one in traces])
@@ -218,9 +215,4 @@ def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
 
 def test_relaxed_methods_refuse_to_sample() -> None:
     with pytest.raises(RequestError, match="cannot sample"):
-        preset_by_name("deft", Overrides(temperature=0.5))
-
-
-def test_noise_is_for_sampling_only() -> None:
-    with pytest.raises(ValueError, match="greedy"):
-        position_noise(Sampling(), [0], torch.zeros(4), 7)
+        find_method("deft").with_sampling(Sampling(0.5))

@@ -1,14 +1,22 @@
-"""Trees of fixed shape: what templates may be, and that their nodes get the right tokens."""
+"""Grown trees: EAGLE-2's against plain lists, templates against a table of odds by path."""
 
 import random
 from argparse import ArgumentTypeError
 
 import pytest
 import torch
+from torch import Tensor
 
-from deft_policies.decoding.drafts.template import InnerNodes, fill_template, finish_template
-from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate
+from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
+from deft_policies.decoding.plan import (
+    DraftKind,
+    Path,
+    TreeShape,
+    TreeTemplate,
+)
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.openvla.options import _draft_tree
+from tests.policies.decoding.trees import num_real, paths_of
 from tests.tiny_target import path_to
 
 SMALL = TreeTemplate(((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)))
@@ -74,24 +82,25 @@ def test_every_node_gets_the_token_of_its_rank_below_its_parent(seed: int) -> No
             table[tokens] = torch.randn(9, generator=generator).log_softmax(dim=0)
         return table[tokens]
 
-    # What the grower has looked behind so far, level by level: [row][inner] paths of tokens.
+    # What the grower has looked behind so far, level by level: [row][node] paths of tokens.
     known = [[[()], [()]]]
 
-    def go_on(inner: InnerNodes) -> torch.Tensor:
+    def go_on(nodes: OpenNodes) -> torch.Tensor:
         rows = []
-        for row, tokens in enumerate(inner.tokens.tolist()):
-            above = [known[-1][row][index] for index in inner.above.tolist()]
+        for row, tokens in enumerate(nodes.tokens.tolist()):
+            above = [known[-1][row][index] for index in nodes.above[row].tolist()]
             rows.append([(*path, token) for path, token in zip(above, tokens, strict=True)])
-        for index, line in enumerate(inner.ancestors.tolist()):
-            assert sum(line) == inner.depth
+        for index, line in enumerate(nodes.ancestors[0].tolist()):
+            assert sum(line) == nodes.depth
             assert line[-len(rows[0]) :] == [other == index for other in range(len(rows[0]))]
         known.append(rows)
         return torch.stack([torch.stack([odds((row, *p)) for p in rows[row]]) for row in (0, 1)])
 
-    roots = torch.tensor([7, 8])
     first = torch.stack([odds((0,)), odds((1,))])
-    tree = fill_template(template, roots, first, go_on, first_token)
-    tree = finish_template(tree, DraftKind.HEAD, torch.tensor([2, 9]))
+    start = GrowthStart(
+        DraftKind.HEAD, torch.tensor([7, 8]), first, torch.tensor([2, 9]), first_token
+    )
+    tree = grow_tree(TreeShape.of_template(template), start, go_on)
     assert tree.num_nodes == 1 + len(template.paths)
     for row in (0, 1):
         for node, path in enumerate(template.paths, start=1):
@@ -121,3 +130,67 @@ def test_the_flag_reads_every_kind_of_tree() -> None:
 def test_a_tree_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=r"expected dynamic:LEVELS,TOP_K,GUESSES"):
         _draft_tree(text)
+
+
+# Dynamic trees, as EAGLE-2 grows them.
+
+
+def grow(tables: Tensor, shape: TreeShape, deepest: int) -> DraftTree:
+    """Grow where the odds of a token depend on its level and on the token before it.
+
+    `tables` is [level, token before, token] log-probabilities; the roots are token 0.
+    """
+    roots, first = torch.tensor([0]), tables[0, 0][None]
+    start = GrowthStart(DraftKind.HEAD, roots, first, torch.tensor([deepest]), first_token=0)
+    return grow_tree(shape, start, lambda nodes: tables[nodes.depth][nodes.tokens])
+
+
+def slow_growth(tables: Tensor, shape: TreeShape, deepest: int) -> dict[tuple[int, ...], float]:
+    """The same tree from lists: path -> cumulative log-probability."""
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    candidates: list[tuple[tuple[int, ...], float]] = []
+    for level in range(shape.levels):
+        children = []
+        for path, score in frontier:
+            odds = tables[level, path[-1] if path else 0]
+            for token in odds.argsort(descending=True)[: shape.top_k].tolist():
+                children.append(((*path, token), score + float(odds[token])))
+        if level < deepest:
+            candidates += children
+        frontier = sorted(children, key=lambda one: -one[1])[: shape.top_k]
+    best = sorted(candidates, key=lambda one: -one[1])[: shape.num_guesses]
+    return dict(best)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_growth_keeps_the_likeliest_nodes(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = TreeShape(rng.randrange(1, 6), rng.randrange(1, 5), rng.randrange(1, 30))
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.randn(6, 12, 12, generator=generator).log_softmax(dim=2)
+    deepest = rng.randrange(1, shape.levels + 1)
+    tree = grow(tables, shape, deepest)
+    expected = slow_growth(tables, shape, deepest)
+    assert paths_of(tree, 0) == set(expected)
+    for node in range(1, tree.num_nodes):
+        if bool(tree.is_real[0, node]):
+            path = tuple(tree.tokens[0, path_to(tree, 0, node)[1:]].tolist())
+            assert float(tree.log_probs[0, node]) == pytest.approx(expected[path], abs=1e-4)
+
+
+def test_a_child_as_likely_as_its_parent_is_never_kept_without_it() -> None:
+    """Certain steps have log-probability 0, so whole chains tie; parents must win the tie."""
+    tables = torch.full((5, 6, 6), -9.0)
+    tables[:, :, 3] = 0.0
+    shape = TreeShape(levels=5, top_k=2, num_guesses=3)
+    tree = grow(tables, shape, deepest=5)
+    assert paths_of(tree, 0) == {(3,), (3, 3), (3, 3, 3)}
+
+
+def test_a_row_with_little_left_gets_padding_for_what_is_too_deep() -> None:
+    tables = torch.randn(5, 12, 12, generator=torch.Generator().manual_seed(0)).log_softmax(dim=2)
+    shape = TreeShape(levels=5, top_k=3, num_guesses=20)
+    tree = grow(tables, shape, deepest=1)
+    assert {len(path) for path in paths_of(tree, 0)} == {1}
+    assert num_real(tree, 0) == 3
+    assert tree.num_nodes == 21

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from deft_policies.decoding.acceptance.sampled import Sampling
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.llama_target import LlamaTarget
-from deft_policies.decoding.trace import StageClock
+from deft_policies.decoding.records import StageClock
+from deft_policies.decoding.sampling import Sampling
 from tests.tiny_openvla import (
     CPU,
     one_row,

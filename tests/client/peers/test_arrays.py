@@ -11,7 +11,7 @@ from deft_client.errors import (
     UnusableValueError,
     WireError,
 )
-from deft_client.peers.msgpack_numpy import pack, unpack
+from deft_client.peers.arrays import pack, unpack
 from deft_client.peers.vla_eval import MessageType, looks_like_message, read_message
 from deft_client.wire.fields import WireLimits
 from tests.client.peers.captures import frame, frames

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
-from deft_policies.decoding.acceptance.scored import ScoredTree
-from deft_policies.decoding.acceptance.verify import TieBreak, Verdict, longest_accepted_path
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch, ScoredTree
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.verify import AcceptedPath, TieBreak, longest_accepted_path
 from tests.policies.decoding.trees import random_scored, steps_to
 from tests.tiny_target import LENGTH, path_to
 
@@ -75,11 +74,11 @@ def test_the_winner_is_the_one_found_by_trying_every_path(
     assert num_ties > 5
 
 
-def found_end(verdict: Verdict, row: int) -> int:
+def found_end(verdict: AcceptedPath, row: int) -> int:
     return int(verdict.path[row, int(verdict.num_accepted[row])])
 
 
-def tokens_on(scored: ScoredTree, row: int, verdict: Verdict) -> list[int]:
+def tokens_on(scored: ScoredTree, row: int, verdict: AcceptedPath) -> list[int]:
     path = verdict.path[row, : int(verdict.num_accepted[row]) + 1].tolist()
     return tokens_at(scored, row, path)
 

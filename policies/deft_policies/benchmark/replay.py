@@ -1,0 +1,178 @@
+"""Replaying observations through several contenders in turn, and what is kept of every answer.
+
+The observations come from recorded episodes or listed pictures, or are generated.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from deft_client.recordings import find_episodes, iterate_steps
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    Image,
+    Observation,
+)
+from deft_policies.base import ActRequest, Policy, Session
+from deft_policies.commands.act import load_image, read_cases
+from deft_policies.errors import PolicyError
+
+_INSTRUCTIONS = (
+    "pick up the black bowl between the plate and the ramekin and place it on the plate",
+    "put the white mug on the left plate",
+    "open the top drawer",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayFrame:
+    """An observation and the episode it belongs to: frames of one share a session."""
+
+    observation: Observation
+    episode: str
+    statistics_key: str | None = None
+
+
+def read_recordings(root: Path, limit: int) -> list[ReplayFrame]:
+    """The first frames of the recordings under a directory."""
+    frames = list(islice(_recorded(root), limit))
+    if not frames:
+        raise PolicyError(f"{root}: no recorded frames; record some with `deft serve --record DIR`")
+    return frames
+
+
+def read_pictures(path: Path, limit: int) -> list[ReplayFrame]:
+    """The pictures that the lines of a file name, as for `deft act`."""
+    return [
+        ReplayFrame(
+            Observation(load_image(case.image), case.instruction),
+            case.session_id or f"line {number}",
+            case.statistics_key,
+        )
+        for number, case in enumerate(read_cases(path)[:limit])
+    ]
+
+
+def generate_frames(count: int, seed: int = 0, size: int = 256) -> list[ReplayFrame]:
+    """Blobs that drift over a fixed background, one instruction per ten frames."""
+    rng = np.random.default_rng(seed)
+    return [
+        ReplayFrame(
+            Observation(image, _INSTRUCTIONS[index // 10 % len(_INSTRUCTIONS)]),
+            f"episode {index // 10}",
+        )
+        for index, image in enumerate(_scene(rng, count, size))
+    ]
+
+
+def with_statistics_key(frames: Sequence[ReplayFrame], policy: Policy) -> list[ReplayFrame]:
+    """Frames that name no statistics get the first there are, where the policy has no default.
+
+    Which ones they are changes units, not times.
+    """
+    info = policy.info
+    if info.default_statistics_key is not None:
+        return list(frames)
+    first = info.statistics_keys[0]
+    return [replace(frame, statistics_key=frame.statistics_key or first) for frame in frames]
+
+
+def _recorded(root: Path) -> Iterator[ReplayFrame]:
+    for path in find_episodes(root):
+        for step in iterate_steps(path):
+            yield ReplayFrame(step.observation, str(path), step.options.statistics_key)
+
+
+def _scene(rng: np.random.Generator, count: int, size: int) -> Sequence[Image]:
+    across, down = np.meshgrid(np.arange(size), np.arange(size))
+    background = rng.integers(60, 160, (8, 8, 3)).repeat(size // 8, 0).repeat(size // 8, 1)
+    centres = rng.uniform(0.2, 0.8, (3, 2)) * size
+    speeds = rng.uniform(-0.01, 0.01, (3, 2)) * size
+    colours = rng.integers(0, 256, (3, 3))
+    images = []
+    for step in range(count):
+        image = background.copy()
+        for centre, speed, colour in zip(centres, speeds, colours, strict=True):
+            x, y = centre + speed * step
+            image[(across - x) ** 2 + (down - y) ** 2 < (size * 0.08) ** 2] = colour
+        noise = rng.integers(-2, 3, image.shape)
+        images.append(np.clip(image + noise, 0, 255).astype(np.uint8))
+    return images
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One way of answering: a policy and how it is asked."""
+
+    name: str
+    policy: Policy
+    decoding: str | None = None
+    radius: int | None = None
+    batch_size: int = 1
+
+    def options(self, frame: ReplayFrame) -> ActOptions:
+        """How this contender asks for a frame."""
+        return ActOptions(
+            statistics_key=frame.statistics_key, decoding=self.decoding, radius=self.radius
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TimedAnswer:
+    """One frame's answer and the wall-clock time of the whole call."""
+
+    wall_ms: float
+    chunk: ActionChunk
+
+
+@dataclass(eq=False)
+class Replay:
+    """Everything one contender answered, in the order of the frames."""
+
+    contender: Contender
+    answers: list[TimedAnswer] = field(default_factory=list)
+    sessions: dict[str, list[Session]] = field(default_factory=dict)
+
+
+def replay(
+    contenders: Sequence[Contender],
+    frames: Sequence[ReplayFrame],
+    num_warm_ups: int,
+    progress: Callable[[int], None],
+) -> list[Replay]:
+    """Answer every frame with every contender, taking turns frame by frame.
+
+    Taking turns spreads what else happens on the machine evenly. The first frames are answered
+    `num_warm_ups` times beforehand, in sessions of their own, and not counted.
+    """
+    for contender in contenders:
+        warm = Replay(contender)
+        for frame in (list(frames) * num_warm_ups)[:num_warm_ups]:
+            _answer(warm, frame)
+    runs = [Replay(contender) for contender in contenders]
+    for index, frame in enumerate(frames):
+        for run in runs:
+            run.answers.append(_answer(run, frame))
+        progress(index + 1)
+    return runs
+
+
+def _answer(run: Replay, frame: ReplayFrame) -> TimedAnswer:
+    """A batch is the same frame several times, each for a robot of its own."""
+    contender = run.contender
+    if frame.episode not in run.sessions:
+        run.sessions.clear()
+        opened = [contender.policy.open_session() for _ in range(contender.batch_size)]
+        run.sessions[frame.episode] = opened
+    options = contender.options(frame)
+    batch = [
+        ActRequest(frame.observation, session, options) for session in run.sessions[frame.episode]
+    ]
+    start = time.perf_counter()
+    chunks = contender.policy.act(batch)
+    return TimedAnswer((time.perf_counter() - start) * 1e3, chunks[0])

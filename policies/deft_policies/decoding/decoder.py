@@ -1,0 +1,269 @@
+"""The way in: join a target model, a method and draft sources, and decode batches of actions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from deft_client.types import DecodeTrace
+from deft_policies.decoding.acceptance.rule import (
+    ActionContext,
+    ActionSpace,
+    SpaceTensors,
+    common_length,
+)
+from deft_policies.decoding.autoregressive import AutoregressiveDecoder
+from deft_policies.decoding.drafts.eagle import EagleHead
+from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
+from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
+from deft_policies.decoding.drafts.memory import (
+    Extrapolation,
+    NgramLookup,
+    PreviousAction,
+    Recycled,
+)
+from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
+from deft_policies.decoding.drafts.small_model import SmallModelDrafts
+from deft_policies.decoding.drafts.sources import (
+    BatchDrafts,
+    Grower,
+    Guesser,
+    Seen,
+    Sources,
+)
+from deft_policies.decoding.guard import Choice, Guard
+from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import (
+    PLAIN,
+    DraftKind,
+    KeyMask,
+    Plan,
+    RopeOffset,
+)
+from deft_policies.decoding.records import ActionCost, ActionRun, StageClock, cost_of_plain
+from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.target import Prompts, TargetModel
+from deft_policies.decoding.verify import SampledVerifier, Verifier
+from deft_policies.errors import RequestError
+from deft_policies.model.layout import EagerRunner, StepRunner
+
+_WARM_UP_RUNS = 3
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One action to decode: the session it belongs to and the space it lives in."""
+
+    history: ActionHistory
+    space: ActionSpace
+
+
+@dataclass(frozen=True)
+class DraftModels:
+    """What drafts with weights or data of its own; None for what is not there."""
+
+    head: EagleHead | None = None
+    rope_offset: RopeOffset = RopeOffset.CORRECT
+    key_mask: KeyMask = KeyMask.CAUSAL
+    medusa: MedusaHeads | None = None
+    index: RetrievalIndex | None = None
+    small_model: TargetModel | None = None
+    patch_share: float = 1.0  # of the image patches that the small model looks at
+    new_runner: Callable[[], StepRunner] = EagerRunner  # runs the head's steps of fixed shape
+
+    def sources_for(self, target: TargetModel, method: Method) -> Sources:
+        """Every draft source that can be had for a target, as a method runs it."""
+        guessers: list[Guesser] = [
+            PreviousAction(),
+            Extrapolation(target.action_tokens),
+            NgramLookup(),
+            Recycled(),
+        ]
+        if self.index is not None:
+            guessers.append(Retrieval(self.index))
+        growers: list[Grower] = []
+        if self.head is not None:
+            options = HeadOptions(self.rope_offset, self.key_mask, method.whole_vocabulary)
+            if method.draws_drafts:
+                growers.append(DrawnHeadDrafts(self.head, target, options, method.sampling))
+            else:
+                growers.append(HeadDrafts(self.head, target, options, self.new_runner()))
+        if self.medusa is not None:
+            growers.append(MedusaDrafts(self.medusa, target))
+        if self.small_model is not None:
+            growers.append(SmallModelDrafts(self.small_model, self.patch_share))
+        return Sources(tuple(guessers), tuple(growers))
+
+
+class Decoder:
+    """Decodes batches of actions by one method. One thread; keeps what its guard has measured."""
+
+    def __init__(self, target: TargetModel, method: Method, sources: Sources) -> None:
+        self.target = target
+        self.method = method
+        self._sources = sources
+        self._plans = sources.usable(method.plans)
+        self._guards: dict[int, Guard] = {}
+        self._rule = str(method.rule) if any(plan.kinds for plan in method.plans) else ""
+
+    def decode(
+        self,
+        prompts: Prompts,
+        rows: Sequence[DecodeRow],
+        clock: StageClock,
+        wants_margins: bool = False,
+    ) -> list[DecodeTrace]:
+        """Decode one action for every prompt, in order, and append it to its row's history.
+
+        All rows must have actions of one length. No two rows may share a history.
+        """
+        sessions = [row.history.passes_needed for row in rows]
+        remembering = [row.history.passes_needed if row.history.own else None for row in rows]
+        guard = self._guard(rows[0].space.length)
+        if guard is not None:
+            choice = guard.choose(sessions, may_try=None not in remembering)
+        else:
+            choice = Choice(self._plans[0].name, "")
+        traces, cost = self._carry_out(choice, prompts, rows, clock, wants_margins)
+        for trace, row in zip(traces, rows, strict=True):
+            row.history.append(trace.tokens, trace.predicted, self.method.rule.drift_leak)
+        if guard is not None:
+            guard.learn(choice, cost, remembering)
+            self._learn_hypothetically(guard, choice, rows)
+        return traces
+
+    def warm_up(self, prompts: Prompts, spaces: Sequence[ActionSpace]) -> None:
+        """Run every plan on a batch that nobody waits for, so that the guard knows their costs."""
+        guard = self._guard(spaces[0].length)
+        for plan in dict.fromkeys((*self._plans, PLAIN)):
+            for _ in range(_WARM_UP_RUNS):
+                rows = [DecodeRow(_warm_history(space), space) for space in spaces]
+                clock = StageClock(prompts.embeds.device)
+                choice = Choice(plan.name, "")
+                _, cost = self._carry_out(choice, prompts, rows, clock, wants_margins=False)
+                if guard is not None:
+                    guard.learn_cost(plan.name, cost)
+
+    def _carry_out(
+        self,
+        choice: Choice,
+        prompts: Prompts,
+        rows: Sequence[DecodeRow],
+        clock: StageClock,
+        wants_margins: bool,
+    ) -> tuple[list[DecodeTrace], ActionCost]:
+        """Decode by the chosen plan; without guesses, as lean as can be."""
+        plan = self._plan(choice.plan)
+        if not plan.kinds:
+            draws = [row.history.num_draws for row in rows]
+            chooser = self.method.sampling.chooser(draws, prompts.embeds.device)
+            plainly = AutoregressiveDecoder(self.target, chooser, wants_margins)
+            length = common_length([row.space for row in rows])
+            traces = plainly.decode(prompts, length, clock)
+            cost = cost_of_plain(traces)
+        else:
+            run = self._run(plan, prompts, rows, clock, wants_margins)
+            traces, cost = run.read(clock), run.cost(clock)
+        name, rule = self.method.name, self._rule
+        return [replace(one, method=name, rule=rule, guard=choice.reason) for one in traces], cost
+
+    def _run(
+        self,
+        plan: Plan,
+        prompts: Prompts,
+        rows: Sequence[DecodeRow],
+        clock: StageClock,
+        wants_margins: bool,
+    ) -> ActionRun:
+        histories = [row.history for row in rows]
+        device = prompts.embeds.device
+        space = SpaceTensors.of([row.space for row in rows], device)
+        steps = self._sources.steps_needed(plan)
+        history = HistoryTensors.of(histories, space.length, steps, device)
+        context = ActionContext(space, history.drift, history.num_steps)
+        keep_hidden = self.method.rule.needs_patches or self._sources.needs_hidden(plan)
+        prompts = replace(prompts, keep_hidden=keep_hidden)
+        seen = Seen(prompts, histories, history, self.target.widest_tree)
+        verifier = self.verifier_for(histories, space.length, device)
+        state = RunState(self.target, verifier, context, wants_margins)
+        return run_actions(state, prompts, BatchDrafts(self._sources, plan, seen), clock)
+
+    def _guard(self, length: int) -> Guard | None:
+        """The guard for actions of this length; None where there is nothing to choose."""
+        if not self.method.is_guarded or self._plans == (PLAIN,):
+            return None
+        if length not in self._guards:
+            names = [plan.name for plan in self._plans]
+            self._guards[length] = Guard(names, PLAIN.name, length - 1)
+        return self._guards[length]
+
+    def _plan(self, name: str) -> Plan:
+        return next((plan for plan in self._plans if plan.name == name), PLAIN)
+
+    def _learn_hypothetically(
+        self, guard: Guard, choice: Choice, rows: Sequence[DecodeRow]
+    ) -> None:
+        """Tell the guard what plans that only repeat the last action would have needed.
+
+        With exact match that can be counted afterwards: one pass for every token that changed.
+        """
+        if not self.method.rule.is_exact:
+            return
+        for plan in self._plans:
+            if plan.name != choice.plan and plan.kinds == {DraftKind.PREVIOUS}:
+                for row in rows:
+                    if len(row.history.own) > 1:
+                        passes = num_changed(row.history.own[-2], row.history.own[-1])
+                        guard.learn_passes(plan.name, passes, row.history.passes_needed)
+
+    def verifier_for(
+        self, histories: Sequence[ActionHistory], length: int, device: torch.device
+    ) -> Verifier:
+        """What judges a batch: greedy, or with noise of its own for every row."""
+        method, vocabulary = self.method, self.target.vocabulary
+        if method.sampling.temperature == 0.0:
+            return Verifier(method.rule, method.tie_break, vocabulary.first)
+        draws = [history.num_draws for history in histories]
+        like = torch.empty(len(vocabulary), device=device)
+        noise, coins = method.sampling.position_noise(draws, like, length)
+        return SampledVerifier(
+            rule=method.rule,
+            tie_break=method.tie_break,
+            first_token=vocabulary.first,
+            temperature=method.sampling.temperature,
+            noise=noise,
+            coins=coins,
+        )
+
+
+def build_decoder(
+    target: TargetModel, method: Method, models: DraftModels | None = None
+) -> Decoder:
+    """Join a target, a method and the draft sources there are.
+
+    Raises `RequestError` when the method cannot do without a source that is missing.
+    """
+    sources = (models or DraftModels()).sources_for(target, method)
+    missing = method.required - sources.kinds
+    if missing:
+        names = ", ".join(sorted(kind.value for kind in missing))
+        raise RequestError(
+            "decoding",
+            f"{method.name!r} needs draft sources that were not loaded: {names}; load a draft head "
+            "(--draft-head DIR) or whatever they need, or choose another method",
+        )
+    return Decoder(target, method, sources)
+
+
+def num_changed(before: Sequence[int], after: Sequence[int]) -> int:
+    """Tokens that differ, the last one left out: it needs no pass of its own."""
+    return sum(old != new for old, new in zip(before[:-1], after[:-1], strict=True))
+
+
+def _warm_history(space: ActionSpace) -> ActionHistory:
+    """A session that has acted before, so that guesses from memory have their usual width."""
+    history = ActionHistory()
+    for _ in range(STEPS_KEPT):
+        history.append((0,) * space.length, (0,) * space.length, leak=1.0)
+    return history
