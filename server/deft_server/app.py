@@ -28,7 +28,7 @@ from deft_server.http.routes import (
     build_stream_route,
 )
 from deft_server.recording.writer import build_recording, build_recording_router
-from deft_server.serving.policy_thread import LoadPolicy
+from deft_server.serving.policy_thread import LoadPolicy, PolicyThread, StartWorker
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
 
@@ -75,7 +75,11 @@ class DeftApp(FastAPI):
         return super().openapi()
 
 
-def create_app(policy: Policy | LoadPolicy, settings: Settings | None = None) -> DeftApp:
+def create_app(
+    policy: Policy | LoadPolicy,
+    settings: Settings | None = None,
+    start_worker: StartWorker = PolicyThread,
+) -> DeftApp:
     """Build the app around a policy, or around a function that loads one.
 
     A policy is warm before the first request is taken; a function is called on the policy thread
@@ -83,7 +87,7 @@ def create_app(policy: Policy | LoadPolicy, settings: Settings | None = None) ->
     """
     settings = settings or Settings()
     load: LoadPolicy = policy if callable(policy) else lambda: policy
-    service = Service(load, settings)
+    service = Service(load, settings, start_worker)
     decoder = FrameDecoder(settings.wire_limits)
     recording = build_recording(service)
     groot = None if settings.groot_port is None else GrootSocket(service, settings.groot_port)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Policy
-from deft_policies.benchmark.frames import generate_frames, with_statistics_key
+from deft_policies.benchmark.replay import generate_frames, with_statistics_key
 from deft_server.settings import SettingsError
 
 _LOGGED = re.compile(r"a batch of (\d+) took (\d+(?:\.\d+)?) ms")  # what the scheduler writes

@@ -86,21 +86,41 @@ def _call(policy: Policy, batch: Sequence[ActRequest], failures: list[Failure]) 
     return [error] * len(batch)
 
 
+class Worker(Protocol):
+    """Where a policy lives: on a thread, or in replicas elsewhere. Used on the event loop."""
+
+    watches_itself: bool  # it ends batches that take too long by itself
+
+    def start(self) -> None:
+        """Begin to load."""
+
+    def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
+        """Have a batch answered; the listener hears of it under the same number."""
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish the batches in hand and end; return whether it did. Blocks."""
+
+
 class Listener(Protocol):
-    """Who is told, on the event loop, what happens on the policy thread."""
+    """Who is told, on the event loop, what happens where the policy lives."""
 
-    def policy_loaded(self, thread: "PolicyThread", policy: Policy) -> None:
-        """The policy is loaded and warm."""
+    def policy_loaded(self, worker: Worker, policy: Policy, num_replicas: int) -> None:
+        """The policy is loaded and warm, and takes so many batches at a time; may come again."""
 
-    def policy_broken(self, thread: "PolicyThread", error: Exception) -> None:
+    def policy_broken(self, worker: Worker, error: Exception) -> None:
         """The policy could not be loaded or warmed up."""
 
-    def batch_finished(self, thread: "PolicyThread", attempts: Attempts) -> None:
+    def batch_finished(self, worker: Worker, number: int, attempts: Attempts) -> None:
         """A batch came back."""
+
+
+StartWorker = Callable[[LoadPolicy, Listener, asyncio.AbstractEventLoop], Worker]
 
 
 class PolicyThread:
     """Owns a policy. Abandon it, and what it still reports is thrown away."""
+
+    watches_itself = False
 
     def __init__(
         self, load: LoadPolicy, listener: Listener, loop: asyncio.AbstractEventLoop
@@ -108,7 +128,7 @@ class PolicyThread:
         self._load = load
         self._listener = listener
         self._loop = loop
-        self._batches: SimpleQueue[Sequence[ActRequest] | None] = SimpleQueue()
+        self._batches: SimpleQueue[tuple[int, Sequence[ActRequest]] | None] = SimpleQueue()
         # A daemon, because a policy that hangs can only be left behind, never stopped.
         self._thread = Thread(target=self._run, name="policy", daemon=True)
 
@@ -116,9 +136,9 @@ class PolicyThread:
         """Begin to load."""
         self._thread.start()
 
-    def submit(self, batch: Sequence[ActRequest]) -> None:
+    def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
         """Have a batch answered; the listener hears of it."""
-        self._batches.put(batch)
+        self._batches.put((number, batch))
 
     def stop(self, timeout_s: float) -> bool:
         """Finish the batch in hand and end; return whether the thread did. Blocks."""
@@ -138,13 +158,14 @@ class PolicyThread:
             logger.exception("the policy could not be loaded")
             self._report(partial(self._listener.policy_broken, self, error))
             return
-        self._report(partial(self._listener.policy_loaded, self, policy))
+        self._report(partial(self._listener.policy_loaded, self, policy, 1))
         self._serve(policy)
 
     def _serve(self, policy: Policy) -> None:
-        while (batch := self._batches.get()) is not None:
+        while (work := self._batches.get()) is not None:
+            number, batch = work
             attempts = answer_batch(policy, batch)
-            self._report(partial(self._listener.batch_finished, self, attempts))
+            self._report(partial(self._listener.batch_finished, self, number, attempts))
 
     def _report(self, tell: Callable[[], None]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Carries out what the waiting line decides: frames in, batches to the policy thread, answers out.
+"""Carries out what the waiting line decides: frames in, batches to the worker, answers out.
 
 Lives on the event loop and never computes. All rules are in `waiting_line`.
 """
@@ -27,6 +27,8 @@ from deft_server.serving.policy_thread import (
     Failure,
     LoadPolicy,
     PolicyThread,
+    StartWorker,
+    Worker,
     answer_batch,
 )
 from deft_server.serving.readiness import Readiness, ServerPhase
@@ -64,37 +66,51 @@ class _Frame:
             self.answer.set_exception(error)
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Frames that are with the worker; `line` is what the waiting line knows them by."""
+
+    frames: tuple[_Frame, ...]
+    line: tuple[Ticket, ...]
+    hang_timer: asyncio.TimerHandle | None
+
+
 class Scheduler:
-    """The frames that wait, and the batch that is with the policy thread.
+    """The frames that wait, and the batches that are with the worker.
 
     `answers_at_once` is true where the policy is immediate: then nothing ever waits.
     `on_ready` is called when the policy is loaded, `on_fatal` when only a new process can help.
     """
 
     def __init__(
-        self, load: LoadPolicy, settings: Settings, readiness: Readiness, metrics: Metrics
+        self,
+        load: LoadPolicy,
+        settings: Settings,
+        readiness: Readiness,
+        metrics: Metrics,
+        start_worker: StartWorker = PolicyThread,
     ) -> None:
         self.policy: Policy | None = None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
         self._load = load
+        self._start_worker = start_worker
         self._settings = settings
         self._readiness = readiness
         self._metrics = metrics
         self._line = WaitingLine(_line_rules(settings))
         self._limit = BatchLimit(settings.max_batch)
         self._frames: dict[int, _Frame] = {}
-        self._batch: list[_Frame] = []
+        self._batches: dict[int, _Batch] = {}
         self._numbers = itertools.count(1)
         self.answers_at_once = False
         self._num_failed_batches = 0
         self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
-        self._thread: PolicyThread
+        self._worker: Worker
         self._wake: asyncio.TimerHandle | None = None
-        self._hang_timer: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self._line))
-        metrics.in_flight.set_function(lambda: len(self._batch))
+        metrics.in_flight.set_function(lambda: len(self._line.in_flight))
         metrics.max_batch.set(settings.max_batch)
 
     @property
@@ -106,8 +122,8 @@ class Scheduler:
         """Begin to load the policy; call on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._settled.clear()
-        self._thread = PolicyThread(self._load, self, self._loop)
-        self._thread.start()
+        self._worker = self._start_worker(self._load, self, self._loop)
+        self._worker.start()
 
     async def settled(self) -> None:
         """Wait until the policy is loaded, or is known not to load."""
@@ -138,19 +154,22 @@ class Scheduler:
             self._fail(ticket, SupersededFrameError("the session was reset while this waited"))
 
     async def close(self) -> None:
-        """Refuse what still waits and end the policy thread, unless it hangs."""
+        """Refuse what still waits and end the worker, unless it hangs."""
         self._fail_all(NotReadyError("the server is stopping"))
-        for timer in (self._wake, self._hang_timer):
+        for timer in (self._wake, *(batch.hang_timer for batch in self._batches.values())):
             if timer is not None:
                 timer.cancel()
-        is_idle = not self._line.in_flight
-        patience_s = STOP_TIMEOUT_S if is_idle else 0.0
-        if not await asyncio.to_thread(self._thread.stop, patience_s):
-            logger.warning("the policy thread is left behind: it is still busy")
+        patience_s = 0.0 if self._batches else STOP_TIMEOUT_S
+        if not await asyncio.to_thread(self._worker.stop, patience_s):
+            logger.warning("the policy is left behind: it is still busy")
 
-    def policy_loaded(self, thread: PolicyThread, policy: Policy) -> None:
-        """Start to take frames."""
-        if thread is not self._thread:
+    def policy_loaded(self, worker: Worker, policy: Policy, num_replicas: int) -> None:
+        """Start to take frames, or go on with more or fewer replicas."""
+        if worker is not self._worker:
+            return
+        self._line.num_replicas = num_replicas
+        if self.policy is policy:
+            self._pump()
             return
         self.policy = policy
         self.answers_at_once = is_immediate(policy)
@@ -159,31 +178,31 @@ class Scheduler:
         logger.info("ready: policy %s", policy.info.policy)
         self.on_ready()
 
-    def policy_broken(self, thread: PolicyThread, error: Exception) -> None:
+    def policy_broken(self, worker: Worker, error: Exception) -> None:
         """Give up: there is nothing to serve."""
-        if thread is not self._thread:
+        if worker is not self._worker:
             return
         self._readiness.enter(ServerPhase.BROKEN, str(error))
         self._settled.set()
         self.on_fatal(ServerPhase.BROKEN)
 
-    def batch_finished(self, thread: PolicyThread, attempts: Attempts) -> None:
+    def batch_finished(self, worker: Worker, number: int, attempts: Attempts) -> None:
         """Hand out the answers and start the next batch."""
-        if thread is not self._thread:
+        if worker is not self._worker:
             return
-        assert self._hang_timer is not None
-        self._hang_timer.cancel()
-        batch, self._batch = self._batch, []
+        batch = self._batches.pop(number)
+        if batch.hang_timer is not None:
+            batch.hang_timer.cancel()
         now_s = time.monotonic()
-        self._line.finish(now_s, None if attempts.failures else attempts.service_s)
+        self._line.finish(now_s, None if attempts.failures else attempts.service_s, batch.line)
         self._note(attempts)
         started_s = now_s - attempts.service_s
-        for frame, answer in zip(batch, attempts.answers, strict=True):
+        for frame, answer in zip(batch.frames, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
             elif not frame.answer.done():
                 queue_s = max(0.0, started_s - frame.joined_s)
-                frame.answer.set_result(Answered(answer, queue_s, len(batch)))
+                frame.answer.set_result(Answered(answer, queue_s, len(batch.frames)))
         self._pump()
 
     def _answer_here(self, request: ActRequest, ticket: Ticket) -> Answered:
@@ -250,29 +269,39 @@ class Scheduler:
             frame.fail(error)
 
     def _fail_all(self, error: Exception) -> None:
-        for frame in [*self._frames.values(), *self._batch]:
+        aloft = [frame for batch in self._batches.values() for frame in batch.frames]
+        for frame in [*self._frames.values(), *aloft]:
             self._line.withdraw(frame.ticket.number)
             frame.fail(error)
         self._frames.clear()
 
     def _pump(self) -> None:
-        """Start a batch if the line says so, or look again when it says."""
+        """Start the batches that the line wants started, or look again when it says."""
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
         now_s = time.monotonic()
-        decision = self._line.decide(now_s)
-        for ticket in decision.expired:
-            self._fail(ticket, DeadlineError("waited too long; nothing was computed"))
-        if decision.batch:
-            self._metrics.company_seconds.observe(now_s - (self._held_since_s or now_s))
-            self._held_since_s = None
-            self._batch = [self._frames.pop(ticket.number) for ticket in decision.batch]
-            self._hang_timer = self._loop.call_later(self._settings.hang_after_s, self._hang)
-            self._thread.submit([frame.request for frame in self._batch])
-        elif decision.wake_s is not None:
+        while True:
+            decision = self._line.decide(now_s)
+            for ticket in decision.expired:
+                self._fail(ticket, DeadlineError("waited too long; nothing was computed"))
+            if not decision.batch:
+                break
+            self._start_batch(decision.batch, now_s)
+        if decision.wake_s is not None:
             self._held_since_s = self._held_since_s or now_s
             self._wake = self._loop.call_later(decision.wake_s, self._pump)
+
+    def _start_batch(self, line: tuple[Ticket, ...], now_s: float) -> None:
+        self._metrics.company_seconds.observe(now_s - (self._held_since_s or now_s))
+        self._held_since_s = None
+        number = line[0].number
+        frames = tuple(self._frames.pop(ticket.number) for ticket in line)
+        timer = None
+        if not self._worker.watches_itself:
+            timer = self._loop.call_later(self._settings.hang_after_s, self._hang, number)
+        self._batches[number] = _Batch(frames, line, timer)
+        self._worker.submit(number, [frame.request for frame in frames])
 
     def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
@@ -305,18 +334,19 @@ class Scheduler:
             self._num_failed_batches = 0
             self._readiness.enter(ServerPhase.READY)
 
-    def _hang(self) -> None:
+    def _hang(self, number: int) -> None:
         """Leave a policy behind that does not come back."""
-        detail = f"a batch of {len(self._batch)} took over {self._settings.hang_after_s:g} s"
+        batch = self._batches[number]
+        detail = f"a batch of {len(batch.frames)} took over {self._settings.hang_after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
         self._readiness.enter(ServerPhase.STUCK, detail)
         self._fail_all(NotReadyError(f"the policy hangs: {detail}"))
-        self._batch = []
+        del self._batches[number]
         if self._settings.on_hang is OnHang.EXIT:
             self.on_fatal(ServerPhase.STUCK)
             return
-        self._line.finish(time.monotonic())
+        self._line.finish(time.monotonic(), None, batch.line)
         self.policy = None
         self._readiness.enter(ServerPhase.LOADING, "again, because it did not come back")
         self.start()

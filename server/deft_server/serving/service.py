@@ -24,7 +24,7 @@ from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import LoadPolicy
+from deft_server.serving.policy_thread import LoadPolicy, PolicyThread, StartWorker
 from deft_server.serving.readiness import Readiness, ServerPhase
 from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Answered, Scheduler
@@ -49,7 +49,9 @@ class _InHand:
 class Service:
     """The server without its protocols."""
 
-    def __init__(self, load: LoadPolicy, settings: Settings) -> None:
+    def __init__(
+        self, load: LoadPolicy, settings: Settings, start_worker: StartWorker = PolicyThread
+    ) -> None:
         self.settings = settings
         self.version = version("deft-vla")
         self._versions = {"deft-vla": self.version, "deft-client": version("deft-client")}
@@ -58,7 +60,9 @@ class Service:
         self.events = EventBus()
         self.readiness = Readiness()
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
-        self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
+        self.scheduler = Scheduler(
+            self._guarded(load), settings, self.readiness, self.metrics, start_worker
+        )
         self._in_hand = _InHand()
         self._guard: SafetyGuard
         self.metrics.sessions.set_function(lambda: len(self.sessions))
