@@ -95,6 +95,20 @@ class Settings(BaseModel):
     unready_after_failures: Count = Field(
         default=5, description="batches that fail in a row before /readyz answers 503"
     )
+    replicas: Count | None = Field(
+        default=None, description="start so many replicas of the policy with Ray Serve"
+    )
+    ray: str | None = Field(
+        default=None,
+        description="address of a Ray cluster; without replicas, serve those already there",
+    )
+    replica_cpus: Positive = Field(
+        default=1.0, description="processor cores that Ray sets aside for a replica"
+    )
+    replica_gpus: float = Field(
+        default=0.0, ge=0, description="GPUs that Ray sets aside for a replica; 0.5 is half of one"
+    )
+
     drain_s: Positive = Field(
         default=30.0, description="longest wait for frames in hand when stopping"
     )

@@ -14,14 +14,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 
 import uvicorn
 
+from deft_policies.commands.parse import PolicyCommand
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import start_logging
-from deft_server.commands.settings_sources import read_command
+from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.http.http_protocol import build_protocol
+from deft_server.replicas.ray_serve import Deployment, RayCluster, import_ray
+from deft_server.replicas.worker import ReplicaWorker
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
@@ -68,13 +72,43 @@ def main(arguments: list[str]) -> int:
     )
     try:
         command = read_command(parser, arguments, os.environ)
-        code = run(create_app(command.policy.load, command.settings))
+        code = run(build_app(command))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS
     if code is ExitCode.POLICY_HANGS:
         os._exit(code)  # its thread might keep the interpreter from ending
     return code
+
+
+def build_app(command: ServeCommand) -> DeftApp:
+    """Build the app around a policy in this process, or around replicas of it."""
+    settings, policy = command.settings, command.policy
+    if settings.replicas is None and settings.ray is None:
+        return create_app(policy.load, settings)
+    deployment = None
+    if settings.replicas is not None:
+        deployment = Deployment(
+            policy.load,
+            _version(policy),
+            settings.replicas,
+            settings.replica_cpus,
+            settings.replica_gpus,
+            settings.hang_after_s,
+        )
+    import_ray()
+    cluster = RayCluster(settings.ray, deployment, settings.hang_after_s)
+    return create_app(cluster.policy, settings, partial(ReplicaWorker, cluster))
+
+
+def _version(policy: PolicyCommand) -> str:
+    """Return what tells one deployment from another: the flags of its policy."""
+    ours = {*Settings.model_fields, "config"}
+    return str(
+        sorted(
+            (name, str(value)) for name, value in vars(policy.namespace).items() if name not in ours
+        )
+    )
 
 
 def run(app: DeftApp) -> ExitCode:

@@ -112,6 +112,7 @@ class Scheduler:
         metrics.waiting.set_function(lambda: len(self._line))
         metrics.in_flight.set_function(lambda: len(self._line.in_flight))
         metrics.max_batch.set(settings.max_batch)
+        metrics.replicas.set_function(lambda: self._line.num_replicas if self.policy else 0)
 
     @property
     def num_waiting(self) -> int:
@@ -168,15 +169,19 @@ class Scheduler:
         if worker is not self._worker:
             return
         self._line.num_replicas = num_replicas
-        if self.policy is policy:
-            self._pump()
+        if not num_replicas:
+            self._readiness.enter(ServerPhase.LOADING, "no replica is running")
+            self._fail_waiting(NotReadyError("no replica is running"))
             return
+        is_new = self.policy is not policy
         self.policy = policy
         self.answers_at_once = is_immediate(policy)
         self._readiness.enter(ServerPhase.READY)
         self._settled.set()
-        logger.info("ready: policy %s", policy.info.policy)
-        self.on_ready()
+        if is_new:
+            logger.info("ready: policy %s", policy.info.policy)
+            self.on_ready()
+        self._pump()
 
     def policy_broken(self, worker: Worker, error: Exception) -> None:
         """Give up: there is nothing to serve."""
@@ -269,8 +274,13 @@ class Scheduler:
             frame.fail(error)
 
     def _fail_all(self, error: Exception) -> None:
-        aloft = [frame for batch in self._batches.values() for frame in batch.frames]
-        for frame in [*self._frames.values(), *aloft]:
+        self._fail_waiting(error)
+        for batch in self._batches.values():
+            for frame in batch.frames:
+                frame.fail(error)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        for frame in self._frames.values():
             self._line.withdraw(frame.ticket.number)
             frame.fail(error)
         self._frames.clear()
@@ -308,6 +318,7 @@ class Scheduler:
         size = len(attempts.answers)
         self._metrics.batch_size.observe(size)
         self._metrics.batch_seconds.observe(attempts.service_s)
+        self._metrics.count_batch(attempts.replica, attempts.service_s)
         if self._settings.log_batches and not attempts.failures:
             logger.info("a batch of %d took %.3f ms", size, attempts.service_s * 1000)
         if attempts.failures:

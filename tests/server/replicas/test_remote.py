@@ -1,0 +1,291 @@
+"""Replicas without Ray: what travels, what returns, and what happens when one is lost."""
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+
+from deft_client.types import ActionChunk, ActOptions
+from deft_policies.base import ActRequest, LimitedPolicy, Policy
+from deft_policies.constant import ConstantPolicy
+from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
+from deft_server.errors import NotReadyError, PolicyFailedError
+from deft_server.replicas.remote import (
+    Host,
+    Parcel,
+    RemoteAnswers,
+    RemoteFrame,
+    RemotePolicy,
+    RemoteSession,
+    policy_of,
+)
+from deft_server.replicas.worker import ReplicaHangsError, ReplicaLostError, ReplicaWorker
+from deft_server.serving.policy_thread import Failure
+from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.service import Service
+from deft_server.settings import Settings, SettingsError
+from tests.server.fakes import (
+    CALLER,
+    FakePolicy,
+    LimitedFake,
+    RaisingPolicy,
+    dislikes,
+    frame,
+)
+
+
+def host_of(policy: Policy, version: str = "1", name: str = "0") -> Host:
+    return Host(lambda: policy, version, name)
+
+
+def request(session: RemoteSession, instruction: str = "lift the cup") -> ActRequest:
+    return ActRequest(frame(instruction=instruction), session, ActOptions())
+
+
+def travelled(host: Host, *requests: ActRequest) -> list[object]:
+    """Answer a batch as a host far away would: everything crosses as bytes."""
+    parcel = Parcel(requests)
+    frames = pickle.loads(pickle.dumps(parcel.frames))
+    returned = pickle.loads(pickle.dumps(host.answer(frames)))
+    answers = parcel.unpack(returned, 0.01).answers
+    return [float(one.actions[0, 0]) if isinstance(one, ActionChunk) else one for one in answers]
+
+
+def test_any_host_goes_on_where_another_stopped():
+    hosts = [host_of(FakePolicy(), name=str(number)) for number in range(3)]
+    session, other = RemoteSession(), RemoteSession()
+    counted = [travelled(hosts[step % 3], request(session))[0] for step in range(6)]
+    assert counted == [1, 2, 3, 4, 5, 6]
+    assert travelled(hosts[0], request(other), request(session)) == [1, 7]
+
+
+def test_a_lost_batch_leaves_the_sessions_as_they_were():
+    host, session = host_of(FakePolicy()), RemoteSession()
+    travelled(host, request(session))
+    host.answer(Parcel([request(session)]).frames)  # answered, but the answer is lost
+    assert travelled(host, request(session)) == [2]
+
+
+def test_what_another_version_remembers_is_forgotten():
+    session = RemoteSession()
+    travelled(host_of(FakePolicy(), "1"), request(session))
+    assert travelled(host_of(FakePolicy(), "2"), request(session)) == [1]
+    assert session.memory is not None
+    assert session.memory.version == "2"
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (RequestError("instruction", "too odd"), RequestError),
+        (DeviceError("no memory"), DeviceError),
+        (ValueError("a bug"), PolicyFailedError),
+    ],
+)
+def test_only_the_culprit_of_a_batch_fails_and_keeps_its_memory(error, known):
+    host = host_of(RaisingPolicy(error=dislikes("bad", error)))
+    good, bad = RemoteSession(), RemoteSession()
+    travelled(host, request(bad))
+    memory = bad.memory
+    first, second = travelled(host, request(good), request(bad, "bad"))
+    assert first == 1
+    assert isinstance(second, known)
+    assert bad.memory == memory
+
+
+def test_a_frame_that_the_policy_refuses_names_its_field_and_does_not_touch_the_others():
+    host = host_of(FakePolicy())
+    odd = ActRequest(frame(), RemoteSession(), ActOptions(decoding="nonsense"))
+    first, second = travelled(host, odd, request(RemoteSession()))
+    assert isinstance(first, RequestError)
+    assert first.field == "decoding"
+    assert second == 1
+
+
+def test_the_server_knows_info_and_limits_without_the_policy():
+    policy = policy_of(pickle.loads(pickle.dumps(host_of(LimitedFake()).face)))
+    assert policy.info == ConstantPolicy().info
+    assert isinstance(policy, LimitedPolicy)
+    assert policy.action_limits(None).high.tolist() == [1.0] * 7
+    assert not isinstance(policy_of(host_of(FakePolicy()).face), LimitedPolicy)
+    with pytest.raises(UnknownStatisticsKeyError):
+        policy.check(frame(), ActOptions(statistics_key="elsewhere"))
+
+
+@dataclass(eq=False)
+class FakeCluster:
+    """Hosts in this process; `events` makes calls of `answer` fail, one after the other."""
+
+    hosts: list[Host] = field(default_factory=lambda: [host_of(FakePolicy())])
+    events: list[Exception] = field(default_factory=list)
+    on_connect: Callable[[], None] = lambda: None
+    num_running: int = 1
+    num_answers: int = 0
+    most_at_once: int = 0
+    gate: asyncio.Event | None = None
+    _at_once: int = 0
+
+    def connect(self) -> None:
+        self.on_connect()
+
+    async def look(self) -> str:
+        return self.hosts[0].face.version
+
+    def policy(self) -> RemotePolicy:
+        return policy_of(self.hosts[0].face)
+
+    async def answer(self, frames: tuple[RemoteFrame, ...]) -> RemoteAnswers:
+        self.num_answers += 1
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.events:
+                raise self.events.pop(0)
+            return self.hosts[self.num_answers % len(self.hosts)].answer(frames)
+        finally:
+            self._at_once -= 1
+
+    def count(self) -> int:
+        return self.num_running
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+async def serving(cluster: FakeCluster) -> Service:
+    settings = Settings(max_batch=1)
+    service = Service(cluster.policy, settings, partial(ReplicaWorker, cluster))
+    service.start()
+    await service.scheduler.settled()
+    return service
+
+
+async def ask(service: Service, session_id: str = "a") -> float:
+    chunk = await service.act(frame(), ActOptions(session_id=session_id), CALLER)
+    return float(chunk.actions[0, 0])
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came to hold")
+
+
+def test_a_session_goes_from_replica_to_replica():
+    async def story() -> list[float]:
+        service = await serving(FakeCluster([host_of(FakePolicy()), host_of(FakePolicy())]))
+        counted = [await ask(service) for _ in range(4)]
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == [1, 2, 3, 4]
+
+
+def test_a_batch_whose_replica_dies_is_answered_by_another():
+    async def story() -> tuple[list[float], int]:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        counted = [await ask(service)]
+        cluster.events.append(ReplicaLostError("killed"))
+        counted += [await ask(service), await ask(service)]
+        await service.close()
+        return counted, cluster.num_answers
+
+    assert asyncio.run(story()) == ([1, 2, 3], 4)
+
+
+def test_a_batch_that_is_lost_twice_is_told_to_come_again_and_the_session_is_as_before():
+    async def story() -> float:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        await ask(service)
+        cluster.events += [ReplicaLostError("killed"), ReplicaLostError("killed")]
+        with pytest.raises(NotReadyError, match="the replica was lost"):
+            await ask(service)
+        assert service.readiness.phase is ServerPhase.READY
+        failures = service.metrics.policy_failures.labels(Failure.LOST.value)
+        assert failures._value.get() == 1
+        counted = await ask(service)
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == 2
+
+
+def test_a_batch_that_hangs_is_not_sent_again():
+    async def story() -> int:
+        cluster = FakeCluster(events=[ReplicaHangsError("no answer")])
+        service = await serving(cluster)
+        with pytest.raises(NotReadyError):
+            await ask(service)
+        await service.close()
+        return cluster.num_answers
+
+    assert asyncio.run(story()) == 1
+
+
+def test_as_many_batches_are_out_as_replicas_run_and_a_session_is_in_one_of_them():
+    async def story() -> int:
+        cluster = FakeCluster(num_running=2)
+        service = await serving(cluster)
+        cluster.gate = asyncio.Event()
+        asked = [asyncio.create_task(ask(service, name)) for name in ("a", "b", "c", "d")]
+        await until(lambda: cluster.most_at_once == 2)
+        cluster.gate.set()
+        await asyncio.gather(*asked)
+        await service.close()
+        return cluster.most_at_once
+
+    assert asyncio.run(story()) == 2
+
+
+def test_without_a_replica_frames_are_refused_until_one_is_back():
+    async def story() -> float:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        cluster.num_running = 0
+        await until(lambda: service.readiness.phase is ServerPhase.LOADING)
+        with pytest.raises(NotReadyError, match="no replica is running"):
+            await ask(service)
+        cluster.num_running = 3
+        await until(lambda: service.readiness.phase is ServerPhase.READY)
+        counted = await ask(service)
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == 1
+
+
+def test_a_new_version_is_guarded_by_its_own_limits():
+    async def story() -> Policy:
+        cluster = FakeCluster([host_of(FakePolicy())])
+        service = await serving(cluster)
+        await ask(service)
+        cluster.hosts = [host_of(LimitedFake(next_actions=np.full((1, 7), 0.5)), "2")]
+        await ask(service)
+        policy = service.policy
+        await service.close()
+        return policy
+
+    assert isinstance(asyncio.run(story()), LimitedPolicy)
+
+
+def test_replicas_that_do_not_start_end_the_server_with_the_reason():
+    def refuse() -> None:
+        raise SettingsError("no cluster there")
+
+    async def story() -> str:
+        service = await serving(FakeCluster(on_connect=refuse))
+        sentence = service.readiness.sentence
+        await service.close()
+        return sentence
+
+    assert asyncio.run(story()) == "the policy could not be loaded: no cluster there"
