@@ -11,7 +11,8 @@ import httpx
 import PIL.Image
 import pytest
 
-from deft_client.errors import OverloadedError, Problem
+from deft_client import PolicyClient, control_loop
+from scripts.hostile_servers import dripping, frozen, holding_up, withholding
 from scripts.local_server import local_server
 from tests.client.samples import frame
 from tests.repository import (
@@ -140,36 +141,42 @@ def test_the_robot_loop_runs_as_it_stands(url, tmp_path):
     (program,) = python_blocks("docs/robot_loop.md")
     assert len(program.splitlines()) <= 60
     script = tmp_path / "robot_loop.py"
-    script.write_text(program.replace("PERIOD_S = 0.1", "PERIOD_S = 0.01"))
+    script.write_text(program)
     run = subprocess.run(
-        [sys.executable, "-W", "error", script, url, "lift the cup", "5"],
+        [sys.executable, "-W", "error", script, url, "lift the cup", "10"],
         capture_output=True,
         text=True,
     )
-    assert run.stderr == ""
-    assert run.stdout == "move [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]\n" * 5
+    assert run.returncode == 0, run.stderr
+    *commands, last = run.stdout.splitlines()
+    assert len(commands) == 10
+    assert "move [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]" in commands
+    assert last == "stop"
+    assert "problem=None" in run.stderr
 
 
-def test_the_robot_loop_holds_while_there_is_no_server(tmp_path):
+@pytest.mark.parametrize("manner", [None, frozen, dripping, withholding], ids=str)
+def test_the_robot_loop_commands_hold_in_every_period(manner, monkeypatch):
+    """Nobody at the port, a frozen server, a dripping one, an answer that is withheld."""
     (program,) = python_blocks("docs/robot_loop.md")
+    quick = program.replace("period_s=0.1, watchdog_s=0.2", "period_s=0.02, watchdog_s=9.0")
+    assert quick != program
     module: dict[str, object] = {"__name__": "robot_loop"}
-    exec(compile(program, "robot_loop.py", "exec"), module)
-    held = []
+    exec(compile(quick, "robot_loop.py", "exec"), module)
+    commands = []
 
-    class Arm(module["Arm"]):
-        def hold(self):
-            held.append(True)
+    class Arm(module["MyArm"]):
+        def move(self, action):
+            commands.append(action.tolist())
 
-    class Nobody:
-        def reset(self):
-            pass
-
-        def act(self, observation, options):
-            raise OverloadedError(Problem(429, "Too many requests"))
-
-    module["PERIOD_S"] = 0.001
-    module["drive"](Arm(), Nobody(), "lift the cup", 3)
-    assert held == [True] * 3
+    monkeypatch.setattr(control_loop, "LAST_WORDS_S", 0.01)
+    with holding_up(manner or frozen) as server:
+        url = server.url if manner else "http://127.0.0.1:1"
+        with PolicyClient(url) as policy:
+            status = module["drive"](Arm("lift the cup"), policy, 10)
+        assert not server.let_go.is_set()
+    assert commands == [[0.0] * 6 + [1.0]] * 10
+    assert (status.holds, status.stops, status.stalls) == (10, 0, 0)
 
 
 def test_the_python_of_the_readme_runs(url):

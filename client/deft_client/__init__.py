@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deft_client.action_queue import ActionQueue
+    from deft_client.actions import ActionQueue, ActionRules
     from deft_client.client import AsyncPolicyClient, PolicyClient
+    from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
     from deft_client.errors import (
         DeftError,
         ProblemError,
@@ -40,12 +41,17 @@ __all__ = [
     "ActOptions",
     "ActionChunk",
     "ActionQueue",
+    "ActionRules",
+    "Arm",
     "AsyncPolicyClient",
     "AsyncStreamClient",
     "ClientSettings",
+    "ControlLoop",
     "DecodeTrace",
     "DeftError",
     "ImageEncoding",
+    "LoopSettings",
+    "LoopStatus",
     "Observation",
     "PassTrace",
     "PolicyClient",
@@ -63,8 +69,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "action_queue": ("ActionQueue",),
+    "actions": ("ActionQueue", "ActionRules"),
     "client": ("AsyncPolicyClient", "PolicyClient"),
+    "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),
     "wire.images": ("ImageEncoding",),
     "recorder": ("Recorder",),

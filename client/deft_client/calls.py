@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Protocol, TypeVar
 
+from deft_client.actions import check_actions
 from deft_client.errors import (
     AnswerTimeoutError,
     DeftError,
@@ -27,8 +28,7 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.messages import ActMessage
 
 
@@ -49,6 +49,9 @@ class ActingPolicy(Protocol):
 ResultT = TypeVar("ResultT")
 RETRIED_STATUS = (429, 503)
 ACT_PATH = "/v1/act"
+# A server counts a deadline from the arrival of the frame, and answers one that it missed with 504
+# or with an action that holds: that word is worth waiting for, and it keeps the connection.
+WAY_BACK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class HttpRequest:
 
     method: str
     path: str
+    gives_up_at: float  # by time.monotonic: nothing of the call goes on beyond it
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,42 +87,57 @@ Call = Generator[Step, Outcome, ResultT]
 
 
 def act_call(
-    observation: Observation, options: ActOptions, settings: ClientSettings
+    observation: Observation,
+    options: ActOptions,
+    settings: ClientSettings,
+    action_dim: int | None = None,
 ) -> Call[ActionChunk]:
-    """Send an observation, receive an action chunk."""
+    """Send an observation, receive actions that a robot can execute, of the size it expects."""
+    gives_up_at = time.monotonic() + _patience_s(options, settings)
     message = ActMessage(observation, options)
-    body = wire.encode_request(message, settings.image_encoding, settings.jpeg_quality)
-    headers = {"content-type": wire.CONTENT_TYPE, "accept": wire.CONTENT_TYPE}
-    request = HttpRequest("POST", ACT_PATH, body, headers)
-    patience_s = None if options.deadline_ms is None else options.deadline_ms / 1000
-    reply = yield from _answered(request, settings, patience_s)
-    return wire.decode_answer(reply.body, settings.limits)
+    body = msgpack_codec.encode_request(message, settings.image_encoding, settings.jpeg_quality)
+    headers = {"content-type": msgpack_codec.CONTENT_TYPE, "accept": msgpack_codec.CONTENT_TYPE}
+    request = HttpRequest("POST", ACT_PATH, gives_up_at, body, headers)
+    reply = yield from _answered(request, settings)
+    chunk = msgpack_codec.decode_answer(reply.body, settings.limits)
+    check_actions(chunk.actions, action_dim)
+    if settings.action_rules is not None:
+        settings.action_rules.check(chunk.actions)
+    return chunk
+
+
+def _patience_s(options: ActOptions, settings: ClientSettings) -> float:
+    longest_s = settings.timeouts.answer_s
+    if options.deadline_ms is None:
+        return longest_s
+    return min(longest_s, max(options.deadline_ms, 0.0) / 1000 + WAY_BACK_S)
 
 
 def reset_call(session_id: str, settings: ClientSettings) -> Call[None]:
     """End a session: an episode starts."""
-    headers = {"content-type": wire_json.CONTENT_TYPE}
-    body = wire_json.encode_reset(session_id)
-    yield from _answered(HttpRequest("POST", "/v1/reset", body, headers), settings)
+    headers = {"content-type": json_codec.CONTENT_TYPE}
+    body = json_codec.encode_reset(session_id)
+    gives_up_at = time.monotonic() + settings.timeouts.answer_s
+    request = HttpRequest("POST", "/v1/reset", gives_up_at, body, headers)
+    yield from _answered(request, settings)
 
 
 def info_call(settings: ClientSettings) -> Call[ServerInfo]:
     """Ask what the server says about itself."""
-    reply = yield from _answered(HttpRequest("GET", "/v1/info"), settings)
-    return wire_json.decode_info(reply.body, settings.limits)
+    gives_up_at = time.monotonic() + settings.timeouts.answer_s
+    reply = yield from _answered(HttpRequest("GET", "/v1/info", gives_up_at), settings)
+    return json_codec.decode_info(reply.body, settings.limits)
 
 
 def ping_call(settings: ClientSettings) -> Call[None]:
     """Ask whether the server would answer an observation now; raises where it would not."""
     alone = replace(settings, retries=replace(settings.retries, attempts=1))
-    yield from _answered(HttpRequest("GET", "/readyz"), alone)
+    gives_up_at = time.monotonic() + settings.timeouts.answer_s
+    yield from _answered(HttpRequest("GET", "/readyz", gives_up_at), alone)
 
 
-def _answered(
-    request: HttpRequest, settings: ClientSettings, patience_s: float | None = None
-) -> Call[HttpReply]:
+def _answered(request: HttpRequest, settings: ClientSettings) -> Call[HttpReply]:
     """Yield the request until it is answered, or it is no use asking again."""
-    gives_up_at = None if patience_s is None else time.monotonic() + patience_s
     attempt = 1
     while True:
         outcome = yield request
@@ -128,7 +147,7 @@ def _answered(
         pause_s = next_pause_s(failure, attempt, settings.retries)
         if pause_s is None:
             raise failure
-        if gives_up_at is not None and time.monotonic() + pause_s > gives_up_at:
+        if time.monotonic() + pause_s > request.gives_up_at:
             raise failure
         yield Pause(pause_s)
         attempt += 1
@@ -177,5 +196,5 @@ def _seconds_until(http_date: str) -> float | None:
 def _failure(outcome: Outcome) -> DeftError:
     if isinstance(outcome, HttpReply):
         waits_s = retry_after_s(outcome.headers)
-        return problem_error(wire_json.decode_problem(outcome.status, outcome.body, waits_s))
+        return problem_error(json_codec.decode_problem(outcome.status, outcome.body, waits_s))
     return outcome or TransportError("nothing came of the request")

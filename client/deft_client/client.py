@@ -2,16 +2,19 @@
 
 All decisions are made in `calls`; this file performs them, once blocking and once with asyncio.
 It uses httpx's transports without httpx's client around them: cookies, redirects and authentication
-flows are of no use here, and took a third of the processor time of a call.
+flows are of no use here, and took a third of the processor time of a call. Nor are bodies inflated:
+nobody asks for compressed answers, and a small one can become gigabytes.
 """
 
 import asyncio
 import time
 import uuid
+from collections.abc import AsyncIterable, Iterable
 from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import anyio
 import httpx
 
 from deft_client.calls import (
@@ -25,7 +28,13 @@ from deft_client.calls import (
     ping_call,
     reset_call,
 )
-from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, TransportError
+from deft_client.deadlines import AsyncDeadlineTransport, DeadlineTransport, ending_at
+from deft_client.errors import (
+    AnswerTimeoutError,
+    MessageTooLargeError,
+    ServerUnreachableError,
+    TransportError,
+)
 from deft_client.settings import DEFAULT_URL, ClientSettings, check_url
 from deft_client.types import (
     ActionChunk,
@@ -35,7 +44,8 @@ from deft_client.types import (
 )
 
 ResultT = TypeVar("ResultT")
-KEPT_OPEN = httpx.Limits(max_connections=100, keepalive_expiry=60.0)
+REQUEST_ID = "x-request-id"
+SHORTEST_WAIT_S = 0.001  # 0 would mean not to wait at all
 
 
 class _Caller:
@@ -48,32 +58,35 @@ class _Caller:
         self._headers = {"user-agent": "deft-client", **authorization(self.settings)}
         tls = self.settings.tls
         self._urls: dict[str, httpx.URL] = {}
+        self._action_dim: int | None = None  # what `info` promised, once it was asked
         self._ssl = tls.context() if tls is not None and self.url.startswith("https") else None
 
     def _act(self, observation: Observation, options: ActOptions | None) -> Call[ActionChunk]:
         given = options or ActOptions()
         session_id = given.session_id or self.session_id
-        return act_call(observation, replace(given, session_id=session_id), self.settings)
+        options = replace(given, session_id=session_id)
+        return act_call(observation, options, self.settings, self._action_dim)
 
     def _reset(self, session_id: str | None) -> Call[None]:
         return reset_call(session_id or self.session_id, self.settings)
 
+    def _promised(self, info: ServerInfo) -> ServerInfo:
+        """Remember how long an action of this server is: answers are held to it."""
+        self._action_dim = info.action_dim
+        return info
+
     def _prepared(self, request: HttpRequest) -> httpx.Request:
         """Return the request as the transport takes it."""
-        timeouts = self.settings.timeouts
-        per_phase = {
-            "connect": timeouts.connect_s,
-            "write": timeouts.send_s,
-            "read": timeouts.answer_s,
-            "pool": timeouts.pool_s,
-        }
+        left_s = max(request.gives_up_at - time.monotonic(), SHORTEST_WAIT_S)
+        connect_s = min(self.settings.timeouts.connect_s, left_s)
+        per_phase = {"connect": connect_s, "write": left_s, "read": left_s, "pool": left_s}
         url = self._urls.get(request.path)
         if url is None:
             url = self._urls[request.path] = httpx.URL(self.url + request.path)
         return httpx.Request(
             request.method,
             url,
-            headers={**self._headers, **request.headers},
+            headers={REQUEST_ID: uuid.uuid4().hex, **self._headers, **request.headers},
             content=request.body,
             extensions={"timeout": per_phase},
         )
@@ -93,9 +106,7 @@ class PolicyClient(_Caller):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(url, settings)
-        self._transport = transport or httpx.HTTPTransport(
-            verify=self._ssl or True, limits=KEPT_OPEN, proxy=self.settings.proxy
-        )
+        self._transport = transport or DeadlineTransport(self._ssl or True, self.settings.proxy)
 
     def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
         """Return the actions that follow an observation; `round_trip_ms` is filled in."""
@@ -108,7 +119,7 @@ class PolicyClient(_Caller):
 
     def info(self) -> ServerInfo:
         """Return what the server says about itself."""
-        return self._run(info_call(self.settings))
+        return self._promised(self._run(info_call(self.settings)))
 
     def ping(self) -> float:
         """Return the milliseconds of one round trip; raises where the server is not ready."""
@@ -146,15 +157,24 @@ class PolicyClient(_Caller):
                 outcome = self._send(step)
 
     def _send(self, request: HttpRequest) -> HttpReply | TransportError:
+        sent = self._prepared(request)
         try:
-            response = self._transport.handle_request(self._prepared(request))
-            try:
-                body = response.read()
-            finally:
-                response.close()
+            with ending_at(request.gives_up_at):
+                return self._reply(sent, self._transport.handle_request(sent))
         except httpx.TransportError as error:
             return transport_error(error, self.url)
-        return HttpReply(response.status_code, body, response.headers)
+
+    def _reply(self, sent: httpx.Request, response: httpx.Response) -> HttpReply | TransportError:
+        body = bytearray()
+        try:
+            for part in cast(Iterable[bytes], response.stream):
+                take_part(body, part, self.settings)
+        finally:
+            response.close()
+        if is_answer(response, sent):
+            return HttpReply(response.status_code, bytes(body), response.headers)
+        response.extensions["network_stream"].close()
+        return mixed_up(self.url)
 
 
 class AsyncPolicyClient(_Caller):
@@ -167,8 +187,8 @@ class AsyncPolicyClient(_Caller):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, settings)
-        self._transport = transport or httpx.AsyncHTTPTransport(
-            verify=self._ssl or True, limits=KEPT_OPEN, proxy=self.settings.proxy
+        self._transport = transport or AsyncDeadlineTransport(
+            self._ssl or True, self.settings.proxy
         )
 
     async def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
@@ -182,7 +202,7 @@ class AsyncPolicyClient(_Caller):
 
     async def info(self) -> ServerInfo:
         """Return what the server says about itself."""
-        return await self._run(info_call(self.settings))
+        return self._promised(await self._run(info_call(self.settings)))
 
     async def ping(self) -> float:
         """Return the milliseconds of one round trip; raises where the server is not ready."""
@@ -220,20 +240,54 @@ class AsyncPolicyClient(_Caller):
                 outcome = await self._send(step)
 
     async def _send(self, request: HttpRequest) -> HttpReply | TransportError:
+        sent = self._prepared(request)
         try:
-            response = await self._transport.handle_async_request(self._prepared(request))
-            try:
-                body = await response.aread()
-            finally:
-                await response.aclose()
+            with anyio.fail_after(request.gives_up_at - time.monotonic()):
+                return await self._reply(sent, await self._transport.handle_async_request(sent))
         except httpx.TransportError as error:
             return transport_error(error, self.url)
-        return HttpReply(response.status_code, body, response.headers)
+        except TimeoutError:
+            return AnswerTimeoutError(f"{self.url} took too long to answer")
+
+    async def _reply(
+        self, sent: httpx.Request, response: httpx.Response
+    ) -> HttpReply | TransportError:
+        body = bytearray()
+        try:
+            async for part in cast(AsyncIterable[bytes], response.stream):
+                take_part(body, part, self.settings)
+        finally:
+            await response.aclose()
+        if is_answer(response, sent):
+            return HttpReply(response.status_code, bytes(body), response.headers)
+        await response.extensions["network_stream"].aclose()
+        return mixed_up(self.url)
 
 
 def authorization(settings: ClientSettings) -> dict[str, str]:
     """Return the header that carries the API key, if there is one."""
     return {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+
+
+def take_part(body: bytearray, part: bytes, settings: ClientSettings) -> None:
+    """Add a part to a body, or refuse a body that has become too long."""
+    if len(body) + len(part) > settings.limits.max_bytes:
+        raise MessageTooLargeError(
+            "answer", f"is longer than the {settings.limits.max_bytes} bytes that are taken"
+        )
+    body += part
+
+
+def is_answer(response: httpx.Response, sent: httpx.Request) -> bool:
+    """Is this the answer to that request? A server that repeats no request id is believed."""
+    own: str = sent.headers[REQUEST_ID]
+    repeated: str = response.headers.get(REQUEST_ID, own)
+    return repeated == own
+
+
+def mixed_up(url: str) -> TransportError:
+    """Return what is said of an answer that nobody asked for; its connection must be closed."""
+    return ServerUnreachableError(f"{url} sent an answer to another request; it was not used")
 
 
 def timed(chunk: ActionChunk, started: float) -> ActionChunk:

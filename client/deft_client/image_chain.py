@@ -253,15 +253,22 @@ class ImageChain(Enum):
     NONE = "none"
     LIBERO = "libero"
     LIBERO_UNCROPPED = "libero-uncropped"  # for fine-tunes without image augmentation
+    OFT = "oft"  # OFT's server: a frame of the model's size is not compressed again
+    OFT_UNCROPPED = "oft-uncropped"
 
     def apply(self, image: Image, size: int = MODEL_SIZE) -> Image:
         """Return the frame as the processor is to get it; `NONE` returns it unchanged."""
         if self is ImageChain.NONE:
             return image
-        compressed = round_trip_jpeg(image)
-        if self is ImageChain.LIBERO_UNCROPPED:
+        is_prepared = self in _SERVER_CHAINS and image.shape[:2] == (size, size)
+        compressed = image if is_prepared else round_trip_jpeg(image)
+        if self in (ImageChain.LIBERO_UNCROPPED, ImageChain.OFT_UNCROPPED):
             return resize_lanczos3(compressed, size)
         return _crop(_resize(compressed, size), size)
+
+
+# Their clients may have compressed and resized a frame already.
+_SERVER_CHAINS = (ImageChain.OFT, ImageChain.OFT_UNCROPPED)
 
 
 def round_trip_jpeg(image: Image) -> Image:

@@ -7,6 +7,7 @@ The files are those of `recordings`: readable up to the last whole step after a 
 import errno
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -103,7 +104,11 @@ class Recorder:
         self._file = self.path.open("xb", buffering=0)  # a step is whole or absent
         self._num_steps = 0
         self._started_s = time.monotonic()
-        _write(self._file, encode_header(EpisodeHeader(session_id, now)))
+        try:
+            _write(self._file, encode_header(EpisodeHeader(session_id, now)))
+        except OSError:
+            self.path.unlink(missing_ok=True)  # half a header is nothing that could be read
+            raise
         return self._file
 
     def _end(self, reason: str) -> None:
@@ -120,7 +125,8 @@ class Recorder:
         self.problem = error
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            with suppress(OSError):  # a disk that is gone may say so once more
+                file.close()
         logger.error("recording to %s stopped: %s", self.path or self._directory, error)
 
 

@@ -3,9 +3,11 @@
 A file is a signature followed by records. A record is its length and checksum (both u32,
 little-endian) and then a msgpack map whose `kind` is `header`, `step` or `end`. Each record is
 written with a single call, so a killed process leaves at most one cut-off record behind, and
-reading stops there. Steps hold the same bytes that cross the network, see `wire`.
+reading stops there, as it does at zeros where a disk lost what it had promised to write. Steps hold
+the same bytes that cross the network, see `wire`.
 """
 
+import errno
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,8 @@ from deft_client.errors import DeftError, WireError
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.fields import (
     BINARY,
+    DEFAULT_LIMITS,
+    MAX_DECODABLE_PIXELS,
     Json,
     Kind,
     Terms,
@@ -44,7 +48,14 @@ SUFFIX = ".deftrec"
 SIGNATURE = b"DEFTREC1"
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 _PREFIX = struct.Struct("<II")  # length and CRC-32 of what follows
-_LIMITS = WireLimits(max_bytes=MAX_RECORD_BYTES)
+# Whatever was written can be read: only the record bounds what is in it.
+_LIMITS = WireLimits(
+    **{
+        **dict.fromkeys(vars(DEFAULT_LIMITS), MAX_RECORD_BYTES),
+        "max_image_pixels": MAX_DECODABLE_PIXELS,
+        "max_lists": DEFAULT_LIMITS.max_lists,  # the only ones larger in memory than on disk
+    }
+)
 
 
 class RecordingError(DeftError):
@@ -171,6 +182,8 @@ class StepReader:
 
 def _record(entries: Mapping[str, object]) -> bytes:
     payload: bytes = msgpack.packb(entries)
+    if len(payload) > MAX_RECORD_BYTES:  # nobody would read it, nor what comes after it
+        raise OSError(errno.EFBIG, f"a record has {len(payload)} of {MAX_RECORD_BYTES} bytes")
     return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
 
 
@@ -179,7 +192,7 @@ def _read_payload(file: BinaryIO) -> bytes | Ending:
     if len(prefix) < _PREFIX.size:
         return Ending.CUT_OFF
     length, checksum = _PREFIX.unpack(prefix)
-    if length > MAX_RECORD_BYTES:
+    if not 0 < length <= MAX_RECORD_BYTES:  # no record is empty: zeros are what was never written
         return Ending.DAMAGED
     payload = file.read(length)
     if len(payload) < length:

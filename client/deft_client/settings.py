@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from deft_client.actions import ActionRules
 from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 
@@ -23,12 +24,10 @@ def check_url(url: str) -> str:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds each phase of a call may take."""
+    """Seconds a call may take; a deadline of the observation shortens them."""
 
-    connect_s: float = 5.0
-    send_s: float = 10.0
-    answer_s: float = 30.0  # from the last byte sent to the next byte received
-    pool_s: float = 5.0  # waiting for a free connection; only when one client serves many threads
+    connect_s: float = 5.0  # making one connection
+    answer_s: float = 30.0  # all of it: connecting, sending, retries, the last byte of the answer
 
     def __post_init__(self) -> None:
         if min(vars(self).values()) <= 0:
@@ -87,8 +86,11 @@ class ClientSettings:
     jpeg_quality: int = JPEG_QUALITY
     api_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
-    proxy: str | None = None  # the environment's proxy variables are not looked at
+    # The environment's proxy variables are not looked at. A WebSocket to a plain http server needs
+    # a proxy that lets `Upgrade` pass; to an https server it is tunnelled.
+    proxy: str | None = None
     limits: WireLimits = DEFAULT_LIMITS
+    action_rules: ActionRules | None = None  # answers that break them are refused
 
     def __post_init__(self) -> None:
         if not 1 <= self.jpeg_quality <= 100:

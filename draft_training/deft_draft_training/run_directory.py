@@ -129,6 +129,7 @@ class RunDirectory:
         """Restore the newest state, or report that the run starts at step 0."""
         path = self.path / STATE_FILE
         if not path.exists():
+            self._cut_metrics(0)  # of a run that ended before its first state
             self._open_board(1)
             return RunProgress(), {}
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -157,13 +158,15 @@ class RunDirectory:
             show(self._board, step, values)
 
     def metrics(self) -> list[dict[str, float]]:
-        """All lines written so far, in order."""
+        """All whole lines written so far, in order."""
         path = self.path / _METRICS
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}\n")]
 
     def _cut_metrics(self, step: int) -> None:
         """Forget what a killed run logged after its last state: those steps happen again."""
+        if not (self.path / _METRICS).exists():
+            return
         kept = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
         path = self.path / _METRICS
         with explained(path):

@@ -14,6 +14,8 @@ from deft_policies import tiny_libero as bundle
 from deft_policies.base import Finding, Policy
 from deft_policies.constant import ConstantPolicy, SleepingPolicy
 from deft_policies.errors import PolicyError
+from deft_policies.oft import options as oft_options
+from deft_policies.oft.recognition import has_head
 from deft_policies.openvla import options as openvla_options
 
 
@@ -48,12 +50,28 @@ def find(name: str) -> CatalogEntry:
 
 
 def default_for(flags: Sequence[str]) -> str:
-    """The policy of a command line that names none: OpenVLA if it says which weights.
+    """The policy of a command line that names none, by the weights that it says.
 
-    Anything else is answered by the small policy that ships with Deft.
+    Where it says none, the small policy that ships with Deft.
     """
-    weights = ("--checkpoint", "--random-weights")
-    return "openvla" if any(flag.split("=")[0] in weights for flag in flags) else "tiny-libero"
+    checkpoint = _value_of("--checkpoint", flags)
+    if checkpoint is None and _value_of("--random-weights", flags) is None:
+        return "tiny-libero"
+    asks_for_chunks = _value_of("--chunk", flags) not in (None, "1")
+    if asks_for_chunks or _value_of("--pictures", flags) is not None:
+        return "oft"
+    return "oft" if checkpoint is not None and has_head(checkpoint) else "openvla"
+
+
+def _value_of(name: str, flags: Sequence[str]) -> str | None:
+    """What stands behind a flag; the last one counts, as in argparse."""
+    found = None
+    for index, flag in enumerate(flags):
+        if flag == name and index + 1 < len(flags):
+            found = flags[index + 1]
+        elif flag.startswith(f"{name}="):
+            found = flag.removeprefix(f"{name}=")
+    return found
 
 
 def _no_flags(_: _ArgumentGroup) -> None:
@@ -102,6 +120,18 @@ def _examine_openvla(namespace: Namespace) -> Sequence[Finding]:
     return examine(openvla_options.read_flags(namespace))
 
 
+def _load_oft(namespace: Namespace) -> Policy:
+    from deft_policies.oft.load import load_policy
+
+    return load_policy(oft_options.read_flags(namespace))
+
+
+def _examine_oft(namespace: Namespace) -> Sequence[Finding]:
+    from deft_policies.oft.load import examine
+
+    return examine(oft_options.read_flags(namespace))
+
+
 def _load_tiny(namespace: Namespace) -> Policy:
     from deft_policies.openvla.load import load_policy
 
@@ -128,6 +158,12 @@ CATALOG: dict[str, CatalogEntry] = {
         openvla_options.add_flags,
         _load_openvla,
         _examine_openvla,
+    ),
+    "oft": CatalogEntry(
+        "OpenVLA-OFT: chunks of actions in one pass",
+        oft_options.add_flags,
+        _load_oft,
+        _examine_oft,
     ),
     "tiny-libero": CatalogEntry(
         "a small OpenVLA for LIBERO's objects, with draft heads; ships with Deft",

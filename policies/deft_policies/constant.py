@@ -13,17 +13,12 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_policies.base import ActRequest, Session, immediate
+from deft_policies.base import ActAnswer, ActRequest, immediate
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 
 def _stay_still() -> NDArray[np.float64]:
     return np.zeros((1, 7), dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class ConstantSession:
-    """A robot that this policy remembers nothing of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +44,6 @@ class ConstantPolicy:
             decoding_methods=("constant",),
         )
 
-    def open_session(self) -> Session:
-        """Return a memory with nothing in it."""
-        return ConstantSession()
-
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Refuse a statistics key or decoding method that is not `constant`."""
         if options.statistics_key not in (None, "constant"):
@@ -64,9 +55,9 @@ class ConstantPolicy:
         """Nothing to warm."""
 
     @immediate
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Return the fixed actions."""
-        return [ActionChunk(self.actions) for _ in batch]
+        return [ActAnswer(ActionChunk(self.actions), request.memory) for request in batch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +71,7 @@ class SleepingPolicy(ConstantPolicy):
         """What the server advertises."""
         return replace(super().info, policy="sleeping")
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Return the fixed actions after the sleep, however many frames the batch has."""
         time.sleep(self.sleep_s)
         return super().act(batch)

@@ -11,6 +11,9 @@ COMMANDS = {
     "key": Command("deft_server.commands.key", "make an API key for a robot or an administrator"),
     "act": Command("deft_policies.commands.act", "answer pictures without a server"),
     "bench": Command("deft_policies.benchmark.command", "measure where the time of an answer goes"),
+    "convert": Command(
+        "deft_policies.commands.convert", "rewrite the pickles of an OFT fine-tune as safetensors"
+    ),
     "index": Command("deft_policies.commands.index", "store frames and actions to draft from"),
     "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),
     "replay": Command(

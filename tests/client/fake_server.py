@@ -10,8 +10,7 @@ from websockets.exceptions import ConnectionClosed
 
 from deft_client.errors import Problem
 from deft_client.types import ServerInfo
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import json_codec, msgpack_codec
 from tests.client.samples import full_answer
 
 INFO = ServerInfo(
@@ -28,7 +27,7 @@ INFO = ServerInfo(
     decoding_methods=("lossless",),
     versions={"deft-vla": "0.1.0"},
 )
-ANSWER = wire.encode_answer(full_answer())
+ANSWER = msgpack_codec.encode_answer(full_answer())
 
 Reaction = httpx.Response | Exception
 
@@ -37,7 +36,7 @@ def refusal(status: int, detail: str = "because", **headers: str) -> httpx.Respo
     problem = Problem(status, "No", detail, field="state", request_id="r-1")
     return httpx.Response(
         status,
-        content=wire_json.encode_problem(problem),
+        content=json_codec.encode_problem(problem),
         headers={name.replace("_", "-"): value for name, value in headers.items()},
     )
 
@@ -47,6 +46,7 @@ class FakeServer:
 
     def __init__(self, *script: Reaction) -> None:
         self._script = list(script)
+        self.react = self._sound  # once the script is at its end
         self.requests: list[httpx.Request] = []
 
     @property
@@ -60,7 +60,11 @@ class FakeServer:
             if isinstance(reaction, Exception):
                 raise reaction
             return reaction
-        return self._sound(request)
+        return self.react(request)
+
+    def script(self, *reactions: Reaction) -> None:
+        """Put off the sound answers once more."""
+        self._script += reactions
 
     def _sound(self, request: httpx.Request) -> httpx.Response:
         match (request.method, request.url.path):
@@ -69,17 +73,23 @@ class FakeServer:
             case ("POST", "/v1/reset"):
                 return httpx.Response(204)
             case ("GET", "/v1/info"):
-                return httpx.Response(200, content=wire_json.encode_info(INFO))
+                return httpx.Response(200, content=json_codec.encode_info(INFO))
             case ("GET", "/readyz"):
                 return httpx.Response(200)
         return refusal(404)
 
 
+PING = "ping"
+Answers = bytes | str | tuple[bytes | str, ...] | None  # to one frame
+
+
 class FakeStream:
     """What one scripted WebSocket server saw, and where it is."""
 
-    def __init__(self, script: list[bytes | str | None]) -> None:
+    def __init__(self, script: list[Answers]) -> None:
         self.script = script  # None closes the connection instead of answering
+        self.all_sent = threading.Event()  # all that belongs to one frame
+        self.pongs: list[threading.Event] = []
         self.frames: list[bytes | str] = []
         self.connections = 0
         self.headers: list[str | None] = []
@@ -94,14 +104,18 @@ class FakeStream:
                 answer = self.script.pop(0) if self.script else ANSWER
                 if answer is None:
                     return
-                if answer:  # an empty answer is none at all: the client waits in vain
-                    connection.send(answer)
+                for one in answer if isinstance(answer, tuple) else (answer,):
+                    if one == PING:
+                        self.pongs.append(connection.ping())
+                    elif one:  # an empty answer is none at all: the client waits in vain
+                        connection.send(one)
+                self.all_sent.set()
         except ConnectionClosed:
             return
 
 
 @contextmanager
-def streaming(*script: bytes | str | None) -> Iterator[FakeStream]:
+def streaming(*script: Answers) -> Iterator[FakeStream]:
     """Serve a script on a WebSocket of this machine."""
     stream = FakeStream(list(script))
     with websockets.sync.server.serve(stream.serve, "127.0.0.1", 0) as server:

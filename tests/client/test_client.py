@@ -2,6 +2,7 @@
 
 import asyncio
 import email.utils
+import gzip
 import socket
 import time
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from deft_client import PolicyClient
+from deft_client.actions import ActionRules
 from deft_client.calls import retry_after_s
 from deft_client.client import AsyncPolicyClient
 from deft_client.errors import (
@@ -25,13 +27,15 @@ from deft_client.errors import (
     ServerFaultError,
     ServerUnreachableError,
     UnknownEndpointError,
+    UnusableValueError,
     WireError,
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
-from deft_client.types import ActOptions
-from deft_client.wire import msgpack_codec as wire
+from deft_client.types import ActionChunk, ActOptions
+from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
-from tests.client.fake_server import INFO, FakeServer, refusal
+from deft_client.wire.messages import ActMessage
+from tests.client.fake_server import ANSWER, INFO, FakeServer, refusal
 from tests.client.samples import full_answer, full_message
 
 AT_ONCE = ClientSettings(retries=Retries(attempts=3, first_pause_s=0.0))
@@ -73,8 +77,8 @@ def driver(request):
     return request.param
 
 
-def sent_message(request: httpx.Request) -> wire.ActMessage:
-    return wire.decode_request(request.content)
+def sent_message(request: httpx.Request) -> ActMessage:
+    return msgpack_codec.decode_request(request.content)
 
 
 def test_act_sends_the_observation_and_returns_the_answer(driver):
@@ -227,6 +231,80 @@ def test_an_answer_that_is_no_answer_is_a_wire_error(driver):
         driver(FakeServer(httpx.Response(200, content=b"hello"))).act()
 
 
+def answer(actions: np.ndarray) -> httpx.Response:
+    return httpx.Response(200, content=msgpack_codec.encode_answer(ActionChunk(actions)))
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        *(np.full((1, 3), value) for value in (np.nan, np.inf, -np.inf)),
+        *(np.zeros(shape) for shape in ((0, 3), (5, 0), (0, 0))),
+    ],
+    ids=lambda actions: f"{list(actions.shape)}-{actions.sum()}",
+)
+def test_actions_that_no_robot_can_execute_are_refused(driver, actions):
+    with pytest.raises(UnusableValueError, match="actions"):
+        driver(FakeServer(answer(actions))).act()
+
+
+def test_actions_of_another_size_than_info_promised_are_refused(driver):
+    """A server that was replaced by one for another arm; asking anew accepts it."""
+    server = FakeServer()
+    client = driver(server)
+    client.info()
+    server.script(answer(np.zeros((1, 7))))
+    with pytest.raises(UnusableValueError, match=r"at least one step of 3 numbers, got \[1, 7\]"):
+        client.act()
+    assert client.act().actions.shape == (2, 3)
+
+
+def test_actions_beyond_the_limits_of_the_caller_are_refused(driver):
+    rules = ActionRules((True, True, False), low=(-1, -1, 0), high=(1, 1, 1))
+    settings = ClientSettings(action_rules=rules)
+    driver(FakeServer(answer(np.array([[1.0, -1.0, 0.0]]))), settings).act()
+    with pytest.raises(UnusableValueError, match="1e\\+300 in dimension 1 of step 0"):
+        driver(FakeServer(answer(np.array([[0.0, 1e300, 0.0]]))), settings).act()
+
+
+def test_an_answer_to_another_request_is_not_used_and_its_connection_is_closed(driver):
+    """HTTP has no numbers of its own: what is left over from one answer would be the next one."""
+    network = ClosableStream()
+    foreign = httpx.Response(
+        200,
+        content=msgpack_codec.encode_answer(ActionChunk(np.ones((1, 3)))),
+        headers={"x-request-id": "another"},
+        extensions={"network_stream": network},
+    )
+    server = FakeServer(foreign)
+    np.testing.assert_array_equal(driver(server).act().actions, full_answer().actions)
+    assert network.is_closed
+    assert len(server.requests) == 2
+    sent = {request.headers["x-request-id"] for request in server.requests}
+    assert len(sent) == 2
+
+
+def test_a_server_that_repeats_the_request_id_is_believed(driver):
+    def react(request):
+        repeated = {"x-request-id": request.headers["x-request-id"]}
+        return httpx.Response(200, content=ANSWER, headers=repeated)
+
+    server = FakeServer()
+    server.react = react
+    driver(server).act()
+
+
+def test_a_body_is_never_inflated(driver):
+    """800 kB of gzip were 1.7 GB of memory; nobody asked for it."""
+    bomb = httpx.Response(
+        200,
+        headers={"content-encoding": "gzip"},
+        stream=httpx.ByteStream(gzip.compress(ANSWER)),
+    )
+    with pytest.raises(WireError):
+        driver(FakeServer(bomb)).act()
+
+
 def test_a_closed_port_is_unreachable():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
@@ -252,6 +330,18 @@ def test_a_server_that_never_answers_runs_into_the_timeout():
 def test_a_url_that_is_none_is_refused_at_once(url):
     with pytest.raises(ValueError, match=r"url|[Pp]ort"):
         PolicyClient(url)
+
+
+class ClosableStream:
+    """Knows whether it was closed."""
+
+    is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+    async def aclose(self):
+        self.is_closed = True
 
 
 class ClosableTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):

@@ -8,8 +8,7 @@ import PIL.Image
 import pytest
 
 from deft_client.__main__ import main
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import json_codec, msgpack_codec
 from tests.client.fake_server import ANSWER, INFO, streaming
 from tests.client.samples import frame, full_answer, saved
 
@@ -20,7 +19,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        known = {"/readyz": b"{}", "/v1/info": wire_json.encode_info(INFO)}
+        known = {"/readyz": b"{}", "/v1/info": json_codec.encode_info(INFO)}
         self._answer(200, known[self.path])
 
     def do_POST(self):
@@ -92,7 +91,7 @@ def test_act_prints_the_actions_and_the_time_they_took(server, picture, capsys):
     assert "round_trip_ms" in shown
     assert "the server intervened: clamp" in shown
     (_, body) = server.requests[0]
-    assert wire.decode_request(body).observation.instruction == "lift the cup"
+    assert msgpack_codec.decode_request(body).observation.instruction == "lift the cup"
 
 
 def test_act_sends_everything_it_is_given(server, picture, capsys, tmp_path, monkeypatch):
@@ -106,7 +105,7 @@ def test_act_sends_everything_it_is_given(server, picture, capsys, tmp_path, mon
     assert "decoded by lossless in 1 passes" in capsys.readouterr().out
     headers, body = server.requests[0]
     assert headers["authorization"] == "Bearer secret"
-    message = wire.decode_request(body)
+    message = msgpack_codec.decode_request(body)
     assert list(message.observation.cameras) == ["wrist"]
     assert message.observation.state.tolist() == [0.5, -1]
     options = message.options

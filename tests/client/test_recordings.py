@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deft_client import recordings
 from deft_client.recordings import (
     SIGNATURE,
     SUFFIX,
@@ -128,6 +129,31 @@ def test_a_flipped_bit_ends_the_recording_at_the_step_before(tmp_path: Path) -> 
 def test_a_record_that_claims_to_be_huge_is_damage_and_not_an_allocation(tmp_path: Path) -> None:
     path = write(tmp_path / "a.deftrec", encode_header(HEADER), b"\xff" * 8)
     assert read_episode(path).ending is Ending.DAMAGED
+
+
+def test_zeros_end_the_recording_at_the_step_before(tmp_path: Path) -> None:
+    """A disk that lost its last blocks gives back zeros: length 0 with a checksum of 0 fits."""
+    record = encode_step(make_step(0))
+    path = write(tmp_path / "a.deftrec", encode_header(HEADER), record, bytes(64), encode_end("x"))
+    episode = read_episode(path)
+    assert [step.index for step in episode.steps] == [0]
+    assert episode.ending is Ending.DAMAGED
+
+
+def test_a_record_that_nobody_could_read_is_not_written(monkeypatch) -> None:
+    monkeypatch.setattr(recordings, "MAX_RECORD_BYTES", 100)
+    with pytest.raises(OSError, match="of 100 bytes"):
+        encode_step(make_step(0))
+
+
+def test_what_is_larger_than_a_server_takes_is_recorded_all_the_same(tmp_path: Path) -> None:
+    """Limits of the wire protect a server; what a robot wrote down it can read again."""
+    observation = Observation(
+        np.zeros((2, 5000, 3), np.uint8), "x" * 5000, state=np.zeros(2000, np.float32)
+    )
+    step = RecordedStep(0, 0.0, observation, ActOptions("s" * 200), make_step(0).chunk)
+    path = write(tmp_path / "a.deftrec", encode_header(HEADER), encode_step(step))
+    assert read_episode(path).steps[0].observation.image.shape == (2, 5000, 3)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from deft_client.errors import (
     AnswerTimeoutError,
+    MessageTooLargeError,
     OverloadedError,
     Problem,
     RefusedRequestError,
@@ -15,8 +17,10 @@ from deft_client.errors import (
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import AsyncStreamClient, StreamClient, stream_url
-from deft_client.wire import json_codec as wire_json
-from tests.client.fake_server import ANSWER, streaming
+from deft_client.types import ActionChunk
+from deft_client.wire import json_codec, msgpack_codec
+from deft_client.wire.fields import WireLimits
+from tests.client.fake_server import ANSWER, PING, streaming
 from tests.client.samples import full_answer, full_message
 
 OBSERVATION = full_message().observation
@@ -26,14 +30,14 @@ HASTY = ClientSettings(timeouts=Timeouts(answer_s=0.05))
 
 def problem(status: int, retry_after_s: float | None = None) -> str:
     described = Problem(status, "No", "because", retry_after_s=retry_after_s)
-    return wire_json.encode_problem(described).decode()
+    return json_codec.encode_problem(described).decode()
 
 
 class Blocking:
     """Acts a number of times with the blocking client, on one connection."""
 
     @staticmethod
-    def act(url: str, times: int = 1, settings: ClientSettings = SETTINGS) -> list[object]:
+    def act(url, times=1, settings=SETTINGS, between=lambda: None) -> list[object]:
         outcomes: list[object] = []
         with StreamClient(url, settings) as client:
             for _ in range(times):
@@ -41,6 +45,7 @@ class Blocking:
                     outcomes.append(client.act(OBSERVATION))
                 except (OverloadedError, RefusedRequestError, AnswerTimeoutError) as error:
                     outcomes.append(error)
+                between()
         return outcomes
 
 
@@ -48,7 +53,7 @@ class Asynchronous:
     """The same with the asynchronous one."""
 
     @staticmethod
-    def act(url: str, times: int = 1, settings: ClientSettings = SETTINGS) -> list[object]:
+    def act(url, times=1, settings=SETTINGS, between=lambda: None) -> list[object]:
         async def visit() -> list[object]:
             outcomes: list[object] = []
             async with AsyncStreamClient(url, settings) as client:
@@ -57,6 +62,7 @@ class Asynchronous:
                         outcomes.append(await client.act(OBSERVATION))
                     except (OverloadedError, RefusedRequestError, AnswerTimeoutError) as error:
                         outcomes.append(error)
+                    between()
             return outcomes
 
         return asyncio.run(visit())
@@ -108,6 +114,29 @@ def test_a_late_answer_is_never_taken_for_the_next(act):
     assert stream.connections == 2
 
 
+def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(act):
+    """It ends the connection: the second frame gets the answer to itself."""
+    unasked = msgpack_codec.encode_answer(ActionChunk(np.full((1, 3), 9.0)))
+    with streaming((ANSWER, unasked)) as stream:
+        answers = act(stream.url, times=2, between=stream.all_sent.wait)
+    assert [answer.actions.shape for answer in answers] == [(2, 3)] * 2
+    assert stream.connections == 2
+
+
+def test_pings_between_the_frames_are_answered_and_keep_the_connection(act):
+    with streaming((ANSWER, PING)) as stream:
+        answers = act(stream.url, times=2, between=stream.all_sent.wait)
+    assert len(answers) == 2
+    assert stream.connections == 1
+    assert stream.pongs[0].is_set()
+
+
+def test_an_answer_that_is_too_long_is_refused(act):
+    settings = ClientSettings(limits=WireLimits(max_bytes=1000))
+    with streaming(bytes(1001)) as stream, pytest.raises(MessageTooLargeError, match="1000"):
+        act(stream.url, settings=settings)
+
+
 def test_text_that_is_no_problem_is_a_fault_of_the_server(act):
     with streaming("Internal error") as stream, pytest.raises(ServerFaultError, match="Internal"):
         act(stream.url)
@@ -121,7 +150,7 @@ def test_a_frame_that_is_no_answer_is_a_wire_error(act):
 def test_nobody_at_the_port_is_unreachable(act):
     with streaming() as stream:
         url = stream.url
-    with pytest.raises(ServerUnreachableError, match="cannot stream"):
+    with pytest.raises(ServerUnreachableError, match="cannot reach"):
         act(url)
 
 

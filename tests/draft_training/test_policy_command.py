@@ -58,7 +58,8 @@ def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task:
     options = OpenVLAOptions(checkpoint=str(second), statistics_key="libero_object")
     frame = Observation(np.zeros((32, 32, 3), np.uint8), "lift the milk, quick")
     policy = load_policy(options)
-    (chunk,) = policy.act([ActRequest(frame, policy.open_session())])
+    (answer,) = policy.act([ActRequest(frame)])
+    chunk = answer.chunk
     assert chunk.actions.shape == (1, 7)
 
 

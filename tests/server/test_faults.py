@@ -16,7 +16,7 @@ import pytest
 from websockets.sync.client import connect as open_stream
 
 from deft_client.types import ActOptions
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import msgpack_codec
 from tests.server.fakes import MSGPACK, packed
 from tests.server.process import ServerProcess, serving
 
@@ -192,7 +192,7 @@ def test_sigterm_answers_the_frame_of_a_stream_before_it_closes_it(
         gate.touch()
         reply = stream.recv(timeout=20)
         assert isinstance(reply, bytes)
-        assert wire.decode_answer(reply).actions.shape == (1, 7)
+        assert msgpack_codec.decode_answer(reply).actions.shape == (1, 7)
     assert gated.ended_with() == 0
 
 

@@ -59,9 +59,8 @@ class FeatureTarget:
         self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
     ) -> list[HeadSample]:
         """Let the target answer, then read its features over prompt and answer in one forward."""
-        session = self.policy.open_session
-        requests = [ActRequest(one, session(), _AUTOREGRESSIVE) for one in observations]
-        traces = [chunk.trace for chunk in self.policy.act(requests)]
+        requests = [ActRequest(one, options=_AUTOREGRESSIVE) for one in observations]
+        traces = [answer.chunk.trace for answer in self.policy.act(requests)]
         tokens = [torch.tensor(trace.tokens) for trace in traces if trace is not None]
         parts = self.policy.parts
         with torch.no_grad():

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_client.types import ActionChunk, ActOptions
-from deft_policies.base import ActRequest
+from deft_client.types import ActOptions
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.decoder import DraftModels
@@ -193,7 +193,7 @@ class ScriptedPolicy(OpenVLAPolicy):
         settings = PolicySettings(statistics_key=key, method=script.method)
         super().__init__(replace(policy.parts, drafts=models), settings)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Tell the drafts what is right, then answer."""
         answers = [self._answers[id(request.observation)] for request in batch]
         self._next.tokens = torch.tensor(answers, device=self.parts.target.device)
@@ -208,8 +208,8 @@ def find_answers(
     answers = {}
     for frame in frames:
         asked = replace(options, statistics_key=frame.statistics_key)
-        request = ActRequest(frame.observation, policy.open_session(), asked)
-        trace = policy.act([request])[0].trace
+        request = ActRequest(frame.observation, options=asked)
+        trace = policy.act([request])[0].chunk.trace
         assert trace is not None
         answers[id(frame.observation)] = trace.tokens
     return answers

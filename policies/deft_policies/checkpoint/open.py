@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,12 @@ from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import TOKENIZER_FILE, PromptEncoder
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.sizes import OpenVLAConfig
-from deft_policies.model.statistics import STATISTICS_FILE, parse_statistics
+from deft_policies.model.statistics import STATISTICS_FILE, find_statistics, parse_statistics
 from deft_policies.model.vla import OpenVLAModel, allocate
 from deft_policies.openvla.options import Quantization
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model")
+_HUB_FILES = ("*.json", "*.safetensors", "*.pt", "tokenizer.model")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,13 @@ class CheckpointSource:
         if self.overlay is not None and (self.overlay / file_name).exists():
             return self.overlay
         return self.directory
+
+    def read_statistics(self) -> JsonFields:
+        """The action statistics as they are written, by key."""
+        path = self.find(STATISTICS_FILE) / STATISTICS_FILE
+        if path.exists():
+            return JsonFields.load(path, f"restore {STATISTICS_FILE}")
+        return find_statistics(JsonFields.load(self.directory / CONFIG_FILE, "restore it"))
 
 
 def locate_checkpoint(
@@ -111,6 +119,13 @@ def _locate(name: str, download: Callable[[str], Path]) -> Path:
 _DERIVED = ".rotary_emb.inv_freq"
 
 
+class WeightChanges(Protocol):
+    """What a fine-tune that is not merged makes of the weights it was trained on."""
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """Return the weight of this published name with its change, or as it is."""
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A checkpoint whose files fit together."""
@@ -119,7 +134,7 @@ class Checkpoint:
     config: OpenVLAConfig
     encoder: PromptEncoder
     reader: CheckpointReader
-    adapter: LoraAdapter | None = None
+    adapter: WeightChanges | None = None
 
     def weight(self, name: str, device: torch.device) -> Tensor:
         """Read one tensor by its published name, with the adapter's change if there is one.
@@ -231,11 +246,9 @@ def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _load_config(source: CheckpointSource) -> OpenVLAConfig:
     config = load_config(source.directory, source.name)
-    own = source.find(STATISTICS_FILE)
-    if own == source.directory:
+    if source.find(STATISTICS_FILE) == source.directory:
         return config
-    statistics = JsonFields.load(own / STATISTICS_FILE, f"restore {STATISTICS_FILE}")
-    return replace(config, statistics=parse_statistics(statistics))
+    return replace(config, statistics=parse_statistics(source.read_statistics()))
 
 
 def _load_adapter(source: CheckpointSource, reader: CheckpointReader) -> LoraAdapter | None:

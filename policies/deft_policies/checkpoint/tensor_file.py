@@ -1,10 +1,48 @@
-"""Writes safetensors files that others may read, as every other file of ours."""
+"""Files that hold a flat dictionary of tensors: safetensors, and pickles of weights alone."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
-from safetensors.torch import save_file
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from deft_policies.errors import CheckpointError
+
+SAFETENSORS_SUFFIX = ".safetensors"
+# Whatever torch's reader of weights raises at a file that is damaged or holds anything else.
+_UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError),
+    *(ValueError, TypeError, LookupError, AttributeError),
+)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a file of weights to the CPU; a pickle may hold nothing but tensors.
+
+    Pickles are programs. Torch's own interpreter of them knows the few functions that rebuild
+    tensors and refuses all others before anything is called.
+    """
+    try:
+        if path.suffix == SAFETENSORS_SUFFIX:
+            return dict(load_file(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it says about odd pickles; they are refused
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{path} cannot be read as weights (damaged, or it holds code, which is never run): "
+            f"{reason}"
+        ) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(one, Tensor) for name, one in loaded.items()
+    ):
+        raise CheckpointError(f"{path} must hold a flat dictionary of tensors")
+    return dict(loaded)
 
 
 def write_tensors(

@@ -1,13 +1,14 @@
 """`deft act`: answer pictures without a server, one JSON line each."""
 
 import json
+import math
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -20,12 +21,16 @@ from deft_client.types import (
     Observation,
     StageTimings,
 )
-from deft_policies.base import ActRequest, Policy, Session
+from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 
 PROG = "deft act"
+_FIELDS = {"image", "wrist_images", "state", "instruction", "statistics_key", "session_id"}
 _STAGES = ("prepare", "vision", "prefill", "draft", "verify", "commit", "finish", "total")
+
+ItemT = TypeVar("ItemT")
 
 
 class CaseError(PolicyError):
@@ -34,10 +39,12 @@ class CaseError(PolicyError):
 
 @dataclass(frozen=True)
 class Case:
-    """One picture and what to do. Cases of one session are frames of one robot, in order."""
+    """What a robot sees and is to do. Cases of one session are frames of one robot, in order."""
 
     image: Path
     instruction: str
+    wrist_images: tuple[Path, ...] = ()  # in the order in which the model reads them
+    state: tuple[float, ...] | None = None
     statistics_key: str | None = None
     session_id: str | None = None
 
@@ -90,15 +97,16 @@ def load_image(path: Path) -> Image:
 
 def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iterator[str]:
     """Yield one JSON line per case, in order."""
-    sessions: dict[str, Session] = {}
+    memories: dict[str | None, SessionMemory] = {}
     start = 0
     while start < len(cases):
         batch = _next_batch(cases, start, batch_size)
-        requests = [_request(policy, case, sessions) for case in batch]
+        requests = [_request(case, memories) for case in batch]
         for request in requests:
             policy.check(request.observation, request.options)
-        for chunk in policy.act(requests):
-            yield json.dumps(_describe(chunk))
+        for case, answer in zip(batch, policy.act(requests), strict=True):
+            memories[case.session_id] = answer.memory
+            yield json.dumps(_describe(answer.chunk))
         start += len(batch)
 
 
@@ -135,26 +143,34 @@ def _next_batch(cases: Sequence[Case], start: int, batch_size: int) -> Sequence[
     return cases[start : start + batch_size]
 
 
-def _request(policy: Policy, case: Case, sessions: dict[str, Session]) -> ActRequest:
-    session = policy.open_session()
-    if case.session_id is not None:
-        session = sessions.setdefault(case.session_id, session)
+def _request(case: Case, memories: Mapping[str | None, SessionMemory]) -> ActRequest:
+    is_new = case.session_id is None or case.session_id not in memories
+    memory = SessionMemory() if is_new else memories[case.session_id]
     options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
-    return ActRequest(Observation(load_image(case.image), case.instruction), session, options)
+    wrists = {f"wrist_{index}": load_image(path) for index, path in enumerate(case.wrist_images)}
+    state = None if case.state is None else np.array(case.state, dtype=np.float32)
+    observation = Observation(load_image(case.image), case.instruction, wrists, state)
+    return ActRequest(observation, memory, options)
 
 
 def _describe(chunk: ActionChunk) -> dict[str, object]:
     actions = chunk.actions.tolist()
     described: dict[str, object] = {
         "tokens": [],
-        "action": actions[0] if len(actions) == 1 else actions,
+        "actions": actions,
         "margins": [],
         "passes": 0,
         "accepted": [],
         "ms": _milliseconds(chunk.timings),
     }
+    if len(actions) == 1:
+        described["action"] = actions[0]
     if chunk.trace is not None:
-        described["tokens"] = list(chunk.trace.tokens)
+        tokens = np.array(chunk.trace.tokens)
+        # One list per action, but for a single one.
+        described["tokens"] = tokens.reshape(
+            chunk.actions.shape if len(actions) > 1 else -1
+        ).tolist()
         described["margins"] = list(chunk.trace.margins)
         described["passes"] = chunk.trace.num_passes
         described["accepted"] = list(chunk.trace.accepted_lengths)
@@ -172,20 +188,44 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
         raise CaseError(f"{where} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise CaseError(f"{where} must be an object with image and instruction, got {fields!r}")
-    allowed = {"image", "instruction", "statistics_key", "session_id"}
-    if unknown := sorted(set(fields) - allowed):
-        raise CaseError(f"{where} has unknown fields {unknown}; known: {sorted(allowed)}")
+    if unknown := sorted(set(fields) - _FIELDS):
+        raise CaseError(f"{where} has unknown fields {unknown}; known: {sorted(_FIELDS)}")
     for name in ("image", "instruction"):
         if not isinstance(fields.get(name), str):
             raise CaseError(f"{where}: {name} must be a string, got {fields.get(name)!r}")
     for name in ("statistics_key", "session_id"):
         if not isinstance(fields.get(name), str | None):
             raise CaseError(f"{where}: {name} must be a string, got {fields[name]!r}")
-    image = Path(fields["image"])
-    if not image.exists() and (folder / image).exists():
-        image = folder / image  # paths may be relative to the file that names them
-    if not image.exists():
-        raise CaseError(f"{where}: image {fields['image']} does not exist")
+    wrists = _read_list(fields, "wrist_images", where, str) or []
+    state = _read_list(fields, "state", where, float, int)
+    if not all(map(math.isfinite, state or ())):
+        raise CaseError(f"{where}: state must hold finite numbers, got {state}")
     return Case(
-        image, fields["instruction"], fields.get("statistics_key"), fields.get("session_id")
+        image=_find_image(fields["image"], where, folder),
+        instruction=fields["instruction"],
+        wrist_images=tuple(_find_image(one, where, folder) for one in wrists),
+        state=None if state is None else tuple(state),
+        statistics_key=fields.get("statistics_key"),
+        session_id=fields.get("session_id"),
     )
+
+
+def _read_list(
+    fields: Mapping[str, object], name: str, where: str, *kinds: type[ItemT]
+) -> list[ItemT] | None:
+    values = fields.get(name)
+    if values is None:
+        return None
+    found = [one for one in values if type(one) in kinds] if isinstance(values, list) else None
+    if found != values:
+        wanted = "strings" if str in kinds else "numbers"
+        raise CaseError(f"{where}: {name} must be a list of {wanted}, got {values!r}")
+    return found
+
+
+def _find_image(name: str, where: str, folder: Path) -> Path:
+    """Paths may be relative to the file that names them."""
+    found = next((path for path in (Path(name), folder / name) if path.exists()), None)
+    if found is None:
+        raise CaseError(f"{where}: image {name} does not exist")
+    return found

@@ -32,7 +32,7 @@ from deft_policies.decoding.drafts.sources import (
     Sources,
 )
 from deft_policies.decoding.guard import Choice, Guard
-from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import (
     PLAIN,
@@ -46,6 +46,7 @@ from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.verify import SampledVerifier, Verifier
 from deft_policies.errors import RequestError
+from deft_policies.memory import STEPS_KEPT
 from deft_policies.model.layout import EagerRunner, StepRunner
 
 _WARM_UP_RUNS = 3

@@ -111,11 +111,7 @@ class LlamaTarget:
 
     def pad_rows(self, values: Tensor) -> Tensor:
         """The batch with copies of its first row behind, up to the next captured batch size."""
-        num_rows = len(values)
-        if not self._runner.has_fixed_shapes or num_rows == 1:
-            return values
-        missing = (1 << (num_rows - 1).bit_length()) - num_rows
-        return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
+        return layout.pad_batch(values) if self._runner.has_fixed_shapes else values
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

@@ -26,9 +26,14 @@ class PassInput:
     embeds: Tensor  # [row, token, width]
     positions: Tensor  # [row, token] int64
     append: Append
-    mask: Tensor | None = None  # [row, 1, token, slot] bool
+    mask: Tensor | None = None  # [row, 1, token or 1, slot] bool
     is_causal: bool = False
     rows_out: Tensor | None = None  # [row, kept] int64
+
+    @property
+    def sees_alike(self) -> bool:
+        """True if every token of a row sees the same slots, so that some need no other mask."""
+        return not self.is_causal and (self.mask is None or self.mask.shape[2] == 1)
 
 
 class LlamaPasses:
@@ -40,10 +45,11 @@ class LlamaPasses:
         self._layers = [_LayerWeights(layer) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm)
 
-    def run(self, tokens: PassInput, cache: KVCache) -> Tensor:
+    def run(self, tokens: PassInput, cache: KVCache | None) -> Tensor:
         """Hidden states after the final norm, [row, token, width], of `rows_out` if given.
 
         Every layer but the last computes every token, because later layers read their keys.
+        Without a cache the tokens see each other alone, and nothing is kept of them.
         """
         num_rows, num_tokens, width = tokens.embeds.shape
         attend = _Attention(
@@ -51,7 +57,7 @@ class LlamaPasses:
             self._sizes.num_kv_heads,
             self._rotary(tokens.positions, tokens.embeds),
             tokens,
-            cache.open(num_rows, num_tokens, tokens.append),
+            None if cache is None else cache.open(num_rows, num_tokens, tokens.append),
         )
         hidden = tokens.embeds.reshape(-1, width)
         last = len(self._layers) - 1
@@ -130,7 +136,7 @@ class _Attention:
     num_kv_heads: int
     rotation: Rotation
     tokens: PassInput
-    window: CacheWindow
+    window: CacheWindow | None
     kept: Tensor | None = None  # [row * kept], flat indices of the tokens whose output is wanted
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
@@ -139,20 +145,28 @@ class _Attention:
         fused = fused.view(num_rows, num_tokens, self.num_heads + 2 * self.num_kv_heads, -1)
         num_rotated = self.num_heads + self.num_kv_heads
         self.rotation.apply_(fused[:, :, :num_rotated])
-        self.window.write(layer, fused[:, :, self.num_heads :])
+        keys, values = self._seen(layer, fused[:, :, self.num_heads :])
         queries = fused[:, :, : self.num_heads]
         if self.kept is not None:
             queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
             queries = queries.view(num_rows, -1, self.num_heads, fused.shape[3])
         mixed = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
-            self.window.keys[layer],
-            self.window.values[layer],
+            keys,
+            values,
             attn_mask=self.tokens.mask,
             is_causal=self.tokens.is_causal,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         return mixed.transpose(1, 2).reshape(-1, self.num_heads * fused.shape[3])
+
+    def _seen(self, layer: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        """What is attended to, [row, head, slot, head_dim], the tokens of this pass included."""
+        if self.window is None:
+            keys, values = keys_values.transpose(1, 2).chunk(2, dim=1)
+            return keys, values
+        self.window.write(layer, keys_values)
+        return self.window.keys[layer], self.window.values[layer]
 
     def keep(self, hidden: Tensor) -> Tensor:
         """The residual stream [row * token, width] of the tokens whose output is wanted."""
@@ -166,6 +180,8 @@ class _Attention:
         num_tokens = self.tokens.positions.shape[1]
         rows = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
         kept = (rows_out + rows).flatten()
+        if self.tokens.sees_alike:
+            return replace(self, kept=kept)
         slots = torch.arange(self.tokens.append.read, device=rows_out.device)
         mask = slots <= rows_out[:, :, None]
         if self.tokens.mask is not None:

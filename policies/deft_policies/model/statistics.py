@@ -76,20 +76,25 @@ def find_statistics_key(known: Sequence[str], key: str | None) -> str:
 
 
 def load_statistics(config: JsonFields) -> Mapping[str, ActionStatistics]:
-    """Read the statistics that belong to a `config.json`.
+    """Read the statistics that belong to a `config.json`."""
+    return parse_statistics(find_statistics(config))
+
+
+def find_statistics(config: JsonFields) -> JsonFields:
+    """The statistics that belong to a `config.json`, by key and as they are written.
 
     A `dataset_statistics.json` beside it replaces the config's own `norm_stats`.
     """
     path = config.path.parent / STATISTICS_FILE
     if path.exists():
-        return parse_statistics(JsonFields.load(path, f"restore {STATISTICS_FILE}"))
+        return JsonFields.load(path, f"restore {STATISTICS_FILE}")
     statistics = config.section("norm_stats")
     if not statistics.keys():
         raise CheckpointError(
             f"{config.path} has no norm_stats and there is no {STATISTICS_FILE} beside it; copy "
             f"the {STATISTICS_FILE} of the fine-tuning run into {config.path.parent}"
         )
-    return parse_statistics(statistics)
+    return statistics
 
 
 def parse_statistics(fields: JsonFields) -> Mapping[str, ActionStatistics]:

@@ -48,10 +48,13 @@ class Block(nn.Module):
         self.scale1 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
         self.scale2 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[row, token, width] in and out."""
+    def forward(self, tokens: Tensor, modulation: Tensor | None = None) -> Tensor:
+        """[row, token, width] in and out; see `VisionTransformer.forward` for the modulation."""
         mixed = self._attend(self.norm1(tokens))
         tokens = tokens + (mixed if self.scale1 is None else mixed * self.scale1)
+        if modulation is not None:
+            scale, shift = modulation.unsqueeze(2)
+            tokens = tokens * (1 + scale) + shift
         lowered: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.norm2(tokens))))
         return tokens + (lowered if self.scale2 is None else lowered * self.scale2)
 
@@ -75,15 +78,19 @@ class VisionTransformer(nn.Module):
         self.registers = _tokens(sizes.num_registers, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_used_blocks))
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[row, 3, height, width] to [row, patch, width]."""
+    def forward(self, pixels: Tensor, modulations: Tensor | None = None) -> Tensor:
+        """[row, 3, height, width] to [row, patch, width].
+
+        `modulations` [block, 2, row, width] are a scale and a shift of every channel, which each
+        block applies to all its tokens between attention and MLP (FiLM).
+        """
         tokens = self._embed(pixels)
         before = [part for part in (self.class_token, self.registers) if part is not None]
         if before:
             wide = [part.expand(len(pixels), -1, -1) for part in before]
             tokens = torch.cat((*wide, tokens), dim=1)
-        for block in self.blocks:
-            tokens = block(tokens)
+        for index, block in enumerate(self.blocks):
+            tokens = block(tokens, None if modulations is None else modulations[index])
         return tokens[:, -self.sizes.num_patches :]
 
     def _embed(self, pixels: Tensor) -> Tensor:

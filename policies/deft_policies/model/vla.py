@@ -5,6 +5,7 @@ The same modules serve inference, where the decoder runs through its cache, and 
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +43,17 @@ class OpenVLAModel(nn.Module):
         allocate(model, device)
         return model.eval()
 
-    def see(self, pixels: Tensor) -> Sight:
-        """Run the towers on [row, 3 * tower, height, width] and project what they return."""
+    def see(self, pixels: Tensor, modulations: Sequence[Tensor | None] | None = None) -> Sight:
+        """Run the towers on [row, 3 * tower, height, width] and project what they return.
+
+        `modulations`, one of each tower, are what an instruction does to the towers' channels.
+        """
         views = pixels.chunk(len(self.towers), dim=1)
-        seen = [tower(view) for tower, view in zip(self.towers, views, strict=True)]
+        changes = modulations or [None] * len(views)
+        seen = [
+            tower(view, change)
+            for tower, view, change in zip(self.towers, views, changes, strict=True)
+        ]
         features = seen[0] if len(seen) == 1 else torch.cat(seen, dim=2)
         return Sight(features, self.projector(features))
 

@@ -1,24 +1,46 @@
 """Says whether an OpenVLA policy could be loaded: device, checkpoint, memory. Loads no weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from deft_policies.base import Finding, Verdict
 from deft_policies.checkpoint.memory import check_memory, estimate_memory, find_free_bytes
-from deft_policies.checkpoint.open import open_checkpoint
+from deft_policies.checkpoint.open import locate_checkpoint, open_checkpoint
 from deft_policies.errors import PolicyError
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
+from deft_policies.oft.recognition import check_is_openvla
 from deft_policies.openvla.load import choose_device, choose_dtype
-from deft_policies.openvla.options import OpenVLAOptions
+from deft_policies.openvla.options import OpenVLAOptions, WeightOptions
 
 _GIB = 1024**3
 
 
 def examine(options: OpenVLAOptions) -> list[Finding]:
     """Look at everything that loading would need."""
+    findings = examine_weights(options)
+    if not is_at_hand(options, findings):
+        return findings
+    assert options.checkpoint is not None
+    source = locate_checkpoint(options.checkpoint, options.adapter)
+    try:
+        check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
+    except PolicyError as error:
+        findings.append(Finding("policy", Verdict.BAD, str(error)))
+    return findings
+
+
+def is_at_hand(options: WeightOptions, findings: Sequence[Finding]) -> bool:
+    """Whether there are files to look at further, nothing being wrong with them so far."""
+    name = options.checkpoint
+    is_bad = any(one.verdict is Verdict.BAD for one in findings)
+    return not is_bad and name is not None and Path(name).expanduser().is_dir()
+
+
+def examine_weights(options: WeightOptions) -> list[Finding]:
+    """Look at device, checkpoint, memory and statistics."""
     findings = [_tried("device", lambda: _examine_device(options))]
     if findings[0].verdict is Verdict.BAD:
         return findings
@@ -32,7 +54,7 @@ def examine(options: OpenVLAOptions) -> list[Finding]:
     return [*findings, *_examine_checkpoint(options, options.checkpoint)]
 
 
-def _examine_device(options: OpenVLAOptions) -> Finding:
+def _examine_device(options: WeightOptions) -> Finding:
     device = choose_device(options.device)
     dtype = choose_dtype(options.precision, device)
     check_quantization(options.quantization, device, dtype)
@@ -45,7 +67,7 @@ def _examine_device(options: OpenVLAOptions) -> Finding:
     return Finding("device", Verdict.DOUBTFUL, text)
 
 
-def _examine_checkpoint(options: OpenVLAOptions, name: str) -> list[Finding]:
+def _examine_checkpoint(options: WeightOptions, name: str) -> list[Finding]:
     try:
         checkpoint = open_checkpoint(name, options.adapter)
     except PolicyError as error:

@@ -22,7 +22,8 @@ from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
 from deft_policies.model.vla import OpenVLAModel
-from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization
+from deft_policies.oft.recognition import check_is_openvla
+from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization, WeightOptions
 from deft_policies.openvla.policy import (
     OpenVLAPolicy,
     PolicyParts,
@@ -45,7 +46,7 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
     if device.type == "cpu" and options.quantization is Quantization.NONE:
         model.decoder.prefer_columns()
     target = OpenVLATarget(
-        model, action_rows_only=options.action_rows_only, runner=_choose_runner(options, device)
+        model, action_rows_only=options.action_rows_only, runner=choose_runner(options, device)
     )
     parts = PolicyParts(
         target=target,
@@ -108,16 +109,19 @@ def _load_model(
             "give one of --checkpoint (a directory or hub id) and --random-weights (sizes)"
         )
     if options.random_weights is not None:
-        return _build_random(options.random_weights, options, device, dtype)
+        return build_random(options.random_weights, options, device, dtype)
     assert options.checkpoint is not None
     checkpoint = open_checkpoint(options.checkpoint, options.adapter)
+    source = checkpoint.source
+    check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
     model = load_model(checkpoint, device, dtype, options.quantization)
     return model, checkpoint.encoder
 
 
-def _build_random(
-    name: str, options: OpenVLAOptions, device: torch.device, dtype: torch.dtype
+def build_random(
+    name: str, options: WeightOptions, device: torch.device, dtype: torch.dtype
 ) -> tuple[OpenVLAModel, PromptSource]:
+    """A model of these sizes whose answers are noise, for measuring."""
     if name in NAMED_SIZES:
         config = NAMED_SIZES[name]()
     elif Path(name).exists():
@@ -140,7 +144,7 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
     drafts = DraftModels(
         rope_offset=options.rope_offset,
         key_mask=options.key_mask,
-        new_runner=lambda: _choose_runner(options, device),
+        new_runner=lambda: choose_runner(options, device),
     )
     for directory in options.draft_heads:
         if is_medusa(directory):
@@ -152,14 +156,15 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
         drafts = replace(drafts, index=index)
     if options.self_draft_layers is not None:
         shallow = self_draft_target(
-            target, options.self_draft_layers, _choose_runner(options, device)
+            target, options.self_draft_layers, choose_runner(options, device)
         )
         share = options.self_draft_patches
         drafts = replace(drafts, small_model=shallow, patch_share=share)
     return drafts
 
 
-def _choose_runner(options: OpenVLAOptions, device: torch.device) -> StepRunner:
+def choose_runner(options: WeightOptions, device: torch.device) -> StepRunner:
+    """Record passes where that helps, unless the options forbid it."""
     if device.type == "cuda" and options.has_graphs:
         return CapturedRunner(CudaCapturer(fuses_kernels=options.fuses_kernels))
     return EagerRunner()
@@ -172,10 +177,10 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
         method=_choose_method(options),
         sampling=Sampling(options.temperature, options.seed),
         is_guarded=options.is_guarded,
-        versions=(("deft", _version("deft-vla")), ("torch", torch.__version__)),
+        versions=(("deft", version_of("deft-vla")), ("torch", torch.__version__)),
         details=(
             ("weights", options.checkpoint or f"random:{options.random_weights}"),
-            ("device", _describe(device)),
+            ("device", describe_device(device)),
             ("dtype", str(dtype).removeprefix("torch.")),
             ("quantization", options.quantization.value),
             ("head", "action rows only" if options.action_rows_only else "whole vocabulary"),
@@ -195,13 +200,15 @@ def _choose_method(options: OpenVLAOptions) -> Method:
     return method
 
 
-def _describe(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
+    """The device as people know it."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """The installed version of a distribution."""
     try:
         return version(distribution)
     except PackageNotFoundError:

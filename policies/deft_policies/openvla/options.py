@@ -32,10 +32,9 @@ class Quantization(Enum):
 
 
 @dataclass(frozen=True)
-class OpenVLAOptions:
-    """How to load and run an OpenVLA policy. None leaves the choice to the device or checkpoint."""
+class WeightOptions:
+    """Which weights, where and in what format. None leaves the choice to device or checkpoint."""
 
-    name: str = "openvla"  # what the policy calls itself
     checkpoint: str | None = None
     adapter: str | None = None
     random_weights: str | None = None
@@ -44,6 +43,18 @@ class OpenVLAOptions:
     precision: Precision | None = None
     quantization: Quantization = Quantization.NONE
     image_chain: ImageChain = ImageChain.NONE
+    seed: int = 0
+    has_graphs: bool = True
+    fuses_kernels: bool = False
+    num_threads: int | None = None
+    num_steps: int | None = None  # actions per answer
+
+
+@dataclass(frozen=True)
+class OpenVLAOptions(WeightOptions):
+    """How to load and run an OpenVLA policy."""
+
+    name: str = "openvla"  # what the policy calls itself
     decoding: str = "lossless"
     draft_heads: tuple[Path, ...] = ()
     rope_offset: RopeOffset = RopeOffset.CORRECT
@@ -56,15 +67,35 @@ class OpenVLAOptions:
     is_guarded: bool = True
     radius: int | None = None
     temperature: float = 0.0
-    seed: int = 0
     action_rows_only: bool = False
-    has_graphs: bool = True
-    fuses_kernels: bool = False
-    num_threads: int | None = None
 
 
 def add_flags(group: _ArgumentGroup) -> None:
     """Declare the flags."""
+    add_weight_flags(group)
+    group.add_argument("--decoding", default="lossless", metavar="METHOD", help="default: lossless")
+    group.add_argument(
+        "--draft-head",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a trained draft head (EAGLE-style or Medusa); one of each kind may be given",
+    )
+    _add_drafting_flags(group)
+    group.add_argument("--radius", type=_at_least_zero, metavar="BINS", help="acceptance radius")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, help="draw tokens; default 0: greedy"
+    )
+    group.add_argument(
+        "--action-rows-only",
+        action="store_true",
+        help="compute logits of action tokens alone; equal unless the model would answer with "
+        "another token, which `deft bench --audit` counts",
+    )
+
+
+def add_weight_flags(group: _ArgumentGroup, chain: ImageChain = ImageChain.NONE) -> None:
+    """Declare the flags of `WeightOptions`; frames go through `chain` unless they say otherwise."""
     group.add_argument(
         "--checkpoint", metavar="DIR|HUB-ID", help="directory in Hugging Face layout, or a hub id"
     )
@@ -90,29 +121,11 @@ def add_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--image-chain",
         choices=[one.value for one in ImageChain],
-        default=ImageChain.NONE.value,
-        help="what happens to a frame before the processor's resize; 'none' where clients do it",
-    )
-    group.add_argument("--decoding", default="lossless", metavar="METHOD", help="default: lossless")
-    group.add_argument(
-        "--draft-head",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help="a trained draft head (EAGLE-style or Medusa); one of each kind may be given",
-    )
-    _add_drafting_flags(group)
-    group.add_argument("--radius", type=_at_least_zero, metavar="BINS", help="acceptance radius")
-    group.add_argument(
-        "--temperature", type=float, default=0.0, help="draw tokens; default 0: greedy"
+        default=chain.value,
+        help="what happens to a frame before the processor's resize; 'none' where clients do it "
+        f"(default: {chain.value})",
     )
     group.add_argument("--seed", type=int, default=0, help="of drawing, and of random weights")
-    group.add_argument(
-        "--action-rows-only",
-        action="store_true",
-        help="compute logits of action tokens alone; equal unless the model would answer with "
-        "another token, which `deft bench --audit` counts",
-    )
     group.add_argument("--no-graphs", action="store_true", help="on a GPU: run passes eagerly")
     group.add_argument(
         "--fuse-kernels",
@@ -120,7 +133,14 @@ def add_flags(group: _ArgumentGroup) -> None:
         help="on a GPU: compile passes before capturing them; takes minutes to start",
     )
     group.add_argument(
-        "--threads", type=_at_least_one, metavar="N", help="on a CPU; more than are idle is slower"
+        "--threads", type=at_least_one, metavar="N", help="on a CPU; more than are idle is slower"
+    )
+    group.add_argument(
+        "--chunk",
+        type=at_least_one,
+        metavar="N",
+        help="actions per answer, where the checkpoint does not tell: 1 of OpenVLA's, 8 of OFT's "
+        "for LIBERO, 5 for Bridge; 25 of OFT's for ALOHA is known",
     )
 
 
@@ -142,7 +162,7 @@ def _add_drafting_flags(group: _ArgumentGroup) -> None:
     )
     group.add_argument(
         "--self-draft-layers",
-        type=_at_least_one,
+        type=at_least_one,
         metavar="N",
         help="draft with the decoder's own first N layers (source small-model)",
     )
@@ -173,16 +193,8 @@ def _add_drafting_flags(group: _ArgumentGroup) -> None:
 
 def read_flags(namespace: Namespace) -> OpenVLAOptions:
     """Collect the flags that `add_flags` declared."""
-    precision = namespace.dtype
     return OpenVLAOptions(
-        checkpoint=namespace.checkpoint,
-        adapter=namespace.adapter,
-        random_weights=namespace.random_weights,
-        statistics_key=namespace.statistics_key,
-        device=namespace.device,
-        precision=None if precision is None else Precision(precision),
-        quantization=Quantization(namespace.quantization),
-        image_chain=ImageChain(namespace.image_chain),
+        **vars(read_weight_flags(namespace)),
         decoding=namespace.decoding,
         draft_heads=tuple(namespace.draft_head or ()),
         rope_offset=RopeOffset(namespace.draft_rope),
@@ -195,11 +207,27 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         is_guarded=not namespace.no_guard,
         radius=namespace.radius,
         temperature=namespace.temperature,
-        seed=namespace.seed,
         action_rows_only=namespace.action_rows_only,
+    )
+
+
+def read_weight_flags(namespace: Namespace) -> WeightOptions:
+    """Collect the flags that `add_weight_flags` declared."""
+    precision = namespace.dtype
+    return WeightOptions(
+        checkpoint=namespace.checkpoint,
+        adapter=namespace.adapter,
+        random_weights=namespace.random_weights,
+        statistics_key=namespace.statistics_key,
+        device=namespace.device,
+        precision=None if precision is None else Precision(precision),
+        quantization=Quantization(namespace.quantization),
+        image_chain=ImageChain(namespace.image_chain),
+        seed=namespace.seed,
         has_graphs=not namespace.no_graphs,
         fuses_kernels=namespace.fuse_kernels,
         num_threads=namespace.threads,
+        num_steps=namespace.chunk,
     )
 
 
@@ -207,7 +235,8 @@ def _at_least_zero(text: str) -> int:
     return _at_least(0, text)
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """Read a count; to be used as an argument's `type`."""
     return _at_least(1, text)
 
 

@@ -15,7 +15,7 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.decoder import (
     Decoder,
@@ -79,19 +79,11 @@ class PolicySettings:
     name: str = "openvla"
 
 
-@dataclass(eq=False)
-class OpenVLASession:
-    """One robot's episode: what draft sources remember of it."""
-
-    history: ActionHistory = field(default_factory=ActionHistory)
-
-
 @dataclass(frozen=True)
 class _Row:
     """One request with everything looked up."""
 
     request: ActRequest
-    session: OpenVLASession
     key: str
     statistics: ActionStatistics
     decoder: Decoder
@@ -140,10 +132,6 @@ class OpenVLAPolicy:
             versions=dict(self._settings.versions),
             details=dict(self._settings.details),
         )
-
-    def open_session(self) -> Session:
-        """Return the memory of a robot that has just started an episode."""
-        return OpenVLASession()
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """The range of the statistics; the last dimension is the gripper."""
@@ -194,15 +182,15 @@ class OpenVLAPolicy:
                 prompts = parts.target.read(pixels, [prompt])
                 self._decoder_for(ActOptions()).warm_up(prompts, [space])
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
-        """Answer a batch, in order. Where it raises, no session has changed."""
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        """Answer a batch, in order."""
         try:
             with torch.inference_mode():
                 return self._answer([self._look_up(request) for request in batch])
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"no memory for a batch of {len(batch)}: {error}") from error
 
-    def _answer(self, rows: list[_Row]) -> list[ActionChunk]:
+    def _answer(self, rows: list[_Row]) -> list[ActAnswer]:
         parts, clock = self._parts, StageClock(self._parts.target.device)
         observations = [row.request.observation for row in rows]
         fitted = [parts.images.fit(observation.image) for observation in observations]
@@ -212,7 +200,7 @@ class OpenVLAPolicy:
         pixels = parts.images.pixel_values(fitted, parts.target.device, weight.dtype)
         prompts = parts.target.read(pixels, prompt_ids)
         clock.lap(Stage.VISION)
-        histories = [row.session.history.copy() for row in rows]
+        histories = [ActionHistory.of(row.request.memory) for row in rows]
         traces = self._decode(rows, histories, prompts, clock)
         clock.skip()
         actions = [
@@ -221,11 +209,9 @@ class OpenVLAPolicy:
         ]
         clock.lap(Stage.FINISH)
         timings = clock.timings()
-        for row, history in zip(rows, histories, strict=True):
-            row.session.history = history
         return [
-            ActionChunk(action, timings, trace)
-            for action, trace in zip(actions, traces, strict=True)
+            ActAnswer(ActionChunk(action, timings, trace), history.memory(row.request.memory))
+            for row, action, trace, history in zip(rows, actions, traces, histories, strict=True)
         ]
 
     def _decode(
@@ -251,11 +237,9 @@ class OpenVLAPolicy:
         return [traces[index] for index in range(len(rows))]
 
     def _look_up(self, request: ActRequest) -> _Row:
-        if not isinstance(request.session, OpenVLASession):
-            raise TypeError(f"expected a session of this policy, got {type(request.session)}")
         key = self.find_key(request.options.statistics_key)
         decoder = self._decoder_for(request.options)
-        return _Row(request, request.session, key, self._parts.statistics[key], decoder)
+        return _Row(request, key, self._parts.statistics[key], decoder)
 
     def _decoder_for(self, options: ActOptions) -> Decoder:
         """The decoder of what a request asks for, or of the default; may raise `RequestError`."""

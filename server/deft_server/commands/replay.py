@@ -22,9 +22,10 @@ from deft_client.recordings import (
     read_header,
 )
 from deft_client.types import ActionChunk, ActOptions
-from deft_policies.base import ActRequest, Policy, Session
+from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 
 PROG = "deft replay"
 
@@ -106,19 +107,20 @@ def replay(
 ) -> Iterator[StepComparison]:
     """Yield every step of every episode, compared."""
     policy.warm_up()
-    session: Session | None = None
+    memory: SessionMemory | None = None
     for path in episodes:
         # A later part of a long episode goes on with the same memory.
-        if session is None or read_header(path).part == 0:
-            session = policy.open_session()
+        if memory is None or read_header(path).part == 0:
+            memory = SessionMemory()
         for step in iterate_steps(path):
             options = _options(step, with_recorded_options)
-            request = ActRequest(step.observation, session, options)
+            request = ActRequest(step.observation, memory, options)
             policy.check(request.observation, options)
             started_s = time.perf_counter()
-            (chunk,) = policy.act([request])
+            (answer,) = policy.act([request])
             spent_ms = (time.perf_counter() - started_s) * 1000
-            yield compare(path.stem, step, chunk, spent_ms)
+            memory = answer.memory
+            yield compare(path.stem, step, answer.chunk, spent_ms)
 
 
 def compare(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Policy
 from deft_policies.benchmark.replay import generate_frames, with_statistics_key
+from deft_policies.memory import SessionMemory
 from deft_server.settings import SettingsError
 
 _LOGGED = re.compile(r"a batch of (\d+) took (\d+(?:\.\d+)?) ms")  # what the scheduler writes
@@ -79,14 +80,16 @@ def measure(policy: Policy, sizes: Sequence[int], rounds: int) -> ServiceTimes:
     """Have a policy answer generated frames in batches of these sizes, in turns."""
     policy.warm_up()
     frames = with_statistics_key(generate_frames(rounds + 1), policy)
-    sessions = [policy.open_session() for _ in range(max(sizes))]
+    memories = [SessionMemory()] * max(sizes)
     found = []
     for number, frame in enumerate(frames):
         options = ActOptions(statistics_key=frame.statistics_key)
         for size in sizes:
-            batch = [ActRequest(frame.observation, one, options) for one in sessions[:size]]
+            batch = [ActRequest(frame.observation, one, options) for one in memories[:size]]
             started_s = time.perf_counter()
-            policy.act(batch)
+            answers = policy.act(batch)
+            spent_s = time.perf_counter() - started_s
+            memories[:size] = [answer.memory for answer in answers]
             if number:  # the first of each size is for warming up
-                found.append((size, time.perf_counter() - started_s))
+                found.append((size, spent_s))
     return collect(found)

@@ -102,7 +102,7 @@ class EpisodeFiles:
     _total_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._total_bytes = sum(path.stat().st_size for path in self._existing())
+        self._total_bytes = sum(_num_bytes(path) for path in self._existing())
 
     @property
     def total_bytes(self) -> int:
@@ -164,8 +164,13 @@ class EpisodeFiles:
         started_s = timed.monotonic_s if before is None else before.started_s
         num_steps = 0 if before is None else before.num_steps
         episode = _OpenEpisode(file, path, header, started_s, num_steps)
+        try:
+            self._append(episode, encode_header(header))
+        except OSError:
+            file.close()
+            path.unlink(missing_ok=True)  # half a header is nothing that could be read
+            raise
         self._open[timed.key] = episode
-        self._append(episode, encode_header(header))
         return episode
 
     def _create(self, header: EpisodeHeader) -> tuple[Path, FileIO]:
@@ -188,7 +193,9 @@ class EpisodeFiles:
                 done += written
         except OSError:
             if done:
-                episode.file.truncate(episode.num_bytes)
+                # Both: what is written next would leave zeros before it, and end the reading there.
+                episode.file.seek(episode.num_bytes)
+                episode.file.truncate()
             raise
         episode.num_bytes += len(record)
         self._total_bytes += len(record)
@@ -208,8 +215,8 @@ class EpisodeFiles:
                 if self._total_bytes <= self.rules.max_total_bytes:
                     break
                 if path not in writing:
-                    self._total_bytes -= path.stat().st_size
-                    path.unlink()
+                    self._total_bytes -= _num_bytes(path)
+                    path.unlink(missing_ok=True)
             if self._total_bytes > self.rules.max_total_bytes:
                 raise DiskFullError(
                     f"{self.rules.directory}: the open recordings alone take more than "
@@ -223,7 +230,16 @@ class EpisodeFiles:
             )
 
     def _existing(self) -> list[Path]:
-        return sorted(self.rules.directory.glob(f"*/*{SUFFIX}"))
+        found = self.rules.directory.glob(f"*/*{SUFFIX}")
+        return sorted(path for path in found if path.is_file() and not path.is_symlink())
+
+
+def _num_bytes(path: Path) -> int:
+    """Return the size of a file; none where somebody else deleted it meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _starts_anew(timed: TimedStep) -> bool:

@@ -8,18 +8,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from deft_policies.base import Policy
+from deft_policies.base import ActRequest, Policy
 from deft_server.errors import NotReadyError
 from deft_server.replicas.remote import (
     Face,
     Host,
     RemoteAnswers,
-    RemoteFrame,
     RemotePolicy,
     policy_of,
 )
@@ -53,7 +52,7 @@ class PolicyReplica:
         """Return what a server has to know of the policy."""
         return self._host.face
 
-    async def answer(self, frames: tuple[RemoteFrame, ...]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
         """Answer a batch."""
         loop = asyncio.get_running_loop()
         self._busy_since_s = time.monotonic()
@@ -130,7 +129,7 @@ class RayCluster:
         assert self._face is not None
         return policy_of(self._face)
 
-    async def answer(self, frames: tuple[RemoteFrame, ...]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
         """Have a free replica answer."""
         response = self._handle.answer.remote(frames)
         try:

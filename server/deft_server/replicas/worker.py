@@ -12,7 +12,7 @@ from typing import Protocol
 
 from deft_policies.base import ActRequest, Policy
 from deft_policies.errors import PolicyError
-from deft_server.replicas.remote import Parcel, RemoteAnswers, RemoteFrame
+from deft_server.replicas.remote import RemoteAnswers, lost, unpack
 from deft_server.serving.policy_thread import Attempts, Listener, LoadPolicy
 from deft_server.settings import SettingsError
 
@@ -42,7 +42,7 @@ class Cluster(Protocol):
     def policy(self) -> Policy:
         """Return the server's side of the policy that `look` found."""
 
-    async def answer(self, frames: tuple[RemoteFrame, ...]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
         """Have a free replica answer a batch, or raise `ReplicaLostError`."""
 
     def count(self) -> int:
@@ -79,7 +79,7 @@ class ReplicaWorker:
 
     def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
         """Send a batch to whichever replica is free."""
-        self._run(self._answer(number, Parcel(batch)))
+        self._run(self._answer(number, batch))
 
     def stop(self, timeout_s: float) -> bool:
         """Let go of the cluster; frames are no longer waited for."""
@@ -127,23 +127,23 @@ class ReplicaWorker:
         self._count = count
         self._listener.policy_loaded(self, self._policy, count)
 
-    async def _answer(self, number: int, parcel: Parcel) -> None:
+    async def _answer(self, number: int, batch: Sequence[ActRequest]) -> None:
         started_s = time.perf_counter()
-        attempts = await self._attempts(parcel, started_s)
+        attempts = await self._attempts(batch, started_s)
         self._listener.batch_finished(self, number, attempts)
 
-    async def _attempts(self, parcel: Parcel, started_s: float) -> Attempts:
+    async def _attempts(self, batch: Sequence[ActRequest], started_s: float) -> Attempts:
         reason = ""
         for _ in range(TRIES):
             try:
-                returned = await self._cluster.answer(parcel.frames)
+                returned = await self._cluster.answer(batch)
             except ReplicaLostError as error:
                 reason = str(error)
-                logger.warning("a batch of %d was lost: %s", len(parcel.frames), reason)
+                logger.warning("a batch of %d was lost: %s", len(batch), reason)
                 if isinstance(error, ReplicaHangsError):
                     break
                 continue
             if returned.version != self._version:
                 await self._look()
-            return parcel.unpack(returned, time.perf_counter() - started_s)
-        return parcel.lost(reason, time.perf_counter() - started_s)
+            return unpack(returned, time.perf_counter() - started_s)
+        return lost(len(batch), reason, time.perf_counter() - started_s)

@@ -15,8 +15,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
 
-from deft_client.types import ActionChunk
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.errors import DeviceError, PolicyError, RequestError
 from deft_server.errors import PolicyFailedError
 from deft_server.settings import SettingsError
@@ -24,7 +23,7 @@ from deft_server.settings import SettingsError
 logger = logging.getLogger(__name__)
 
 LoadPolicy = Callable[[], Policy]
-Answer = ActionChunk | Exception
+Answer = ActAnswer | Exception
 
 
 class Failure(Enum):
@@ -71,10 +70,10 @@ def answer_batch(policy: Policy, batch: Sequence[ActRequest]) -> Attempts:
 def _call(policy: Policy, batch: Sequence[ActRequest], failures: list[Failure]) -> list[Answer]:
     """Return the policy's answers, or its failure once for every frame."""
     try:
-        chunks = policy.act(batch)
-        if len(chunks) == len(batch):
-            return list(chunks)
-        error: Exception = PolicyFailedError(f"{len(chunks)} answers to {len(batch)} frames")
+        answers = policy.act(batch)
+        if len(answers) == len(batch):
+            return list(answers)
+        error: Exception = PolicyFailedError(f"{len(answers)} answers to {len(batch)} frames")
         failures.append(Failure.RAISED)
     except DeviceError as device_error:
         logger.warning("the device gave up on a batch of %d: %s", len(batch), device_error)

@@ -66,7 +66,7 @@ class SafetyGuard:
         step_limit = _first_match(self._step_limits, session) if self._step_limits else None
         if step_limit is None:
             return CheckedActions(actions)
-        return self._limit_steps(actions, session.last_action, step_limit)
+        return self._limit_steps(actions, _last_action(session), step_limit)
 
     def hold(self, session: RobotSession, statistics_key: str | None) -> NDArray[np.float64] | None:
         """Return the action that keeps a robot where it is, or None where nobody knows how.
@@ -76,7 +76,7 @@ class SafetyGuard:
         limits = self._limits_of(statistics_key)
         if limits is None:
             return None
-        last = session.last_action
+        last = _last_action(session)
         if last is None:
             if not limits.is_motion.all():
                 return None
@@ -104,6 +104,11 @@ class SafetyGuard:
                 "a step of the policy's answer is larger than step_limits allow"
             )
         return CheckedActions(limited, is_clamped=True)
+
+
+def _last_action(session: RobotSession) -> NDArray[np.float64] | None:
+    last = session.memory.last_action
+    return None if last is None else np.array(last)
 
 
 def limit_steps(

@@ -9,10 +9,10 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deft_client.types import ActionChunk
-from deft_policies.base import ActRequest, Policy, is_immediate
+from deft_policies.base import ActAnswer, ActRequest, Policy, is_immediate
 from deft_server.errors import (
     DeadlineError,
     NotReadyError,
@@ -32,6 +32,7 @@ from deft_server.serving.policy_thread import (
     answer_batch,
 )
 from deft_server.serving.readiness import Readiness, ServerPhase
+from deft_server.serving.sessions import RobotSession
 from deft_server.serving.waiting_line import (
     Admission,
     LineRules,
@@ -58,8 +59,16 @@ class Answered:
 class _Frame:
     ticket: Ticket
     request: ActRequest
+    session: RobotSession
     answer: asyncio.Future[Answered]
     joined_s: float
+
+    def take(self, answer: ActAnswer, started_s: float, batch_size: int) -> None:
+        """Hand the answer out, unless it comes too late: then it changes nothing."""
+        if not self.answer.done():
+            self.session.learn(answer.memory)
+            queue_s = max(0.0, started_s - self.joined_s)
+            self.answer.set_result(Answered(answer.chunk, queue_s, batch_size))
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -134,11 +143,15 @@ class Scheduler:
         """Return the number of the next frame."""
         return next(self._numbers)
 
-    async def answer(self, request: ActRequest, ticket: Ticket) -> Answered:
-        """Wait for the answer to a frame; cancelling gives up its place."""
+    async def answer(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
+        """Wait for the answer to a frame; cancelling gives up its place.
+
+        The session's memory is handed in when the frame's batch starts, not before: a frame ahead
+        of it may change it.
+        """
         if self.answers_at_once:
-            return self._answer_here(request, ticket)
-        frame = self._join(request, ticket)
+            return self._answer_here(request, ticket, session)
+        frame = self._join(request, ticket, session)
         timers = self._timers(frame)
         self._pump()
         try:
@@ -205,24 +218,24 @@ class Scheduler:
         for frame, answer in zip(batch.frames, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
-            elif not frame.answer.done():
-                queue_s = max(0.0, started_s - frame.joined_s)
-                frame.answer.set_result(Answered(answer, queue_s, len(batch.frames)))
+            else:
+                frame.take(answer, started_s, len(batch.frames))
         self._pump()
 
-    def _answer_here(self, request: ActRequest, ticket: Ticket) -> Answered:
+    def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
         """Answer on the event loop, where the policy says that this takes no time."""
         assert self.policy is not None
         if ticket.deadline_s <= time.monotonic():
             raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
-        attempts = answer_batch(self.policy, (request,))
+        attempts = answer_batch(self.policy, (replace(request, memory=session.memory),))
         self._note(attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return Answered(answer, 0.0, 1)
+        session.learn(answer.memory)
+        return Answered(answer.chunk, 0.0, 1)
 
-    def _join(self, request: ActRequest, ticket: Ticket) -> _Frame:
+    def _join(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> _Frame:
         now_s = time.monotonic()
         offer = self._line.offer(ticket, now_s)
         if offer.admission is not Admission.WAITS:
@@ -231,7 +244,7 @@ class Scheduler:
             self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
         if offer.displaced is not None:
             self._fail(offer.displaced, self._refusal(Admission.FULL, now_s))
-        frame = _Frame(ticket, request, self._loop.create_future(), now_s)
+        frame = _Frame(ticket, request, session, self._loop.create_future(), now_s)
         self._frames[ticket.number] = frame
         return frame
 
@@ -311,7 +324,8 @@ class Scheduler:
         if not self._worker.watches_itself:
             timer = self._loop.call_later(self._settings.hang_after_s, self._hang, number)
         self._batches[number] = _Batch(frames, line, timer)
-        self._worker.submit(number, [frame.request for frame in frames])
+        requests = [replace(one.request, memory=one.session.memory) for one in frames]
+        self._worker.submit(number, requests)
 
     def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""

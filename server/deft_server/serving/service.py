@@ -113,8 +113,8 @@ class Service:
             await asyncio.sleep(turn_s)
         self._check_options(options)
         policy.check(observation, options)
-        session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
-        request = ActRequest(observation, session.memory, self._asked(options))
+        session = self.sessions.open(caller.name, options.session_id, now_s)
+        request = ActRequest(observation, options=self._asked(options))
         ticket = self._ticket(session, caller, options, started_s)
         try:
             answered = await self._answer(request, session, ticket)
@@ -124,8 +124,7 @@ class Service:
             raise
         chunk = self._timed(answered, started_s, now_s)
         self._publish(session, request, chunk, answered.batch_size)
-        session.num_answers += 1
-        session.last_action = chunk.actions[-1]
+        session.sent(chunk.actions[-1])
         is_as_asked = options.want_trace or chunk.trace is None
         return chunk if is_as_asked else replace(chunk, trace=None)
 
@@ -203,7 +202,7 @@ class Service:
         """Return an answer that is safe to execute, if need be the one that holds the robot."""
         settings, key = self.settings, request.options.statistics_key
         try:
-            answered = await self.scheduler.answer(request, ticket)
+            answered = await self.scheduler.answer(request, ticket, session)
             checked = self._guard.check(answered.chunk.actions, session, key)
         except DeadlineError as error:
             return self._hold(session, key, settings.on_deadline_miss, error)

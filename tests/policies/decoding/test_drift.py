@@ -14,9 +14,10 @@ from deft_policies.decoding.acceptance.distance import WithinBins, WithinDrift
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, DimensionGroup
 from deft_policies.decoding.decoder import Decoder
 from deft_policies.decoding.drafts.sources import Sources
-from deft_policies.decoding.history import STEPS_KEPT, ActionHistory
+from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
+from deft_policies.memory import STEPS_KEPT
 from tests.policies.decoding.scripts import (
     AnswerTarget,
     RepeatExecuted,

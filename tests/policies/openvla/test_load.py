@@ -40,7 +40,7 @@ def tokens_of(policy: OpenVLAPolicy, decoding: str | None = None) -> tuple[int, 
     case = golden.cases_with_image()[0]
     options = ActOptions(statistics_key=case.statistics_key, decoding=decoding)
     observation = Observation(case.image(), case.instruction)
-    trace = policy.act([ActRequest(observation, policy.open_session(), options)])[0].trace
+    trace = policy.act([ActRequest(observation, options=options)])[0].chunk.trace
     assert trace is not None
     return trace.tokens
 
@@ -141,7 +141,7 @@ def test_random_weights_repeat_themselves_by_seed_and_need_no_files() -> None:
     assert tokens_of(load_policy(replace(RANDOM, seed=1))) != first
     small = load_policy(replace(RANDOM, random_weights="small"))
     observation = Observation(np.zeros((64, 64, 3), np.uint8), "lift the cup")
-    chunk = small.act([ActRequest(observation, small.open_session())])[0]
+    chunk = small.act([ActRequest(observation)])[0].chunk
     assert np.isfinite(chunk.actions).all()
 
 

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import msgpack_codec
+from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
@@ -69,11 +70,14 @@ def robots(address: str) -> Iterator[None]:
 
     def drive(session_id: str) -> None:
         frame = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
-        message = wire.ActMessage(
+        message = ActMessage(
             Observation(frame, f"instruction of {session_id}"),
             ActOptions(session_id=session_id, decoding="relaxed"),
         )
-        body, headers = wire.encode_request(message), {"content-type": wire.CONTENT_TYPE}
+        body, headers = (
+            msgpack_codec.encode_request(message),
+            {"content-type": msgpack_codec.CONTENT_TYPE},
+        )
         with httpx2.Client() as client:
             while not stop.wait(0.05):
                 client.post(f"http://{address}/v1/act", content=body, headers=headers)

@@ -13,7 +13,8 @@ from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import msgpack_codec
+from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY
 from deft_server.settings import Settings
@@ -37,11 +38,11 @@ def act(
     client: TestClient, session_id: str = "arm", headers: dict[str, str] | None = None
 ) -> httpx2.Response:
     frame = Observation(np.full((32, 32, 3), 90, np.uint8), "lift the cup")
-    message = wire.ActMessage(frame, ActOptions(session_id=session_id))
+    message = ActMessage(frame, ActOptions(session_id=session_id))
     return client.post(
         "/v1/act",
-        content=wire.encode_request(message),
-        headers={"content-type": wire.CONTENT_TYPE, **(headers or {})},
+        content=msgpack_codec.encode_request(message),
+        headers={"content-type": msgpack_codec.CONTENT_TYPE, **(headers or {})},
     )
 
 
@@ -121,7 +122,7 @@ def test_a_robot_does_not_get_the_trace_it_did_not_ask_for(client: TestClient) -
     with client.websocket_connect("/dashboard/feed") as socket:
         socket.send_text("{}")
         news(socket, "overview")
-        assert wire.decode_answer(act(client).content).trace is None
+        assert msgpack_codec.decode_answer(act(client).content).trace is None
 
 
 def test_a_viewer_may_watch_another_session(client: TestClient) -> None:

@@ -13,10 +13,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, encode_image
-from deft_client.wire.messages import has_pictures
+from deft_client.wire.messages import ActMessage, has_pictures
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.http.frame_bodies import decode_body
@@ -28,7 +27,7 @@ from tests.server.fakes import (
     packed,
 )
 
-JSON = {"content-type": wire_json.CONTENT_TYPE}
+JSON = {"content-type": json_codec.CONTENT_TYPE}
 PNG = encode_image(frame(8, 200).image, ImageEncoding.PNG)
 JPEG = encode_image(frame(8, 200).image, ImageEncoding.JPEG)
 
@@ -52,7 +51,7 @@ def image(**changes: object) -> dict[str, object]:
 
 def test_act_returns_the_policys_actions(client: TestClient):
     response = client.post("/v1/act", content=packed(), headers=MSGPACK)
-    chunk = wire.decode_answer(response.content)
+    chunk = msgpack_codec.decode_answer(response.content)
     np.testing.assert_array_equal(chunk.actions, np.full((1, 7), 0.5))
     assert chunk.timings.total_ms >= chunk.timings.queue_ms
 
@@ -90,24 +89,24 @@ def test_a_form_carries_cameras_state_and_options():
 @pytest.mark.parametrize(
     ("accept", "sent", "kind"),
     [
-        ("", MSGPACK, wire.CONTENT_TYPE),
-        ("*/*", MSGPACK, wire.CONTENT_TYPE),
-        ("application/json", MSGPACK, wire_json.CONTENT_TYPE),
-        ("application/msgpack", JSON, wire.CONTENT_TYPE),
-        ("*/*", JSON, wire_json.CONTENT_TYPE),
+        ("", MSGPACK, msgpack_codec.CONTENT_TYPE),
+        ("*/*", MSGPACK, msgpack_codec.CONTENT_TYPE),
+        ("application/json", MSGPACK, json_codec.CONTENT_TYPE),
+        ("application/msgpack", JSON, msgpack_codec.CONTENT_TYPE),
+        ("*/*", JSON, json_codec.CONTENT_TYPE),
     ],
 )
 def test_the_answer_comes_as_it_was_asked_for(
     client: TestClient, accept: str, sent: dict[str, str], kind: str
 ):
-    body = packed() if sent is MSGPACK else wire_json.encode_request(wire.ActMessage(frame()))
+    body = packed() if sent is MSGPACK else json_codec.encode_request(ActMessage(frame()))
     response = client.post("/v1/act", content=body, headers=sent | {"accept": accept})
     assert response.headers["content-type"] == kind
 
 
 def test_a_trace_is_sent_only_where_it_is_wanted(client: TestClient):
     response = client.post("/v1/act", content=packed(), headers=MSGPACK)
-    assert wire.decode_answer(response.content).trace is None
+    assert msgpack_codec.decode_answer(response.content).trace is None
 
 
 def bomb() -> bytes:
@@ -324,7 +323,7 @@ def test_a_session_remembers_until_it_is_reset():
         def count() -> float:
             body = packed(ActOptions(session_id="a"))
             answer = client.post("/v1/act", content=body, headers=MSGPACK)
-            return float(wire.decode_answer(answer.content).actions[0, 0])
+            return float(msgpack_codec.decode_answer(answer.content).actions[0, 0])
 
         assert [count(), count()] == [1, 2]
         assert client.post("/v1/reset", json={"session_id": "a"}).json() == {"existed": True}
@@ -340,7 +339,7 @@ def test_a_bad_reset_is_refused(client: TestClient, body: bytes):
 
 
 def test_info_says_what_is_served(client: TestClient):
-    info = wire_json.decode_info(client.get("/v1/info").content)
+    info = json_codec.decode_info(client.get("/v1/info").content)
     assert info.versions == {"deft-vla": version("deft-vla"), "deft-client": version("deft-client")}
     assert replace(info, versions={}, details={}) == ConstantPolicy().info
     assert set(info.details) == {
@@ -354,11 +353,11 @@ def test_messages_with_pictures_are_told_from_raw_ones():
     wrist = {"wrist": frame(8).image}
     seen = Observation(frame(64).image, "lift", wrist, np.zeros(8, np.float32))
     for encoding in ImageEncoding:
-        body = wire.encode_request(wire.ActMessage(seen), encoding)
-        assert has_pictures(wire.unpack(body)) == (encoding is not ImageEncoding.RAW)
+        body = msgpack_codec.encode_request(ActMessage(seen), encoding)
+        assert has_pictures(msgpack_codec.unpack(body)) == (encoding is not ImageEncoding.RAW)
     mixed = fields(cameras={"wrist": {"encoding": "png", "data": PNG}})
-    assert has_pictures(wire.unpack(msgpack.packb(mixed)))
-    assert not has_pictures(wire.unpack(msgpack.packb({"image": 3, "cameras": [1]})))
+    assert has_pictures(msgpack_codec.unpack(msgpack.packb(mixed)))
+    assert not has_pictures(msgpack_codec.unpack(msgpack.packb({"image": 3, "cameras": [1]})))
 
 
 def test_a_content_type_may_carry_parameters():

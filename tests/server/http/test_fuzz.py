@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from starlette.types import Message
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire import json_codec as wire_json
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, encode_image
+from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from tests.client.peers.mutations import mutate
 from tests.server.fakes import FakePolicy, frame
@@ -43,10 +43,10 @@ def form() -> bytes:
 
 
 SEEN = Observation(frame(8).image, "lift the cup", {"wrist": frame(4).image})
-ASKED = wire.ActMessage(SEEN, ActOptions("a", None, "constant", "constant", 3, True))
+ASKED = ActMessage(SEEN, ActOptions("a", None, "constant", "constant", 3, True))
 BODIES = {
-    wire.CONTENT_TYPE: [wire.encode_request(ASKED, one) for one in ImageEncoding],
-    wire_json.CONTENT_TYPE: [wire_json.encode_request(ASKED, one) for one in ImageEncoding],
+    msgpack_codec.CONTENT_TYPE: [msgpack_codec.encode_request(ASKED, one) for one in ImageEncoding],
+    json_codec.CONTENT_TYPE: [json_codec.encode_request(ASKED, one) for one in ImageEncoding],
     f"multipart/form-data; boundary={BOUNDARY}": [form()],
 }
 
@@ -127,7 +127,7 @@ def test_no_damaged_frame_is_the_streams_fault():
                 return {"type": "websocket.disconnect", "code": 1000}
             if number == 0:
                 return {"type": "websocket.connect"}
-            body = mutate(rng.choice(BODIES[wire.CONTENT_TYPE]), rng)
+            body = mutate(rng.choice(BODIES[msgpack_codec.CONTENT_TYPE]), rng)
             return {"type": "websocket.receive", "bytes": body}
 
         async def send(message: Message) -> None:

@@ -9,8 +9,9 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 
 from deft_client.types import ActOptions
-from deft_client.wire import msgpack_codec as wire
+from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
+from deft_client.wire.messages import ActMessage
 from deft_policies.errors import DeviceError
 from deft_server.app import create_app
 from tests.server.fakes import (
@@ -34,7 +35,7 @@ def socket() -> Iterator[WebSocketTestSession]:
 
 
 def count(socket: WebSocketTestSession) -> float:
-    return float(wire.decode_answer(socket.receive_bytes()).actions[0, 0])
+    return float(msgpack_codec.decode_answer(socket.receive_bytes()).actions[0, 0])
 
 
 def test_frames_are_answered_one_after_the_other(socket: WebSocketTestSession):
@@ -75,7 +76,7 @@ def test_text_frames_are_refused(socket: WebSocketTestSession):
 
 
 def test_pictures_are_taken_as_well_as_raw_pixels(socket: WebSocketTestSession):
-    socket.send_bytes(wire.encode_request(wire.ActMessage(frame(32)), ImageEncoding.JPEG))
+    socket.send_bytes(msgpack_codec.encode_request(ActMessage(frame(32)), ImageEncoding.JPEG))
     assert count(socket) == 1
 
 

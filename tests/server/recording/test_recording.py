@@ -252,6 +252,19 @@ def test_a_directory_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None
     assert not server.recording.status.is_on
 
 
+def test_what_only_looks_like_a_recording_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    """A dangling link kept the server from starting; a folder would have been deleted."""
+    (tmp_path / "day" / "folder.deftrec").mkdir(parents=True)
+    (tmp_path / "day" / "link.deftrec").symlink_to(tmp_path / "nowhere")
+    server = Server(rules(tmp_path, max_total_bytes=1, max_file_bytes=1))
+    server.recording.start()
+    assert server.recording.status.is_on
+    assert server.recording.status.bytes_kept == 0
+    server.events.publish(answered())
+    server.recording.stop()
+    assert len(list((tmp_path / "day").iterdir())) == 2
+
+
 def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: Path) -> None:
     files = EpisodeFiles(rules(tmp_path))
     key = RecordedSession("lab", "arm")

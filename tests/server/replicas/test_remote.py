@@ -2,26 +2,29 @@
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import pytest
 
-from deft_client.types import ActionChunk, ActOptions
-from deft_policies.base import ActRequest, LimitedPolicy, Policy
+from deft_client.types import ActOptions
+from deft_policies import tiny_libero as bundle
+from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy, Policy
+from deft_policies.benchmark.replay import generate_frames, with_statistics_key
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
+from deft_policies.memory import SessionMemory
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions
 from deft_server.errors import NotReadyError, PolicyFailedError
 from deft_server.replicas.remote import (
     Host,
-    Parcel,
     RemoteAnswers,
-    RemoteFrame,
     RemotePolicy,
-    RemoteSession,
     policy_of,
+    unpack,
 )
 from deft_server.replicas.worker import ReplicaHangsError, ReplicaLostError, ReplicaWorker
 from deft_server.serving.policy_thread import Failure
@@ -42,40 +45,48 @@ def host_of(policy: Policy, version: str = "1", name: str = "0") -> Host:
     return Host(lambda: policy, version, name)
 
 
-def request(session: RemoteSession, instruction: str = "lift the cup") -> ActRequest:
-    return ActRequest(frame(instruction=instruction), session, ActOptions())
+def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequest:
+    return ActRequest(frame(instruction=instruction), memory)
 
 
-def travelled(host: Host, *requests: ActRequest) -> list[object]:
+def travelled(host: Host, *requests: ActRequest) -> list[ActAnswer | Exception]:
     """Answer a batch as a host far away would: everything crosses as bytes."""
-    parcel = Parcel(requests)
-    frames = pickle.loads(pickle.dumps(parcel.frames))
-    returned = pickle.loads(pickle.dumps(host.answer(frames)))
-    answers = parcel.unpack(returned, 0.01).answers
-    return [float(one.actions[0, 0]) if isinstance(one, ActionChunk) else one for one in answers]
+    returned = host.answer(pickle.loads(pickle.dumps(requests)))
+    return list(unpack(pickle.loads(pickle.dumps(returned)), 0.01).answers)
+
+
+def number_of(answer: ActAnswer | Exception) -> float:
+    assert isinstance(answer, ActAnswer)
+    return float(answer.chunk.actions[0, 0])
 
 
 def test_any_host_goes_on_where_another_stopped():
     hosts = [host_of(FakePolicy(), name=str(number)) for number in range(3)]
-    session, other = RemoteSession(), RemoteSession()
-    counted = [travelled(hosts[step % 3], request(session))[0] for step in range(6)]
+    memory, counted = SessionMemory(), []
+    for step in range(6):
+        (answer,) = travelled(hosts[step % 3], request(memory))
+        counted.append(number_of(answer))
+        memory = answer.memory
     assert counted == [1, 2, 3, 4, 5, 6]
-    assert travelled(hosts[0], request(other), request(session)) == [1, 7]
+    both = travelled(hosts[0], request(SessionMemory()), request(memory))
+    assert list(map(number_of, both)) == [1, 7]
 
 
-def test_a_lost_batch_leaves_the_sessions_as_they_were():
-    host, session = host_of(FakePolicy()), RemoteSession()
-    travelled(host, request(session))
-    host.answer(Parcel([request(session)]).frames)  # answered, but the answer is lost
-    assert travelled(host, request(session)) == [2]
-
-
-def test_what_another_version_remembers_is_forgotten():
-    session = RemoteSession()
-    travelled(host_of(FakePolicy(), "1"), request(session))
-    assert travelled(host_of(FakePolicy(), "2"), request(session)) == [1]
-    assert session.memory is not None
-    assert session.memory.version == "2"
+def test_replicas_of_a_real_policy_answer_to_the_bit_as_one_thread_does():
+    options = bundle.complete(OpenVLAOptions(device="cpu", is_guarded=False))
+    policies = [load_policy(options), load_policy(options)]
+    hosts = [host_of(policy) for policy in policies]
+    frames = with_statistics_key(generate_frames(8), policies[0])
+    memories = [SessionMemory(), SessionMemory()]
+    for step, shown in enumerate(frames):
+        options = ActOptions(statistics_key=shown.statistics_key)
+        requests = [ActRequest(shown.observation, one, options) for one in memories]
+        (here,) = policies[0].act(requests[:1])
+        (there,) = travelled(hosts[step % 2], requests[1])
+        assert isinstance(there, ActAnswer)
+        assert there.chunk.actions.tobytes() == here.chunk.actions.tobytes()
+        memories = [here.memory, there.memory]
+        assert memories[0].own == memories[1].own
 
 
 @pytest.mark.parametrize(
@@ -86,24 +97,21 @@ def test_what_another_version_remembers_is_forgotten():
         (ValueError("a bug"), PolicyFailedError),
     ],
 )
-def test_only_the_culprit_of_a_batch_fails_and_keeps_its_memory(error, known):
+def test_only_the_culprit_of_a_batch_fails(error, known):
     host = host_of(RaisingPolicy(error=dislikes("bad", error)))
-    good, bad = RemoteSession(), RemoteSession()
-    travelled(host, request(bad))
-    memory = bad.memory
-    first, second = travelled(host, request(good), request(bad, "bad"))
-    assert first == 1
+    first, second = travelled(
+        host, request(SessionMemory()), request(SessionMemory(), instruction="bad")
+    )
+    assert number_of(first) == 1
     assert isinstance(second, known)
-    assert bad.memory == memory
 
 
 def test_a_frame_that_the_policy_refuses_names_its_field_and_does_not_touch_the_others():
-    host = host_of(FakePolicy())
-    odd = ActRequest(frame(), RemoteSession(), ActOptions(decoding="nonsense"))
-    first, second = travelled(host, odd, request(RemoteSession()))
+    odd = ActRequest(frame(), options=ActOptions(decoding="nonsense"))
+    first, second = travelled(host_of(FakePolicy()), odd, request(SessionMemory()))
     assert isinstance(first, RequestError)
     assert first.field == "decoding"
-    assert second == 1
+    assert number_of(second) == 1
 
 
 def test_the_server_knows_info_and_limits_without_the_policy():
@@ -138,7 +146,7 @@ class FakeCluster:
     def policy(self) -> RemotePolicy:
         return policy_of(self.hosts[0].face)
 
-    async def answer(self, frames: tuple[RemoteFrame, ...]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
         self.num_answers += 1
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)

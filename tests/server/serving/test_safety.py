@@ -14,7 +14,10 @@ ZERO = np.zeros((1, 7))
 
 
 def session(last: np.ndarray | None = None, session_id: str = "arm-1") -> RobotSession:
-    return RobotSession("lab", session_id, None, 0.0, last_action=last)  # type: ignore[arg-type]
+    one = RobotSession("lab", session_id, 0.0)
+    if last is not None:
+        one.sent(last)
+    return one
 
 
 def guard(**settings: object) -> SafetyGuard:

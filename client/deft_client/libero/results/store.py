@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -150,6 +151,7 @@ class ResultsStore:
             self.header, finished = self._open_run(header)
             self.resumed = tuple(finished)
             self._file = os.open(folder / EPISODES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._num_bytes = os.fstat(self._file).st_size
             sync(folder)
         except BaseException:
             self.close()
@@ -182,12 +184,13 @@ class ResultsStore:
         """Write one episode and wait until the disk has it. On failure nothing is left of it."""
         if record.key in self._keys:
             raise ResultsError(f"{record.key} has a result already; this is a defect, report it")
-        size = os.fstat(self._file).st_size
         try:
             _write_all(self._file, encode_record(record, self.header.run))
             os.fsync(self._file)
+            self._num_bytes = os.fstat(self._file).st_size
         except OSError as error:
-            os.ftruncate(self._file, size)
+            with suppress(OSError):  # a disk that is gone; opening the run again cuts the line off
+                os.ftruncate(self._file, self._num_bytes)
             raise ResultsWriteError(
                 f"cannot write to {self.folder / EPISODES_FILE}: {error.strerror or error}. "
                 f"The {len(self._keys)} episodes before are safe; make room on the disk and run "

@@ -14,14 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deft_policies.checkpoint.tensor_file import write_tensors
+from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.decoding.plan import KeyMask
 from deft_policies.errors import CheckpointError
 from deft_policies.model.kv_cache import CacheSizes, LayerCache
@@ -222,18 +219,7 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{directory} holds neither {ours.name} nor {published.name}: not a draft head"
         )
-    try:
-        if path is ours:
-            return dict(load_file(path))
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as weights (damaged, or it holds code, which is never run): "
-            f"{error}"
-        ) from error
-    if not isinstance(loaded, dict) or not all(isinstance(one, Tensor) for one in loaded.values()):
-        raise CheckpointError(f"{path} must hold a flat dictionary of tensors")
-    return loaded
+    return read_tensors(path)
 
 
 def _sizes(

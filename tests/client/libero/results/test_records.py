@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -210,3 +211,17 @@ def test_a_full_disk_is_a_clear_error_and_leaves_whole_lines_only(tmp_path: Path
     assert "The 1 episodes before are safe; make room" in done.stdout
     run = load_run(tmp_path)
     assert (len(run.records), run.has_torn_line) == (1, False)
+
+
+def test_a_disk_that_is_gone_is_said_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    """Not even the half line can be taken back then; opening the run again does that."""
+    store = ResultsStore(tmp_path, header())
+    store.append(record(0, 0))
+    kept = os.dup(store._file)
+    os.close(store._file)  # as if the file system had been taken away
+    with pytest.raises(ResultsWriteError, match="1 episodes before are safe"):
+        store.append(record(0, 1))
+    os.dup2(kept, store._file)
+    os.close(kept)
+    store.close()
+    assert [one.key.trial for one in load_run(tmp_path).records] == [0]

@@ -1,0 +1,210 @@
+"""Connections that end at a moment, whatever the other side does.
+
+httpx bounds each phase of a call, and within a phase each wait for a byte: a server that sends one
+now and then holds its caller for ever. In a blocking call here every wait ends at the same moment:
+finding the address, connecting, TLS, sending, reading. An asynchronous one is cancelled from
+outside, and only has to come to a wait often enough. Knows nothing of HTTP.
+"""
+
+import queue
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ipaddress import ip_address
+
+import httpcore
+import httpx
+
+# httpcore asks for 64 KiB, and parses all that it got before it looks at the clock again: of many
+# tiny messages that is a tenth of a second. It gets a 16th of what it asked for.
+READ_SHARE = 16
+KEPT_OPEN = httpx.Limits(max_connections=100, keepalive_expiry=60.0)
+NEVER = float("inf")
+
+_gives_up_at: ContextVar[float] = ContextVar("deft_client_gives_up_at", default=NEVER)
+
+
+@contextmanager
+def ending_at(moment: float) -> Iterator[None]:
+    """End every wait of this thread's `DeadlineTransport` at a moment of `time.monotonic`."""
+    token = _gives_up_at.set(moment)
+    try:
+        yield
+    finally:
+        _gives_up_at.reset(token)
+
+
+def remaining_s(
+    timeout: float | None, over: type[httpcore.TimeoutException] = httpcore.ReadTimeout
+) -> float | None:
+    """Return the seconds one wait may take, or raise where the call's time is over."""
+    left = _gives_up_at.get() - time.monotonic()
+    if left <= 0:
+        raise over("the time for the whole call is over")
+    if left == NEVER:
+        return timeout
+    return left if timeout is None else min(timeout, left)
+
+
+class DeadlineTransport(httpx.HTTPTransport):
+    """httpx's transport, whose connections know about `ending_at`."""
+
+    def __init__(self, verify: ssl.SSLContext | bool, proxy: str | None) -> None:
+        super().__init__(verify=verify, limits=KEPT_OPEN, proxy=proxy)
+        # httpx has no argument for it; `tests/client/test_deadlines.py` tells when this breaks.
+        self._pool._network_backend = _Backend()
+
+
+class _Backend(httpcore.SyncBackend):
+    """Connects in time."""
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        failure: Exception = httpcore.ConnectError(f"{host} has no address")
+        for address in _addresses(host, port, timeout):
+            wait_s = remaining_s(timeout, httpcore.ConnectTimeout)
+            try:
+                stream = super().connect_tcp(address, port, wait_s, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+            else:
+                return _Stream(stream)
+        raise failure
+
+
+class _Stream(httpcore.NetworkStream):
+    """One connection, every wait on which ends in time."""
+
+    def __init__(self, stream: httpcore.NetworkStream, is_nested: bool = False) -> None:
+        self._stream = stream
+        self._is_nested = is_nested  # TLS inside TLS, through an https proxy
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes // READ_SHARE, remaining_s(timeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Send all of it, looking at the clock whenever the other side has taken some."""
+        if self._is_nested:  # its socket is the outer one: only the stream can encrypt twice
+            self._stream.write(buffer, remaining_s(timeout, httpcore.WriteTimeout))
+            return
+        connection: socket.socket = self._stream.get_extra_info("socket")
+        left = memoryview(buffer)
+        while left:
+            wait_s = remaining_s(timeout, httpcore.WriteTimeout)
+            try:
+                connection.settimeout(wait_s)
+                left = left[connection.send(left) :]
+            except TimeoutError as error:
+                raise httpcore.WriteTimeout(str(error)) from error
+            except OSError as error:
+                raise httpcore.WriteError(str(error)) from error
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        wait_s = remaining_s(timeout, httpcore.ConnectTimeout)
+        is_nested = isinstance(self.get_extra_info("socket"), ssl.SSLSocket)
+        return _Stream(self._stream.start_tls(ssl_context, server_hostname, wait_s), is_nested)
+
+    def get_extra_info(self, info: str) -> object:
+        return self._stream.get_extra_info(info)
+
+
+class AsyncDeadlineTransport(httpx.AsyncHTTPTransport):
+    """httpx's transport, which waits often enough to be cancelled in time."""
+
+    def __init__(self, verify: ssl.SSLContext | bool, proxy: str | None) -> None:
+        super().__init__(verify=verify, limits=KEPT_OPEN, proxy=proxy)
+        self._pool._network_backend = _AsyncBackend()
+
+
+class _AsyncBackend(httpcore.AnyIOBackend):
+    """Connects as httpcore does."""
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        connect = super().connect_tcp
+        return _AsyncStream(await connect(host, port, timeout, local_address, socket_options))
+
+
+class _AsyncStream(httpcore.AsyncNetworkStream):
+    """One connection, read in small portions."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return await self._stream.read(max_bytes // READ_SHARE, timeout)
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        start = self._stream.start_tls
+        return _AsyncStream(await start(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> object:
+        return self._stream.get_extra_info(info)
+
+
+def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
+    """Return the addresses of a host. The system cannot be told when to stop looking for them,
+    so a thread that nobody waits for any longer does it."""
+    found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            found.put(error)
+        else:
+            found.put([str(address[0]) for *_, address in entries])
+
+    if _is_address(host):
+        return [host]
+    threading.Thread(target=look, name="deft-client-addresses", daemon=True).start()
+    try:
+        addresses = found.get(timeout=remaining_s(timeout, httpcore.ConnectTimeout))
+    except queue.Empty:
+        raise httpcore.ConnectTimeout(f"the address of {host} was not found in time") from None
+    if isinstance(addresses, OSError):
+        raise httpcore.ConnectError(str(addresses)) from addresses
+    return addresses
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

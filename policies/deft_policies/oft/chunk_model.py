@@ -1,0 +1,222 @@
+"""OFT's forward: pictures, prompt and state to all values of a chunk in one pass.
+
+The sequence is the first prompt id, the patches of every picture, the state's token, the rest of
+the prompt, one zero vector for each value of the chunk, and the stop token. Everything sees
+everything. A value is read one position before its own zero vector: the first one at the last id of
+the prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deft_policies.model.kv_cache import Append
+from deft_policies.model.layout import EagerRunner, StepRunner, Tensors, pad_batch
+from deft_policies.model.passes import LlamaPasses, PassInput
+from deft_policies.model.vla import OpenVLAModel
+from deft_policies.oft.modules import RegressionHead, StateProjector
+
+STOP_ID = 2
+_FILLER_ID = 1  # its embedding is never used
+# Recorded passes come in lengths that are multiples of this.
+_LENGTH_BUCKET = 16
+
+
+@dataclass(frozen=True)
+class ChunkShape:
+    """What a model looks at and how much it answers."""
+
+    num_pictures: int
+    num_steps: int
+    action_dim: int
+    state_dim: int | None = None
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in a chunk."""
+        return self.num_steps * self.action_dim
+
+
+@dataclass(frozen=True)
+class ChunkParts:
+    """What a fine-tune adds to the model; without a head it answers with tokens."""
+
+    head: RegressionHead | None = None
+    state: StateProjector | None = None
+    film: nn.ModuleList | None = None  # [tower]
+
+    def to(self, like: Tensor) -> "ChunkParts":
+        """The same on the device and in the dtype of `like`; moves the modules themselves."""
+        for part in (self.head, self.state, self.film):
+            if part is not None:
+                part.to(like.device, like.dtype)
+        return self
+
+
+@dataclass(frozen=True)
+class ChunkPrompts:
+    """A batch of prompts with everything behind them, right-padded."""
+
+    ids: Tensor  # [row, text]: prompt, fillers, stop, padding
+    lengths: Tensor  # [row] ids of the prompt alone
+    is_padded: bool
+
+
+@dataclass(frozen=True)
+class ChunkValues:
+    """A model's answer, on its device; valid until the next one.
+
+    With a head: `actions` [row, step, action_dim], normalised, float32. Without: `tokens` and
+    `margins` [row, step, action_dim], greedy ids and how far the second-best logits lie behind.
+    """
+
+    actions: Tensor | None = None
+    tokens: Tensor | None = None
+    margins: Tensor | None = None
+
+
+class ChunkModel:
+    """Runs the pass. Used by one thread."""
+
+    def __init__(
+        self,
+        model: OpenVLAModel,
+        parts: ChunkParts,
+        shape: ChunkShape,
+        runner: StepRunner | None = None,
+    ) -> None:
+        self.model = model
+        self.shape = shape
+        self.parts = parts.to(model.decoder.embedding.weight)
+        self._passes = LlamaPasses(model.decoder)
+        self._runner: StepRunner = runner or EagerRunner()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.decoder.embedding.weight.device
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether passes are recorded, one recording for each shape."""
+        return self._runner.has_fixed_shapes
+
+    @property
+    def num_before(self) -> int:
+        """Positions between the first prompt id and the second one."""
+        patches = self.shape.num_pictures * self.model.config.num_patches
+        return patches + (self.parts.state is not None)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Ids that a prompt may have."""
+        taken = self.num_before + self.shape.num_values + 1
+        return self.model.decoder.sizes.max_positions - taken - _LENGTH_BUCKET
+
+    def lay_out(self, prompts: Sequence[Sequence[int]]) -> ChunkPrompts:
+        """Bring prompts to one length, the next recorded one where passes are recorded."""
+        behind = [_FILLER_ID] * self.shape.num_values + [STOP_ID]
+        texts = [[*ids, *behind] for ids in prompts]
+        longest = max(len(text) for text in texts)
+        if self._runner.has_fixed_shapes:
+            longest += -(self.num_before + longest) % _LENGTH_BUCKET
+        shortest = min(len(text) for text in texts)
+        padded = [text + [_FILLER_ID] * (longest - len(text)) for text in texts]
+        return ChunkPrompts(
+            torch.tensor(padded).to(self.device, non_blocking=True),
+            torch.tensor([len(ids) for ids in prompts]).to(self.device, non_blocking=True),
+            is_padded=shortest < longest or self._runner.has_fixed_shapes,
+        )
+
+    @torch.no_grad()
+    def see(self, pixels: Tensor, prompts: ChunkPrompts) -> Tensor:
+        """Patches [row, picture * patch, width] of [row, picture, channel, height, width]."""
+        text = (prompts.ids, prompts.lengths) if self.parts.film is not None else ()
+        inputs = tuple(self._pad(one) for one in (pixels, *text))
+        shapes = tuple(one.shape for one in inputs)
+        (patches,) = self._runner.run(("see", shapes), self._see_step, inputs)
+        return patches[: len(pixels)]
+
+    @torch.no_grad()
+    def answer(self, patches: Tensor, prompts: ChunkPrompts, states: Tensor | None) -> ChunkValues:
+        """Run the pass; `states` [row, state_dim] are normalised."""
+        own = [patches, prompts.ids, prompts.lengths]
+        if self.parts.state is not None:
+            assert states is not None
+            own.append(states.to(patches))
+        inputs = tuple(self._pad(one) for one in own)
+        step = self._padded_step if prompts.is_padded else self._exact_step
+        key = ("answer", prompts.is_padded, inputs[0].shape, inputs[1].shape)
+        found = self._runner.run(key, step, inputs)
+        if self.parts.head is not None:
+            return ChunkValues(actions=found[0][: len(patches)])
+        steps = [one[: len(patches)].view(len(patches), -1, self.shape.action_dim) for one in found]
+        return ChunkValues(tokens=steps[0], margins=steps[1])
+
+    def _pad(self, values: Tensor) -> Tensor:
+        return pad_batch(values) if self._runner.has_fixed_shapes else values
+
+    def _see_step(self, pixels: Tensor, *text: Tensor) -> Tensors:
+        modulations = None
+        if self.parts.film is not None:
+            language = self.mean_embedding(*text)
+            modulations = [
+                film(language).repeat_interleave(pixels.shape[1], dim=2) for film in self.parts.film
+            ]
+        patches = self.model.see(pixels.flatten(0, 1), modulations).patches
+        return (patches.view(len(pixels), -1, patches.shape[2]),)
+
+    def mean_embedding(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """What FiLM reads of the instruction, [row, width]: its prompt and the stop token."""
+        behind = _behind(ids, lengths)
+        is_read = (behind < 0) | (behind == self.shape.num_values)
+        words: Tensor = self.model.decoder.embedding(ids) * is_read.unsqueeze(2)
+        mean = words.sum(dim=1, dtype=torch.float32) / is_read.sum(dim=1, keepdim=True)
+        return mean.to(words.dtype)
+
+    def _exact_step(self, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor) -> Tensors:
+        return self._score(self._compose(patches, ids, lengths, *state), lengths, None)
+
+    def _padded_step(
+        self, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor
+    ) -> Tensors:
+        """The same where rows have their own lengths: nothing sees what is behind the stop."""
+        embeds = self._compose(patches, ids, lengths, *state)
+        used = self.num_before + lengths + self.shape.num_values + 1
+        is_used = torch.arange(embeds.shape[1], device=ids.device) < used[:, None]
+        return self._score(embeds, lengths, is_used[:, None, None, :])
+
+    def _compose(self, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor) -> Tensor:
+        """Decoder inputs [row, position, width]."""
+        behind = _behind(ids, lengths)
+        is_asked = (behind >= 0) & (behind < self.shape.num_values)
+        words = self.model.decoder.embedding(ids).masked_fill(is_asked.unsqueeze(2), 0.0)
+        tokens = [] if self.parts.state is None else [self.parts.state(*state).unsqueeze(1)]
+        return torch.cat((words[:, :1], patches, *tokens, words[:, 1:]), dim=1)
+
+    def _score(self, embeds: Tensor, lengths: Tensor, mask: Tensor | None) -> Tensors:
+        rows, positions = embeds.shape[:2]
+        every = torch.arange(positions, device=embeds.device)
+        last_of_prompt = self.num_before + lengths - 1
+        hidden = self._passes.run(
+            PassInput(
+                embeds,
+                every.expand(rows, -1),
+                Append(positions),
+                mask,
+                rows_out=last_of_prompt[:, None] + every[: self.shape.num_values],
+            ),
+            None,
+        )
+        if self.parts.head is not None:
+            return (self.parts.head(hidden).float(),)
+        logits = self.model.decoder.head(hidden).float()
+        first, second = logits.topk(2, dim=2).values.unbind(2)
+        return logits.argmax(dim=2), first - second
+
+
+def _behind(ids: Tensor, lengths: Tensor) -> Tensor:
+    """How far each id [row, text] is behind its prompt; 0 is the first filler."""
+    return torch.arange(ids.shape[1], device=ids.device) - lengths[:, None]

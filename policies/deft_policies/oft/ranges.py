@@ -1,0 +1,81 @@
+"""What OFT's fine-tunes normalise by: the robot's actions and the state it reports.
+
+Both lie in [-1, 1] inside the model. The order of operations is the original's, because another
+one would differ in the last bit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_policies.checkpoint.fields import JsonFields
+
+Values = NDArray[np.float64]
+
+_RANGE_EPS = 1e-8
+
+
+class RangeScheme(Enum):
+    """Which two rows of the statistics become -1 and 1."""
+
+    QUANTILES = ("q01", "q99")
+    EXTREMES = ("min", "max")
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Where -1 and 1 of each dimension lie in robot units; outside `mask` values stay as they are.
+
+    A model may answer beyond them: normalised values are not bounded by anything.
+    """
+
+    low: Values  # [dim]
+    high: Values  # [dim]
+    mask: NDArray[np.bool_]  # [dim]
+
+    def unnormalise(self, actions: NDArray[np.floating]) -> Values:
+        """[step, action_dim] to robot units; float32 is widened after its first two operations."""
+        stretched = 0.5 * (actions + 1) * (self.high - self.low + _RANGE_EPS) + self.low
+        return np.where(self.mask, stretched, actions).astype(np.float64)
+
+    def normalise_state(self, state: Values) -> Values:
+        """A robot's raw state [state_dim], cut off at -1 and 1."""
+        squeezed = 2 * (state - self.low) / (self.high - self.low + _RANGE_EPS) - 1
+        return np.clip(np.where(self.mask, squeezed, state), -1.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class RobotRanges:
+    """The ranges of one data set."""
+
+    action: Ranges
+    state: Ranges | None  # None where the statistics do not say
+
+
+def parse_ranges(statistics: JsonFields, scheme: RangeScheme) -> Mapping[str, RobotRanges]:
+    """Read the ranges by statistics key."""
+    return {
+        key: RobotRanges(
+            action=_parse_block(statistics.section(key), "action", scheme),
+            state=_parse_block(statistics.section(key), "proprio", scheme)
+            if statistics.section(key).has("proprio")
+            else None,
+        )
+        for key in statistics.keys()  # noqa: SIM118 - JsonFields is no mapping
+    }
+
+
+def _parse_block(data_set: JsonFields, name: str, scheme: RangeScheme) -> Ranges:
+    fields = data_set.section(name)
+    low, high = (np.array(fields.numbers(row), dtype=np.float64) for row in scheme.value)
+    mask = np.array(fields.flags("mask") if fields.has("mask") else (True,) * len(low))
+    if not low.shape == high.shape == mask.shape:
+        raise data_set.error(
+            name, f"must hold as many numbers in {scheme.value[0]} as in {scheme.value[1]} and mask"
+        )
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise data_set.error(name, f"must hold finite numbers in {' and '.join(scheme.value)}")
+    return Ranges(low, high, mask)

@@ -1,0 +1,139 @@
+"""What staying and a limit mean, for each kind of action; chunks are handed out in order."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_client.actions import ActionQueue, ActionRules, check_actions
+from deft_client.errors import UnusableValueError
+from deft_client.types import ActionChunk
+
+DELTAS = ActionRules((True,) * 6 + (False,), max_step=(0.1,) * 6 + (np.inf,))
+JOINTS = ActionRules((False,) * 3, max_step=(0.2,) * 3)
+TWO_ARMS = ActionRules((True, True, False) * 2)  # each with a gripper of its own
+
+
+def test_deltas_stay_by_not_moving_and_the_gripper_as_it_was():
+    before = np.array([0.05, 0, 0, 0, 0, 0.02, 1.0])
+    np.testing.assert_array_equal(DELTAS.hold(before), [0, 0, 0, 0, 0, 0, 1])
+
+
+def test_absolute_joints_stay_where_they_were_and_never_go_to_zero():
+    before = np.array([0.3, -1.2, 2.0])
+    np.testing.assert_array_equal(JOINTS.hold(before), before)
+
+
+def test_each_of_several_grippers_stays_as_it_was():
+    before = np.array([0.1, 0.1, 1.0, -0.1, 0.1, 0.0])
+    np.testing.assert_array_equal(TWO_ARMS.hold(before), [0, 0, 1, 0, 0, 0])
+
+
+def test_nobody_invents_a_position_that_is_not_known():
+    assert DELTAS.hold(None) is None
+    assert JOINTS.hold(None) is None
+    np.testing.assert_array_equal(ActionRules((True, True)).hold(None), [0, 0])
+
+
+def test_a_motion_is_limited_in_amount_and_a_position_in_distance_from_the_one_before():
+    before = np.array([0.1, 0, 0, 0, 0, 0, 1.0])
+    action = np.array([5.0, -5.0, 0.05, 0, 0, 0, -1.0])
+    np.testing.assert_array_equal(DELTAS.limited(action, before), [0.1, -0.1, 0.05, 0, 0, 0, -1.0])
+    far = JOINTS.limited(np.array([0.0, -1.1, 9.0]), np.array([1.0, -1.0, 2.0]))
+    np.testing.assert_allclose(far, [0.8, -1.1, 2.2])
+
+
+def test_a_distance_cannot_be_limited_from_nowhere():
+    assert JOINTS.limited(np.zeros(3), None) is None
+    # A gripper without a limit may be anywhere; the motions beside it are limited all the same.
+    limited = DELTAS.limited(np.array([5.0, 0, 0, 0, 0, 0, 1.0]), None)
+    np.testing.assert_array_equal(limited, [0.1, 0, 0, 0, 0, 0, 1.0])
+
+
+numbers = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(numbers, min_size=3, max_size=3), st.lists(numbers, min_size=3, max_size=3))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_whatever_is_asked_for_one_step_stays_within_the_limit(action, before):
+    limited = JOINTS.limited(np.array(action), np.array(before))
+    assert np.abs(limited - before).max() <= 0.2 + 1e-9
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [np.zeros((0, 3)), np.zeros((2, 0)), np.zeros((1, 4)), np.full((1, 3), np.nan)],
+)
+def test_actions_that_cannot_be_executed_are_refused(actions):
+    with pytest.raises(UnusableValueError, match="actions"):
+        JOINTS.check(actions)
+
+
+def test_a_single_value_out_of_bounds_refuses_the_whole_answer():
+    rules = ActionRules((True, True), low=(-1.0, -np.inf), high=None)
+    rules.check(np.array([[0.0, -1e9], [-1.0, 1e9]]))
+    with pytest.raises(UnusableValueError, match=r"-1.5 in dimension 0 of step 1"):
+        rules.check(np.array([[0.0, 0.0], [-1.5, 0.0]]))
+
+
+def test_any_size_is_taken_where_none_was_promised():
+    check_actions(np.zeros((1, 9)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"is_motion": ()},
+        {"is_motion": (True,), "low": (0.0, 0.0)},
+        {"is_motion": (True,), "high": (np.nan,)},
+        {"is_motion": (True,), "max_step": (-0.1,)},
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(values):
+    with pytest.raises(ValueError, match="needed|must be"):
+        ActionRules(**values)
+
+
+CHUNK = ActionChunk(np.arange(21.0).reshape(3, 7))
+
+
+def test_a_new_queue_asks_for_actions():
+    assert ActionQueue().is_empty
+    with pytest.raises(IndexError, match="refill"):
+        ActionQueue().next()
+
+
+def test_actions_come_in_the_order_of_the_chunk():
+    queue = ActionQueue()
+    queue.refill(CHUNK)
+    taken = []
+    while not queue.is_empty:
+        taken.append(queue.next())
+    np.testing.assert_array_equal(taken, CHUNK.actions)
+
+
+def test_only_the_first_actions_of_a_chunk_are_used_when_told_so():
+    queue = ActionQueue(execute=2)
+    queue.refill(CHUNK)
+    assert len(queue) == 2
+
+
+def test_a_newer_chunk_replaces_what_is_left():
+    queue = ActionQueue()
+    queue.refill(CHUNK)
+    queue.next()
+    queue.refill(ActionChunk(CHUNK.actions + 100))
+    assert len(queue) == 3
+    assert queue.next()[0] == 100
+
+
+def test_an_episode_starts_with_nothing_left_over():
+    queue = ActionQueue()
+    queue.refill(CHUNK)
+    queue.clear()
+    assert queue.is_empty
+
+
+def test_executing_less_than_one_action_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        ActionQueue(execute=0)

@@ -1,0 +1,188 @@
+"""One deadline bounds everything in a call, on both transports, blocking and asynchronous."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpcore
+import httpx
+import numpy as np
+import pytest
+
+from deft_client import deadlines
+from deft_client.client import AsyncPolicyClient, PolicyClient
+from deft_client.deadlines import DeadlineTransport, ending_at
+from deft_client.errors import (
+    AnswerTimeoutError,
+    MessageTooLargeError,
+    NotReadyError,
+    ServerUnreachableError,
+    TransportError,
+)
+from deft_client.settings import ClientSettings, Retries, Timeouts
+from deft_client.stream import AsyncStreamClient, StreamClient
+from deft_client.types import ActOptions, Observation
+from deft_client.wire.fields import WireLimits
+from scripts.hostile_servers import (
+    HTTP_MANNERS,
+    STREAM_MANNERS,
+    HostileServer,
+    dripping,
+    frozen,
+    holding_up,
+    ping_flooding,
+    refusing,
+    stream_silent,
+)
+from tests.client.samples import frame
+
+OBSERVATION = Observation(frame(32, 32), "lift the cup")
+LARGE = Observation(np.zeros((1500, 1500, 3), np.uint8), "more than the buffers of a socket hold")
+OPTIONS = ActOptions(deadline_ms=50)
+SHORT = ClientSettings(timeouts=Timeouts(answer_s=0.2))
+MANNERS = [
+    *[pytest.param(PolicyClient, one, id=f"http-{one.__name__}") for one in HTTP_MANNERS],
+    *[pytest.param(StreamClient, one, id=f"stream-{one.__name__}") for one in STREAM_MANNERS],
+]
+ASYNCHRONOUS = {PolicyClient: AsyncPolicyClient, StreamClient: AsyncStreamClient}
+
+
+def blocking(kind, url, settings, observation, options=None):
+    with kind(url, settings) as policy:
+        return policy.act(observation, options)
+
+
+def asynchronous(kind, url, settings, observation, options=None):
+    async def visit():
+        async with ASYNCHRONOUS[kind](url, settings) as policy:
+            return await policy.act(observation, options)
+
+    return asyncio.run(visit())
+
+
+@pytest.fixture(params=[blocking, asynchronous], ids=["blocking", "asynchronous"])
+def act(request):
+    return request.param
+
+
+ENDS = (TransportError, NotReadyError)
+
+
+@pytest.mark.parametrize(("kind", "manner"), MANNERS)
+def test_a_deadline_ends_the_call_whatever_the_server_does(act, kind, manner):
+    with holding_up(manner) as server:
+        with pytest.raises(ENDS):
+            act(kind, server.url, ClientSettings(), OBSERVATION, OPTIONS)
+        assert not server.let_go.is_set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "manner"), [(PolicyClient, dripping), (StreamClient, ping_flooding)]
+)
+def test_without_a_deadline_the_timeout_ends_it(act, kind, manner):
+    with holding_up(manner) as server:
+        with pytest.raises(ENDS):
+            act(kind, server.url, SHORT, OBSERVATION)
+        assert not server.let_go.is_set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "manner"), [(PolicyClient, frozen), (StreamClient, stream_silent)]
+)
+def test_sending_ends_too_where_nobody_takes_the_frame(act, kind, manner):
+    with holding_up(manner) as server:
+        with pytest.raises(ENDS):
+            act(kind, server.url, ClientSettings(), LARGE, OPTIONS)
+        assert not server.let_go.is_set()
+
+
+def test_retries_end_at_the_deadline(act):
+    settings = ClientSettings(retries=Retries(attempts=1_000_000, first_pause_s=0.0))
+    with holding_up(refusing) as server:
+        with pytest.raises(ENDS):
+            act(PolicyClient, server.url, settings, OBSERVATION, OPTIONS)
+        assert server.num_connections > 1
+        assert not server.let_go.is_set()
+
+
+def test_threads_that_take_turns_do_not_wait_beyond_their_deadline():
+    """One frame is on its way at a time; the second thread's time runs while it waits."""
+    ended = threading.Event()
+    with holding_up(stream_silent) as server, StreamClient(server.url) as policy:
+
+        def wait_long() -> None:
+            with pytest.raises(AnswerTimeoutError):
+                policy.act(OBSERVATION, ActOptions(deadline_ms=300))
+            ended.set()
+
+        first = threading.Thread(target=wait_long)
+        first.start()
+        while not server.num_connections:
+            time.sleep(0.005)
+        with pytest.raises(AnswerTimeoutError):
+            policy.act(OBSERVATION, OPTIONS)
+        assert not ended.is_set()
+        first.join()
+
+
+def test_looking_for_an_address_ends_in_time(monkeypatch):
+    """The system's resolver takes as long as it likes: 5 s for each server that is down."""
+    let_go = threading.Event()
+
+    def look(*_, **__):
+        let_go.wait(20)
+        raise OSError("no such host")
+
+    monkeypatch.setattr(deadlines.socket, "getaddrinfo", look)
+    with PolicyClient("http://robot-server") as policy:
+        with pytest.raises(ServerUnreachableError, match="not found in time"):
+            policy.act(OBSERVATION, OPTIONS)
+        assert not let_go.is_set()
+    let_go.set()
+
+
+def test_a_name_that_nobody_has_is_unreachable(monkeypatch):
+    def look(*_, **__):
+        raise socket.gaierror("no such host")
+
+    monkeypatch.setattr(deadlines.socket, "getaddrinfo", look)
+    policy = PolicyClient("http://robot-server")
+    with policy, pytest.raises(ServerUnreachableError, match="no such host"):
+        policy.act(OBSERVATION, OPTIONS)
+
+
+def test_all_addresses_of_a_name_are_tried(monkeypatch):
+    """The first one refuses; the server listens at the second."""
+    with holding_up(refusing) as server:
+        port = int(server.url.rpartition(":")[2])
+        found = [(2, 1, 6, "", (address, port)) for address in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(deadlines.socket, "getaddrinfo", lambda *_, **__: found)
+        one = deadlines._Backend().connect_tcp("robot-server", port)
+        assert one.get_extra_info("server_addr") == ("127.0.0.1", port)
+        one.close()
+
+
+def test_a_moment_that_has_passed_ends_every_wait_at_once():
+    transport = DeadlineTransport(True, None)
+    with ending_at(time.monotonic()), pytest.raises(httpx.ConnectTimeout):
+        transport.handle_request(httpx.Request("GET", "http://127.0.0.1:1"))
+    with ending_at(time.monotonic()), pytest.raises(httpcore.ReadTimeout):
+        deadlines.remaining_s(1.0)
+    assert deadlines.remaining_s(1.0) == 1.0
+
+
+def endless(connection: socket.socket, server: HostileServer) -> None:
+    """Answer with a body that has no end."""
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+    while not server.let_go.is_set():
+        connection.sendall(bytes(65536))
+
+
+def test_an_answer_without_an_end_is_refused_at_the_limit(act):
+    settings = ClientSettings(limits=WireLimits(max_bytes=100_000))
+    with holding_up(endless) as server:
+        with pytest.raises(MessageTooLargeError, match="100000 bytes"):
+            act(PolicyClient, server.url, settings, OBSERVATION)
+        assert not server.let_go.is_set()
