@@ -40,6 +40,7 @@ from scripts.local_server import local_server
 FRAME_SIDE = 258  # 200 kB of pixels
 REPLICA_NAME = "ray::ServeReplica:deft:PolicyReplica"
 KILL_AFTER_S = 5.0
+CPU = "process_cpu_seconds_total"
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,16 @@ def replicas() -> list[psutil.Process]:
 def wait_for_replicas(url: str, count: int) -> None:
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s:
-        page = httpx.get(f"{url}/metrics").text
-        found = re.search(r"^deft_replicas ([\d.]+)$", page, re.M)
-        if found and float(found[1]) == count:
+        if metric(httpx.get(f"{url}/metrics").text, "deft_replicas") == count:
             return
         time.sleep(0.1)
     raise SystemExit(f"{url} never had {count} replicas")
+
+
+def metric(page: str, name: str) -> float:
+    found = re.search(rf"^{name} (\S+)$", page, re.M)
+    assert found is not None, name
+    return float(found[1])
 
 
 def robots(port: int, count: int, rate_hz: float, seconds: float, encoding: ImageEncoding) -> Load:
@@ -197,20 +202,24 @@ def forecast(place: Place) -> None:
     """Twenty robots at 5 Hz over four replicas, measured and foretold; then more robots."""
     with local_server(*place.flags(4, 50), "--log-batches") as url:
         wait_for_replicas(url, 4)
+        spent_s = metric(httpx.get(f"{url}/metrics").text, CPU)
         load = robots(port_of(url), 20, 5.0, place.seconds, ImageEncoding.JPEG)
         page = httpx.get(f"{url}/metrics").text
-    sums = [
-        re.search(rf"^deft_batch_seconds_{part} (\S+)$", page, re.M) for part in ("sum", "count")
-    ]
-    mean_ms = 1000 * float(sums[0][1]) / float(sums[1][1])  # type: ignore[index]
+    mean_ms = (
+        1000 * metric(page, "deft_batch_seconds_sum") / metric(page, "deft_batch_seconds_count")
+    )
+    front_ms = 1000 * (metric(page, CPU) - spent_s) / len(load.replies)
     took_ms = load.took_ms(200)
     sent = int(place.seconds * 5) * 20
     print(
         f"20 robots at 5 Hz, 4 replicas: {len(load.replies)} of {sent} frames had one reply each:"
     )
-    print(f"  {dict(statuses(load))}; a batch took {mean_ms:.1f} ms on average")
+    print(
+        f"  {dict(statuses(load))}; a batch took {mean_ms:.1f} ms on average, "
+        f"the front {front_ms:.2f} ms of processor time a frame"
+    )
     rules = LineRules(max_batch=1, num_replicas=4)
-    capacity = Capacity(parse(f"{mean_ms}"), rules)
+    capacity = Capacity(parse(f"{mean_ms}"), rules, front_ms / 1000)
     told = simulate(Fleet(20, 5.0, seconds=place.seconds), capacity)
     seen = np.percentile(took_ms, [50, 99])
     print(f"  measured p50 {seen[0]:.1f} ms, p99 {seen[1]:.1f} ms; foretold {line(told)}")
