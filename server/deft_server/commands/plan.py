@@ -10,7 +10,14 @@ from pathlib import Path
 from deft_policies.commands.parse import parse_command
 from deft_policies.errors import PolicyError
 from deft_server.planning.service_times import ServiceTimes, measure, parse, read_log
-from deft_server.planning.simulate import Capacity, Fleet, Forecast, Goal, fewest_replicas, simulate
+from deft_server.planning.simulate import (
+    Capacity,
+    Fleet,
+    FleetGoal,
+    Forecast,
+    fewest_replicas,
+    simulate,
+)
 from deft_server.serving.waiting_line import LineRules
 from deft_server.settings import Settings, SettingsError
 
@@ -27,7 +34,7 @@ def main(arguments: list[str]) -> int:
     try:
         given, service = _read(arguments)
         fleet, capacity = _fleet(given), _capacity(given, service)
-        goal = Goal(given.p99_ms / 1000, given.answered / 100)
+        goal = FleetGoal(given.p99_ms / 1000, given.answered / 100)
         return _report(given, fleet, capacity, goal)
     except (SettingsError, PolicyError) as error:
         sys.stderr.write(f"deft plan: {error}\n")
@@ -144,7 +151,7 @@ def _capacity(given: argparse.Namespace, service: ServiceTimes) -> Capacity:
     return Capacity(service, rules, given.front_ms / 1000, given.added_ms / 1000)
 
 
-def _report(given: argparse.Namespace, fleet: Fleet, capacity: Capacity, goal: Goal) -> int:
+def _report(given: argparse.Namespace, fleet: Fleet, capacity: Capacity, goal: FleetGoal) -> int:
     """Print the forecast of one number of replicas, or the search for the fewest."""
     sys.stdout.write(describe_service(capacity.service) + "\n")
     if given.replicas:
@@ -185,7 +192,7 @@ def table(forecasts: dict[int, Forecast]) -> str:
     return "\n".join([head, *lines])
 
 
-def limit_of(forecast: Forecast, goal: Goal) -> str:
+def limit_of(forecast: Forecast, goal: FleetGoal) -> str:
     """Say what stands between a forecast and the goal."""
     if forecast.front_load >= 1:
         return f"the front is {forecast.front_load:.1f} times too busy; use several"

@@ -190,7 +190,7 @@ def simulate(fleet: Fleet, capacity: Capacity) -> Forecast:
 
 
 @dataclass(frozen=True)
-class Goal:
+class FleetGoal:
     """What has to hold: a quantile of the answers' times, and the share that is answered."""
 
     p99_s: float
@@ -213,7 +213,7 @@ class Search:
     forecasts: dict[int, Forecast] = field(default_factory=dict)
 
 
-def fewest_replicas(fleet: Fleet, capacity: Capacity, goal: Goal, most: int) -> Search:
+def fewest_replicas(fleet: Fleet, capacity: Capacity, goal: FleetGoal, most: int) -> Search:
     """Find how many replicas a fleet needs: doubled until it holds, then narrowed down."""
     seen: dict[int, Forecast] = {}
 

@@ -90,7 +90,7 @@ def _call(policy: Policy, batch: Sequence[ActRequest], failures: list[Failure]) 
     return [error] * len(batch)
 
 
-class Worker(Protocol):
+class PolicyWorker(Protocol):
     """Where a policy lives: on a thread, or in replicas elsewhere. Used on the event loop."""
 
     watches_itself: bool  # it ends batches that take too long by itself
@@ -108,17 +108,17 @@ class Worker(Protocol):
 class Listener(Protocol):
     """Who is told, on the event loop, what happens where the policy lives."""
 
-    def policy_loaded(self, worker: Worker, policy: Policy, num_replicas: int) -> None:
+    def policy_loaded(self, worker: PolicyWorker, policy: Policy, num_replicas: int) -> None:
         """The policy is loaded and warm, and takes so many batches at a time; may come again."""
 
-    def policy_broken(self, worker: Worker, error: Exception) -> None:
+    def policy_broken(self, worker: PolicyWorker, error: Exception) -> None:
         """The policy could not be loaded or warmed up."""
 
-    def batch_finished(self, worker: Worker, number: int, attempts: Attempts) -> None:
+    def batch_finished(self, worker: PolicyWorker, number: int, attempts: Attempts) -> None:
         """A batch came back."""
 
 
-StartWorker = Callable[[LoadPolicy, Listener, asyncio.AbstractEventLoop], Worker]
+StartWorker = Callable[[LoadPolicy, Listener, asyncio.AbstractEventLoop], PolicyWorker]
 
 
 class PolicyThread:

@@ -27,8 +27,8 @@ from deft_server.serving.policy_thread import (
     Failure,
     LoadPolicy,
     PolicyThread,
+    PolicyWorker,
     StartWorker,
-    Worker,
     answer_batch,
 )
 from deft_server.serving.readiness import Readiness, ServerPhase
@@ -116,7 +116,7 @@ class Scheduler:
         self._num_failed_batches = 0
         self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
-        self._worker: Worker
+        self._worker: PolicyWorker
         self._wake: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self._line))
         metrics.in_flight.set_function(lambda: len(self._line.in_flight))
@@ -177,7 +177,7 @@ class Scheduler:
         if not await asyncio.to_thread(self._worker.stop, patience_s):
             logger.warning("the policy is left behind: it is still busy")
 
-    def policy_loaded(self, worker: Worker, policy: Policy, num_replicas: int) -> None:
+    def policy_loaded(self, worker: PolicyWorker, policy: Policy, num_replicas: int) -> None:
         """Start to take frames, or go on with more or fewer replicas."""
         if worker is not self._worker:
             return
@@ -196,7 +196,7 @@ class Scheduler:
             self.on_ready()
         self._pump()
 
-    def policy_broken(self, worker: Worker, error: Exception) -> None:
+    def policy_broken(self, worker: PolicyWorker, error: Exception) -> None:
         """Give up: there is nothing to serve."""
         if worker is not self._worker:
             return
@@ -204,7 +204,7 @@ class Scheduler:
         self._settled.set()
         self.on_fatal(ServerPhase.BROKEN)
 
-    def batch_finished(self, worker: Worker, number: int, attempts: Attempts) -> None:
+    def batch_finished(self, worker: PolicyWorker, number: int, attempts: Attempts) -> None:
         """Hand out the answers and start the next batch."""
         if worker is not self._worker:
             return

@@ -10,8 +10,8 @@ from deft_server.planning.service_times import ServiceTimes, collect
 from deft_server.planning.simulate import (
     Capacity,
     Fleet,
+    FleetGoal,
     Forecast,
-    Goal,
     fewest_replicas,
     simulate,
 )
@@ -76,7 +76,7 @@ def test_no_answer_is_later_than_its_deadline():
 
 
 def test_the_search_finds_the_fewest_that_meet_the_goal():
-    fleet, capacity, goal = Fleet(20, 5.0), Capacity(takes(0.05), ONE_AT_A_TIME), Goal(0.075)
+    fleet, capacity, goal = Fleet(20, 5.0), Capacity(takes(0.05), ONE_AT_A_TIME), FleetGoal(0.075)
     found = fewest_replicas(fleet, capacity, goal, most=64).num_replicas
     assert found is not None
 
@@ -89,7 +89,7 @@ def test_the_search_finds_the_fewest_that_meet_the_goal():
 
 def test_a_front_that_is_too_busy_is_not_helped_by_replicas():
     capacity = Capacity(takes(0.05), ONE_AT_A_TIME, front_s=0.02)
-    search = fewest_replicas(Fleet(20, 5.0, seconds=10.0), capacity, Goal(10.0), most=32)
+    search = fewest_replicas(Fleet(20, 5.0, seconds=10.0), capacity, FleetGoal(10.0), most=32)
     assert search.num_replicas is None
     assert max(search.forecasts) == 32
     assert search.forecasts[32].front_load == pytest.approx(2.0, rel=0.01)
@@ -98,7 +98,7 @@ def test_a_front_that_is_too_busy_is_not_helped_by_replicas():
 def test_nobody_answered_is_an_infinite_wait():
     nobody = Forecast(10, np.array([]), 0, 10, 0, 0.0, 0.0, 0.0)
     assert math.isinf(nobody.at(0.5))
-    assert not Goal(1.0).is_met(nobody)
+    assert not FleetGoal(1.0).is_met(nobody)
 
 
 def test_the_same_seed_forecasts_the_same():

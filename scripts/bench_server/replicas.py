@@ -2,7 +2,7 @@
 
 Start Ray first, because starting it takes longer than some measurements:
     ray start --head --num-cpus 4 --include-dashboard=false
-    python -m scripts.bench_replicas --ray 127.0.0.1:6379
+    python -m scripts.bench_server.replicas --ray 127.0.0.1:6379
 """
 
 import argparse
@@ -44,7 +44,7 @@ CPU = "process_cpu_seconds_total"
 
 
 @dataclass(frozen=True)
-class Place:
+class RayPlace:
     """Where Ray is, and how long each load lasts."""
 
     ray: str
@@ -64,7 +64,7 @@ def port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1])
 
 
-def throughput(place: Place) -> None:
+def throughput(place: RayPlace) -> None:
     """Sixteen sessions that ask again as soon as they are answered."""
     rates = {}
     for count in (1, 2):
@@ -77,7 +77,7 @@ def throughput(place: Place) -> None:
     print(f"throughput: {rates[1]:.1f} and {rates[2]:.1f} frames/s, {ratio:.2f}x (at least 1.9x)")
 
 
-def added_time(place: Place) -> None:
+def added_time(place: RayPlace) -> None:
     """The same frame to a policy on a thread and to one replica, in turns."""
     body = message(FRAME_SIDE, "s")
     with (
@@ -110,7 +110,7 @@ async def alternate(ports: list[int], body: bytes, rounds: int) -> list[list[flo
     return took_ms
 
 
-def kill(place: Place) -> None:
+def kill(place: RayPlace) -> None:
     """Kill one of two replicas under the load of sixteen sessions."""
     with local_server(*place.flags(2, 50)) as url:
         wait_for_replicas(url, 2)
@@ -198,7 +198,7 @@ def statuses(load: Load) -> Counter[int]:
     return Counter(one.status for one in load.replies)
 
 
-def forecast(place: Place) -> None:
+def forecast(place: RayPlace) -> None:
     """Twenty robots at 5 Hz over four replicas, measured and foretold; then more robots."""
     with local_server(*place.flags(4, 50), "--log-batches") as url:
         wait_for_replicas(url, 4)
@@ -239,7 +239,7 @@ def line(told: Forecast) -> str:
     )
 
 
-MEASUREMENTS: dict[str, Callable[[Place], None]] = {
+MEASUREMENTS: dict[str, Callable[[RayPlace], None]] = {
     "throughput": throughput,
     "added": added_time,
     "kill": kill,
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(MEASUREMENTS), nargs="*", default=[*MEASUREMENTS])
     given = parser.parse_args()
     for name in given.only:
-        MEASUREMENTS[name](Place(given.ray, given.seconds))
+        MEASUREMENTS[name](RayPlace(given.ray, given.seconds))
 
 
 if __name__ == "__main__":
