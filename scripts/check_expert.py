@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", default="0-9")
     parser.add_argument("--trials", default=f"0-{NUM_TRIALS - 1}")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--assets", type=Path, help="default: LIBERO's own")
     parser.add_argument("--noise", type=float, default=0.0, help="sigma (default: %(default)s)")
     parser.add_argument("--pushes", type=float, default=0.0, help="chance (default: %(default)s)")
     parser.add_argument("--widen", type=float, default=0.0, help="metres (default: %(default)s)")
@@ -113,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
 def _jobs(options: argparse.Namespace, done: set[tuple[str, int, int]]) -> Iterator[CheckJob]:
     suite = find_suite(options.suite)
     noise = NoiseSettings(options.noise, options.pushes, slip_chance=0.0)
-    settings = EnvironmentSettings(renderer=Renderer.NONE, widen_metres=options.widen)
+    settings = EnvironmentSettings(
+        renderer=Renderer.NONE, widen_metres=options.widen, assets_folder=options.assets
+    )
     for task in parse_numbers(options.tasks, len(suite.tasks), "--tasks"):
         numbers = parse_numbers(options.trials, NUM_TRIALS, "--trials")
         missing = [trial for trial in numbers if (suite.name, task, trial) not in done]

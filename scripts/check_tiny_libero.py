@@ -95,7 +95,7 @@ def play(url: str, out: Path, decoding: str, widened_cm: float) -> PlayedRun:
         [
             *(SUITE, "--tasks", TASKS, "--trials", TRIALS, "--url", url, "--stream"),
             *("--decoding", decoding, "--widen-cm", str(widened_cm), "--workers", "2"),
-            *("--out", str(folder)),
+            *("--out", str(folder), "--assets", "stand-in"),  # what the policy was trained on
         ]
     )
     if code != evaluate_command.DONE:

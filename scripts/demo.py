@@ -29,6 +29,7 @@ def main() -> int:
             code = evaluate_command.main(
                 [
                     *(SUITE, "--tasks", TASKS, "--trials", TRIAL, "--url", url, "--stream"),
+                    *("--assets", "stand-in"),  # what the policy was trained on
                     *("--decoding", *DECODINGS, "--video", "all", "--out", str(FOLDER)),
                 ]
             )

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from deft_client import PolicyClient
+from deft_client import ClientSettings, PolicyClient
 from deft_client.errors import NotReadyError, TransportError
 
 LISTENING = re.compile(r"listening on (https?://[^\s\"]+)")
@@ -22,8 +22,8 @@ class ServerDidNotStartError(Exception):
 
 
 @contextmanager
-def local_server(*flags: str) -> Iterator[str]:
-    """Yield the URL of a server that is ready; stop it afterwards."""
+def local_server(*flags: str, settings: ClientSettings | None = None) -> Iterator[str]:
+    """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
         stderr=subprocess.PIPE,
@@ -34,7 +34,7 @@ def local_server(*flags: str) -> Iterator[str]:
     reader = threading.Thread(target=_follow, args=(process, log, found), daemon=True)
     reader.start()
     try:
-        yield _when_ready(process, log, found)
+        yield _when_ready(process, log, found, settings)
     finally:
         process.terminate()
         try:
@@ -54,18 +54,23 @@ def _follow(process: subprocess.Popen[str], log: deque[str], found: deque[str]) 
                 found.append(match[1])
 
 
-def _when_ready(process: subprocess.Popen[str], log: deque[str], found: deque[str]) -> str:
+def _when_ready(
+    process: subprocess.Popen[str],
+    log: deque[str],
+    found: deque[str],
+    settings: ClientSettings | None,
+) -> str:
     gives_up_at = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < gives_up_at and process.poll() is None:
-        if found and _is_ready(found[0]):
+        if found and _is_ready(found[0], settings):
             return found[0]
         time.sleep(0.05)
     raise ServerDidNotStartError("the server did not start; its last words:\n" + "".join(log))
 
 
-def _is_ready(url: str) -> bool:
+def _is_ready(url: str, settings: ClientSettings | None) -> bool:
     try:
-        with PolicyClient(url) as policy:
+        with PolicyClient(url, settings) as policy:
             policy.ping()
     except (TransportError, NotReadyError):
         return False

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from deft_client.libero.results.errors import ResultsWriteError
 
 from deft_client.libero.demonstrations.files import (
     episode_path,
@@ -24,13 +23,14 @@ from deft_client.libero.demonstrations.files import (
     load_demonstration,
     save_demonstration,
 )
+from deft_client.libero.errors import ResultsWriteError
 from deft_client.libero.results.store import EPISODES_FILE, ResultsStore, load_run
 from deft_client.recorder import Recorder
 from deft_client.recordings import RecordedStep, find_episodes, read_episode
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_draft_training.errors import StorageError
 from deft_draft_training.run_directory import RunDirectory
-from deft_server.recording.files import EpisodeFiles, EpisodeKey, RecordingRules, TimedStep
+from deft_server.recording.files import EpisodeFiles, RecordedSession, RecordingRules, TimedStep
 from tests.client.libero.demonstrations.test_files import HEADER, demonstration
 from tests.client.libero.episodes import header, record
 
@@ -84,7 +84,7 @@ class Robot:
 
 
 class Server:
-    key = EpisodeKey("lab", "arm")
+    key = RecordedSession("lab", "arm")
 
     def __init__(self, folder: Path) -> None:
         self.files = EpisodeFiles(RecordingRules(folder, min_free_bytes=0))

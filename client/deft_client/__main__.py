@@ -8,13 +8,16 @@ COMMANDS = {
     "eval": Command("deft_client.libero.commands.evaluate", "play LIBERO episodes, keep results"),
     "report": Command("deft_client.libero.commands.report", "results to a page, a table and CSV"),
     "assets": Command("deft_client.libero.commands.assets", "build, show or check LIBERO's assets"),
+    "datasets": Command(
+        "deft_client.commands.datasets", "say what a data set holds, or export it for LeRobot"
+    ),
     "demos": Command("deft_client.libero.commands.demos", "record demonstrations with the expert"),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    return Program("deft-client", COMMANDS).run(arguments)
+    return Program("deft-client", COMMANDS, "deft-client[libero]").run(arguments)
 
 
 if __name__ == "__main__":

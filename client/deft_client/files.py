@@ -1,10 +1,13 @@
 """Files that are there whole or not at all, whatever happens while they are written."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextmanager
@@ -44,6 +47,26 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace the content of a file in one step. Raises OSError."""
     with replacing(path) as beside:
         beside.write_bytes(content)
+
+
+def append_whole(file: FileIO | BinaryIO, data: bytes) -> None:
+    """Write all of it behind what is there, or leave nothing of it and raise OSError.
+
+    A disk may take it in parts before it says that it is full.
+    """
+    start, left = file.tell(), memoryview(data)
+    try:
+        while left:
+            written = file.write(left)
+            if not written:
+                raise OSError(errno.ENOSPC, f"{len(left)} of {len(data)} bytes were not written")
+            left = left[written:]
+    except OSError:
+        if len(left) < len(data):
+            # Both: what is written next would leave zeros before it, and end the reading there.
+            file.seek(start)
+            file.truncate()
+        raise
 
 
 def sync(path: Path) -> None:

@@ -4,7 +4,6 @@ The files are those of `recordings`: readable up to the last whole step after a 
 `deft replay` and the trainers read.
 """
 
-import errno
 import logging
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from deft_client.calls import ActingPolicy
+from deft_client.files import append_whole
 from deft_client.recordings import (
     SUFFIX,
     EpisodeHeader,
@@ -92,7 +92,7 @@ class Recorder:
         file = self._file or self._start(options.session_id or self.session_id)
         at_s = time.monotonic() - self._started_s
         step = RecordedStep(self._num_steps, at_s, observation, options, chunk)
-        _write(file, encode_step(step, self._encoding))
+        append_whole(file, encode_step(step, self._encoding))
         self._num_steps += 1
 
     def _start(self, session_id: str) -> BinaryIO:
@@ -105,7 +105,7 @@ class Recorder:
         self._num_steps = 0
         self._started_s = time.monotonic()
         try:
-            _write(self._file, encode_header(EpisodeHeader(session_id, now)))
+            append_whole(self._file, encode_header(EpisodeHeader(session_id, now)))
         except OSError:
             self.path.unlink(missing_ok=True)  # half a header is nothing that could be read
             raise
@@ -117,7 +117,7 @@ class Recorder:
             return
         try:
             with file:
-                _write(file, encode_end(reason))
+                append_whole(file, encode_end(reason))
         except OSError as error:
             self._give_up(error)
 
@@ -128,13 +128,3 @@ class Recorder:
             with suppress(OSError):  # a disk that is gone may say so once more
                 file.close()
         logger.error("recording to %s stopped: %s", self.path or self._directory, error)
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    """Write all of it; a disk may take it in parts before it says that it is full."""
-    left = memoryview(data)
-    while left:
-        written = file.write(left)
-        if not written:
-            raise OSError(errno.ENOSPC, f"{len(left)} of {len(data)} bytes were not written")
-        left = left[written:]

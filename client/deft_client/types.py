@@ -191,5 +191,6 @@ class ServerInfo:
     image_chains: tuple[str, ...]
     decoding: str
     decoding_methods: tuple[str, ...]
+    instructions: tuple[str, ...] = ()  # those it was trained on; empty where nobody noted them
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)

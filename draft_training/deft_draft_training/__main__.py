@@ -1,13 +1,14 @@
 """`deft train`: one subcommand per step from demonstrations to a draft head or a small policy."""
 
 from deft_client.commands.program import Command, Program
+from deft_client.errors import DeftError
 from deft_draft_training.errors import TrainingError
 from deft_policies.errors import PolicyError
 
 _HEADS = "deft_draft_training.heads."
 _POLICY = "deft_draft_training.policy."
 COMMANDS = {
-    "record": Command(_HEADS + "record", "a target's features over demonstrations or recordings"),
+    "record": Command(_HEADS + "record", "a target's features over the episodes of data sets"),
     "fit": Command(_HEADS + "fit", "fit a draft head to recorded or live features"),
     "evaluate": Command(_HEADS + "evaluate", "judge draft heads on held-out episodes"),
     "export": Command(_HEADS + "export", "write a fitted head as the server loads it"),
@@ -21,7 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     program = Program(
         "deft train",
         COMMANDS,
-        errors=(TrainingError, PolicyError),
+        "deft-vla[models,training]",
+        errors=(TrainingError, PolicyError, DeftError),
         when_interrupted="stopped; the same command goes on from here",
     )
     return program.run(arguments)

@@ -1,13 +1,13 @@
 """Turns TOML into frozen dataclasses. Unknown keys and wrong types are refused by name."""
 
 import difflib
+import json
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from types import UnionType
 from typing import Any, TypeVar
 
 from deft_draft_training.errors import ConfigError
@@ -56,15 +56,8 @@ def build_config(kind: type[Config], table: Mapping[str, Any], prefix: str = "")
 
 def plain(config: object) -> Any:
     """The configuration as JSON-ready values: what a run directory stores and compares."""
-    if is_dataclass(config):
-        return {one.name: plain(getattr(config, one.name)) for one in fields(config)}
-    if isinstance(config, Enum):
-        return config.value
-    if isinstance(config, Path):
-        return str(config)
-    if isinstance(config, tuple | list):
-        return [plain(one) for one in config]
-    return config
+    values = asdict(config)  # type: ignore[call-overload]
+    return json.loads(json.dumps(values, default=lambda one: one.value))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -91,9 +84,6 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
     origin = typing.get_origin(hint)
-    if origin in (typing.Union, UnionType):
-        options = [one for one in typing.get_args(hint) if one is not type(None)]
-        return _convert(options[0], value, key)
     if origin is tuple:
         inner = typing.get_args(hint)[0]
         if not isinstance(value, list | tuple):
@@ -115,8 +105,6 @@ def _convert_scalar(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(f"{key} must be one of {names}, got {value!r}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is Path and isinstance(value, str):
-        return Path(value).expanduser()
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{key} must be {hint.__name__}, got {value!r}")
     return value

@@ -1,13 +1,14 @@
 """Optimisers and learning-rate schedules. Knows parameters, nothing of what they belong to."""
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class TrainingPrecision(Enum):
@@ -17,12 +18,17 @@ class TrainingPrecision(Enum):
     BFLOAT16 = "bfloat16"
 
 
-def computing_in(
-    precision: TrainingPrecision, device: torch.device
-) -> AbstractContextManager[object]:
+@contextmanager
+def computing_in(precision: TrainingPrecision, device: torch.device) -> Iterator[None]:
     """Compute a forward pass and its loss so; sums and losses stay float32 either way."""
     is_half = precision is TrainingPrecision.BFLOAT16
-    return torch.autocast(device.type, torch.bfloat16, enabled=is_half)
+    # On a CPU, going back through fused attention takes longer in bfloat16 than all the rest.
+    is_slow = is_half and device.type == "cpu"
+    with (
+        torch.autocast(device.type, torch.bfloat16, enabled=is_half),
+        sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext(),
+    ):
+        yield
 
 
 class WeightAverage:

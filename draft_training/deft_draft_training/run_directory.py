@@ -5,14 +5,11 @@ the old state or the new one, never half of it.
 """
 
 import json
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -57,27 +54,15 @@ def open_board(directory: Path, first_step: int) -> Board:
     return board
 
 
-def show(board: Board, step: int, values: Mapping[str, float]) -> None:
-    """Show all numbers of a step."""
-    for name, value in values.items():
-        board.add_scalar(name, value, step)
-    board.flush()
-
-
 STATE_FILE = "state.pt"
-_CONFIG, _METRICS = "config.json", "metrics.jsonl"
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """How far a run has come."""
-
-    step: int = 0
-    samples: int = 0
+_CONFIG, _METRICS, _STEPS = "config.json", "metrics.jsonl", "steps"
 
 
 class RunDirectory:
-    """Owns one directory; refuses one that another configuration wrote."""
+    """Owns one directory; refuses one that another configuration wrote.
+
+    Only the number of steps may grow: the run goes on, on the schedule of its new length.
+    """
 
     def __init__(self, path: Path, config: Mapping[str, Any], with_board: bool = False) -> None:
         self.path = path
@@ -87,14 +72,17 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         stored = path / _CONFIG
         wanted = json.loads(json.dumps(config))
-        if stored.exists():
-            self._compare(json.loads(stored.read_text()), wanted)
-        else:
+        known = json.loads(stored.read_text()) if stored.exists() else None
+        if known is not None:
+            self._compare(known, wanted)
+        if known != wanted:
             with explained(stored):
                 write_atomically(stored, json.dumps(wanted, indent=2).encode())
 
     def _compare(self, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-        keys = [key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)]
+        keys = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
+        if keys == {_STEPS} and stored[_STEPS] < wanted[_STEPS]:
+            return
         if keys:
             raise ResumeError(
                 f"{self.path} was started with another configuration; these differ: "
@@ -103,21 +91,17 @@ class RunDirectory:
 
     def save(
         self,
-        progress: RunProgress,
+        step: int,
         module: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Store all that the next step depends on, random generators included."""
+        """Store all that the next step depends on; what is random in it follows from its number."""
         state = {
-            "step": progress.step,
-            "samples": progress.samples,
+            "step": step,
             "module": module.state_dict(),
             "optimizers": [one.state_dict() for one in optimizers],
             "extra": dict(extra or {}),
-            "torch_rng": torch.get_rng_state(),
-            "numpy_rng": json.dumps(_numpy_state()),
-            "python_rng": json.dumps(random.getstate()),
         }
         path = self.path / STATE_FILE
         with explained(path), replacing(path) as beside, beside.open("wb") as file:
@@ -125,25 +109,21 @@ class RunDirectory:
 
     def load(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer]
-    ) -> tuple[RunProgress, dict[str, Tensor]]:
-        """Restore the newest state, or report that the run starts at step 0."""
+    ) -> tuple[int, dict[str, Tensor]]:
+        """Restore the newest state; how many steps were taken, 0 where there is none."""
         path = self.path / STATE_FILE
         if not path.exists():
             self._cut_metrics(0)  # of a run that ended before its first state
             self._open_board(1)
-            return RunProgress(), {}
+            return 0, {}
         state = torch.load(path, map_location="cpu", weights_only=True)
         module.load_state_dict(state["module"])
         for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
-        torch.set_rng_state(state["torch_rng"])
-        _restore_numpy(json.loads(state["numpy_rng"]))
-        version, internal, gauss = json.loads(state["python_rng"])
-        random.setstate((version, tuple(internal), gauss))
-        progress = RunProgress(state["step"], state["samples"])
-        self._cut_metrics(progress.step)
-        self._open_board(progress.step + 1)
-        return progress, state["extra"]
+        step: int = state["step"]
+        self._cut_metrics(step)
+        self._open_board(step + 1)
+        return step, state["extra"]
 
     def _open_board(self, first_step: int) -> None:
         if self._with_board:
@@ -155,7 +135,9 @@ class RunDirectory:
         with explained(path), path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
-            show(self._board, step, values)
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
 
     def metrics(self) -> list[dict[str, float]]:
         """All whole lines written so far, in order."""
@@ -171,13 +153,3 @@ class RunDirectory:
         path = self.path / _METRICS
         with explained(path):
             write_atomically(path, "".join(f"{one}\n" for one in kept).encode())
-
-
-def _numpy_state() -> list[Any]:
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return [name, np.asarray(keys).tolist(), position, has_gauss, gauss]
-
-
-def _restore_numpy(stored: list[Any]) -> None:
-    name, keys, position, has_gauss, gauss = stored
-    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))

@@ -68,7 +68,10 @@ class Policy(Protocol):
         """Raise `RequestError` for what `act` could not answer; cheap, touches no model."""
 
     def warm_up(self) -> None:
-        """Do once what would make the first answer slow."""
+        """Do once what would make the first answer slow, and try whether answers can be trusted.
+
+        Raises `PolicyError` where they cannot: nothing may be served then.
+        """
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order. Blocking.

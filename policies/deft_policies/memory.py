@@ -14,13 +14,20 @@ import numpy as np
 
 from deft_client.errors import UnsupportedMessageError, UnusableValueError
 from deft_client.wire import msgpack_codec
-from deft_client.wire.fields import Json, Kind, Terms, WireLimits, list_of, record_of, whole
-from deft_client.wire.images import array
+from deft_client.wire.fields import (
+    Kind,
+    Terms,
+    WireLimits,
+    list_of,
+    record_of,
+    unusable,
+    whole,
+)
 
 VERSION = 1
 STEPS_KEPT = 32
 _LIMITS = WireLimits(max_bytes=64 * 1024, max_trace_values=256, max_lists=512)
-_MAX_TOKENS = STEPS_KEPT * 256
+_MAX_WIDTH = 256  # tokens of a step
 
 Tokens = tuple[int, ...]
 
@@ -79,24 +86,25 @@ def decode_memory(data: bytes) -> SessionMemory:
         raise UnusableValueError("body", str(error)) from error
 
 
-def _pack_steps(steps: Sequence[Tokens]) -> Json:
-    shape = [len(steps), len(steps[0]) if steps else 0]
-    return {
-        "dtype": "int32",
-        "shape": shape,
-        "data": np.fromiter(chain.from_iterable(steps), "<i4").tobytes(),
-    }
+def _pack_steps(steps: Sequence[Tokens]) -> list[object]:
+    """Tokens of a step, and all of them as little-endian int32."""
+    width = len(steps[0]) if steps else 0
+    return [width, np.fromiter(chain.from_iterable(steps), "<i4").tobytes()]
 
 
 def _read_steps(value: object, where: str, terms: Terms) -> tuple[Tokens, ...]:
-    tokens = _TOKENS.read(value, where, terms)
+    if not (isinstance(value, list) and [type(one) for one in value] == [int, bytes]):
+        raise unusable(where, "a width and bytes", value)
+    width, data = value
+    if not 0 <= width <= _MAX_WIDTH or (len(data) % (4 * width) if width else data):
+        raise UnusableValueError(where, f"{len(data)} bytes are no steps of {width} tokens")
+    tokens = np.frombuffer(data, "<i4").reshape(-1, width) if width else np.empty((0, 0))
     if tokens.size and tokens.min() < 0:
         raise UnusableValueError(where, "must hold no negative token")
     return tuple(map(tuple, tokens.tolist()))
 
 
-_TOKENS = array("int32", ("step", "position"), lambda _: _MAX_TOKENS)
-_STEPS = Kind(_read_steps, _TOKENS.schema)
+_STEPS = Kind(_read_steps, lambda _: {"type": "array"})
 _COUNT = whole(low=0)
 _MEMORY = record_of(
     SessionMemory,

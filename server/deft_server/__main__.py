@@ -24,7 +24,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    return Program("deft", COMMANDS).run(arguments)
+    return Program("deft", COMMANDS, "deft-vla[server,models,training]").run(arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ from deft_server.compat.act_route import build_config_router, build_peer_act_rou
 from deft_server.compat.groot import GrootSocket
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_route
-from deft_server.dashboard.pages import build_page_routes
+from deft_server.dashboard.pages import build_document_routes, build_page_routes
+from deft_server.hosting.host import Elsewhere
+from deft_server.hosting.recipe import LoadPolicy
+from deft_server.http.bounds import build_bounds
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
@@ -28,7 +31,6 @@ from deft_server.http.routes import (
     build_stream_route,
 )
 from deft_server.recording.writer import build_recording, build_recording_router
-from deft_server.serving.policy_thread import LoadPolicy, PolicyThread, StartWorker
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
 
@@ -50,6 +52,7 @@ class DeftApp(FastAPI):
         self, service: Service, companions: Iterable[Companion], starts_loaded: bool
     ) -> None:
         self.service = service
+        self.bounds = build_bounds(service.settings)
         self.companions = tuple(companions)
 
         @asynccontextmanager
@@ -64,7 +67,10 @@ class DeftApp(FastAPI):
             for one in self.companions:
                 await run_in_threadpool(one.stop)
 
-        super().__init__(title="Deft", version=service.version, lifespan=lifespan, redoc_url=None)
+        super().__init__(
+            title="Deft", version=service.version, lifespan=lifespan, docs_url=None, redoc_url=None
+        )
+        self.router.redirect_slashes = False  # it would send a caller to whatever Host says
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, with the bodies that our routes read as raw bytes."""
@@ -76,28 +82,29 @@ class DeftApp(FastAPI):
 
 
 def create_app(
-    policy: Policy | LoadPolicy,
-    settings: Settings | None = None,
-    start_worker: StartWorker = PolicyThread,
+    policy: Policy | LoadPolicy | Elsewhere, settings: Settings | None = None
 ) -> DeftApp:
-    """Build the app around a policy, or around a function that loads one.
+    """Build the app around a policy, a function that loads one, or one that lives elsewhere.
 
     A policy is warm before the first request is taken; a function is called on the policy thread
     while the app already answers /healthz.
     """
     settings = settings or Settings()
-    load: LoadPolicy = policy if callable(policy) else lambda: policy
-    service = Service(load, settings, start_worker)
+    load: LoadPolicy | Elsewhere = (
+        policy if isinstance(policy, Elsewhere) or callable(policy) else lambda: policy
+    )
+    service = Service(load, settings)
     decoder = FrameDecoder(settings.wire_limits)
     recording = build_recording(service)
     groot = None if settings.groot_port is None else GrootSocket(service, settings.groot_port)
     companions = [one for one in (decoder, recording, groot) if one is not None]
-    app = DeftApp(service, companions, starts_loaded=not callable(policy))
+    app = DeftApp(service, companions, starts_loaded=load is not policy)
     app.router.routes += [
         build_act_route(service, decoder),
         build_stream_route(service, decoder),
         build_peer_act_route(service),
         build_socket_route(service),
+        *build_document_routes("/dashboard" if settings.dashboard else "/docs"),
         *(build_page_routes(service) if settings.dashboard else ()),
     ]
     for router in (
@@ -122,4 +129,4 @@ def _add_layers(app: DeftApp) -> None:
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
-    app.add_middleware(Gate, service=app.service)
+    app.add_middleware(Gate, service=app.service, bounds=app.bounds)

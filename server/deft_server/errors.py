@@ -2,6 +2,7 @@
 
 ServerError
 ├── AccessError                 who is asking
+│   ├── WrongHostError          the name by which we were called is not ours
 │   ├── MissingKeyError         no API key, or one we do not know
 │   └── ForbiddenError          a known caller, but this door is not theirs
 ├── BodyError                   the bytes of the request, before anybody reads their meaning
@@ -39,6 +40,12 @@ class ServerError(Exception):
 
 class AccessError(ServerError):
     """The caller may not do this."""
+
+
+class WrongHostError(AccessError):
+    """The Host header names nobody here, as when a web page has its own name lead to us."""
+
+    field = "host"
 
 
 class MissingKeyError(AccessError):
@@ -124,6 +131,7 @@ _ROWS: tuple[tuple[type[Exception], ProblemKind], ...] = (
     (SupersededFrameError, ProblemKind(409, "superseded", "Superseded by a newer frame")),
     (MessageTooLargeError, ProblemKind(413, "too-large", "Too large")),
     (BodyTooLargeError, ProblemKind(413, "too-large", "Too large")),
+    (WrongHostError, ProblemKind(421, "wrong-host", "Not a name of this server")),
     (UnsupportedMessageError, ProblemKind(415, "unsupported", "Unsupported encoding")),
     (UnusableValueError, ProblemKind(422, "unusable", "Unusable value")),
     (RequestError, ProblemKind(422, "unusable", "Unusable value")),

@@ -3,6 +3,7 @@ the business of `settings_sources`.
 """
 
 from enum import Enum
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated
 
@@ -49,8 +50,9 @@ class ActProfile(Enum):
 
 
 class LogFormat(Enum):
-    """How log lines look."""
+    """How log lines look; `auto` is text on a terminal and JSON anywhere else."""
 
+    AUTO = "auto"
     JSON = "json"
     TEXT = "text"
 
@@ -62,6 +64,13 @@ class LogLevel(Enum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Settings(BaseModel):
@@ -90,10 +99,14 @@ class Settings(BaseModel):
         default=True, description="may a frame choose its own decoding and radius"
     )
 
+    policy_process: bool = Field(
+        default=False, description="keep the policy in a process of its own, loaded again if lost"
+    )
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")
     on_hang: OnHang = Field(default=OnHang.EXIT, description="what to do about a policy that hangs")
     unready_after_failures: Count = Field(
-        default=5, description="batches that fail in a row before /readyz answers 503"
+        default=5,
+        description="batches that fail, or unsafe answers, in a row before /readyz gives 503",
     )
     replicas: Count | None = Field(
         default=None, description="start so many replicas of the policy with Ray Serve"
@@ -135,6 +148,16 @@ class Settings(BaseModel):
         default=None, description="frames per second of a caller whose key sets no rate"
     )
     open_metrics: bool = Field(default=True, description="serve /metrics without a key")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="names that lead here, comma-separated, besides localhost and addresses",
+    )
+    allow_anyone: bool = Field(
+        default=False, description="let whoever reaches a public address move the robot, keyless"
+    )
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(), description="addresses or networks whose X-Forwarded-For is believed"
+    )
     cors_origins: tuple[str, ...] = Field(
         default=(), description="web origins that may call, comma-separated; none by default"
     )
@@ -146,7 +169,10 @@ class Settings(BaseModel):
 
     max_body_bytes: Count = Field(default=16 * 1024 * 1024, description="largest body or message")
     max_total_bytes: Count = Field(
-        default=1024**3, description="largest sum of all bodies in hand; beyond it 429"
+        default=256 * 1024**2, description="largest sum of all bodies and messages in hand"
+    )
+    max_header_bytes: int = Field(
+        default=32 * 1024, ge=1024, description="largest sum of a request's headers and trailers"
     )
     max_image_side: Count = Field(default=4096, description="longest side of an image")
     max_image_pixels: int = Field(
@@ -162,6 +188,9 @@ class Settings(BaseModel):
     body_timeout_s: Positive = Field(default=10.0, description="longest a body may take to arrive")
     keep_alive_s: Positive = Field(default=75.0, description="idle HTTP connections are closed")
     max_connections: Count = Field(default=4096, description="most connections; beyond it 503")
+    max_connections_per_address: Count = Field(
+        default=1024, description="most connections from one address that is no trusted proxy"
+    )
 
     profile: ActProfile = Field(
         default=ActProfile.OPENVLA, description="whose POST /act to answer: OpenVLA's or OFT's"
@@ -192,14 +221,35 @@ class Settings(BaseModel):
     log_batches: bool = Field(
         default=False, description="log size and time of every batch, for deft plan --log"
     )
-    log_format: LogFormat = Field(default=LogFormat.JSON, description="how log lines look")
+    log_format: LogFormat = Field(
+        default=LogFormat.AUTO,
+        description="how log lines look; auto: text on a terminal, else JSON",
+    )
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "allowed_hosts", "trusted_proxies", mode="before")
     @classmethod
     def _split_words(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(word.strip() for word in value.split(",") if word.strip())
         return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            ip_network(one)  # a ValueError that says what is wrong
+        return value
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> "Settings":
+        asks_certificates = self.tls_client_ca is not None and self.groot_port is None
+        is_guarded = self.keys_file is not None or asks_certificates
+        if not (is_guarded or self.allow_anyone or _is_loopback(self.host)):
+            raise ValueError(
+                f"on {self.host} anyone in the network could move the robot: give keys_file "
+                "(`deft key` makes keys), or say allow_anyone if that is meant"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_pairs(self) -> "Settings":

@@ -8,6 +8,7 @@ import PIL.Image
 import pytest
 
 from deft_client.__main__ import main
+from deft_client.commands.program import Command, Program
 from deft_client.wire import json_codec, msgpack_codec
 from tests.client.fake_server import ANSWER, INFO, streaming
 from tests.client.samples import frame, full_answer, saved
@@ -66,6 +67,30 @@ def test_help_lists_the_commands(capsys):
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert main(["dance"]) == 2
     assert "unknown command 'dance'" in capsys.readouterr().err
+
+
+def test_the_version_is_the_installed_one(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("deft-client ")
+
+
+def test_a_wrong_flag_is_answered_in_two_lines(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["ping", "--colour", "red"])
+    assert ended.value.code == 2
+    wrong, remedy = capsys.readouterr().err.splitlines()
+    assert wrong == "deft-client ping: unrecognized arguments: --colour red"
+    assert remedy == "deft-client ping --help lists what may be given"
+
+
+def test_a_missing_package_is_named_with_what_brings_it(capsys, tmp_path, monkeypatch):
+    (tmp_path / "needy_command.py").write_text("import not_installed_anywhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    program = Program("robot", {"go": Command("needy_command", "go")}, "robot[legs]")
+    assert program.run(["go"]) == 1
+    missing, remedy = capsys.readouterr().err.splitlines()
+    assert missing == "robot go: the package not_installed_anywhere is not installed"
+    assert "pip install 'robot[legs]'" in remedy
 
 
 def test_ping_says_what_answers_and_how_far_it_is(server, capsys):

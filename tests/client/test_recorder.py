@@ -9,7 +9,8 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from deft_client.recorder import Recorder, _write
+from deft_client.files import append_whole
+from deft_client.recorder import Recorder
 from deft_client.recordings import Ending, find_episodes, read_episode
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.images import ImageEncoding
@@ -123,12 +124,13 @@ class InParts(BytesIO):
         return super().write(taken)
 
 
-def test_a_disk_that_takes_a_step_in_parts_gets_all_of_it():
+def test_a_disk_that_takes_a_step_in_parts_gets_all_of_it_or_nothing():
     file = InParts()
-    _write(file, bytes(range(60)))
+    append_whole(file, bytes(range(60)))
     assert file.getvalue() == bytes(range(60))
     with pytest.raises(OSError, match="20 of 60 bytes"):
-        _write(file, bytes(60))
+        append_whole(file, bytes(60))
+    assert file.getvalue() == bytes(range(60))
 
 
 def test_an_episode_that_ends_with_an_exception_says_so(tmp_path):

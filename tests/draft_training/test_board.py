@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from deft_draft_training.errors import ConfigError
-from deft_draft_training.run_directory import RunDirectory, RunProgress
+from deft_draft_training.run_directory import RunDirectory
 
 MODULE = "torch.utils.tensorboard"
 
@@ -36,7 +36,7 @@ def test_a_resumed_run_goes_on_in_the_same_place(tmp_path: Path, monkeypatch: py
     first = RunDirectory(tmp_path, {}, with_board=True)
     first.load(module, [])
     first.log(3, {"loss": 0.5, "norm": 2.0})
-    first.save(RunProgress(3, 12), module, [])
+    first.save(3, module, [])
     RunDirectory(tmp_path, {}, with_board=True).load(module, [])
     begun, resumed = Writer.opened
     assert begun.shown == [("loss", 0.5, 3), ("norm", 2.0, 3)]

@@ -24,7 +24,7 @@ class Outer:
     steps: int
     inner: Inner = field(default_factory=Inner)
     colour: Colour = Colour.RED
-    folder: Path | None = None
+    folder: str = ""
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -43,7 +43,7 @@ def test_toml_becomes_nested_dataclasses(tmp_path):
 def test_overrides_win_over_the_file(tmp_path):
     path = write(tmp_path, "steps = 3\n")
     loaded = load_config(Outer, path, ["steps=5", "inner.rate=0.25", "colour=blue", "folder=/a"])
-    assert loaded == Outer(5, Inner(0.25), Colour.BLUE, Path("/a"))
+    assert loaded == Outer(5, Inner(0.25), Colour.BLUE, "/a")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_missing_file_and_a_bad_override_say_what_is_wrong(tmp_path):
 
 
 def test_plain_values_build_the_same_configuration_again(tmp_path):
-    config = Outer(3, Inner(1.0, ("a", "b")), Colour.BLUE, Path("/x"))
+    config = Outer(3, Inner(1.0, ("a", "b")), Colour.BLUE, "/x")
     assert plain(config) == {
         "steps": 3,
         "inner": {"rate": 1.0, "names": ["a", "b"]},

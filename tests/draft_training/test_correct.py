@@ -11,6 +11,7 @@ import torch
 from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
 from deft_client.libero.demonstrations.play import DemoKey, DemosSettings, play
 from deft_client.libero.expert.pick import Label, Phase
+from deft_client.libero.simulator.assets import STAND_INS
 from deft_client.libero.simulator.conventions import CLOSE, OPEN
 from deft_client.libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
 from deft_client.libero.simulator.scene import Pose, Scene
@@ -76,7 +77,8 @@ class TestInLibero:
     def test_labels_are_the_experts_whoever_plays(self):
         settings = DemosSettings("libero_object", tasks=(5,), frame_size=48)
         environment = LiberoEnvironment(
-            find_task("libero_object", 5), EnvironmentSettings(frame_size=48)
+            find_task("libero_object", 5),
+            EnvironmentSettings(frame_size=48, assets_folder=STAND_INS),
         )
         demonstration = play(
             environment,
@@ -98,6 +100,7 @@ class TestInLibero:
         checkpoint = write_small_policy(tmp_path)
         command = ["libero_object", f"--checkpoint={checkpoint}", f"--out={tmp_path / 'more'}"]
         command += ["--tasks=5", "--episodes=1", "--trials=3", "--size=48", "--lead=0.3"]
+        command += ["--assets=stand-in"]
         assert main(command) == 0
         (path,) = find_demonstrations(tmp_path / "more")
         header = load_demonstration(path).header

@@ -22,11 +22,12 @@ from deft_draft_training.errors import (
     TrainingError,
 )
 from deft_draft_training.heads.data import RecordedSamples, split_by_episode
-from deft_draft_training.heads.evaluate import DraftSetup, evaluate
+from deft_draft_training.heads.evaluate import DraftSetup, evaluate, held_out_frames
 from deft_draft_training.heads.export import export_head, load_any_head
 from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer
 from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
+from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.run_directory import STATE_FILE
 from deft_policies.decoding.decoder import DraftModels
@@ -61,7 +62,7 @@ def demos(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, demos):
     folder = tmp_path_factory.mktemp("shards")
-    record(tiny_target(), RecordConfig((demos,), samples_per_shard=5), folder)
+    record(tiny_target(), RecordConfig(EpisodeSource((demos,)), samples_per_shard=5), folder)
     return folder
 
 
@@ -89,7 +90,7 @@ def test_fitting_lowers_the_loss(tmp_path, shards, kind):
 @pytest.mark.parametrize("kind", list(HeadKind))
 def test_a_head_of_a_bfloat16_target_is_fitted_in_either_precision(tmp_path, demos, kind):
     target = tiny_target(Precision.BFLOAT16)
-    record(target, RecordConfig((demos,)), tmp_path / "shards")
+    record(target, RecordConfig(EpisodeSource((demos,))), tmp_path / "shards")
     for precision in TrainingPrecision:
         config = replace(CONFIG, kind=kind, precision=precision)
         store = RecordedSamples(tmp_path / "shards", target.fingerprint())
@@ -176,10 +177,11 @@ def test_a_head_that_has_learnt_the_target_drafts_longer_paths(tmp_path, demos, 
     fresh, fitted = trainer(shards, config), trainer(shards, config)
     fitted.run(tmp_path / "run")
     setups = [
-        DraftSetup(name, (DraftKind.HEAD,), DraftModels(head=one.head.eval()))
+        DraftSetup(name, (DraftKind.HEAD,), DraftModels(head=one.net.eval()))
         for name, one in (("fresh", fresh), ("fitted", fitted))
     ]
-    scores = list(evaluate(tiny_target().policy, (demos,), setups, [0]))
+    frames = held_out_frames(EpisodeSource((demos,)))
+    scores = list(evaluate(tiny_target().policy, frames, setups, [0]))
     assert scores[1].committed_length > scores[0].committed_length + 0.5
     assert scores[1].passes < scores[0].passes
     assert all(one.relaxed_share == 0.0 for one in scores)
@@ -194,7 +196,7 @@ def test_a_head_that_has_learnt_the_target_drafts_longer_paths(tmp_path, demos, 
     ],
 )
 def test_an_exported_head_reads_back_and_is_never_overwritten(tmp_path, shards, kind, layout):
-    head = trainer(shards, replace(CONFIG, kind=kind)).head
+    head = trainer(shards, replace(CONFIG, kind=kind)).net
     export_head(head, tmp_path / "head", torch.bfloat16, layout)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["head"]
     with pytest.raises(TrainingError, match="never overwrites"):

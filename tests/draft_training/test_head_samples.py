@@ -15,7 +15,7 @@ from deft_draft_training.heads.record import (
     read_index,
     record,
 )
-from deft_draft_training.heads.samples import collate, observations
+from deft_draft_training.heads.samples import EpisodeSource, collate
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples(folder):
-    found = list(observations((folder,)))[:5]
+    found = list(EpisodeSource((folder,)).observations())[:5]
     return tiny_target().sample(
         [one.observation for one in found], [one.episode for one in found], torch.float32
     )
@@ -75,7 +75,7 @@ def test_own_guesses_replace_every_action_state_but_the_first(samples):
 
 def test_recording_goes_on_where_it_stopped(tmp_path, folder):
     target = tiny_target()
-    config = RecordConfig((folder,), batch_size=2, samples_per_shard=4)
+    config = RecordConfig(EpisodeSource((folder,)), batch_size=2, samples_per_shard=4)
     whole = record(target, config, tmp_path / "whole")
     record(target, config, tmp_path / "cut")
     cut = read_index(tmp_path / "cut")
@@ -84,12 +84,12 @@ def test_recording_goes_on_where_it_stopped(tmp_path, folder):
     last = text[text.rindex(",\n  {") : text.rindex("\n ]")]
     (tmp_path / "cut" / INDEX).write_text(text.replace(last, ""))
     assert record(target, config, tmp_path / "cut") == whole
-    assert whole.num_samples == estimate(target, config).num_observations == 12
+    assert whole.num_samples == estimate(target, config)[0] == 12
 
 
 def test_damaged_missing_and_foreign_features_are_refused_by_name(tmp_path, folder):
     target = tiny_target()
-    config = RecordConfig((folder,), samples_per_shard=6)
+    config = RecordConfig(EpisodeSource((folder,)), samples_per_shard=6)
     index = record(target, config, tmp_path)
     with pytest.raises(DataError, match="another checkpoint"):
         list(iterate_shards(tmp_path, "0" * 64))
@@ -109,7 +109,8 @@ def test_damaged_missing_and_foreign_features_are_refused_by_name(tmp_path, fold
 def test_a_full_disk_leaves_what_was_recorded_and_recording_goes_on(
     tmp_path, folder, monkeypatch: pytest.MonkeyPatch
 ):
-    target, config = tiny_target(), RecordConfig((folder,), batch_size=2, samples_per_shard=4)
+    target = tiny_target()
+    config = RecordConfig(EpisodeSource((folder,)), batch_size=2, samples_per_shard=4)
     with monkeypatch.context() as patch:
         synced = iter(
             range(6)
@@ -129,7 +130,7 @@ def test_a_full_disk_leaves_what_was_recorded_and_recording_goes_on(
 
 def test_shards_end_before_they_outgrow_memory(tmp_path, folder, monkeypatch: pytest.MonkeyPatch):
     target = tiny_target()
-    bytes_per_sample = estimate(target, RecordConfig((folder,))).bytes_per_sample
+    _, bytes_per_sample = estimate(target, RecordConfig(EpisodeSource((folder,))))
     monkeypatch.setattr("deft_draft_training.heads.record._SHARD_BYTES", 3 * bytes_per_sample)
-    index = record(target, RecordConfig((folder,), batch_size=2), tmp_path)
+    index = record(target, RecordConfig(EpisodeSource((folder,)), batch_size=2), tmp_path)
     assert [one.num_samples for one in index.shards] == [4, 4, 4]

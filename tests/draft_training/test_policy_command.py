@@ -1,5 +1,6 @@
 """`deft train policy` goes on from another run, also where a new task has joined."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from deft_draft_training.policy.prepare import main
 from deft_policies.base import ActRequest
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
-from tests.draft_training.made_up import write_demonstrations
+from tests.draft_training.made_up import INSTRUCTIONS, write_demonstrations
 
 SMALL = {
     "image_size": 32,
@@ -58,6 +59,7 @@ def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task:
     options = OpenVLAOptions(checkpoint=str(second), statistics_key="libero_object")
     frame = Observation(np.zeros((32, 32, 3), np.uint8), "lift the milk, quick")
     policy = load_policy(options)
+    assert policy.info.instructions == ("lift the milk, quick", *sorted(INSTRUCTIONS))
     (answer,) = policy.act([ActRequest(frame)])
     chunk = answer.chunk
     assert chunk.actions.shape == (1, 7)
@@ -72,7 +74,15 @@ def test_a_warm_start_of_another_size_is_refused(demos: Path):
     first = train([demos], "first")
     flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
     with pytest.raises(DataError, match=r"state\.pt is of another shape in .* the same sizes"):
-        train([demos], "second", *flags, "--set=fit.model.num_layers=3")
+        train([demos], "second", *flags, "--set=fit.model.num_layers=1")
+
+
+def test_a_warm_start_may_come_from_a_shallower_decoder(demos: Path):
+    first = train([demos], "first")
+    flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
+    second = train([demos], "second", *flags, "--set=fit.model.num_layers=3")
+    sizes = json.loads((second / "config.json").read_text())["text_config"]
+    assert sizes["num_hidden_layers"] == 3
 
 
 def test_a_warm_start_from_no_run_is_refused(demos: Path):

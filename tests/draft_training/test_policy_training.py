@@ -24,6 +24,7 @@ from deft_draft_training.policy.fit import (
     taught_tokens,
     token_loss,
 )
+from deft_draft_training.policy.growth import deepened
 from deft_draft_training.policy.model import (
     PolicyModelConfig,
     PolicyNet,
@@ -111,6 +112,27 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
     resumed = PolicyTrainer(fit_config(12, 4), CONFIG, samples, PROMPTS).run(tmp_path / "killed")
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_a_deepened_policy_computes_what_the_shallow_one_did():
+    deep = replace(SIZES, num_layers=5)
+    shallow, grown = (
+        PolicyNet(build_config(sizes, num_words=20, statistics={"made-up": UNITS}), 2)
+        for sizes in (SIZES, deep)
+    )
+    initialise(shallow, seed=3)
+    grown.load_state_dict(deepened(shallow.state_dict(), deep.num_layers))
+    samples = made_up_samples(4)
+    pixels = ImageProcessor(CONFIG.image, ImageChain.NONE).pixel_values(
+        list(samples.frames), torch.device("cpu")
+    )
+    prompts, labels = PROMPTS.ids[samples.prompt], torch.from_numpy(samples.labels)
+    with torch.no_grad():
+        before, after = (
+            net.read(net(pixels, prompts, PROMPTS.lengths[samples.prompt], labels)).logits
+            for net in (shallow, grown)
+        )
+    assert torch.equal(before, after)
 
 
 def test_padding_behind_a_shorter_prompt_changes_nothing():

@@ -11,6 +11,7 @@ from deft_draft_training.heads.data import RecordedSamples
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.fit import HeadKind, HeadTrainer
 from deft_draft_training.heads.record import RecordConfig, record
+from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import TrainingPrecision
 from deft_draft_training.policy.fit import PolicyTrainer
 from deft_policies.openvla.options import Precision
@@ -34,7 +35,7 @@ def test_a_head_is_fitted_and_resumes(
 ) -> None:
     demos = write_demonstrations(tmp_path / "demos")
     target = tiny_target(Precision.BFLOAT16, "cuda")
-    record(target, RecordConfig((demos,)), tmp_path / "shards")
+    record(target, RecordConfig(EpisodeSource((demos,))), tmp_path / "shards")
     config = replace(HEAD_CONFIG, kind=kind, precision=precision, average_decay=0.9)
     store = RecordedSamples(tmp_path / "shards", target.fingerprint())
     HeadTrainer(config, target, store).run(tmp_path / "run")

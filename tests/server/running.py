@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 
 @contextmanager
@@ -32,3 +33,9 @@ def running(app: FastAPI, ping_s: float = 20.0) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join(10)
+
+
+def client_of(app: FastAPI) -> TestClient:
+    """Return a client in this process, which calls the server by an address as robots do."""
+    # Its WebSockets would not take the address from the base URL.
+    return TestClient(app, base_url="http://127.0.0.1", headers={"host": "127.0.0.1"})

@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -16,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
+from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +171,8 @@ def test_the_example_environment_names_every_variable_that_must_be_set() -> None
     required = set(re.findall(r"\$\{(\w+):\?", text))
     assert required == {"DEFT_CHECKPOINT", "GRAFANA_PASSWORD"}
     for name in required:
-        assert re.search(rf"^{name}=\S", example, re.MULTILINE), name
+        assert re.search(rf"^{name}=", example, re.MULTILINE), name
+    assert re.search(r"^GRAFANA_PASSWORD=$", example, re.MULTILINE), "a secret has no default"
     for name in re.findall(r"^(\w+)=", example, re.MULTILINE):
         assert f"${{{name}" in text, name
 
@@ -201,6 +205,60 @@ def test_the_dashboard_is_what_its_script_builds() -> None:
     assert json.loads(script.TARGET.read_text()) == json.loads(json.dumps(script.build()))
 
 
+def test_a_server_is_configured_by_the_environment_alone(compose: Compose) -> None:
+    """Keys, TLS, statistics key, head, quantisation and recording, as .env would give them."""
+    values = {
+        "DEFT_POLICY_OPTIONS": "--statistics-key libero_object --draft-head /checkpoints/head "
+        "--quantization int8",
+        "DEFT_KEYS_FILE": "/config/keys.toml",
+        "DEFT_TLS_CERTIFICATE": "/config/server.crt",
+        "DEFT_TLS_KEY": "/config/server.key",
+        "DEFT_RECORD": "",
+    }
+    settings = settings_of(compose.services["server-cpu"], values)
+    given = settings.policy.namespace
+    assert (given.statistics_key, given.quantization) == ("libero_object", "int8")
+    assert given.draft_head == [Path("/checkpoints/head")]
+    assert settings.settings.keys_file == Path("/config/keys.toml")
+    assert settings.settings.tls_key == Path("/config/server.key")
+    assert settings.settings.record is None
+    assert settings_of(compose.services["server-cpu"], {}).settings.record == Path("/recordings")
+
+
+def settings_of(service: Service, values: dict[str, str]) -> ServeCommand:
+    """What the program reads in the container, where compose fills in the variables like this."""
+
+    def fill(found: re.Match[str]) -> str:
+        name, separator, default = found.groups()
+        value = values.get(name)
+        return default if value is None or (separator == ":-" and not value) else value
+
+    environment = {
+        name: re.sub(r"\$\{(\w+)(:?-)([^}]*)\}", fill, text)
+        for name, text in service.environment.items()
+    }
+    return read_command(ArgumentParser(), service.command[1:], environment)
+
+
+def test_a_server_that_cannot_start_is_not_tried_for_ever(compose: Compose) -> None:
+    for name in ("server", "server-cpu"):
+        assert compose.services[name].restart == "on-failure:5"
+
+
+def test_alerts_are_loaded_and_each_says_what_it_is(compose: Compose) -> None:
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    mounted = [mount.split(":")[1] for mount in compose.services["prometheus"].volumes]
+    assert {f"/etc/prometheus/{name}" for name in config["rule_files"]} <= set(mounted)
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("page", "warn")
+        assert rule["annotations"]["summary"]
+
+
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    return list(group["rules"])
+
+
 def queries() -> Iterator[str]:
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/deft.json").read_text())
     for panel in dashboard["panels"]:
@@ -219,7 +277,8 @@ def test_every_metric_and_label_of_the_dashboard_is_one_the_server_has(tmp_path:
             "histogram": ("_bucket", "_sum", "_count"),
         }.get(family.type, ("",))
         exported |= {family.name + ending for ending in endings}
-    named = {name for one in queries() for name in re.findall(r"\b(?:deft|process)_\w+", one)}
+    asked = [*queries(), *(rule["expr"] for rule in alerts())]
+    named = {name for one in asked for name in re.findall(r"\b(?:deft|process)_\w+", one)}
     assert named - exported == set()
     ours = {family.name for family in families if family.name.startswith("deft_")}
     shown = {name for name in ours if any(name in one for one in queries())}
@@ -229,6 +288,9 @@ def test_every_metric_and_label_of_the_dashboard_is_one_the_server_has(tmp_path:
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose")
 def test_compose_itself_accepts_the_file() -> None:
     config = ["docker-compose", "--env-file", str(ROOT / ".env.example"), "config"]
-    accepted = subprocess.run(config, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "GRAFANA_PASSWORD": "of this test"}
+    accepted = subprocess.run(
+        config, cwd=ROOT, capture_output=True, text=True, check=False, env=environment
+    )
     assert accepted.returncode == 0, accepted.stderr
     assert "/checkpoints/openvla-7b" in accepted.stdout

@@ -277,11 +277,11 @@ def test_the_front_uses_flags_and_probes_that_exist(front: FrontDeployment) -> N
 
 
 def test_the_rules_speak_of_metrics_that_exist(tmp_path: Path) -> None:
-    rules = RuleFile.model_validate(yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text()))
+    rules = RuleFile.model_validate(yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text()))
     page = create_app(SleepingPolicy(), Settings(record=tmp_path)).service.metrics.page().decode()
     families = set(re.findall(r"^# TYPE (\w+)", page, re.M))
     for rule in rules.groups[0].rules:
         for metric in re.findall(r"\bdeft_\w+", rule.expr):
             assert {metric, re.sub("_(bucket|sum|count)$", "", metric)} & families, metric
-        assert rule.labels["severity"] in {"warning", "critical"}
+        assert rule.labels["severity"] in {"page", "warn"}
         assert rule.annotations["summary"]

@@ -18,7 +18,7 @@ from websockets.sync.client import connect as open_stream
 from deft_client.types import ActOptions
 from deft_client.wire import msgpack_codec
 from tests.server.fakes import MSGPACK, packed
-from tests.server.process import ServerProcess, serving
+from tests.server.process import ROOT, ServerProcess, serving
 
 IDLE_SOCKETS = 1000
 _WEBSOCKET_KEY = base64.b64encode(bytes(16)).decode()
@@ -194,6 +194,32 @@ def test_sigterm_answers_the_frame_of_a_stream_before_it_closes_it(
         assert isinstance(reply, bytes)
         assert msgpack_codec.decode_answer(reply).actions.shape == (1, 7)
     assert gated.ended_with() == 0
+
+
+def test_a_process_whose_log_nobody_reads_ends_all_the_same():
+    """Once it waited for ever for a full pipe behind stderr."""
+    code = (
+        "from deft_server.commands import serve\n"
+        "from deft_server.app import create_app\n"
+        "from deft_server.settings import *\n"
+        "from tests.server.fakes import *\n"
+        "import logging, threading\n"
+        "def flood():\n"
+        "    for _ in range(3000): logging.getLogger('x').error('y' * 1000)\n"
+        "serve.LAST_WORDS_S = 0.2\n"
+        "threading.Timer(0.5, flood).start()\n"
+        "threading.Timer(1.0, lambda: os.kill(os.getpid(), 15)).start()\n"
+        "raise SystemExit(serve.run(create_app(FakePolicy(), Settings(port=0))))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.wait(60) == 0
+
+
+def test_a_policy_that_ends_the_interpreter_while_it_loads_ends_the_process_and_says_why():
+    with serving("(lambda: sys.exit(7))") as server:
+        assert server.ended_with() == 3
 
 
 def test_a_policy_that_hangs_ends_the_process_with_a_code_of_its_own():

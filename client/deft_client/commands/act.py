@@ -13,6 +13,7 @@ from deft_client.commands.connection import (
     connection_settings,
     reported,
 )
+from deft_client.commands.program import CommandParser
 from deft_client.errors import WireError
 from deft_client.types import (
     ActionChunk,
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("deft-client act", description=__doc__)
+    parser = CommandParser("deft-client act", description=__doc__)
     parser.add_argument("image", type=Path, help="a PNG or JPEG of what the main camera sees")
     parser.add_argument("instruction", help='what to do, such as "lift the cup"')
     add_connection_options(parser)

@@ -6,12 +6,13 @@ import sys
 
 from deft_client.client import PolicyClient
 from deft_client.commands.connection import add_connection_options, connection_settings, reported
+from deft_client.commands.program import CommandParser
 from deft_client.types import ServerInfo
 
 
 def main(arguments: list[str]) -> int:
     """Print what answers at the URL; 1 where nothing does."""
-    parser = argparse.ArgumentParser("deft-client ping", description=__doc__)
+    parser = CommandParser("deft-client ping", description=__doc__)
     add_connection_options(parser)
     parser.add_argument(
         "--count", type=int, default=5, help="round trips to measure (default: %(default)s)"

@@ -1,9 +1,22 @@
 """A program with a subcommand per job, each imported only when it is asked for."""
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+OWN_PACKAGES = "deft_"
+
+
+class CommandParser(ArgumentParser):
+    """Says in two lines what is wrong with a command line, instead of listing all its flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with exit code 2."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what may be given\n")
 
 
 @dataclass(frozen=True)
@@ -20,6 +33,7 @@ class Program:
 
     name: str
     commands: Mapping[str, Command]
+    requirement: str  # what pip is to install so that every command runs
     errors: tuple[type[Exception], ...] = ()
     when_interrupted: str = ""
 
@@ -29,12 +43,25 @@ class Program:
         if not given or given[0] in ("-h", "--help"):
             print(self._usage())
             return 0
+        if given[0] == "--version":
+            distribution = self.requirement.partition("[")[0]
+            print(f"{self.name} {distribution_version(distribution)}")
+            return 0
         command = self.commands.get(given[0])
         if command is None:
             print(f"{self.name}: unknown command {given[0]!r}\n\n{self._usage()}", file=sys.stderr)
             return 2
         try:
             return int(import_module(command.module).main(given[1:]))
+        except ModuleNotFoundError as error:
+            if (error.name or OWN_PACKAGES).startswith(OWN_PACKAGES):
+                raise
+            print(
+                f"{self.name} {given[0]}: the package {error.name} is not installed\n"
+                f"pip install '{self.requirement}' brings all that this command needs",
+                file=sys.stderr,
+            )
+            return 1
         except self.errors as error:
             print(f"{self.name} {given[0]}: {error}", file=sys.stderr)
             return 1
@@ -46,3 +73,11 @@ class Program:
         lines = [f"  {name:<8} {command.summary}" for name, command in self.commands.items()]
         header = f"usage: {self.name} COMMAND [options]\n\n"
         return header + "\n".join(lines) + f"\n\n{self.name} COMMAND --help for more"
+
+
+def distribution_version(name: str) -> str:
+    """The version that is installed under a distribution's name."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "of a source tree that is not installed"

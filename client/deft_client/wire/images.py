@@ -6,10 +6,11 @@ Sizes are judged by the header or the shape, before anything is decoded or alloc
 import math
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from enum import Enum
 from io import BytesIO
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,9 @@ def _read_rows(value: list[Any], dtype: str, most: int, where: str) -> NDArray[A
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 JPEG_SIGNATURE = b"\xff\xd8\xff"
 JPEG_QUALITY = 95
+MAX_JPEG_SCANS = 16  # each costs a pass over all pixels; cameras write 1, encoders 10 or so
+MAX_EXTRAS = 300  # segments or chunks besides the pixels; a colour profile may take 255
+MAX_PIXEL_CHUNKS = 8192  # of a PNG
 
 # Pillow's decoders raise these for damaged files, depending on where the damage is.
 _DAMAGED = (
@@ -173,6 +177,7 @@ def decode_image(data: bytes, field: str, limits: WireLimits = DEFAULT_LIMITS) -
     palette and transparent pictures become RGB (transparency is dropped); EXIF rotation is ignored.
     """
     height, width = _claimed_size(data, field)
+    _check_work(data, field)
     check_image_size(height, width, field, limits)
     # The decoders themselves, not PIL.Image.open: that one only warns of sizes it finds suspicious.
     from PIL.JpegImagePlugin import JpegImageFile
@@ -190,6 +195,20 @@ def decode_image(data: bytes, field: str, limits: WireLimits = DEFAULT_LIMITS) -
             return np.asarray(picture.convert("RGB"))
     except _DAMAGED as error:
         raise UnusableValueError(field, f"the picture is damaged: {error}") from error
+
+
+def _check_work(data: bytes, field: str) -> None:
+    """Refuse a picture that keeps a decoder busy with other things than its pixels."""
+    if not data.startswith(PNG_SIGNATURE):
+        num_scans = data.count(b"\xff\xda")  # never less than there are: pixels hold no markers
+        if num_scans > MAX_JPEG_SCANS:
+            raise UnusableValueError(
+                field, f"the JPEG has {num_scans} scans; at most {MAX_JPEG_SCANS} are taken"
+            )
+        return
+    counts = Counter(kind == b"IDAT" for kind in islice(_png_chunks(data), _MAX_CHUNKS + 1))
+    if counts[True] > MAX_PIXEL_CHUNKS or counts[False] > MAX_EXTRAS:
+        raise UnusableValueError(field, "the PNG has too many chunks; save it anew")
 
 
 def check_image_size(height: int, width: int, field: str, limits: WireLimits) -> None:
@@ -212,12 +231,23 @@ def _claimed_size(data: bytes, field: str) -> tuple[int, int]:
         width, height = struct.unpack(">II", data[16:24])
         return height, width
     if data.startswith(JPEG_SIGNATURE):
-        for marker, start in _jpeg_segments(data):
+        for marker, start in islice(_jpeg_segments(data), MAX_EXTRAS):
             if marker in _JPEG_FRAME_MARKERS and start + 7 <= len(data):
                 height, width = struct.unpack(">HH", data[start + 3 : start + 7])
                 return height, width
-        raise UnusableValueError(field, "the JPEG has no frame header")
+        raise UnusableValueError(field, "the JPEG has no frame header near its beginning")
     raise UnsupportedMessageError(field, "neither PNG nor JPEG; send one of these, or raw pixels")
+
+
+_MAX_CHUNKS = MAX_EXTRAS + MAX_PIXEL_CHUNKS
+
+
+def _png_chunks(data: bytes) -> Iterator[bytes]:
+    """Yield the type of each chunk."""
+    at = len(PNG_SIGNATURE)
+    while at + 8 <= len(data):
+        yield data[at + 4 : at + 8]
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
 
 
 # SOF0 to SOF15, without the three in that range that mean something else (DHT, JPG, DAC).
@@ -230,10 +260,10 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
+        yield marker, at + 2
         if marker == 0xFF:  # padding
             at += 1
             continue
-        yield marker, at + 2
         if marker == 0xDA:
             return
         bare = marker in _JPEG_BARE_MARKERS

@@ -39,6 +39,7 @@ from deft_client.wire.fields import (
     WireLimits,
     as_map,
     brief,
+    list_of,
     map_of,
     number,
     record,
@@ -265,7 +266,10 @@ _SAID = text(lambda _: 65_536)
 # Both are open to fields of later versions.
 INFO = record_of(
     ServerInfo,
-    dict.fromkeys(("action_dim", "chunk_length", "image_height", "image_width"), _COUNT),
+    {
+        **dict.fromkeys(("action_dim", "chunk_length", "image_height", "image_width"), _COUNT),
+        "instructions": list_of(SENTENCE),
+    },
     is_open=True,
 )
 PROBLEM = record_of(

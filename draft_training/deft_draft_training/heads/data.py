@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.record import iterate_shards
-from deft_draft_training.heads.samples import HeadSample, SourcedObservation, observations
+from deft_draft_training.heads.samples import EpisodeSource, HeadSample, SourcedObservation
 from deft_draft_training.heads.target import FeatureTarget
 
 
@@ -44,9 +44,9 @@ class RecordedSamples:
 class LiveSamples:
     """Samples computed when they are asked for: no disk, and the target runs along."""
 
-    def __init__(self, target: FeatureTarget, folders: tuple[Path, ...], stride: int) -> None:
+    def __init__(self, target: FeatureTarget, source: EpisodeSource) -> None:
         self._target = target
-        self._observations: list[SourcedObservation] = list(observations(folders, stride))
+        self._observations: list[SourcedObservation] = list(source.observations())
         self.episodes = np.array([one.episode for one in self._observations])
 
     def get(self, numbers: Sequence[int]) -> list[HeadSample]:

@@ -4,7 +4,6 @@ Every held-out action is decoded in session order, once per source and radius, s
 draft from the session's history see what they would see on a robot.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
+from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.types import DecodeTrace, Observation
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
-from deft_draft_training.heads.samples import observations
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.samples import EpisodeSource
+from deft_draft_training.heads.target import (
+    FeatureTarget,
+    add_target_flags,
+    load_target,
+    target_flags,
+)
+from deft_policies.benchmark.summary import drafted_by_position
 from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
@@ -60,13 +68,6 @@ def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> Dra
     """Sum up what the traces of one source and radius say."""
     checked = [one for trace in traces for one in trace.passes if len(one.tokens) > 1]
     lengths = [one.committed_length for one in checked] or [1]
-    length = len(traces[0].tokens)
-    hits = np.zeros(length)
-    for trace in traces:
-        done = 0
-        for one in trace.passes:
-            hits[done : done + one.accepted_length] += 1
-            done += one.committed_length
     return DraftScore(
         source=source,
         radius=radius,
@@ -74,41 +75,41 @@ def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> Dra
         committed_length=float(np.mean(lengths)),
         passes=float(np.mean([trace.num_passes for trace in traces])),
         relaxed_share=float(np.mean([trace.relaxed_share for trace in traces])),
-        accepted_by_position=tuple(float(hit) / len(traces) for hit in hits),
+        accepted_by_position=drafted_by_position(traces),
     )
 
 
 def evaluate(
     policy: OpenVLAPolicy,
-    folders: tuple[Path, ...],
+    held_out: Sequence[Sequence[Observation]],
     sources: Sequence[DraftSetup],
     radii: Sequence[int],
-    episodes: frozenset[int] | None = None,
 ) -> Iterator[DraftScore]:
-    """Score every source at every radius on the same actions, one at a time.
-
-    `episodes` limits the judgement to some episodes by number; None takes them all.
-    """
-    held_out = _by_episode(folders, episodes)
-    if not held_out:
-        raise DataError("no episode is held out; lower the share that trains")
-    for setup in sources:
-        for radius in radii:
+    """Score every source at every radius on the same episodes, one at a time."""
+    for radius in radii:
+        for setup in sources:
             method = find_method("within-bins").with_radius(radius).with_drafts(setup.drafts)
             if setup.shape is not None:
                 method = method.with_shape(setup.shape)
             decoder = build_decoder(policy.parts.target, method, setup.models)
-            traces = [trace for frames in held_out for trace in _decode(policy, decoder, frames)]
+            frames = tqdm(held_out, f"{setup.name} r {radius}", unit="episode", leave=False)
+            traces = [trace for episode in frames for trace in _decode(policy, decoder, episode)]
             yield score_traces(setup.name, radius, traces)
 
 
-def _by_episode(
-    folders: tuple[Path, ...], episodes: frozenset[int] | None
+def held_out_frames(
+    source: EpisodeSource, episodes: frozenset[int] | None = None
 ) -> list[list[Observation]]:
+    """The frames of some episodes by number, or of all; `DataError` if there are none."""
     found: dict[int, list[Observation]] = {}
-    for one in observations(folders):
+    for one in source.observations():
         if episodes is None or one.episode in episodes:
             found.setdefault(one.episode, []).append(one.observation)
+    if not found:
+        raise DataError(
+            f"the data sets hold no episode {', '.join(map(str, sorted(episodes or ())))}; "
+            "`deft train fit` says which ones it held out"
+        )
     return list(found.values())
 
 
@@ -119,22 +120,21 @@ def _decode(
     """One episode in order, with the history that a session would keep."""
     parts, traces = policy.parts, []
     row = DecodeRow(ActionHistory(), policy.action_space(None))
-    weight = parts.target.decoder.embedding.weight
     for frame in frames:
-        pixels = parts.images.pixel_values(
-            [parts.images.fit(frame.image)], parts.target.device, weight.dtype
-        )
-        prompts = parts.target.read(pixels, [parts.encoder.encode(frame.instruction)])
-        traces += decoder.decode(prompts, [row], StageClock(parts.target.device))
+        clock = StageClock(parts.target.device)
+        traces += decoder.decode(parts.read([frame], clock), [row], clock)
     return traces
 
 
 def main(arguments: list[str]) -> int:
     """Print a table, and write JSON lines where asked to."""
-    parser = argparse.ArgumentParser(prog="deft train evaluate", description=__doc__)
-    parser.add_argument("sources", nargs="+", type=Path, help="folders of episodes")
+    parser = CommandParser(prog="deft train evaluate", description=__doc__)
+    parser.add_argument("sources", nargs="+", type=Path, help="data sets (docs/datasets.md)")
+    add_camera_flag(parser)
     parser.add_argument("--head", type=Path, action="append", default=[], metavar="DIR")
-    parser.add_argument("--radii", default="0-15", help="such as 0,5,9 or 0-15 (default)")
+    parser.add_argument(
+        "--radii", default="0,9,5", help="such as 0,5,9 or 0-15, in this order (default 0,9,5)"
+    )
     parser.add_argument("--episodes", help="numbers of held-out episodes (default: all given)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON lines")
     add_target_flags(parser)
@@ -148,14 +148,16 @@ def main(arguments: list[str]) -> int:
     chosen = frozenset(_numbers(given.episodes)) if given.episodes else None
     scores = []
     sys.stdout.write(_row("source", "r", "length", "passes", "relaxed", "accepted at 1..7"))
-    for score in evaluate(
-        target.policy, tuple(given.sources), setups, _numbers(given.radii), chosen
-    ):
+    held_out = held_out_frames(EpisodeSource(tuple(given.sources), 1, read_cameras(given)), chosen)
+    for score in evaluate(target.policy, held_out, setups, _numbers(given.radii)):
         scores.append(score)
         sys.stdout.write(_describe(score))
         sys.stdout.flush()
     if given.json is not None:
         given.json.write_text("".join(json.dumps(asdict(one)) + "\n" for one in scores))
+    if given.head:
+        run = given.head[0]
+        sys.stdout.write(f"next: deft train export {run} --out my-head {target_flags(given)}\n")
     return 0
 
 

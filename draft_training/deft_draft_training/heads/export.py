@@ -1,18 +1,23 @@
 """Writes a fitted head as the server loads it, reads it back and compares before it is there."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from deft_client.commands.program import CommandParser
 from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.target import (
+    FeatureTarget,
+    add_target_flags,
+    load_target,
+    target_flags,
+)
 from deft_draft_training.run_directory import STATE_FILE, explained
 from deft_policies.decoding.drafts.eagle import (
     EagleHead,
@@ -51,41 +56,37 @@ def load_any_head(directory: Path, target: FeatureTarget) -> EagleHead | MedusaH
         like = target.weight
         return load_fitted(directory, target).to(like.device, like.dtype)
     try:
-        if is_medusa(directory):
-            return load_medusa(directory, target.width, target.weight)
-        return load_head(directory, target.width, target.weight)
+        return _load(directory, target.width, target.weight)
     except PolicyError as error:
         raise DataError(str(error)) from error
 
 
-def export_head(head: nn.Module, directory: Path, dtype: torch.dtype, layout: HeadLayout) -> None:
+def _load(directory: Path, width: int, like: Tensor) -> EagleHead | MedusaHeads:
+    """An exported head, as the server loads it."""
+    load = load_medusa if is_medusa(directory) else load_head
+    return load(directory, width, like)
+
+
+def export_head(
+    head: EagleHead | MedusaHeads, directory: Path, dtype: torch.dtype, layout: HeadLayout
+) -> None:
     """Write a head directory. Nothing is left behind, and nothing replaced, where it fails."""
     if directory.exists():
         raise TrainingError(f"{directory} exists; an export never overwrites, choose another")
     with explained(directory), creating(directory) as beside:
-        stored = _write(head.to(dtype), beside, layout)
-        _compare(stored, beside, layout)
-
-
-def _write(head: nn.Module, directory: Path, layout: HeadLayout) -> nn.Module:
-    if isinstance(head, EagleHead):
-        save_head(head, directory, layout)
-    elif isinstance(head, MedusaHeads):
-        if layout is not HeadLayout.SAFETENSORS:
+        head = head.to(dtype)
+        if isinstance(head, EagleHead):
+            save_head(head, beside, layout)
+        elif layout is HeadLayout.SAFETENSORS:
+            save_medusa(head, beside)
+        else:
             raise TrainingError("there is no published layout for Medusa heads; use safetensors")
-        save_medusa(head, directory)
-    else:
-        raise TypeError(f"not a draft head: {type(head).__name__}")
-    return head
+        _compare(head, beside, layout)
 
 
-def _compare(head: nn.Module, directory: Path, layout: HeadLayout) -> None:
+def _compare(head: EagleHead | MedusaHeads, directory: Path, layout: HeadLayout) -> None:
     """Read the files as the server would and ask for the very weights that were written."""
-    if isinstance(head, EagleHead):
-        width, like = head.sizes.width, head.fc.weight
-        loaded: nn.Module = load_head(directory, width, like)
-    elif isinstance(head, MedusaHeads):
-        loaded = load_medusa(directory, head.sizes.width, head.weight)
+    loaded = _load(directory, head.sizes.width, next(head.parameters()))
     is_half = layout is HeadLayout.PUBLISHED  # the published layout stores float16
     for name, weight in head.state_dict().items():
         expected = weight.half().to(weight.dtype) if is_half else weight
@@ -98,7 +99,7 @@ _LAYOUTS = {"safetensors": HeadLayout.SAFETENSORS, "published": HeadLayout.PUBLI
 
 def main(arguments: list[str]) -> int:
     """Write the head, read it back, compare."""
-    parser = argparse.ArgumentParser(prog="deft train export", description=__doc__)
+    parser = CommandParser(prog="deft train export", description=__doc__)
     parser.add_argument("run", type=Path, help="run directory of `deft train fit`")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
     parser.add_argument("--layout", choices=list(_LAYOUTS), default="safetensors")
@@ -109,5 +110,8 @@ def main(arguments: list[str]) -> int:
     dtype = torch.float32 if given.float32 else torch.bfloat16
     export_head(head, given.out, dtype, _LAYOUTS[given.layout])
     size = sum(path.stat().st_size for path in given.out.iterdir())
-    sys.stdout.write(f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n")
+    sys.stdout.write(
+        f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"
+        f"next: deft serve --policy openvla --draft-head {given.out} {target_flags(given)}\n"
+    )
     return 0

@@ -10,7 +10,7 @@ All are means over the guesses that lead to action tokens; no other position car
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -47,25 +47,14 @@ class Guess(Protocol):
         """Return the guess of the next hidden state at every position."""
 
 
-@dataclass(frozen=True)
-class HeadLosses:
-    """Mean losses of a batch, and how often the head's first choice is the target's."""
-
-    total: Tensor
-    regression: Tensor
-    distillation: Tensor
-    distance: Tensor
-    agreement: Tensor
-
-
 def head_losses(
     guess: Guess,
     logits: Logits,
     batch: HeadBatch,
     config: HeadLossConfig,
     noise_seeds: Sequence[int] = (),
-) -> HeadLosses:
-    """All terms over all training-time-test steps; the reported parts are those of the first.
+) -> dict[str, Tensor]:
+    """The loss over all training-time-test steps; its reported parts are those of the first.
 
     `noise_seeds` has one seed per row, or none for no noise.
     """
@@ -75,13 +64,13 @@ def head_losses(
         truth = logits(wanted).float()
     guesses = guess(batch.embeds, hidden)
     first = _terms(batch.at_guesses(guesses), wanted, logits, truth, config)
-    total, weight = first.total, 1.0
+    total, weight = first["loss"], 1.0
     for _ in range(1, config.test_steps):
         guesses = guess(batch.embeds, batch.with_guesses(guesses))
         weight *= config.step_decay
         further = _terms(batch.at_guesses(guesses), wanted, logits, truth, config)
-        total = total + weight * further.total
-    return replace(first, total=total)
+        total = total + weight * further["loss"]
+    return {**first, "loss": total}
 
 
 def with_noise(batch: HeadBatch, width: float, seeds: Sequence[int]) -> Tensor:
@@ -111,19 +100,22 @@ def earth_movers(draft: Tensor, target: Tensor) -> Tensor:
 
 def _terms(
     guesses: Tensor, wanted: Tensor, logits: Logits, truth: Tensor, config: HeadLossConfig
-) -> HeadLosses:
+) -> dict[str, Tensor]:
+    """Mean losses of a batch, and how often the head's first choice is the target's."""
     regression = F.smooth_l1_loss(guesses.float(), wanted.float())
     said = logits(guesses).float()
     log_draft, target = said.log_softmax(dim=-1), truth.softmax(dim=-1)
     distillation = -(target * log_draft).sum(dim=-1).mean()
     distance = earth_movers(log_draft.exp(), target).mean()
-    total = (
-        config.regression * regression
+    return {
+        "loss": config.regression * regression
         + config.distillation * distillation
-        + config.distance * distance
-    )
-    agreement = (said.argmax(dim=-1) == truth.argmax(dim=-1)).float().mean()
-    return HeadLosses(total, regression, distillation, distance, agreement)
+        + config.distance * distance,
+        "regression": regression,
+        "distillation": distillation,
+        "distance": distance,
+        "agreement": (said.argmax(dim=-1) == truth.argmax(dim=-1)).float().mean(),
+    }
 
 
 def medusa_losses(

@@ -5,7 +5,6 @@ the index knows its checksum, which samples it has and which target they were co
 Recording appends: a killed run goes on behind its last whole shard.
 """
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -21,10 +20,17 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
+from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
 from deft_draft_training.errors import DataError
-from deft_draft_training.heads.samples import HeadSample, SourcedObservation, observations
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.samples import EpisodeSource, HeadSample
+from deft_draft_training.heads.target import (
+    FeatureTarget,
+    add_target_flags,
+    load_target,
+    target_flags,
+)
 from deft_draft_training.run_directory import explained
 
 INDEX = "index.json"
@@ -188,51 +194,45 @@ _SHARD_BYTES = 1 << 29  # a shard is written at the latest when it has grown to 
 class RecordConfig:
     """What is recorded and how."""
 
-    sources: tuple[Path, ...]
-    stride: int = 1  # every how many steps
+    source: EpisodeSource
     batch_size: int = 8
     samples_per_shard: int = 512
-    dtype: str = "bfloat16"
+    dtype: torch.dtype = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class SizeEstimate:
-    """What a recording will take on disk."""
-
-    num_observations: int
-    bytes_per_sample: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.num_observations * self.bytes_per_sample
+def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
+    """Count the observations, and measure the bytes of one sample."""
+    counted = tqdm(config.source.observations(), desc="count", unit="frame", file=sys.stderr)
+    total = sum(1 for _ in counted)
+    if not total:
+        raise DataError("none of the episodes has a step, so there is nothing to record")
+    first = next(config.source.observations())
+    sample = target.sample([first.observation], [first.episode], config.dtype)[0]
+    return total, _bytes([sample])
 
 
-def estimate(target: FeatureTarget, config: RecordConfig) -> SizeEstimate:
-    """Count the observations and measure one sample."""
-    total = sum(1 for _ in observations(config.sources, config.stride))
-    first = next(observations(config.sources, config.stride))
-    sample = target.sample([first.observation], [first.episode], _dtype(config))[0]
-    return SizeEstimate(total, _bytes([sample]))
-
-
-def record(target: FeatureTarget, config: RecordConfig, folder: Path) -> ShardIndex:
-    """Write every observation's features that the folder does not hold yet."""
+def record(
+    target: FeatureTarget, config: RecordConfig, folder: Path, total: int | None = None
+) -> ShardIndex:
+    """Write every observation's features that the folder does not hold yet; `total` is shown."""
     index = ShardIndex(
         fingerprint=target.fingerprint(),
         width=target.width,
-        dtype=config.dtype,
-        sources=tuple(f"{source}:{config.stride}" for source in config.sources),
+        dtype=str(config.dtype).removeprefix("torch."),
+        sources=tuple(
+            ":".join((str(path), str(config.source.stride), *config.source.cameras))
+            for path in config.source.datasets
+        ),
     )
     writer = ShardWriter(folder, index)
     start = writer.index.next_observation
-    rest = islice(observations(config.sources, config.stride), start, None)
+    rest = islice(config.source.observations(), start, None)
     samples: list[HeadSample] = []
     size, last, held_bytes = min(config.batch_size, config.samples_per_shard), start - 1, 0
-    with tqdm(desc="record", unit="action", initial=start, file=sys.stderr) as bar:
-        for batch in _groups(rest, size):
+    with tqdm(desc="record", unit="action", initial=start, total=total, file=sys.stderr) as bar:
+        for batch in iter(lambda: list(islice(rest, size)), []):
             fresh = target.sample(
-                [one.observation for one in batch], [one.episode for one in batch], _dtype(config)
+                [one.observation for one in batch], [one.episode for one in batch], config.dtype
             )
             bar.update(len(batch))
             samples += fresh
@@ -254,41 +254,35 @@ def _bytes(samples: Sequence[HeadSample]) -> int:
     )
 
 
-def _dtype(config: RecordConfig) -> torch.dtype:
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
-
-
-def _groups(items: Iterator[SourcedObservation], size: int) -> Iterator[list[SourcedObservation]]:
-    while group := list(islice(items, size)):
-        yield group
-
-
 _MEGABYTE = 1e6
 
 
 def main(arguments: list[str]) -> int:
     """Say how large it will be, then record what is not there yet."""
-    parser = argparse.ArgumentParser(prog="deft train record", description=__doc__)
-    parser.add_argument("sources", nargs="+", type=Path, help="folders of episodes")
+    parser = CommandParser(prog="deft train record", description=__doc__)
+    parser.add_argument("sources", nargs="+", type=Path, help="data sets (docs/datasets.md)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of shards")
     parser.add_argument("--stride", type=int, default=1, help="every how many steps (default 1)")
+    add_camera_flag(parser)
     parser.add_argument("--batch-size", type=int, default=8, help="frames at a time (default 8)")
     parser.add_argument("--float32", action="store_true", help="twice the size of bfloat16")
     add_target_flags(parser)
     given = parser.parse_args(arguments)
     config = RecordConfig(
-        tuple(given.sources),
-        given.stride,
+        EpisodeSource(tuple(given.sources), given.stride, read_cameras(given)),
         given.batch_size,
-        dtype="float32" if given.float32 else "bfloat16",
+        dtype=torch.float32 if given.float32 else torch.bfloat16,
     )
     target = load_target(given)
-    size = estimate(target, config)
-    megabytes = size.total_bytes / _MEGABYTE
-    sys.stderr.write(f"{size.num_observations} actions, {megabytes:,.1f} MB in {given.out}\n")
-    _check_room(given.out, size.total_bytes)
-    index = record(target, config, given.out)
-    sys.stdout.write(f"{given.out}: {index.num_samples} actions in {len(index.shards)} shards\n")
+    num_observations, sample_bytes = estimate(target, config)
+    needed = num_observations * sample_bytes
+    sys.stderr.write(f"{num_observations} actions, {needed / _MEGABYTE:,.1f} MB in {given.out}\n")
+    _check_room(given.out, needed)
+    index = record(target, config, given.out, num_observations)
+    sys.stdout.write(
+        f"{given.out}: {index.num_samples} actions in {len(index.shards)} shards\n"
+        f"next: deft train fit --features {given.out} --out runs/head {target_flags(given)}\n"
+    )
     return 0
 
 

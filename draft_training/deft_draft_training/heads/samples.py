@@ -14,15 +14,15 @@ sees, ending where the answer begins; the answer is the target's own.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
-from deft_client.recordings import find_episodes, iterate_steps
+from deft_client.datasets.formats import read_dataset
 from deft_client.types import Observation
-from deft_draft_training.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,8 @@ class HeadBatch:
 def collate(samples: Sequence[HeadSample], table: Tensor) -> HeadBatch:
     """Lay samples side by side. `table` is the target's embedding, [token, width]."""
     rows = [_lay_out(sample, table) for sample in samples]
-    longest = max(len(hidden) for _, hidden in rows)
-
-    def pad(values: Tensor) -> Tensor:
-        missing = longest - len(values)
-        return torch.cat([values, values.new_zeros(missing, values.shape[1])])
-
-    embeds = torch.stack([pad(row) for row, _ in rows])
-    hidden = torch.stack([pad(row) for _, row in rows])
+    embeds = pad_sequence([row for row, _ in rows], batch_first=True)
+    hidden = pad_sequence([row for _, row in rows], batch_first=True)
     return HeadBatch(
         embeds=embeds[:, 1:],
         hidden=hidden[:, :-1],
@@ -112,33 +106,19 @@ class SourcedObservation:
     observation: Observation
 
 
-def observations(folders: tuple[Path, ...], stride: int = 1) -> Iterator[SourcedObservation]:
-    """Every `stride`-th step of all episodes below some folders, numbered in order.
+@dataclass(frozen=True)
+class EpisodeSource:
+    """Data sets whose frames the target answers, and which frames of them."""
 
-    A folder holds demonstrations (`deft-client demos`) or recordings (a server's).
-    """
-    number = episode = 0
-    for folder in folders:
-        for steps in _episodes(folder):
-            for index, observation in enumerate(steps):
-                if index % stride == 0:
-                    yield SourcedObservation(number, episode, observation)
-                    number += 1
-            episode += 1
+    datasets: tuple[Path, ...]
+    stride: int = 1  # every how many steps
+    cameras: tuple[str, ...] = ()  # as in `read_dataset`
 
-
-def _episodes(folder: Path) -> Iterator[Iterator[Observation]]:
-    demonstrations = list(find_demonstrations(folder))
-    recordings = [] if demonstrations else find_episodes(folder)
-    if not demonstrations and not recordings:
-        raise DataError(f"{folder} holds neither demonstrations nor recordings")
-    for path in demonstrations:
-        yield _demonstrated(path)
-    for path in recordings:
-        yield (step.observation for step in iterate_steps(path))
-
-
-def _demonstrated(path: Path) -> Iterator[Observation]:
-    episode = load_demonstration(path)
-    for step in range(len(episode)):
-        yield Observation(episode.frame(step), episode.header.instruction)
+    def observations(self) -> Iterator[SourcedObservation]:
+        """Every `stride`-th step of all episodes, numbered in order."""
+        number = 0
+        episodes = (one for path in self.datasets for one in read_dataset(path, self.cameras))
+        for episode, stored in enumerate(episodes):
+            for step in islice(stored.steps(), 0, None, self.stride):
+                yield SourcedObservation(number, episode, step.observation)
+                number += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from deft_client.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError
@@ -65,9 +66,8 @@ class FeatureTarget:
         parts = self.policy.parts
         with torch.no_grad():
             fitted = [parts.images.fit(one.image) for one in observations]
-            pixels = parts.images.pixel_values(fitted, self.table.device, self.table.dtype)
-            patches = parts.target.model.see(pixels).patches
-            prompts = [torch.tensor(parts.encoder.encode(one.instruction)) for one in observations]
+            patches = parts.target.model.see(parts.pixels(fitted)).patches
+            prompts = [torch.tensor(parts.encode(one.instruction)) for one in observations]
             hidden = self._features(patches, prompts, tokens)
         return [
             HeadSample(
@@ -86,8 +86,7 @@ class FeatureTarget:
         """Hidden states after the final norm at every position but the last token's, by row."""
         model = self.policy.parts.target.model
         ids = [torch.cat([one, own[:-1]]) for one, own in zip(prompts, tokens, strict=True)]
-        longest = max(len(one) for one in ids)
-        padded = torch.stack([torch.cat([one, one.new_zeros(longest - len(one))]) for one in ids])
+        padded = pad_sequence(ids, batch_first=True)
         hidden = model.decoder(model.compose(patches, padded.to(patches.device)))
         lengths = [patches.shape[1] + len(one) for one in ids]
         return [hidden[row, :length] for row, length in enumerate(lengths)]
@@ -96,6 +95,12 @@ class FeatureTarget:
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that name the target, the same as the server's."""
     add_flags(parser.add_argument_group("target", "as for `deft serve --policy openvla`"))
+
+
+def target_flags(given: argparse.Namespace) -> str:
+    """The flags to name the same target in the next command."""
+    named = (("--checkpoint", given.checkpoint), ("--statistics-key", given.statistics_key))
+    return " ".join(f"{flag} {value}" for flag, value in named if value is not None)
 
 
 def load_target(given: argparse.Namespace) -> FeatureTarget:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from deft_draft_training.errors import ConfigError
 
@@ -53,13 +54,9 @@ class Workers:
         if self.count == 1:
             return
         gradients = [one.grad for one in module.parameters() if one.grad is not None]
-        flat = torch.cat([one.flatten() for one in gradients])
+        flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
-        flat /= self.count
-        start = 0
-        for gradient in gradients:
-            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
-            start += gradient.numel()
+        vector_to_parameters(flat / self.count, gradients)
 
     def average(self, values: Mapping[str, float]) -> dict[str, float]:
         """The mean of each value over the processes."""

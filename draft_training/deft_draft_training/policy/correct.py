@@ -7,13 +7,16 @@ beside the first ones, with `--warm-start` and `--tokens-of`. A killed run goes 
 import argparse
 import sys
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
+from deft_client.libero.commands.demos import add_recording_flags, read_recording_flags
 from deft_client.libero.demonstrations.play import (
     Actor,
     DemoKey,
@@ -27,12 +30,10 @@ from deft_client.libero.demonstrations.pool import (
     record,
 )
 from deft_client.libero.errors import SelectionError, SimulationError
-from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.expert.pick import Label
 from deft_client.libero.simulator.conventions import METRES_PER_UNIT, to_robosuite
-from deft_client.libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
+from deft_client.libero.simulator.environment import Frame, LiberoEnvironment
 from deft_client.libero.simulator.scene import Scene
-from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
 from deft_client.types import Observation
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.base import ActRequest, Policy
@@ -113,30 +114,22 @@ class LearnerFactory:
         self, environment: LiberoEnvironment, settings: DemosSettings, key: DemoKey
     ) -> Actor:
         """A learner for the episode that has just begun."""
-        policy = _Loaded.policy(self.checkpoint, self.statistics_key)
+        policy = _load(self.checkpoint, self.statistics_key)
         generator = np.random.default_rng((settings.seed, key.task, key.episode))
         return Learner(policy, environment.task.instruction, self.takeover, generator)
 
 
-class _Loaded:
-    """The policy this process has loaded."""
-
-    _checkpoint: Path | None = None
-    _policy: Policy | None = None
-
-    @classmethod
-    def policy(cls, checkpoint: Path, statistics_key: str) -> Policy:
-        if cls._policy is None or cls._checkpoint != checkpoint:
-            options = OpenVLAOptions(
-                checkpoint=str(checkpoint),
-                statistics_key=statistics_key,
-                device="cpu",
-                precision=Precision.FLOAT32,
-                decoding="autoregressive",
-                num_threads=1,
-            )
-            cls._policy, cls._checkpoint = load_policy(options), checkpoint
-        return cls._policy
+@lru_cache(maxsize=1)
+def _load(checkpoint: Path, statistics_key: str) -> Policy:
+    options = OpenVLAOptions(
+        checkpoint=str(checkpoint),
+        statistics_key=statistics_key,
+        device="cpu",
+        precision=Precision.FLOAT32,
+        decoding="autoregressive",
+        num_threads=1,
+    )
+    return load_policy(options)
 
 
 def main(arguments: list[str]) -> int:
@@ -153,19 +146,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deft train correct", description=__doc__)
+    parser = CommandParser(prog="deft train correct", description=__doc__)
+    add_recording_flags(parser)
     add = parser.add_argument
-    add("suite", choices=SUITE_NAMES)
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="the policy that plays")
     add("--statistics-key", metavar="KEY", help="default: the suite's name")
-    add("--out", type=Path, required=True, metavar="DIR", help="where the episodes go")
-    add("--tasks", metavar="LIST", help="task numbers such as 0,3-5 (default: all)")
-    add("--trials", default="0-39", metavar="LIST", help="initial states (default: %(default)s)")
-    add("--episodes", type=int, default=40, help="per task (default: %(default)s)")
-    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
-    add("--seed", type=int, default=0)
-    add("--widen", type=float, default=0.0, metavar="METRES", help="as for deft-client demos")
-    add("--size", type=int, default=256, help="pixels of a frame's side (default: %(default)s)")
     add(
         "--lead",
         type=float,
@@ -173,7 +158,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CHANCE",
         help="per step, of the expert leading for a moment (default: %(default)s)",
     )
-    add("--assets", type=Path, metavar="DIR", help="LIBERO's assets")
     return parser
 
 
@@ -183,25 +167,10 @@ def _job(given: argparse.Namespace) -> DemosJob:
     if key not in statistics:
         known = ", ".join(statistics)
         raise ConfigError(f"{given.checkpoint} has no statistics {key!r}; it has {known}")
-    for name in ("episodes", "workers", "size"):
-        if getattr(given, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(given, name)}")
-    count = len(find_suite(given.suite).tasks)
-    tasks = parse_numbers(given.tasks, count, "--tasks") if given.tasks else tuple(range(count))
-    settings = DemosSettings(
-        suite=given.suite,
-        tasks=tasks,
-        episodes=given.episodes,
-        trials=parse_numbers(given.trials, NUM_TRIALS, "--trials"),
-        seed=given.seed,
-        widen_metres=given.widen,
-        frame_size=given.size,
-        actor=f"{given.checkpoint.resolve().name} ({key})",
-    )
-    environment = EnvironmentSettings(frame_size=given.size, assets_folder=given.assets)
-    takeover = TakeoverSettings(chance=given.lead)
-    learner = LearnerFactory(given.checkpoint.resolve(), key, takeover)
-    return DemosJob(settings, given.out, environment, given.workers, learner)
+    job, checkpoint = read_recording_flags(given), given.checkpoint.resolve()
+    settings = replace(job.settings, actor=f"{checkpoint.name} ({key})")
+    learner = LearnerFactory(checkpoint, key, TakeoverSettings(chance=given.lead))
+    return replace(job, settings=settings, new_actor=learner)
 
 
 def _record(job: DemosJob) -> None:

@@ -1,13 +1,15 @@
 """Training samples of a policy in memory: frames of the model's size, labels and their weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows it by)
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from deft_draft_training.errors import DataError
 
@@ -66,17 +68,24 @@ class PolicySamples:
         return len(self.labels)
 
     @staticmethod
-    def join(parts: Sequence["PolicySamples"]) -> "PolicySamples":
-        """All samples of several sets, in order."""
-        if not parts:
+    def join(parts: Iterable["PolicySamples"], num_samples: int) -> "PolicySamples":
+        """All samples of several sets, in order.
+
+        Their number is said beforehand, so that no frame is in memory twice.
+        """
+        joined: dict[str, NDArray[Any]] = {}
+        start = 0
+        for part in parts:
+            stop = start + len(part)
+            for field in fields(PolicySamples):
+                rows = getattr(part, field.name)
+                if field.name not in joined:
+                    joined[field.name] = np.empty((num_samples, *rows.shape[1:]), rows.dtype)
+                joined[field.name][start:stop] = rows
+            start = stop
+        if start == 0:
             raise DataError("there are no samples to train on; record demonstrations first")
-        return PolicySamples(
-            np.concatenate([one.frames for one in parts]),
-            np.concatenate([one.labels for one in parts]),
-            np.concatenate([one.positions for one in parts]),
-            np.concatenate([one.weights for one in parts]),
-            np.concatenate([one.prompt for one in parts]),
-        )
+        return PolicySamples(**joined)
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,7 @@ class PromptTable:
     """Prompts of a data set as one right-padded tensor."""
 
     def __init__(self, ids: Sequence[Sequence[int]]) -> None:
-        longest = max(len(one) for one in ids)
-        self.ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in ids])
+        self.ids = pad_sequence([torch.tensor(one) for one in ids], batch_first=True)
         self.lengths = torch.tensor([len(one) for one in ids])
 
 
@@ -122,12 +130,7 @@ def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArra
 
 def take(samples: PolicySamples, prompts: PromptTable, chosen: NDArray[np.int64]) -> PolicyBatch:
     """The named samples as a batch."""
+    names = ("frames", "labels", "positions", "weights")
+    columns = {name: torch.from_numpy(getattr(samples, name)[chosen]) for name in names}
     prompt = torch.from_numpy(samples.prompt[chosen])
-    return PolicyBatch(
-        frames=torch.from_numpy(samples.frames[chosen]),
-        labels=torch.from_numpy(samples.labels[chosen]),
-        positions=torch.from_numpy(samples.positions[chosen]),
-        weights=torch.from_numpy(samples.weights[chosen]),
-        prompts=prompts.ids[prompt],
-        lengths=prompts.lengths[prompt],
-    )
+    return PolicyBatch(**columns, prompts=prompts.ids[prompt], lengths=prompts.lengths[prompt])

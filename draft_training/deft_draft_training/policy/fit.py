@@ -1,6 +1,5 @@
 """Behaviour cloning of a small policy: the loop, resumable to the bit on one process."""
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,20 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows it by)
 from torch import Tensor
-from tqdm import tqdm
 
 from deft_client.image_chain import ImageChain
 from deft_draft_training.config import plain
 from deft_draft_training.errors import DataError
-from deft_draft_training.optimizer import (
-    OptimizerConfig,
-    TrainingPrecision,
-    WeightAverage,
-    build_optimizers,
-    computing_in,
-    rate_fraction,
-    update,
-)
+from deft_draft_training.optimizer import OptimizerConfig, WeightAverage, computing_in
 from deft_draft_training.policy.data import (
     AugmentConfig,
     PolicyBatch,
@@ -33,8 +23,10 @@ from deft_draft_training.policy.data import (
     chosen_at,
     take,
 )
+from deft_draft_training.policy.growth import count_layers, deepened
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, initialise
-from deft_draft_training.run_directory import STATE_FILE, RunDirectory, RunProgress
+from deft_draft_training.run_directory import STATE_FILE, RunDirectory
+from deft_draft_training.trainer import FitConfig, Trainer
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.sizes import OpenVLAConfig
@@ -117,7 +109,7 @@ def position_loss(positions: Tensor, truth: Tensor, sample_weight: Tensor) -> Te
 
 
 @dataclass(frozen=True)
-class PolicyFitConfig:
+class PolicyFitConfig(FitConfig):
     """A policy training run."""
 
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
@@ -128,16 +120,14 @@ class PolicyFitConfig:
             rate=1.5e-3, muon_rate=2e-3, clip=1.0, warm_up_steps=50, decay_from=0.4
         )
     )
-    precision: TrainingPrecision = TrainingPrecision.FLOAT32
     steps: int = 2000
     batch_size: int = 48
     average_decay: float = 0.998
     save_every: int = 200
     log_every: int = 20
-    seed: int = 0
 
 
-class PolicyTrainer:
+class PolicyTrainer(Trainer[PolicyNet]):
     """Everything one run needs, built once; `run` goes on from wherever the directory stands."""
 
     def __init__(
@@ -149,12 +139,10 @@ class PolicyTrainer:
         device: torch.device | None = None,
     ) -> None:
         self.config, self.samples, self.prompts = config, samples, prompts
-        self.net = PolicyNet(model_config, samples.positions.shape[1])
-        initialise(self.net, config.seed)
         self.device = device or torch.device("cpu")
-        self.net.to(self.device)
-        self.optimizers = build_optimizers(self.net, config.optimizer)
-        self.average = WeightAverage(self.net, config.average_decay)
+        net = PolicyNet(model_config, samples.positions.shape[1])
+        initialise(net, config.seed)
+        super().__init__(config, net.to(self.device))
         self._images = ImageProcessor(model_config.image, ImageChain.NONE)
         self._taught = _taught_tokens(model_config, config.loss.label_step).to(self.device)
 
@@ -164,61 +152,44 @@ class PolicyTrainer:
         """Train to the configured step and return the averaged model.
 
         `warm_start` is another run's directory whose weights a new run begins with: what DAgger
-        does when more data have come.
+        does when more data have come. Its decoder may have been shallower.
         """
         run = RunDirectory(directory, plain(self.config), with_board)
-        progress, extra = run.load(self.net, self.optimizers)
-        if progress.step == 0 and warm_start is not None:
+        if warm_start is not None and not (directory / STATE_FILE).exists():
             self._begin_from(warm_start)
-        self.average.restore(extra)
-        started, seen = time.perf_counter(), progress.samples
-        steps = range(progress.step, self.config.steps)
-        for step in tqdm(steps, initial=progress.step, total=self.config.steps, file=sys.stderr):
-            losses = self._step(step)
-            seen += self.config.batch_size
-            done = step + 1
-            if done % self.config.log_every == 0:
-                rate = (seen - progress.samples) / (time.perf_counter() - started)
-                run.log(done, {**losses, "samples_per_s": rate})
-            if done % self.config.save_every == 0 or done == self.config.steps:
-                run.save(RunProgress(done, seen), self.net, self.optimizers, self.average.state())
-        self.average.copy_to(self.net)
-        return self.net
+        return self._train(run)
 
     def _begin_from(self, directory: Path) -> None:
         path = directory / STATE_FILE
         if not path.exists():
             raise DataError(f"{path} is missing; a warm start needs the directory of a run")
         weights = torch.load(path, map_location="cpu", weights_only=True)["module"]
-        other = sorted(
-            name
-            for name, tensor in self.net.state_dict().items()
-            if name not in weights or weights[name].shape != tensor.shape
-        )
+        if count_layers(weights) < self.config.model.num_layers:
+            weights = deepened(weights, self.config.model.num_layers)
+        own = {name: one.shape for name, one in self.net.state_dict().items()}
+        theirs = {name: one.shape for name, one in weights.items()}
+        other = sorted(name for name, _ in own.items() ^ theirs.items())
         if other:
-            raise DataError(
-                f"{path} is of another shape in {other[0]} ({len(other)} tensors in all); give "
-                "the same sizes"
-            )
+            raise DataError(f"{path} is of another shape in {other[0]}; give the same sizes")
         self.net.load_state_dict(weights)
         self.average = WeightAverage(self.net, self.config.average_decay)
 
     def _step(self, step: int) -> Mapping[str, float]:
-        config = self.config
+        config, started_s = self.config, time.perf_counter()
         chosen = chosen_at(len(self.samples), config.batch_size, config.seed, step)
         batch = take(self.samples, self.prompts, chosen)
         with computing_in(config.precision, self.device):
             tokens, positions = self._losses(batch, step)
         loss = tokens + config.loss.position_weight * positions
         loss.backward()  # type: ignore[no-untyped-call]
-        fraction = rate_fraction(config.optimizer, step, config.steps)
-        norm = update(self.net, self.optimizers, config.optimizer, fraction)
-        self.average.follow(self.net)
+        with computing_in(config.precision, self.device):
+            norm = self._update(step)
         return {
             "loss": float(loss.detach()),
             "tokens": float(tokens.detach()),
             "positions": float(positions.detach()),
             "gradient_norm": norm,
+            "samples_per_s": config.batch_size / (time.perf_counter() - started_s),
         }
 
     def _losses(self, batch: PolicyBatch, step: int) -> tuple[Tensor, Tensor]:

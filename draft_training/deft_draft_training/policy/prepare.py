@@ -3,11 +3,9 @@
 Loading decodes and resizes every frame once, by the very processor the policy will use.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.image_chain import ImageChain
 from deft_client.libero.demonstrations.files import (
     PRIVILEGED,
@@ -52,7 +51,6 @@ class Prepared:
     tokenizer: Tokenizer
     samples: PolicySamples
     prompts: PromptTable
-    instructions: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,16 +87,18 @@ def prepare(
     instructions = tuple(sorted({one.header.instruction for one in episodes}))
     statistics = kept.statistics if kept else measure_statistics(episodes)
     tokenizer = kept.tokenizer if kept else build_tokenizer(instructions)
-    config = build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics})
+    config = replace(
+        build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics}),
+        instructions=instructions,
+    )
     encoder = PromptEncoder(tokenizer, config.prompt_template, Path("the tokenizer made here"))
     prompts = PromptTable([encoder.encode(one) for one in instructions])
-    samples = PolicySamples.join(
-        [
-            _samples(one, instructions, config, statistics)
-            for one in tqdm(episodes, desc="prepare", unit="episode")
-        ]
+    parts = (
+        _samples(one, instructions, config, statistics)
+        for one in tqdm(episodes, desc="prepare", unit="episode")
     )
-    return Prepared(config, tokenizer, samples, prompts, instructions)
+    samples = PolicySamples.join(parts, sum(len(one) for one in episodes))
+    return Prepared(config, tokenizer, samples, prompts)
 
 
 def measure_statistics(episodes: Iterable[Demonstration]) -> ActionStatistics:
@@ -167,7 +167,7 @@ class PolicyRunConfig:
 
 def main(arguments: list[str]) -> int:
     """Train, or go on training, and write the checkpoint at the end."""
-    parser = argparse.ArgumentParser(prog="deft train policy", description=__doc__)
+    parser = CommandParser(prog="deft train policy", description=__doc__)
     parser.add_argument("demos", nargs="+", type=Path, help="folders of demonstrations")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new checkpoint")
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
     prepared = prepare(episodes, config.fit.model, config.statistics_key, kept)
     sys.stderr.write(
         f"{len(episodes)} episodes, {len(prepared.samples)} frames, "
-        f"{len(prepared.instructions)} instructions\n"
+        f"{len(prepared.config.instructions)} instructions\n"
     )
     trainer = PolicyTrainer(
         config.fit,
@@ -226,8 +226,6 @@ def write_policy(net: PolicyNet, prepared: Prepared, directory: Path, dtype: tor
         for name, tensor in net.model.named_tensors().items()
     }
     write_checkpoint(directory, prepared.config, tensors, prepared.tokenizer)
-    names = json.dumps(list(prepared.instructions), indent=2) + "\n"
-    (directory / "instructions.json").write_text(names)
 
 
 def _kept_tokens(checkpoint: Path | None, key: str) -> KeptTokens | None:

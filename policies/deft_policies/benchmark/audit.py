@@ -130,13 +130,9 @@ def _decode(policy: OpenVLAPolicy, frame: ReplayFrame, tokens: list[int] | None)
     parts, led = policy.parts, _Led(tokens)
     if len(parts.target.vocabulary) != parts.target.decoder.sizes.vocabulary:
         raise ValueError("an audit compares the whole vocabulary")
-    weight = parts.target.decoder.embedding.weight
+    clock = StageClock(parts.target.device)
     with torch.inference_mode():
-        fitted = parts.images.fit(frame.observation.image)
-        pixels = parts.images.pixel_values([fitted], weight.device, weight.dtype)
-        ids = parts.encoder.encode(frame.observation.instruction)
-        prompts = parts.target.read(pixels, [ids])
+        prompts = parts.read([frame.observation], clock)
         length = parts.statistics[policy.find_key(frame.statistics_key)].action_dim
-        decoder = AutoregressiveDecoder(parts.target, led)
-        decoder.decode(prompts, length, StageClock(weight.device))
+        AutoregressiveDecoder(parts.target, led).decode(prompts, length, clock)
     return led

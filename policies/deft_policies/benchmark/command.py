@@ -3,10 +3,12 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from deft_client.commands.program import CommandParser
+from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
 from deft_policies.benchmark.replay import (
@@ -15,7 +17,7 @@ from deft_policies.benchmark.replay import (
     ReplayFrame,
     generate_frames,
     read_pictures,
-    read_recordings,
+    read_stored,
     replay,
     with_statistics_key,
 )
@@ -42,6 +44,7 @@ class BenchOptions:
     num_warm_ups: int
     batch_sizes: tuple[int, ...]
     recording: Path | None
+    cameras: tuple[str, ...]
     pictures: Path | None
     scripts: tuple[float, ...]  # shares of right tokens
     is_guarded: bool
@@ -52,7 +55,7 @@ class BenchOptions:
 
 def build_parser() -> ArgumentParser:
     """Declare the flags."""
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Replay observations through a policy; where the time goes, and how far from "
@@ -62,8 +65,12 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--warm-ups", type=int, default=3, metavar="N", help="not counted")
     parser.add_argument("--batch", default="1", metavar="N[,N...]", help="observations per call")
     parser.add_argument(
-        "--recording", type=Path, metavar="DIR", help="replay recorded episodes; default: generate"
+        "--recording",
+        type=Path,
+        metavar="DATA",
+        help="replay a data set's episodes (recordings, LeRobot, ...); default: generate",
     )
+    add_camera_flag(parser)
     parser.add_argument("--input", type=Path, metavar="JSONL", help="replay pictures, as deft act")
     parser.add_argument(
         "--against",
@@ -119,6 +126,7 @@ def read_options(namespace: Namespace, sweep: Sweep) -> BenchOptions:
         num_warm_ups=namespace.warm_ups,
         batch_sizes=batch_sizes,
         recording=namespace.recording,
+        cameras=read_cameras(namespace),
         pictures=namespace.input,
         scripts=scripts,
         is_guarded=not getattr(namespace, "no_guard", False),
@@ -158,7 +166,7 @@ def main(arguments: list[str]) -> int:
 def read_frames(options: BenchOptions) -> list[ReplayFrame]:
     """The observations asked for."""
     if options.recording is not None:
-        return read_recordings(options.recording, options.num_frames)
+        return read_stored(options.recording, options.num_frames, options.cameras)
     if options.pictures is not None:
         return read_pictures(options.pictures, options.num_frames)
     return generate_frames(options.num_frames)
@@ -250,7 +258,7 @@ def _replay(
     for contender in contenders:
         for frame in frames:
             contender.policy.check(frame.observation, contender.options(frame))
-    return replay(contenders, frames, options.num_warm_ups, _progress(len(frames)))
+    return replay(contenders, frames, options.num_warm_ups)
 
 
 def _decodings(
@@ -259,13 +267,3 @@ def _decodings(
     plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]
     return tuple(summarise_decoding(run, plain, spaces) for run in runs)
-
-
-def _progress(total: int) -> Callable[[int], None]:
-    def show(done: int) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            sys.stderr.write(f"\rdeft bench: {done} of {total} frames{end}")
-            sys.stderr.flush()
-
-    return show

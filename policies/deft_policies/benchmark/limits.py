@@ -7,7 +7,7 @@ is ever right about random weights: every table says so.
 import json
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deft_client.commands.program import CommandParser
 from deft_policies.benchmark.replay import (
     Contender,
     ReplayFrame,
@@ -117,7 +118,7 @@ GOALS = (
 
 def main(arguments: list[str]) -> int:
     """Measure and print; return the exit code."""
-    parser = ArgumentParser(prog=PROG, description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog=PROG, description=__doc__, allow_abbrev=False)
     parser.add_argument("--sizes", default="openvla-7b", help="as deft bench --random-weights")
     parser.add_argument("--device", default=None)
     parser.add_argument("--frames", type=int, default=20)
@@ -250,7 +251,7 @@ class _Bench:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        run = replay([contender], self.frames, self.num_warm_ups, lambda _: None)[0]
+        run = replay([contender], self.frames, self.num_warm_ups)[0]
         _say(f"{contender.name} x{contender.batch_size}: {time.perf_counter() - started:.1f} s")
         speed, roofline = summarise_speed(run), self.model.roofline(run, self.frames)
         traces = [answer.chunk.trace for answer in run.answers if answer.chunk.trace is not None]

@@ -1,23 +1,19 @@
 """Replaying observations through several contenders in turn, and what is kept of every answer.
 
-The observations come from recorded episodes or listed pictures, or are generated.
+The observations come from a data set's episodes or listed pictures, or are generated.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from deft_client.recordings import find_episodes, iterate_steps
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Image,
-    Observation,
-)
+from deft_client.datasets.formats import read_dataset
+from deft_client.types import ActionChunk, ActOptions, Image, Observation
 from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.act import load_image, read_cases
 from deft_policies.errors import PolicyError
@@ -39,11 +35,11 @@ class ReplayFrame:
     statistics_key: str | None = None
 
 
-def read_recordings(root: Path, limit: int) -> list[ReplayFrame]:
-    """The first frames of the recordings under a directory."""
-    frames = list(islice(_recorded(root), limit))
+def read_stored(data: Path, limit: int, cameras: Sequence[str] = ()) -> list[ReplayFrame]:
+    """The first frames of a data set."""
+    frames = list(islice(_stored(data, cameras), limit))
     if not frames:
-        raise PolicyError(f"{root}: no recorded frames; record some with `deft serve --record DIR`")
+        raise PolicyError(f"{data}: none of its episodes has a step")
     return frames
 
 
@@ -83,10 +79,10 @@ def with_statistics_key(frames: Sequence[ReplayFrame], policy: Policy) -> list[R
     return [replace(frame, statistics_key=frame.statistics_key or first) for frame in frames]
 
 
-def _recorded(root: Path) -> Iterator[ReplayFrame]:
-    for path in find_episodes(root):
-        for step in iterate_steps(path):
-            yield ReplayFrame(step.observation, str(path), step.options.statistics_key)
+def _stored(data: Path, cameras: Sequence[str]) -> Iterator[ReplayFrame]:
+    for episode in read_dataset(data, cameras):
+        for step in episode.steps():
+            yield ReplayFrame(step.observation, episode.name, step.statistics_key)
 
 
 def _scene(rng: np.random.Generator, count: int, size: int) -> Sequence[Image]:
@@ -144,7 +140,6 @@ def replay(
     contenders: Sequence[Contender],
     frames: Sequence[ReplayFrame],
     num_warm_ups: int,
-    progress: Callable[[int], None],
 ) -> list[Replay]:
     """Answer every frame with every contender, taking turns frame by frame.
 
@@ -156,10 +151,9 @@ def replay(
         for frame in (list(frames) * num_warm_ups)[:num_warm_ups]:
             _answer(warm, frame)
     runs = [Replay(contender) for contender in contenders]
-    for index, frame in enumerate(frames):
+    for frame in tqdm(frames, unit="frame", disable=None):  # shown on a terminal alone
         for run in runs:
             run.answers.append(_answer(run, frame))
-        progress(index + 1)
     return runs
 
 

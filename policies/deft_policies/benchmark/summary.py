@@ -1,12 +1,14 @@
 """From a run's answers to the numbers that are reported. Pure; prints nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import DecodeTrace, StageTimings
+from deft_client.libero.results.statistics import Percentiles, percentiles
+from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Replay
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 
@@ -23,30 +25,14 @@ STAGES = (
 
 
 @dataclass(frozen=True)
-class Quantiles:
-    """Of milliseconds, and their mean."""
-
-    p50: float
-    p95: float
-    p99: float
-    mean: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> "Quantiles":
-        """Of at least one value."""
-        p50, p95, p99 = np.percentile(np.array(values), [50, 95, 99])
-        return Quantiles(float(p50), float(p95), float(p99), float(np.mean(values)))
-
-
-@dataclass(frozen=True)
 class Speed:
     """How long a contender took for one answer, in all and by stage."""
 
     name: str
     batch_size: int
     num_answers: int
-    total: Quantiles
-    stages: dict[str, Quantiles]
+    total: Percentiles
+    stages: dict[str, Percentiles]
 
     @property
     def actions_per_s(self) -> float:
@@ -87,9 +73,9 @@ def summarise_speed(run: Replay) -> Speed:
         name=run.contender.name,
         batch_size=run.contender.batch_size,
         num_answers=len(run.answers),
-        total=Quantiles.of([answer.wall_ms for answer in run.answers]),
+        total=percentiles([answer.wall_ms for answer in run.answers]),
         stages={
-            stage: Quantiles.of([_stage_ms(timing, field) for timing in timings])
+            stage: percentiles([getattr(timing, field) for timing in timings])
             for stage, field in STAGES
         },
     )
@@ -121,13 +107,8 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         accepted_shares=_accepted_shares(own_traces),
         committed_by_start=_committed_by_start(own_traces),
         committed_by_pass=_committed_by_pass(own_traces),
-        drafted_by_position=_drafted_by_position(own_traces),
+        drafted_by_position=drafted_by_position(own_traces),
     )
-
-
-def _stage_ms(timings: StageTimings, field: str) -> float:
-    value: float = getattr(timings, field)
-    return value
 
 
 def _bins_apart(own: DecodeTrace, other: DecodeTrace) -> NDArray[np.int64]:
@@ -158,37 +139,34 @@ def _accepted_shares(traces: list[DecodeTrace]) -> tuple[float, ...]:
 
 
 def _committed_by_start(traces: list[DecodeTrace]) -> tuple[float, ...]:
-    longest = max((len(trace.tokens) for trace in traces), default=0)
-    lengths: list[list[int]] = [[] for _ in range(longest)]
+    rows: list[list[float | None]] = []
     for trace in traces:
-        start = 0
+        row: list[float | None] = []
         for one in trace.passes:
-            lengths[start].append(one.committed_length)
-            start += one.committed_length
-    return tuple(_mean(found) for found in lengths)
+            row += [one.committed_length, *[None] * one.accepted_length]
+        rows.append(row[: len(trace.tokens)])
+    return _column_means(rows)
 
 
 def _committed_by_pass(traces: list[DecodeTrace]) -> tuple[float, ...]:
-    longest = max((len(trace.passes) for trace in traces), default=0)
-    return tuple(
-        _mean([t.passes[index].committed_length for t in traces if len(t.passes) > index])
-        for index in range(longest)
-    )
+    return _column_means([[one.committed_length for one in trace.passes] for trace in traces])
 
 
-def _drafted_by_position(traces: list[DecodeTrace]) -> tuple[float, ...]:
+def drafted_by_position(traces: Sequence[DecodeTrace]) -> tuple[float, ...]:
     """Share of the tokens at each position that were accepted drafts, not the target's own."""
-    shares: list[list[bool]] = []
+    rows = []
     for trace in traces:
-        drafted: list[bool] = []
+        drafted: list[float] = []
         for one in trace.passes:
-            drafted += [True] * one.accepted_length + [False]
-        shares.append(drafted[: len(trace.tokens)])
-    longest = max((len(row) for row in shares), default=0)
-    return tuple(
-        _mean([row[position] for row in shares if len(row) > position])
-        for position in range(longest)
-    )
+            drafted += [1.0] * one.accepted_length + [0.0]
+        rows.append(drafted[: len(trace.tokens)])
+    return _column_means(rows)
+
+
+def _column_means(rows: Iterable[Sequence[float | None]]) -> tuple[float, ...]:
+    """By position, over the rows that have a number there; 0 where none has."""
+    columns = zip_longest(*rows)
+    return tuple(_mean([one for one in column if one is not None]) for column in columns)
 
 
 def _mean(values: Sequence[float]) -> float:

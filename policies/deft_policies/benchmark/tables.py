@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from deft_client.libero.results.statistics import Percentiles
 from deft_policies.benchmark.audit import AuditReport, describe
 from deft_policies.benchmark.roofline import DeviceRates, Roofline
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
@@ -66,16 +67,8 @@ def speed_table(speeds: Sequence[Speed], baseline: Speed | None) -> str:
         headings.append(f"x {baseline.name}")
     rows = []
     for speed in speeds:
-        total = speed.total
-        row = [
-            speed.name,
-            str(speed.batch_size),
-            f"{total.p50:.2f}",
-            f"{total.p95:.2f}",
-            f"{total.p99:.2f}",
-            f"{total.mean:.2f}",
-            f"{speed.actions_per_s:.1f}",
-        ]
+        cells = [*_cells(speed.total, 2), f"{speed.total.mean:.2f}", f"{speed.actions_per_s:.1f}"]
+        row = [speed.name, str(speed.batch_size), *cells]
         if baseline is not None:
             row.append(f"{speed.actions_per_s / baseline.actions_per_s:.2f}")
         rows.append(row)
@@ -90,14 +83,14 @@ def stage_table(speed: Speed, roofline: Roofline | None) -> str:
     rows: Rows = []
     for stage, _ in STAGES:
         times = speed.stages[stage]
-        row = [stage, f"{times.p50:.3f}", f"{times.p95:.3f}", f"{times.p99:.3f}"]
+        row = [stage, *_cells(times, 3)]
         if roofline is not None:
             row += _limit_cells(roofline, stage, times.p50)
         rows.append(row)
-    total = speed.total
-    row = ["total", f"{total.p50:.3f}", f"{total.p95:.3f}", f"{total.p99:.3f}"]
+    row = ["total", *_cells(speed.total, 3)]
     if roofline is not None:
-        row += [f"{roofline.total_ms:.3f}", f"{100 * roofline.total_ms / total.p50:.1f}", "", ""]
+        share = 100 * roofline.total_ms / speed.total.p50
+        row += [f"{roofline.total_ms:.3f}", f"{share:.1f}", "", ""]
     return render(headings, [*rows, row])
 
 
@@ -180,6 +173,10 @@ def _two_series(
         [title, *names],
         [[name, *a, *[""] * (wide - len(a)), *b, *[""] * (deep - len(b))] for name, a, b in rows],
     )
+
+
+def _cells(times: Percentiles, digits: int) -> list[str]:
+    return [f"{one:.{digits}f}" for one in (times.p50, times.p95, times.p99)]
 
 
 def _limit_cells(roofline: Roofline, stage: str, p50: float) -> list[str]:

@@ -70,13 +70,7 @@ class TransformersPolicy:
             raise RequestError("batch", f"the baseline answers 1 observation, got {len(batch)}")
         request, parts = batch[0], self._parts
         clock = StageClock(parts.target.device)
-        fitted = parts.images.fit(request.observation.image)
-        ids = parts.encoder.encode(request.observation.instruction)
-        clock.lap(Stage.PREPARE)
-        dtype = parts.target.decoder.embedding.weight.dtype
-        pixels = parts.images.pixel_values([fitted], parts.target.device, dtype)
-        prompts = parts.target.read(pixels, [ids])
-        clock.lap(Stage.VISION)
+        prompts = parts.read([request.observation], clock)
         statistics = parts.statistics[self._ours.find_key(request.options.statistics_key)]
         decode = self._generate if self._loop is BaselineLoop.GENERATE else self._forward
         tokens = decode(prompts.embeds, statistics.action_dim, clock)

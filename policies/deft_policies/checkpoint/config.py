@@ -4,6 +4,7 @@ The published 7B leaves most sizes out of `config.json`; the defaults here are t
 classes it was saved with.
 """
 
+import json
 from pathlib import Path
 
 from deft_policies.checkpoint.fields import JsonFields
@@ -24,12 +25,16 @@ from deft_policies.model.statistics import load_statistics
 
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
+INSTRUCTIONS_FILE = "instructions.json"
 MODEL_TYPE = "openvla"
 DINOV2_TIMM_ID = "vit_large_patch14_reg4_dinov2.lvd142m"
 SIGLIP_TIMM_ID = "vit_so400m_patch14_siglip_224"
 # Absent from the published text_config, so the default of the saving library counts.
 _RMS_NORM_EPS = 1e-6
 _PAD_TO_MULTIPLE_OF = 64
+# Far beyond any model of this kind; a file that says more is damaged, and is not worth allocating.
+_MOST_WIDTH, _MOST_MLP, _MOST_LAYERS, _MOST_HEADS = 2**16, 2**18, 1024, 1024
+_MOST_TOKENS, _MOST_IMAGE_SIDE = 2**21, 4096
 _FUSED_BACKBONES = ("dinosiglip", "dinoclip")
 _TOWER_PREFIXES = ("vision_backbone.featurizer", "vision_backbone.fused_featurizer")
 
@@ -61,12 +66,26 @@ def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
         vocabulary=_read_vocabulary(fields, llm),
         prompt_template=_find_template(fields, directory, name),
         statistics=load_statistics(fields),
+        instructions=_load_instructions(directory / INSTRUCTIONS_FILE),
     )
 
 
+def _load_instructions(path: Path) -> tuple[str, ...]:
+    """What `deft train policy` noted; published checkpoints have no such file."""
+    if not path.exists():
+        return ()
+    try:
+        instructions = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); remove or repair it") from None
+    if not isinstance(instructions, list) or not all(isinstance(one, str) for one in instructions):
+        raise CheckpointError(f"{path} must hold a list of instructions; remove or repair it")
+    return tuple(instructions)
+
+
 def _read_vocabulary(fields: JsonFields, llm: LlamaConfig) -> ActionVocabulary:
-    padding = fields.integer("pad_to_multiple_of", _PAD_TO_MULTIPLE_OF)
-    num_bins = fields.integer("n_action_bins", DEFAULT_NUM_BINS)
+    padding = fields.count("pad_to_multiple_of", _MOST_TOKENS, _PAD_TO_MULTIPLE_OF)
+    num_bins = fields.value("n_action_bins", int, DEFAULT_NUM_BINS)
     if not 2 <= num_bins <= llm.vocab_size - padding:
         raise fields.error(
             "n_action_bins", f"is {num_bins}, expected 2 to {llm.vocab_size - padding}"
@@ -75,7 +94,7 @@ def _read_vocabulary(fields: JsonFields, llm: LlamaConfig) -> ActionVocabulary:
 
 
 def _check_architecture(fields: JsonFields) -> None:
-    model_type = fields.text("model_type", "unknown")
+    model_type = fields.value("model_type", str, "unknown")
     if model_type != MODEL_TYPE:
         raise CheckpointError(
             f"{fields.path}: model_type is {model_type!r}, expected {MODEL_TYPE!r}; give an "
@@ -84,16 +103,20 @@ def _check_architecture(fields: JsonFields) -> None:
 
 
 def _read_towers(fields: JsonFields) -> tuple[TowerConfig, ...]:
-    backbone = fields.text("vision_backbone_id", "siglip-vit-so400m")
-    ids = fields.texts("timm_model_ids", (SIGLIP_TIMM_ID,))
-    is_fused = fields.flag("use_fused_vision_backbone", backbone.startswith(_FUSED_BACKBONES))
+    backbone = fields.value("vision_backbone_id", str, "siglip-vit-so400m")
+    ids = fields.values("timm_model_ids", str, (SIGLIP_TIMM_ID,))
+    is_fused = fields.value(
+        "use_fused_vision_backbone", bool, backbone.startswith(_FUSED_BACKBONES)
+    )
     expected = 2 if is_fused else 1
     if len(ids) != expected:
         raise fields.error("timm_model_ids", f"has {len(ids)} entries, expected {expected}")
-    sizes = fields.integers("image_sizes", (224,) * expected)
+    sizes = fields.values("image_sizes", int, (224,) * expected)
+    if not all(1 <= size <= _MOST_IMAGE_SIDE for size in sizes):
+        raise fields.error("image_sizes", f"must be 1 to {_MOST_IMAGE_SIDE}, got {list(sizes)}")
     if len(sizes) != expected or len(set(sizes)) != 1:
         raise fields.error("image_sizes", f"must be {expected} equal sizes, got {list(sizes)}")
-    if any(fields.optional_texts("timm_override_act_layers")):
+    if any(fields.items("timm_override_act_layers", ())):
         raise fields.error("timm_override_act_layers", "is set; only timm's own are supported")
     towers = tuple(_read_tower(fields, index, sizes[0]) for index in range(expected))
     if len({tower.num_patches for tower in towers}) != 1:
@@ -102,7 +125,7 @@ def _read_towers(fields: JsonFields) -> tuple[TowerConfig, ...]:
 
 
 def _read_tower(fields: JsonFields, index: int, image_size: int) -> TowerConfig:
-    timm_id = fields.texts("timm_model_ids", (SIGLIP_TIMM_ID,))[index]
+    timm_id = fields.values("timm_model_ids", str, (SIGLIP_TIMM_ID,))[index]
     known = _TIMM_SIZES.get(timm_id.partition(".")[0])
     if known is None:
         raise fields.error(
@@ -113,42 +136,54 @@ def _read_tower(fields: JsonFields, index: int, image_size: int) -> TowerConfig:
     tower = TowerConfig(
         family=family,
         prefix=_TOWER_PREFIXES[index],
-        width=sizes.integer("width", width),
-        depth=sizes.integer("depth", depth),
-        heads=sizes.integer("heads", heads),
-        mlp=sizes.integer("mlp", mlp),
+        width=sizes.count("width", _MOST_WIDTH, width),
+        depth=sizes.count("depth", _MOST_LAYERS, depth),
+        heads=sizes.count("heads", _MOST_HEADS, heads),
+        mlp=sizes.count("mlp", _MOST_MLP, mlp),
         image_size=image_size,
-        patch_size=sizes.integer("patch_size", 14),
+        patch_size=sizes.count("patch_size", image_size, 14),
     )
     if tower.width % tower.heads:
         raise sizes.error("heads", f"must divide the width {tower.width}")
+    if tower.depth < 2:
+        raise sizes.error("depth", "must be at least 2: the last block is never used")
     return tower
 
 
 def _read_llm(fields: JsonFields) -> LlamaConfig:
     for key, only in (("model_type", "llama"), ("hidden_act", "silu")):
-        if fields.text(key, only) != only:
-            raise fields.error(key, f"is {fields.text(key)!r}; only {only!r} is supported")
+        if fields.value(key, str, only) != only:
+            raise fields.error(key, f"is {fields.value(key, str)!r}; only {only!r} is supported")
     for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-        if fields.flag(key, False):
+        if fields.value(key, bool, False):
             raise fields.error(key, "is true; only false is supported")
     if fields.has("rope_scaling"):
         raise fields.error("rope_scaling", "is set; only unscaled rotary positions are supported")
-    width = fields.integer("hidden_size", 4096)
-    heads = fields.integer("num_attention_heads", 32)
+    width = fields.count("hidden_size", _MOST_WIDTH, 4096)
+    heads = fields.count("num_attention_heads", _MOST_HEADS, 32)
+    kv_heads = fields.count("num_key_value_heads", heads, heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"must divide the {heads} heads")
+    head_width = fields.count("head_dim", _MOST_WIDTH, max(width // heads, 1))
+    if head_width % 2:
+        raise fields.error("head_dim", f"is {head_width}, but positions turn pairs of features")
     # Newer savers nest the angle base in rope_parameters.
-    rope_theta = fields.section("rope_parameters").number("rope_theta", 10000.0)
+    rope_theta = fields.section("rope_parameters").value("rope_theta", float, 10000.0)
+    rms_norm_eps = fields.value("rms_norm_eps", float, _RMS_NORM_EPS)
+    rope_theta = fields.value("rope_theta", float, rope_theta)
+    if rms_norm_eps <= 0 or rope_theta <= 0:
+        raise fields.error("rms_norm_eps", "and rope_theta must be above 0")
     return LlamaConfig(
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.count("vocab_size", _MOST_TOKENS),
         width=width,
-        mlp=fields.integer("intermediate_size", 11008),
-        num_layers=fields.integer("num_hidden_layers", 32),
+        mlp=fields.count("intermediate_size", _MOST_MLP, 11008),
+        num_layers=fields.count("num_hidden_layers", _MOST_LAYERS, 32),
         heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", heads),
-        head_width=fields.integer("head_dim", width // heads),
-        rms_norm_eps=fields.number("rms_norm_eps", _RMS_NORM_EPS),
-        rope_theta=fields.number("rope_theta", rope_theta),
-        max_positions=fields.integer("max_position_embeddings", 2048),
+        kv_heads=kv_heads,
+        head_width=head_width,
+        rms_norm_eps=rms_norm_eps,
+        rope_theta=rope_theta,
+        max_positions=fields.count("max_position_embeddings", _MOST_TOKENS, 2048),
     )
 
 
@@ -156,7 +191,7 @@ def _read_image_processor(directory: Path, towers: tuple[TowerConfig, ...]) -> I
     fields = JsonFields.load(
         directory / PREPROCESSOR_FILE, "copy it from the checkpoint this one was fine-tuned from"
     )
-    strategy = fields.text("image_resize_strategy", ResizeStrategy.LETTERBOX.value)
+    strategy = fields.value("image_resize_strategy", str, ResizeStrategy.LETTERBOX.value)
     try:
         resize = ResizeStrategy(strategy)
     except ValueError:
@@ -188,7 +223,7 @@ def _is_stretched(fields: JsonFields, resize: ResizeStrategy, size: int) -> bool
 
 
 def _read_sides(fields: JsonFields) -> tuple[int, ...]:
-    return fields.integers("size") if fields.is_list("size") else (fields.integer("size"),)
+    return fields.values("size", int) if fields.is_list("size") else (fields.value("size", int),)
 
 
 def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:
@@ -196,7 +231,7 @@ def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:
     # `stds` of the same file are the unrounded ones.
     if fields.has("tvf_normalize_params"):
         sections = fields.sections("tvf_normalize_params")
-        pairs = [(one.numbers("mean"), one.numbers("std")) for one in sections]
+        pairs = [(one.values("mean", float), one.values("std", float)) for one in sections]
     else:
         pairs = list(zip(fields.rows("means"), fields.rows("stds"), strict=False))
     if not all(len(mean) == len(std) == 3 and 0.0 not in std for mean, std in pairs):
@@ -208,7 +243,7 @@ def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:
 
 def _read_fill(fields: JsonFields) -> tuple[int, int, int]:
     if fields.has("tvf_letterbox_fill"):
-        fill = fields.integers("tvf_letterbox_fill")
+        fill = fields.values("tvf_letterbox_fill", int)
     elif fields.has("means"):
         # One fill for all towers: the original computes it per tower and keeps the last.
         fill = tuple(int(255 * mean) for mean in fields.rows("means")[-1])
@@ -224,5 +259,5 @@ def _find_template(fields: JsonFields, directory: Path, name: str) -> PromptTemp
     # when somebody renamed the folder.
     names = (directory.name, name)
     is_first_release = any("openvla-v01" in one for one in names)
-    is_vicuna = fields.text("llm_backbone_id", "vicuna-v15-7b").startswith("vicuna")
+    is_vicuna = fields.value("llm_backbone_id", str, "vicuna-v15-7b").startswith("vicuna")
     return PromptTemplate.V01 if is_first_release or is_vicuna else PromptTemplate.OPENVLA

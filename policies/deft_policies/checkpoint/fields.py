@@ -1,10 +1,20 @@
 """Typed access to a checkpoint's JSON files. Knows nothing of what the fields mean."""
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar, cast
 
 from deft_policies.errors import CheckpointError
+
+T = TypeVar("T")
+_NAMES: Mapping[object, tuple[str, str]] = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a finite number", "finite numbers"),
+    str: ("a string", "strings"),
+    bool: ("true or false", "true and false"),
+}
 
 
 class JsonFields:
@@ -50,74 +60,39 @@ class JsonFields:
         """True if the field holds a list."""
         return isinstance(self._values.get(key), list)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number."""
+    def value(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """A value of this kind; a whole number is a number, too, and true is none."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"must be a whole number, got {value!r}")
+        if not _is(value, kind):
+            raise self.error(key, f"must be {_NAMES[kind][0]}, got {value!r}")
+        return cast(T, float(value) if kind is float else value)  # type: ignore[arg-type]
+
+    def count(self, key: str, most: int, default: int | None = None) -> int:
+        """A whole number from 1 to `most`: what is beyond it no model has, and nobody can hold."""
+        value = self.value(key, int, default)
+        if not 1 <= value <= most:
+            raise self.error(key, f"is {value}, expected 1 to {most}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number, whole or not."""
+    def values(self, key: str, kind: type[T], default: Sequence[T] | None = None) -> tuple[T, ...]:
+        """A list of values of this kind."""
+        values = self.items(key, default)
+        if not all(_is(one, kind) for one in values):
+            raise self.error(key, f"must be a list of {_NAMES[kind][1]}")
+        return tuple(cast(T, float(one) if kind is float else one) for one in values)  # type: ignore[arg-type]
+
+    def items(self, key: str, default: Sequence[object] | None = None) -> tuple[object, ...]:
+        """A list, whatever is in it."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"must be a number, got {value!r}")
-        return float(value)
-
-    def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, f"must be a string, got {value!r}")
-        return value
-
-    def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false."""
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, got {value!r}")
-        return value
-
-    def integers(self, key: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """A list of whole numbers."""
-        values = self._items(key, default)
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
-            raise self.error(key, "must be a list of whole numbers")
-        return tuple(one for one in values if isinstance(one, int))
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers."""
-        values = self._items(key, None)
-        if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
-            raise self.error(key, "must be a list of numbers")
-        return tuple(float(one) for one in values if isinstance(one, int | float))
-
-    def flags(self, key: str) -> tuple[bool, ...]:
-        """A list of true and false."""
-        values = self._items(key, None)
-        if not all(isinstance(one, bool) for one in values):
-            raise self.error(key, "must be a list of true and false")
-        return tuple(one for one in values if isinstance(one, bool))
-
-    def texts(self, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        """A list of strings."""
-        values = self._items(key, default)
-        if not all(isinstance(one, str) for one in values):
-            raise self.error(key, "must be a list of strings")
-        return tuple(one for one in values if isinstance(one, str))
-
-    def optional_texts(self, key: str) -> tuple[str | None, ...]:
-        """A list of strings and `null`s; empty if the field is absent."""
-        values = self._items(key, ())
-        if not all(one is None or isinstance(one, str) for one in values):
-            raise self.error(key, "must be a list of strings or null")
-        return tuple(one if isinstance(one, str) else None for one in values)
+        if not isinstance(value, list | tuple):
+            raise self.error(key, f"must be a list, got {value!r}")
+        return tuple(value)
 
     def rows(self, key: str) -> tuple[tuple[float, ...], ...]:
         """A list of lists of numbers."""
-        holder = {str(i): row for i, row in enumerate(self._items(key, None))}
+        holder = {str(i): row for i, row in enumerate(self.items(key))}
         rows = JsonFields(self._path, holder, f"{self._where}{key}.")
-        return tuple(rows.numbers(name) for name in holder)
+        return tuple(rows.values(name, float) for name in holder)
 
     def section(self, key: str) -> "JsonFields":
         """An object; empty if the field is absent."""
@@ -128,7 +103,7 @@ class JsonFields:
 
     def sections(self, key: str) -> tuple["JsonFields", ...]:
         """A list of objects."""
-        holder = {str(i): one for i, one in enumerate(self._items(key, None))}
+        holder = {str(i): one for i, one in enumerate(self.items(key))}
         parent = JsonFields(self._path, holder, f"{self._where}{key}.")
         return tuple(parent.section(name) for name in holder)
 
@@ -144,8 +119,10 @@ class JsonFields:
             raise self.error(key, "is missing")
         return value
 
-    def _items(self, key: str, default: object) -> tuple[object, ...]:
-        value = self._get(key, default)
-        if not isinstance(value, list | tuple):
-            raise self.error(key, f"must be a list, got {value!r}")
-        return tuple(value)
+
+def _is(value: object, kind: type) -> bool:
+    """NaN, infinity and integers beyond any float, which Python finds in JSON, are no numbers."""
+    if kind is float:
+        is_real = type(value) is int or type(value) is float
+        return is_real and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+    return type(value) is kind

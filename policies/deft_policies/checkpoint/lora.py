@@ -39,7 +39,7 @@ class LoraAdapter:
     def __init__(self, directory: Path, reader: CheckpointReader, fields: JsonFields) -> None:
         self._directory = directory
         self._reader = reader
-        self._base = fields.text("base_model_name_or_path", "")
+        self._base = fields.value("base_model_name_or_path", str, "")
         self._replaced: dict[str, str] = {}
         self._factors = self._pair_factors(fields)
 
@@ -125,25 +125,25 @@ def is_adapter(directory: Path) -> bool:
 
 
 def _check_kind(fields: JsonFields) -> None:
-    kind = fields.text("peft_type", "LORA")
+    kind = fields.value("peft_type", str, "LORA")
     if kind != "LORA":
         raise fields.error("peft_type", f"is {kind!r}; only LORA adapters can be merged")
     for key in ("use_dora", "fan_in_fan_out"):
-        if fields.flag(key, False):
+        if fields.value(key, bool, False):
             raise fields.error(key, "is true; merge the adapter with PEFT before loading")
-    if fields.text("bias", "none") != "none":
+    if fields.value("bias", str, "none") != "none":
         raise fields.error("bias", "is not none; merge the adapter with PEFT before loading")
 
 
 def _scale(fields: JsonFields, module: str) -> float:
-    rank = _by_pattern(fields.section("rank_pattern"), module, fields.number("r"))
-    alpha = _by_pattern(fields.section("alpha_pattern"), module, fields.number("lora_alpha"))
-    return alpha / math.sqrt(rank) if fields.flag("use_rslora", False) else alpha / rank
+    rank = _by_pattern(fields.section("rank_pattern"), module, fields.value("r", float))
+    alpha = _by_pattern(fields.section("alpha_pattern"), module, fields.value("lora_alpha", float))
+    return alpha / math.sqrt(rank) if fields.value("use_rslora", bool, False) else alpha / rank
 
 
 def _by_pattern(patterns: JsonFields, module: str, default: float) -> float:
     """The value of the first pattern that the module's name ends in, as PEFT matches them."""
     for pattern in patterns.keys():  # noqa: SIM118 - JsonFields is no mapping
         if re.match(rf"(.*\.)?({pattern})$", module):
-            return patterns.number(pattern)
+            return patterns.value(pattern, float)
     return default

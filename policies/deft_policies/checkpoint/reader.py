@@ -4,11 +4,12 @@ Files are memory-mapped and tensors come out one at a time, so that loading neve
 checkpoint a second time. Knows names and shapes, nothing of what they are for.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,29 +37,13 @@ class StoredTensor:
     num_bytes: int
 
 
-class _View(Protocol):
-    def get_shape(self) -> Sequence[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-
-class _File(Protocol):
-    """What the library leaves untyped of an open file."""
-
-    def keys(self) -> Sequence[str]: ...
-
-    def get_slice(self, name: str) -> _View: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
 class CheckpointReader:
     """Hands out the tensors of a checkpoint by name. Used by one thread."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = MappingProxyType(dict(stored))
         self._open_path: Path | None = None
-        self._open_file: _File | None = None
+        self._open_file: Any = None  # the library leaves it untyped
         self._bytes_read = 0
         self._bytes_kept = max(_LEAST_BYTES_KEPT, self.num_bytes // 100)
 
@@ -106,7 +91,8 @@ class CheckpointReader:
             self._bytes_read = stored.num_bytes
         if self._open_file is None:
             raise RuntimeError(f"{stored.path} was closed while a tensor was read")
-        return self._open_file.get_tensor(name).to(device=device, dtype=dtype)
+        tensor: Tensor = self._open_file.get_tensor(name)
+        return tensor.to(device=device, dtype=dtype)
 
     def close(self) -> None:
         """Let go of the open file; the next tensor opens it again."""
@@ -120,16 +106,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for name in file.keys():  # noqa: SIM118 - it is no mapping and cannot be iterated
         view = file.get_slice(name)
         shape = tuple(view.get_shape())
-        num_items = 1
-        for size in shape:
-            num_items *= size
-        stored[name] = StoredTensor(path, shape, num_items * _itemsize(view.get_dtype(), path))
+        num_bytes = math.prod(shape) * _itemsize(view.get_dtype(), path)
+        stored[name] = StoredTensor(path, shape, num_bytes)
     return stored
 
 
-def _open(path: Path) -> _File:
+def _open(path: Path) -> Any:
     try:
-        return cast(_File, safe_open(path, framework="pt", device="cpu"))
+        return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; {_DOWNLOAD}") from None
     except (SafetensorError, OSError) as error:
@@ -141,7 +125,7 @@ def _open(path: Path) -> _File:
 def _read_sharded(index: Path) -> dict[str, StoredTensor]:
     fields = JsonFields.load(index, _DOWNLOAD)
     weight_map = fields.section("weight_map")
-    shard_of = {name: index.parent / weight_map.text(name) for name in weight_map.keys()}  # noqa: SIM118
+    shard_of = {name: index.parent / weight_map.value(name, str) for name in weight_map.keys()}  # noqa: SIM118
     if not shard_of:
         raise fields.error("weight_map", f"lists no tensors; {_DOWNLOAD}")
     stored: dict[str, StoredTensor] = {}

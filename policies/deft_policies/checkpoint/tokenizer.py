@@ -1,10 +1,12 @@
 """A small tokenizer in Llama's manner for own checkpoints, in Hugging Face files.
 
 For models too small to carry Llama's 32000 pieces: the words of their instructions, and bytes for
-everything else.
+everything else. What all prompts begin and end with is one piece each, or a small model would spend
+most of its prefill on it.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,6 +55,10 @@ def build_tokenizer(instructions: Iterable[str], num_pieces: int = 512) -> Token
     tokenizer.add_special_tokens(
         [AddedToken(piece, special=True, normalized=False) for piece in _SPECIAL]
     )
+    start, end = _shared_ends(prompts)
+    # The blank after a start is swallowed: the next word brings one of its own.
+    tokenizer.add_tokens([AddedToken(start, rstrip=True, normalized=False)] if start else [])
+    tokenizer.add_tokens([AddedToken(end, normalized=False)] if end else [])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS_PIECE} $A", special_tokens=[(BOS_PIECE, vocabulary[BOS_PIECE])]
     )
@@ -80,6 +86,13 @@ def _normalizer() -> normalizers.Normalizer:
     return normalizers.Sequence(
         [normalizers.Prepend(BLANK_PIECE), normalizers.Replace(" ", BLANK_PIECE)]
     )
+
+
+def _shared_ends(prompts: list[str]) -> tuple[str, str]:
+    """What all prompts begin with, to a word's end, and what all end with, from a word's start."""
+    start = os.path.commonprefix(prompts)
+    end = os.path.commonprefix([prompt[::-1] for prompt in prompts])[::-1]
+    return start.rpartition(" ")[0], "".join(end.partition(" ")[1:])
 
 
 def _learn_pieces(prompts: list[str], num_pieces: int) -> Tokenizer:

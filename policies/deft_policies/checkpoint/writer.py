@@ -6,10 +6,8 @@ A directory appears whole or not at all.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -18,6 +16,7 @@ from deft_client.files import creating
 from deft_policies.checkpoint.config import (
     CONFIG_FILE,
     DINOV2_TIMM_ID,
+    INSTRUCTIONS_FILE,
     MODEL_TYPE,
     PREPROCESSOR_FILE,
     SIGLIP_TIMM_ID,
@@ -44,6 +43,12 @@ MAX_SHARD_BYTES = 5 * 1024**3
 _TIMM_IDS = {TowerFamily.DINOV2: DINOV2_TIMM_ID, TowerFamily.SIGLIP: SIGLIP_TIMM_ID}
 _FORMAT = {"format": "pt"}  # what readers of Hugging Face's ask of a file
 _BICUBIC = 3  # in Pillow's numbering, which the processor's file uses
+
+# What the arrays of action statistics are called in the file, and here.
+_STATISTICS = {
+    **{name: name for name in ("mean", "std", "q01", "q99", "mask")},
+    **{"max": "maximum", "min": "minimum"},
+}
 
 Json = dict[str, object]
 
@@ -73,6 +78,8 @@ def write_checkpoint(
             _write_json(beside / CONFIG_FILE, describe_config(config, dtype))
             _write_json(beside / PREPROCESSOR_FILE, _describe_processor(config.image))
             _write_json(beside / STATISTICS_FILE, _describe_statistics(config.statistics))
+            if config.instructions:
+                _write_json(beside / INSTRUCTIONS_FILE, list(config.instructions))
             write_tokenizer(tokenizer, beside)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -124,13 +131,8 @@ def _describe_llm(llm: LlamaConfig, dtype: torch.dtype) -> Json:
 
 
 def _describe_tower(tower: TowerConfig) -> Json:
-    return {
-        "width": tower.width,
-        "depth": tower.depth,
-        "heads": tower.heads,
-        "mlp": tower.mlp,
-        "patch_size": tower.patch_size,
-    }
+    names = ("width", "depth", "heads", "mlp", "patch_size")
+    return {name: getattr(tower, name) for name in names}
 
 
 def _describe_processor(image: ImageProcessorConfig) -> Json:
@@ -160,26 +162,14 @@ def _describe_statistics(statistics: Mapping[str, ActionStatistics]) -> Json:
     return {
         key: {
             "action": {
-                name: values.tolist()
-                for name, values in _arrays_of(one).items()
-                if values is not None
+                name: getattr(one, attribute).tolist()
+                for name, attribute in _STATISTICS.items()
+                if getattr(one, attribute) is not None
             },
             "num_transitions": one.num_transitions,
             "num_trajectories": one.num_trajectories,
         }
         for key, one in statistics.items()
-    }
-
-
-def _arrays_of(one: ActionStatistics) -> dict[str, NDArray[Any] | None]:
-    return {
-        "mean": one.mean,
-        "std": one.std,
-        "max": one.maximum,
-        "min": one.minimum,
-        "q01": one.q01,
-        "q99": one.q99,
-        "mask": one.mask,
     }
 
 
@@ -205,7 +195,7 @@ def _write_tensors(directory: Path, tensors: Mapping[str, Tensor], max_bytes: in
     _write_json(directory / INDEX_FILE, index_content)
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def _write_json(path: Path, content: Mapping[str, object] | list[str]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

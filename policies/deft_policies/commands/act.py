@@ -3,17 +3,17 @@
 import json
 import math
 import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 import numpy as np
 from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
+from deft_client.commands.program import CommandParser
 from deft_client.types import (
     ActionChunk,
     ActOptions,
@@ -22,6 +22,7 @@ from deft_client.types import (
     StageTimings,
 )
 from deft_policies.base import ActRequest, Policy
+from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
 from deft_policies.errors import PolicyError
 from deft_policies.memory import SessionMemory
@@ -29,8 +30,6 @@ from deft_policies.memory import SessionMemory
 PROG = "deft act"
 _FIELDS = {"image", "wrist_images", "state", "instruction", "statistics_key", "session_id"}
 _STAGES = ("prepare", "vision", "prefill", "draft", "verify", "commit", "finish", "total")
-
-ItemT = TypeVar("ItemT")
 
 
 class CaseError(PolicyError):
@@ -51,7 +50,7 @@ class Case:
 
 def main(arguments: list[str]) -> int:
     """Answer one picture from the command line, or a file of them; return the exit code."""
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Answer pictures with actions, one JSON line each, without a server.",
@@ -183,44 +182,31 @@ def _milliseconds(timings: StageTimings) -> dict[str, float]:
 
 def _read_case(line: str, where: str, folder: Path) -> Case:
     try:
-        fields = json.loads(line)
+        entries = json.loads(line)
     except ValueError as error:
         raise CaseError(f"{where} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise CaseError(f"{where} must be an object with image and instruction, got {fields!r}")
-    if unknown := sorted(set(fields) - _FIELDS):
+    if not isinstance(entries, dict):
+        raise CaseError(f"{where} must be an object with image and instruction, got {entries!r}")
+    if unknown := sorted(set(entries) - _FIELDS):
         raise CaseError(f"{where} has unknown fields {unknown}; known: {sorted(_FIELDS)}")
-    for name in ("image", "instruction"):
-        if not isinstance(fields.get(name), str):
-            raise CaseError(f"{where}: {name} must be a string, got {fields.get(name)!r}")
-    for name in ("statistics_key", "session_id"):
-        if not isinstance(fields.get(name), str | None):
-            raise CaseError(f"{where}: {name} must be a string, got {fields[name]!r}")
-    wrists = _read_list(fields, "wrist_images", where, str) or []
-    state = _read_list(fields, "state", where, float, int)
+    fields = JsonFields(Path(where), entries)
+    image, instruction = (fields.value(name, str) for name in ("image", "instruction"))
+    state = fields.values("state", float) if fields.has("state") else None
     if not all(map(math.isfinite, state or ())):
-        raise CaseError(f"{where}: state must hold finite numbers, got {state}")
-    return Case(
-        image=_find_image(fields["image"], where, folder),
-        instruction=fields["instruction"],
-        wrist_images=tuple(_find_image(one, where, folder) for one in wrists),
-        state=None if state is None else tuple(state),
-        statistics_key=fields.get("statistics_key"),
-        session_id=fields.get("session_id"),
+        raise fields.error("state", f"must hold finite numbers, got {state}")
+    key, session = (
+        fields.value(name, str) if fields.has(name) else None
+        for name in ("statistics_key", "session_id")
     )
-
-
-def _read_list(
-    fields: Mapping[str, object], name: str, where: str, *kinds: type[ItemT]
-) -> list[ItemT] | None:
-    values = fields.get(name)
-    if values is None:
-        return None
-    found = [one for one in values if type(one) in kinds] if isinstance(values, list) else None
-    if found != values:
-        wanted = "strings" if str in kinds else "numbers"
-        raise CaseError(f"{where}: {name} must be a list of {wanted}, got {values!r}")
-    return found
+    wrists = fields.values("wrist_images", str, ())
+    return Case(
+        image=_find_image(image, where, folder),
+        instruction=instruction,
+        wrist_images=tuple(_find_image(one, where, folder) for one in wrists),
+        state=state,
+        statistics_key=key,
+        session_id=session,
+    )
 
 
 def _find_image(name: str, where: str, folder: Path) -> Path:

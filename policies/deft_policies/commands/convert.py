@@ -1,9 +1,9 @@
 """`deft convert`: rewrite what OFT's training pickled as safetensors, tensor for tensor."""
 
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
+from deft_client.commands.program import CommandParser
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.commands.parse import run_command
 from deft_policies.errors import CheckpointError
@@ -14,7 +14,7 @@ PROG = "deft convert"
 
 def main(arguments: list[str]) -> int:
     """Convert the files of one folder; return the exit code."""
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Rewrite the pickled files of an OFT fine-tune (head, state projector, towers) "

@@ -1,4 +1,4 @@
-"""`deft index`: make a retrieval index of recordings or demonstrations, to draft from."""
+"""`deft index`: make a retrieval index of a data set's frames, to draft from."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from deft_client.commands.program import CommandParser
+from deft_client.datasets.episodes import StoredStep
+from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.datasets.formats import read_dataset
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.decoding.drafts.retrieval import save_index
 from deft_policies.errors import PolicyError
 from deft_policies.openvla.indexing import (
     StoredActions,
-    StoredFrame,
-    demonstrated_frames,
     index_frames,
-    recorded_frames,
 )
 from deft_policies.openvla.policy import OpenVLAPolicy
 
@@ -28,8 +29,6 @@ def main(arguments: list[str]) -> int:
     def run() -> int:
         command = parse_command(parser, arguments)
         given = command.namespace
-        if (given.recording is None) == (given.demonstrations is None):
-            parser.error("give either --recording or --demonstrations")
         if min(given.every, given.batch, given.limit or 1) < 1:
             parser.error("--every, --batch and --limit must be 1 or more")
         policy = command.load()
@@ -42,16 +41,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _build_parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=PROG,
         allow_abbrev=False,
         description="Store frames by what they look like, with the actions that belong to them; "
         "serve with --retrieval-index FILE to draft from them.",
     )
-    parser.add_argument("--recording", type=Path, metavar="DIR", help="made by deft serve --record")
-    parser.add_argument(
-        "--demonstrations", type=Path, metavar="DIR", help="made by deft-client demos"
-    )
+    parser.add_argument("data", type=Path, help="a data set: recordings, demonstrations, LeRobot's")
+    add_camera_flag(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the index")
     parser.add_argument(
         "--actions",
@@ -71,10 +68,12 @@ def _write(policy: OpenVLAPolicy, given: Namespace) -> None:
     index = index_frames(policy, chosen, StoredActions(given.actions), given.batch)
     save_index(index, given.out)
     kilobytes = given.out.stat().st_size / 1e3
-    sys.stdout.write(f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n")
+    sys.stdout.write(
+        f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n"
+        f"next: deft serve --policy openvla --retrieval-index {given.out}\n"
+    )
 
 
-def _frames(given: Namespace) -> Iterator[StoredFrame]:
-    if given.recording is not None:
-        return recorded_frames(given.recording)
-    return demonstrated_frames(given.demonstrations)
+def _frames(given: Namespace) -> Iterator[StoredStep]:
+    for episode in read_dataset(given.data, read_cameras(given)):
+        yield from (step for step in episode.steps() if step.is_example)

@@ -13,9 +13,19 @@ from torch.nn import functional
 
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.model import layout
 from deft_policies.model.kv_cache import Append, KVCache
-from deft_policies.model.layout import EagerRunner, StepRunner, Tensors
+from deft_policies.model.layout import (
+    EagerRunner,
+    StepRunner,
+    Tensors,
+    is_chain,
+    pad_ancestors,
+    pad_batch,
+    prefill_layout,
+    prefill_mask,
+    tree_mask,
+    tree_slots,
+)
 from deft_policies.model.llama import LlamaDecoder, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 
@@ -111,7 +121,7 @@ class LlamaTarget:
 
     def pad_rows(self, values: Tensor) -> Tensor:
         """The batch with copies of its first row behind, up to the next captured batch size."""
-        return layout.pad_batch(values) if self._runner.has_fixed_shapes else values
+        return pad_batch(values) if self._runner.has_fixed_shapes else values
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -137,7 +147,7 @@ class LlamaTarget:
         if self._runner.has_fixed_shapes:
             embeds = functional.pad(embeds, (0, 0, 0, -num_positions % _PROMPT_BUCKET))
         self._begin(lengths, embeds.shape[1])
-        is_causal = tree.num_nodes == 1 or (self._reads_lengths and layout.is_chain(tree.parents))
+        is_causal = tree.num_nodes == 1 or (self._reads_lengths and is_chain(tree.parents))
         kind = PrefillKind(is_causal, prompts.keep_hidden)
         tokens, ancestors = self._widen(tree)
 
@@ -200,7 +210,7 @@ class LlamaTarget:
         if width == tree.num_nodes:
             return tokens, ancestors
         tokens = functional.pad(tokens, (0, width - tree.num_nodes))
-        return tokens, layout.pad_ancestors(ancestors, width)
+        return tokens, pad_ancestors(ancestors, width)
 
     def _scores_of(self, tree: DraftTree, logits: Tensor, hidden: Tensor) -> Scores:
         """What was asked for, without the padding of captured shapes."""
@@ -225,7 +235,7 @@ class LlamaTarget:
         self, kind: PrefillKind, embeds: Tensor, lengths: Tensor, tokens: Tensor, ancestors: Tensor
     ) -> Tensors:
         depths = ancestors.sum(dim=2) - 1
-        plan = layout.prefill_layout(lengths, depths, embeds.shape[1])
+        plan = prefill_layout(lengths, depths, embeds.shape[1])
         if tokens.shape[1] > 1:
             embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
             embeds = take_rows(embeds, plan.sources)
@@ -234,7 +244,7 @@ class LlamaTarget:
                 embeds,
                 plan.positions,
                 Append(embeds.shape[1], start=0),
-                mask=None if kind.is_causal else layout.prefill_mask(plan, ancestors),
+                mask=None if kind.is_causal else prefill_mask(plan, ancestors),
                 is_causal=kind.is_causal,
                 rows_out=None if kind.keeps_hidden else plan.node_slots,
             ),
@@ -261,14 +271,14 @@ class LlamaTarget:
 
     def _score_step(self, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor) -> Tensors:
         num_rows, num_nodes = tokens.shape
-        slots = layout.tree_slots(roots, num_nodes)
+        slots = tree_slots(roots, num_nodes)
         rows = torch.arange(num_rows, device=slots.device)[:, None] * self._cache.length
         hidden = self._passes.run(
             PassInput(
                 self.decoder.embedding(tokens),
                 roots[:, None] + ancestors.sum(dim=2) - 1,
                 Append(read, slots=(slots + rows).flatten()),
-                mask=layout.tree_mask(roots, ancestors, read),
+                mask=tree_mask(roots, ancestors, read),
             ),
             self._cache,
         )

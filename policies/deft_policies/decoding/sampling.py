@@ -19,6 +19,14 @@ def first_maximum(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
+def all_finite(sums: Sequence[Tensor]) -> Tensor:
+    """Which rows had only finite logits, given the sum of each pass's, [row] each.
+
+    NaN and infinity survive any sum, so one number per row and pass tells of all of them.
+    """
+    return torch.stack(tuple(sums)).isfinite().all(dim=0)
+
+
 def top_gap(logits: Tensor, best: Tensor) -> Tensor:
     """How far the largest value along the last axis is above the second; `best` is its index."""
     index = best.unsqueeze(-1)

@@ -81,7 +81,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not path.exists():
         raise CheckpointError(f"{path} is missing; {remedy}")
     fields = JsonFields.load(path, remedy)
-    if fields.section("model").text("type", "unknown") != "BPE":
+    if fields.section("model").value("type", str, "unknown") != "BPE":
         raise fields.error("model.type", "is not BPE, which Llama's tokenizers are")
     try:
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))

@@ -146,6 +146,7 @@ class OpenVLAConfig:
     vocabulary: ActionVocabulary
     prompt_template: PromptTemplate
     statistics: Mapping[str, ActionStatistics]
+    instructions: tuple[str, ...] = ()  # those it was trained on, where somebody noted them
 
     @property
     def projector(self) -> ProjectorKind:

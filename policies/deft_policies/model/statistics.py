@@ -43,6 +43,9 @@ class ActionStatistics:
             )
         if not (np.isfinite(self.q01).all() and np.isfinite(self.q99).all()):
             raise ValueError("q01 and q99 must be finite")
+        swapped = np.flatnonzero(self.mask & (self.q01 > self.q99))
+        if swapped.size:
+            raise ValueError(f"q01 must not be above q99, as it is in dimensions {swapped}")
 
     @property
     def action_dim(self) -> int:
@@ -52,12 +55,12 @@ class ActionStatistics:
     @property
     def lowest(self) -> NDArray[np.float64]:
         """Smallest value each dimension of an action can take, [action_dim]."""
-        return np.where(self.mask, np.minimum(self.q01, self.q99), -1.0)
+        return np.where(self.mask, self.q01, -1.0)
 
     @property
     def highest(self) -> NDArray[np.float64]:
         """Largest value each dimension of an action can take, [action_dim]."""
-        return np.where(self.mask, np.maximum(self.q01, self.q99), 1.0)
+        return np.where(self.mask, self.q99, 1.0)
 
 
 def find_statistics_key(known: Sequence[str], key: str | None) -> str:
@@ -106,23 +109,23 @@ def parse_statistics(fields: JsonFields) -> Mapping[str, ActionStatistics]:
 
 def _parse_one(fields: JsonFields) -> ActionStatistics:
     action = fields.section("action")
-    q01 = np.array(action.numbers("q01"), dtype=np.float64)
-    mask = action.flags("mask") if action.has("mask") else (True,) * len(q01)
+    q01 = np.array(action.values("q01", float), dtype=np.float64)
+    mask = action.values("mask", bool) if action.has("mask") else (True,) * len(q01)
 
     def optional(name: str) -> NDArray[np.float64] | None:
-        return np.array(action.numbers(name), dtype=np.float64) if action.has(name) else None
+        return np.array(action.values(name, float), dtype=np.float64) if action.has(name) else None
 
     try:
         return ActionStatistics(
             q01=q01,
-            q99=np.array(action.numbers("q99"), dtype=np.float64),
+            q99=np.array(action.values("q99", float), dtype=np.float64),
             mask=np.array(mask, dtype=np.bool_),
             mean=optional("mean"),
             std=optional("std"),
             minimum=optional("min"),
             maximum=optional("max"),
-            num_transitions=fields.integer("num_transitions", 0),
-            num_trajectories=fields.integer("num_trajectories", 0),
+            num_transitions=fields.value("num_transitions", int, 0),
+            num_trajectories=fields.value("num_trajectories", int, 0),
         )
     except ValueError as error:
         raise fields.error("action", str(error)) from None

@@ -1,12 +1,12 @@
 """OFT behind the `Policy` interface: pictures, state and instruction in, a chunk of actions out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from deft_client.types import (
@@ -22,6 +22,7 @@ from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.errors import (
     DeviceError,
+    NotFiniteError,
     RequestError,
     UnknownDecodingError,
     UnusableObservationError,
@@ -32,6 +33,7 @@ from deft_policies.oft.chunk_model import ChunkModel, ChunkValues
 from deft_policies.oft.ranges import RobotRanges
 from deft_policies.openvla.action_codec import ActionCodec
 from deft_policies.openvla.policy import PromptSource
+from deft_policies.self_test import self_test
 
 METHOD = "parallel"
 # What a camera's name contains if the model may look through it.
@@ -108,8 +110,8 @@ class OftPolicy:
         ranges = self._parts.ranges[self.find_key(statistics_key)].action
         is_motion = np.arange(len(ranges.mask)) < len(ranges.mask) - 1
         return ActionLimits(
-            low=np.where(ranges.mask, np.minimum(ranges.low, ranges.high), -1.0),
-            high=np.where(ranges.mask, np.maximum(ranges.low, ranges.high), 1.0),
+            low=np.where(ranges.mask, ranges.low, -1.0),
+            high=np.where(ranges.mask, ranges.high, 1.0),
             is_motion=is_motion & (not self._parts.is_absolute),
         )
 
@@ -145,6 +147,14 @@ class OftPolicy:
             for length in lengths:
                 prompts = model.lay_out([(ids + [ids[-1]] * length)[:length]])
                 model.answer(model.see(pixels, prompts), prompts, states)
+        self_test(self, None, complete=self._complete)  # a head may answer beyond the statistics
+
+    def _complete(self, observation: Observation) -> Observation:
+        """Add the same picture for every wrist, and a state of zeros."""
+        shape = self._parts.model.shape
+        wrists = {f"{WRIST}_{index}": observation.image for index in range(shape.num_pictures - 1)}
+        state = None if shape.state_dim is None else np.zeros(shape.state_dim, np.float32)
+        return replace(observation, cameras=wrists, state=state)
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
@@ -187,6 +197,7 @@ class OftPolicy:
         """Normalised actions [row, step, action_dim]: float32 of a head, float64 of tokens."""
         if values.actions is not None:
             found: NDArray[np.float32] = values.actions.cpu().numpy()
+            _require_finite(found)
             return found
         assert values.tokens is not None
         return self._codec.normalised(values.tokens.cpu().numpy())
@@ -238,6 +249,13 @@ class OftPolicy:
         return find_statistics_key(self._keys, given)
 
 
+def _require_finite(values: ArrayLike) -> None:
+    if not np.isfinite(values).all():
+        raise NotFiniteError(
+            "the model's answer holds NaN or infinity; its weights or its number format are broken"
+        )
+
+
 def _read_traces(
     values: ChunkValues, texts: Sequence[Sequence[int]]
 ) -> list[DecodeTrace] | list[None]:
@@ -245,6 +263,7 @@ def _read_traces(
     if values.tokens is None or values.margins is None:
         return [None] * len(texts)
     tokens, margins = values.tokens.flatten(1).tolist(), values.margins.flatten(1).tolist()
+    _require_finite(margins)  # the gap to the second-best of logits that are not is not either
     traces = []
     for text, row, gaps in zip(texts, tokens, margins, strict=True):
         one = PassTrace(True, (text[-1],), (-1,), ("",), (row[0],), (), row[0])

@@ -70,12 +70,14 @@ def parse_ranges(statistics: JsonFields, scheme: RangeScheme) -> Mapping[str, Ro
 
 def _parse_block(data_set: JsonFields, name: str, scheme: RangeScheme) -> Ranges:
     fields = data_set.section(name)
-    low, high = (np.array(fields.numbers(row), dtype=np.float64) for row in scheme.value)
-    mask = np.array(fields.flags("mask") if fields.has("mask") else (True,) * len(low))
+    low, high = (np.array(fields.values(row, float), dtype=np.float64) for row in scheme.value)
+    mask = np.array(fields.values("mask", bool) if fields.has("mask") else (True,) * len(low))
     if not low.shape == high.shape == mask.shape:
         raise data_set.error(
             name, f"must hold as many numbers in {scheme.value[0]} as in {scheme.value[1]} and mask"
         )
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise data_set.error(name, f"must hold finite numbers in {' and '.join(scheme.value)}")
+    if (mask & (low > high)).any():
+        raise data_set.error(name, f"must not have {scheme.value[0]} above {scheme.value[1]}")
     return Ranges(low, high, mask)

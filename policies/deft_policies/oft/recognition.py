@@ -95,7 +95,7 @@ def _find_sign(directory: Path, statistics: JsonFields) -> str:
     for key in statistics.keys():  # noqa: SIM118 - JsonFields is no mapping
         state = statistics.section(key).section("proprio")
         if any(
-            any(state.numbers(row))
+            any(state.values(row, float))
             for row in state.keys()  # noqa: SIM118
             if row != "mask" and state.is_list(row)
         ):

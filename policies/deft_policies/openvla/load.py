@@ -21,6 +21,7 @@ from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
+from deft_policies.model.statistics import find_statistics_key
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.oft.recognition import check_is_openvla
 from deft_policies.openvla.options import OpenVLAOptions, Precision, Quantization, WeightOptions
@@ -36,7 +37,9 @@ _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
 
 
 def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
-    """Load what the options name."""
+    """Load what the options name; what needs no weights to be checked is checked before them."""
+    method = _choose_method(options)
+    _check_files(options)
     device = choose_device(options.device)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -55,7 +58,7 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
         statistics=model.config.statistics,
         drafts=_load_drafts(options, target),
     )
-    return OpenVLAPolicy(parts, _settings(options, device, dtype))
+    return OpenVLAPolicy(parts, _settings(options, method, device, dtype))
 
 
 def load_float32_twin(options: OpenVLAOptions) -> OpenVLAPolicy:
@@ -75,7 +78,8 @@ def load_float32_twin(options: OpenVLAOptions) -> OpenVLAPolicy:
     target = OpenVLATarget(drawn.parts.target.model.float())
     device = target.device
     return OpenVLAPolicy(
-        replace(drawn.parts, target=target), _settings(plain, device, torch.float32)
+        replace(drawn.parts, target=target),
+        _settings(plain, _choose_method(plain), device, torch.float32),
     )
 
 
@@ -114,6 +118,8 @@ def _load_model(
     checkpoint = open_checkpoint(options.checkpoint, options.adapter)
     source = checkpoint.source
     check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
+    if options.statistics_key is not None:
+        find_statistics_key(tuple(checkpoint.config.statistics), options.statistics_key)
     model = load_model(checkpoint, device, dtype, options.quantization)
     return model, checkpoint.encoder
 
@@ -170,11 +176,13 @@ def choose_runner(options: WeightOptions, device: torch.device) -> StepRunner:
     return EagerRunner()
 
 
-def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype) -> PolicySettings:
+def _settings(
+    options: OpenVLAOptions, method: Method, device: torch.device, dtype: torch.dtype
+) -> PolicySettings:
     return PolicySettings(
         name=options.name,
         statistics_key=options.statistics_key,
-        method=_choose_method(options),
+        method=method,
         sampling=Sampling(options.temperature, options.seed),
         is_guarded=options.is_guarded,
         versions=(("deft", version_of("deft-vla")), ("torch", torch.__version__)),
@@ -187,6 +195,20 @@ def _settings(options: OpenVLAOptions, device: torch.device, dtype: torch.dtype)
             ("cameras", "image alone; further cameras are ignored"),
         ),
     )
+
+
+def _check_files(options: OpenVLAOptions) -> None:
+    """Raise `CheckpointError` for a head or an index that is not there."""
+    for head in options.draft_heads:
+        if not head.is_dir():
+            raise CheckpointError(
+                f"--draft-head {head}: no such directory; `deft train export` writes one"
+            )
+    index = options.retrieval_index
+    if index is not None and not index.is_file():
+        raise CheckpointError(
+            f"--retrieval-index {index}: no such file; `deft index DATA --out {index}` writes one"
+        )
 
 
 def _choose_method(options: OpenVLAOptions) -> Method:

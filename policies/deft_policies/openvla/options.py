@@ -14,6 +14,11 @@ from deft_policies.decoding.plan import (
     TreeTemplate,
 )
 
+_METHODS = (  # as decoding/methods.py has them, which imports torch
+    "autoregressive, lossless, deft, spec-vla, spec-vla-strict, fly, lvspec, heisd-like, kerv- "
+    "like, ratio-test, within-bins, top-k, near-top, entropy-radius"
+)
+
 
 class Precision(Enum):
     """Number format of the weights and the arithmetic."""
@@ -73,7 +78,12 @@ class OpenVLAOptions(WeightOptions):
 def add_flags(group: _ArgumentGroup) -> None:
     """Declare the flags."""
     add_weight_flags(group)
-    group.add_argument("--decoding", default="lossless", metavar="METHOD", help="default: lossless")
+    group.add_argument(
+        "--decoding",
+        default="lossless",
+        metavar="METHOD",
+        help=f"one of {_METHODS}; default: lossless, the actions of plain decoding",
+    )
     group.add_argument(
         "--draft-head",
         type=Path,

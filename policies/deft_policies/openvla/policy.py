@@ -1,22 +1,25 @@
 """OpenVLA behind the `Policy` interface: frames and instructions in, actions and traces out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deft_client.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,
+    Image,
     Observation,
     ServerInfo,
 )
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
@@ -38,6 +41,7 @@ from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
 from deft_policies.openvla.target import OpenVLATarget
+from deft_policies.self_test import self_test
 
 # Ids of the prompts whose passes are captured beforehand, one for each bucket of usual lengths. The
 # longest comes first: a cache that grows later would cost those that were captured before.
@@ -61,6 +65,25 @@ class PolicyParts:
     images: ImageProcessor
     statistics: Mapping[str, ActionStatistics]
     drafts: DraftModels = field(default_factory=DraftModels)
+
+    @cached_property
+    def encode(self) -> Callable[[str], Sequence[int]]:
+        """The encoder, remembering the instructions of late. May be called from any thread."""
+        return lru_cache(maxsize=256)(self.encoder.encode)
+
+    def pixels(self, fitted: Sequence[Image]) -> Tensor:
+        """Fitted images as the towers read them, [row, ...]."""
+        weight = self.target.decoder.embedding.weight
+        return self.images.pixel_values(fitted, weight.device, weight.dtype)
+
+    def read(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+        """What the decoder starts from, timed as preparing and as vision."""
+        fitted = [self.images.fit(one.image) for one in observations]
+        ids = [self.encode(one.instruction) for one in observations]
+        clock.lap(Stage.PREPARE)
+        prompts = self.target.read(self.pixels(fitted), ids)
+        clock.lap(Stage.VISION)
+        return prompts
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,6 @@ class OpenVLAPolicy:
         self._settings = settings or PolicySettings()
         self._codec = ActionCodec(parts.target.model.config.vocabulary)
         self._find_decoder = lru_cache(maxsize=_DECODERS_KEPT)(self._build_decoder)
-        self._encode = lru_cache(maxsize=256)(parts.encoder.encode)
         self._keys = tuple(parts.statistics)
         self._spaces = {
             key: self._codec.action_space(statistics, RobotScale.of_statistics(key))
@@ -129,6 +151,7 @@ class OpenVLAPolicy:
             image_chains=tuple(chain.value for chain in chains),
             decoding=self._settings.method.name,
             decoding_methods=tuple(name for name in METHOD_NAMES if self.has_method(name)),
+            instructions=self._parts.target.model.config.instructions,
             versions=dict(self._settings.versions),
             details=dict(self._settings.details),
         )
@@ -156,7 +179,7 @@ class OpenVLAPolicy:
         self.find_key(options.statistics_key)
         self._decoder_for(options)
         room = self._parts.target.longest_prompt - self._parts.target.model.config.num_patches
-        num_ids = len(self._encode(observation.instruction))
+        num_ids = len(self._parts.encode(observation.instruction))
         if num_ids > room:
             raise UnusableObservationError(
                 "instruction",
@@ -168,19 +191,22 @@ class OpenVLAPolicy:
         """Answer a black frame by every way the default method may take, in prompts of any length.
 
         Where passes are captured, this captures them; elsewhere the method learns what they cost.
+        Then known frames are answered as a test.
         """
         parts = self._parts
-        size, weight = parts.target.model.config.image.size, parts.target.decoder.embedding.weight
+        size = parts.target.model.config.image.size
         fitted = parts.images.fit(np.zeros((size, size, 3), dtype=np.uint8))
         space = self.action_space(self._default_key or self._keys[0])
-        ids = list(self._encode("pick up the cup"))
+        ids = list(parts.encode("pick up the cup"))
         lengths = _CAPTURED_LENGTHS if parts.target.has_fixed_shapes else (len(ids),)
         with torch.inference_mode():
-            pixels = parts.images.pixel_values([fitted], parts.target.device, weight.dtype)
+            pixels = parts.pixels([fitted])
             for length in lengths:
                 prompt = (ids + [ids[-1]] * length)[:length]
                 prompts = parts.target.read(pixels, [prompt])
                 self._decoder_for(ActOptions()).warm_up(prompts, [space])
+        key = self._default_key or self._keys[0]
+        self_test(self, self.action_limits(key), plain_method=AUTOREGRESSIVE)
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
@@ -191,15 +217,8 @@ class OpenVLAPolicy:
             raise DeviceError(f"no memory for a batch of {len(batch)}: {error}") from error
 
     def _answer(self, rows: list[_Row]) -> list[ActAnswer]:
-        parts, clock = self._parts, StageClock(self._parts.target.device)
-        observations = [row.request.observation for row in rows]
-        fitted = [parts.images.fit(observation.image) for observation in observations]
-        prompt_ids = [self._encode(observation.instruction) for observation in observations]
-        clock.lap(Stage.PREPARE)
-        weight = parts.target.decoder.embedding.weight
-        pixels = parts.images.pixel_values(fitted, parts.target.device, weight.dtype)
-        prompts = parts.target.read(pixels, prompt_ids)
-        clock.lap(Stage.VISION)
+        clock = StageClock(self._parts.target.device)
+        prompts = self._parts.read([row.request.observation for row in rows], clock)
         histories = [ActionHistory.of(row.request.memory) for row in rows]
         traces = self._decode(rows, histories, prompts, clock)
         clock.skip()

@@ -1,6 +1,5 @@
 """Looks at the machine a server would run on: libraries, ports, files, exposure."""
 
-import argparse
 import os
 import resource
 import shutil
@@ -15,9 +14,11 @@ from pathlib import Path
 
 import httpx
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.simulator.assets import cache_folder, find_assets, libero_folder
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
+from deft_client.libero.simulator.mujoco_version import installed_mujoco, warning
 from deft_policies.base import Finding, Verdict
 from deft_policies.errors import PolicyError
 from deft_server.commands.serve import listen
@@ -162,7 +163,7 @@ _COLOURS = {Verdict.GOOD: "32", Verdict.DOUBTFUL: "33", Verdict.BAD: "31"}
 
 def main(arguments: list[str]) -> int:
     """Examine, print, and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="deft doctor",
         allow_abbrev=False,
         description="Say whether `deft serve` with the same flags would work on this machine.",
@@ -197,11 +198,23 @@ def examine_simulator() -> list[Finding]:
     except SimulationError as error:
         return [Finding("simulator", Verdict.DOUBTFUL, f"{error} (evaluation only)")]
     findings = [Finding("assets", Verdict.GOOD, f"{assets.label} in {assets.folder}")]
+    findings += _examine_mujoco()
     try:
         renderer = find_renderer(Renderer.AUTO)
     except SimulationError as error:
         return [*findings, Finding("graphics", Verdict.DOUBTFUL, f"{error} (evaluation only)")]
     return [*findings, Finding("graphics", Verdict.GOOD, f"renders with {renderer.value}")]
+
+
+def _examine_mujoco() -> list[Finding]:
+    version = installed_mujoco()
+    if version is None:
+        missing = "MuJoCo is not installed; run `make install-libero` (evaluation only)"
+        return [Finding("mujoco", Verdict.DOUBTFUL, missing)]
+    text = warning(version)
+    if text:
+        return [Finding("mujoco", Verdict.DOUBTFUL, text)]
+    return [Finding("mujoco", Verdict.GOOD, version)]
 
 
 def _lines(findings: Sequence[Finding]) -> str:

@@ -1,17 +1,18 @@
 """`deft key NAME`: make an API key and the lines that let it in."""
 
-import argparse
 import hashlib
 import json
 import secrets
 import sys
+
+from deft_client.commands.program import CommandParser
 
 KEY_BYTES = 24
 
 
 def main(arguments: list[str]) -> int:
     """Print a fresh key and its entry for the key file."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="deft key",
         description="Make an API key: print it, and the lines for the server's --keys-file. The "
         "file holds only its SHA-256, so the key is shown once and never again.",

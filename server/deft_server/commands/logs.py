@@ -10,21 +10,43 @@ import sys
 import time
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
+from threading import Thread
 from typing import TextIO
 
 from deft_server.serving.access import current_request_id
 from deft_server.settings import LogFormat, Settings
 
+MAX_LINES = 10_000  # that wait to be written
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s [%(request_id)s] %(message)s"
 
 
 class _Tagged(QueueHandler):
-    """Marks a record with the request it belongs to, on the thread that logs it."""
+    """Marks a record with the request it belongs to, on the thread that logs it.
+
+    Lines that nobody takes are dropped beyond a number, which is kinder than to fill the memory.
+    """
+
+    queue: SimpleQueue[logging.LogRecord]
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.queue.qsize() < MAX_LINES:
+            super().enqueue(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         if not hasattr(record, "request_id"):
             record.request_id = current_request_id.get()
         return record
+
+
+class TextFormatter(logging.Formatter):
+    """One line per record, and more only for a traceback: nobody's text begins a line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
+        """Return a record as a line."""
+        line = super().formatMessage(record)
+        if line.isprintable():
+            return line
+        return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,11 +73,15 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
 def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueListener:
     """Send all log lines of the process to `stream` (stderr); stop the listener to flush them."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    if settings.log_format is LogFormat.JSON:
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    is_text = settings.log_format is LogFormat.TEXT
+    if settings.log_format is LogFormat.AUTO:
+        is_text = stream.isatty()
+    if not is_text:
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter(_TEXT))
+        handler.setFormatter(TextFormatter(_TEXT))
     queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
     root = logging.getLogger()
     root.handlers = [_Tagged(queue)]
@@ -69,3 +95,11 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     listener = QueueListener(queue, handler)
     listener.start()
     return listener
+
+
+def end_logging(listener: QueueListener, timeout_s: float) -> bool:
+    """Write what still waits; return False if whoever reads the lines does not take them."""
+    last = Thread(target=listener.stop, daemon=True)
+    last.start()
+    last.join(timeout_s)
+    return not last.is_alive()

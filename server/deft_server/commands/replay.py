@@ -1,27 +1,27 @@
-"""`deft replay DIR`: run recorded frames through a policy and compare its actions with those done.
+"""`deft replay DATA`: run stored frames through a policy and compare its actions with those done.
 
-Frames of one episode share a session, so that what a policy remembers is as it was.
+Frames of one episode share a session, so that what a policy remembers is as it was. Recordings
+know chunks, tokens and times; of other data sets the first action of an answer is compared.
 """
 
 import json
 import sys
 import time
-from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deft_client.recordings import (
-    RecordedStep,
-    find_episodes,
-    iterate_steps,
-    read_header,
-)
-from deft_client.types import ActionChunk, ActOptions
+from deft_client.commands.program import CommandParser
+from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.datasets.formats import find_format, read_dataset
+from deft_client.datasets.own import find_parts, read_recordings
+from deft_client.recordings import RecordedStep, iterate_steps
+from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError
@@ -34,6 +34,18 @@ class ReplayError(PolicyError):
     """The recording and the policy cannot be compared; the message says why."""
 
 
+@dataclass(frozen=True, eq=False)
+class PastStep:
+    """A frame and what was done then; `recorded` where a server or a robot recorded all of it."""
+
+    episode: str
+    index: int
+    observation: Observation
+    actions: NDArray[np.float64]  # [step, action_dim]
+    statistics_key: str | None = None
+    recorded: RecordedStep | None = None
+
+
 @dataclass(frozen=True)
 class StepComparison:
     """One frame: how far the new actions are from the recorded ones, in robot units."""
@@ -42,7 +54,7 @@ class StepComparison:
     step: int
     differences: tuple[float, ...]  # [action_dim], the largest over the steps of the chunk
     same_tokens: bool | None  # None where either side has no decode trace
-    recorded_ms: float
+    recorded_ms: float | None
     replayed_ms: float
     passes: int | None
 
@@ -62,17 +74,18 @@ class ReplaySummary:
     same_tokens_share: float | None
     largest: tuple[float, ...]  # [action_dim]
     mean: tuple[float, ...]  # [action_dim]
-    recorded_p50_ms: float
+    recorded_p50_ms: float | None
     replayed_p50_ms: float
     passes_per_action: float | None
 
 
 def main(arguments: list[str]) -> int:
     """Replay; return 0, or 1 where a difference is larger than allowed."""
-    parser = ArgumentParser(
-        prog=PROG, allow_abbrev=False, description="Run a recording through a policy, compare."
+    parser = CommandParser(
+        prog=PROG, allow_abbrev=False, description="Run a data set through a policy, compare."
     )
-    parser.add_argument("recording", type=Path, help="a file, or a directory of recordings")
+    parser.add_argument("data", type=Path, help="recordings, or a data set of another format")
+    add_camera_flag(parser)
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many frames")
     parser.add_argument(
         "--recorded-options",
@@ -87,13 +100,11 @@ def main(arguments: list[str]) -> int:
     def run() -> int:
         command = parse_command(parser, arguments)
         given = command.namespace
-        episodes = find_episodes(given.recording)
-        if not episodes:
-            raise ReplayError(f"{given.recording}: no recordings below it")
-        frames = replay(command.load(), episodes, given.recorded_options)
+        steps = read_steps(given.data, read_cameras(given))
+        frames = replay(command.load(), steps, given.recorded_options)
         compared = list(_write(islice(frames, given.limit), given.output))
         if not compared:
-            raise ReplayError(f"{given.recording}: no whole step in {len(episodes)} recordings")
+            raise ReplayError(f"{given.data}: no whole step in its episodes")
         summary = summarise(compared)
         sys.stdout.write(describe(summary) + "\n")
         allowed = given.max_difference
@@ -102,17 +113,33 @@ def main(arguments: list[str]) -> int:
     return run_command(PROG, run)
 
 
+def read_steps(data: Path, cameras: Sequence[str] = ()) -> Iterator[PastStep]:
+    """Yield every step of every episode, and all that is known of it."""
+    if find_format(data).read is read_recordings:
+        for parts in find_parts(data):
+            for step in (step for part in parts for step in iterate_steps(part)):
+                yield PastStep(
+                    episode=str(parts[0]),
+                    index=step.index,
+                    observation=step.observation,
+                    actions=step.chunk.actions,
+                    statistics_key=step.options.statistics_key,
+                    recorded=step,
+                )
+        return
+    for episode in read_dataset(data, cameras):
+        for index, stored in enumerate(episode.steps()):
+            yield PastStep(episode.name, index, stored.observation, stored.action[None])
+
+
 def replay(
-    policy: Policy, episodes: Sequence[Path], with_recorded_options: bool = False
+    policy: Policy, steps: Iterable[PastStep], with_recorded_options: bool = False
 ) -> Iterator[StepComparison]:
-    """Yield every step of every episode, compared."""
+    """Yield every step, compared; the policy remembers what came before in the same episode."""
     policy.warm_up()
-    memory: SessionMemory | None = None
-    for path in episodes:
-        # A later part of a long episode goes on with the same memory.
-        if memory is None or read_header(path).part == 0:
-            memory = SessionMemory()
-        for step in iterate_steps(path):
+    for _, episode in groupby(steps, lambda step: step.episode):
+        memory = SessionMemory()
+        for step in episode:
             options = _options(step, with_recorded_options)
             request = ActRequest(step.observation, memory, options)
             policy.check(request.observation, options)
@@ -120,28 +147,29 @@ def replay(
             (answer,) = policy.act([request])
             spent_ms = (time.perf_counter() - started_s) * 1000
             memory = answer.memory
-            yield compare(path.stem, step, answer.chunk, spent_ms)
+            yield compare(step, answer.chunk, spent_ms)
 
 
-def compare(
-    episode: str, step: RecordedStep, chunk: ActionChunk, spent_ms: float
-) -> StepComparison:
-    """Compare a recorded step with what the policy says now."""
-    was, now = step.chunk, chunk
-    if was.actions.shape != now.actions.shape:
+def compare(step: PastStep, chunk: ActionChunk, spent_ms: float) -> StepComparison:
+    """Compare a step with what the policy says now."""
+    actions = chunk.actions if step.recorded else chunk.actions[:1]
+    if step.actions.shape != actions.shape:
         raise ReplayError(
-            f"{episode}, step {step.index}: recorded actions are {list(was.actions.shape)}, "
-            f"the policy's are {list(now.actions.shape)}; was it another policy?"
+            f"{step.episode}, step {step.index}: recorded actions are {list(step.actions.shape)}, "
+            f"the policy's are {list(actions.shape)}; was it another policy?"
         )
-    known = was.trace is not None and now.trace is not None
+    was, now = step.recorded.chunk if step.recorded else None, chunk.trace
+    then = was.trace if was else None
     return StepComparison(
-        episode=episode,
+        episode=step.episode,
         step=step.index,
-        differences=tuple(np.abs(was.actions - now.actions).max(axis=0).tolist()),
-        same_tokens=was.trace.tokens == now.trace.tokens if known else None,  # type: ignore[union-attr]
-        recorded_ms=was.timings.total_ms - was.timings.queue_ms - was.timings.wire_ms,
+        differences=tuple(np.abs(step.actions - actions).max(axis=0).tolist()),
+        same_tokens=then.tokens == now.tokens if then and now else None,
+        recorded_ms=was.timings.total_ms - was.timings.queue_ms - was.timings.wire_ms
+        if was
+        else None,
         replayed_ms=spent_ms,
-        passes=None if now.trace is None else now.trace.num_passes,
+        passes=now.num_passes if now else None,
     )
 
 
@@ -149,6 +177,7 @@ def summarise(compared: Sequence[StepComparison]) -> ReplaySummary:
     """Add up the comparisons of a replay."""
     differences = np.array([one.differences for one in compared])  # [step, action_dim]
     tokens = [one.same_tokens for one in compared if one.same_tokens is not None]
+    recorded_ms = [one.recorded_ms for one in compared if one.recorded_ms is not None]
     passes = [one.passes for one in compared if one.passes is not None]
     return ReplaySummary(
         episodes=len({one.episode for one in compared}),
@@ -157,7 +186,7 @@ def summarise(compared: Sequence[StepComparison]) -> ReplaySummary:
         same_tokens_share=float(np.mean(tokens)) if tokens else None,
         largest=tuple(differences.max(axis=0).tolist()),
         mean=tuple(differences.mean(axis=0).tolist()),
-        recorded_p50_ms=float(np.median([one.recorded_ms for one in compared])),
+        recorded_p50_ms=float(np.median(recorded_ms)) if recorded_ms else None,
         replayed_p50_ms=float(np.median([one.replayed_ms for one in compared])),
         passes_per_action=float(np.mean(passes)) if passes else None,
     )
@@ -166,28 +195,27 @@ def summarise(compared: Sequence[StepComparison]) -> ReplaySummary:
 def describe(summary: ReplaySummary) -> str:
     """Return a summary for people."""
     lines = [
-        f"{summary.steps} frames of {summary.episodes} recordings; "
+        f"{summary.steps} frames of {summary.episodes} episodes; "
         f"{summary.identical_share:.1%} answered with identical actions"
     ]
     if summary.same_tokens_share is not None:
         lines.append(f"same tokens: {summary.same_tokens_share:.1%} of the frames")
     lines.append("largest difference:  " + "  ".join(f"{one:.4g}" for one in summary.largest))
     lines.append("mean difference:     " + "  ".join(f"{one:.4g}" for one in summary.mean))
-    lines.append(
-        f"policy time, median: {summary.replayed_p50_ms:.1f} ms now, "
-        f"{summary.recorded_p50_ms:.1f} ms when recorded"
-    )
+    recorded = summary.recorded_p50_ms
+    then = "" if recorded is None else f", {recorded:.1f} ms when recorded"
+    lines.append(f"policy time, median: {summary.replayed_p50_ms:.1f} ms now{then}")
     if summary.passes_per_action is not None:
         lines.append(f"passes per action: {summary.passes_per_action:.2f}")
     return "\n".join(lines)
 
 
-def _options(step: RecordedStep, with_recorded_options: bool) -> ActOptions:
-    was = step.options
+def _options(step: PastStep, with_recorded_options: bool) -> ActOptions:
+    was = step.recorded.options if step.recorded and with_recorded_options else ActOptions()
     return ActOptions(
-        statistics_key=was.statistics_key,
-        decoding=was.decoding if with_recorded_options else None,
-        radius=was.radius if with_recorded_options else None,
+        statistics_key=step.statistics_key,
+        decoding=was.decoding,
+        radius=was.radius,
         want_trace=True,
     )
 

@@ -1,8 +1,6 @@
 """`deft serve`: load a policy and answer observations until told to stop."""
 
-import argparse
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -18,34 +16,24 @@ from functools import partial
 
 import uvicorn
 
+from deft_client.commands.program import CommandParser
+from deft_client.types import ServerInfo
 from deft_policies.commands.parse import PolicyCommand
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
-from deft_server.commands.logs import start_logging
+from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import ServeCommand, read_command
-from deft_server.http.http_protocol import build_protocol
+from deft_server.hosting.allocator import keep_freed_memory
+from deft_server.hosting.host import Elsewhere
+from deft_server.hosting.recipe import PolicyRecipe
+from deft_server.http.http_protocol import build_http_protocol
+from deft_server.http.websocket_protocol import build_websocket_protocol
+from deft_server.replicas.host import ReplicaHost
 from deft_server.replicas.ray_serve import Deployment, RayCluster, import_ray
-from deft_server.replicas.worker import ReplicaWorker
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
-
-_KEPT_BYTES = 64 * 1024 * 1024
-_LARGEST_KEPT_BYTES = 32 * 1024 * 1024  # the most that glibc allows
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-def keep_freed_memory() -> bool:
-    """Tell the allocator; return whether it could be told (glibc only)."""
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl
-        return False
-    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES) == 1
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) == 1 and kept)
-
 
 SWITCH_INTERVAL_S = 0.0005
 BACKLOG = 2048
@@ -65,7 +53,7 @@ class ExitCode(IntEnum):
 
 def main(arguments: list[str]) -> int:
     """Serve; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="deft serve",
         allow_abbrev=False,
         description="Answer observations over HTTP and WebSocket.",
@@ -82,15 +70,16 @@ def main(arguments: list[str]) -> int:
 
 
 def build_app(command: ServeCommand) -> DeftApp:
-    """Build the app around a policy in this process, or around replicas of it."""
-    settings, policy = command.settings, command.policy
+    """Build the app around a policy of this machine, or around replicas of it."""
+    settings = command.settings
+    recipe = PolicyRecipe("deft_policies.commands.parse:load_by_words", command.policy.words)
     if settings.replicas is None and settings.ray is None:
-        return create_app(policy.load, settings)
+        return create_app(recipe, settings)
     deployment = None
     if settings.replicas is not None:
         deployment = Deployment(
-            policy.load,
-            _version(policy),
+            recipe,
+            _version(command.policy),
             settings.replicas,
             settings.replica_cpus,
             settings.replica_gpus,
@@ -98,7 +87,7 @@ def build_app(command: ServeCommand) -> DeftApp:
         )
     import_ray()
     cluster = RayCluster(settings.ray, deployment, settings.hang_after_s)
-    return create_app(cluster.policy, settings, partial(ReplicaWorker, cluster))
+    return create_app(Elsewhere(partial(ReplicaHost, cluster)), settings)
 
 
 def _version(policy: PolicyCommand) -> str:
@@ -122,12 +111,31 @@ def run(app: DeftApp) -> ExitCode:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     log = start_logging(settings)
-    server = _Server(config, app.service)
-    logger.info("listening on %s", _url(settings, listening))
+    url = _url(settings, listening)
+    server = _Server(config, app.service, url)
+    logger.info("listening on %s", url)
     server.run(sockets=[listening])
     logger.info("stopped with exit code %d", server.exit_code)
-    log.stop()
+    if not end_logging(log, LAST_WORDS_S):
+        os._exit(server.exit_code)  # the interpreter's own end would wait for the log, too
     return server.exit_code
+
+
+def welcome(info: ServerInfo, settings: Settings, url: str) -> str:
+    """What somebody at a terminal is told once frames are answered."""
+    rows = {"model": f"{info.policy}, answers with {info.action_dim} numbers"}
+    known = info.details
+    rows |= {name: known[name] for name in ("weights", "device", "dtype") if name in known}
+    rows["method"] = f"{info.decoding}; --decoding chooses another"
+    rows["statistics"] = info.default_statistics_key or "each request names one"
+    rows["address"] = url
+    if settings.dashboard:
+        rows["dashboard"] = f"{url}/dashboard"
+    rows["api"] = f"{url}/docs"
+    key = " -H 'Authorization: Bearer KEY'" if settings.keys_file else ""
+    rows["try"] = f"curl{key} -F image=@image.png -F instruction='lift the cup' {url}/v1/act"
+    lines = [f"  {name:<11} {text}\n" for name, text in rows.items()]
+    return f"\nDeft is ready; Ctrl-C ends it\n{''.join(lines)}\n"
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -166,8 +174,7 @@ def _allow_many_connections(wanted: int) -> None:
 def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=build_protocol(settings.header_timeout_s),
-        ws="websockets-sansio",
+        ws=build_websocket_protocol(app.bounds),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -176,6 +183,9 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
         timeout_keep_alive=int(settings.keep_alive_s),
         timeout_graceful_shutdown=LAST_WORDS_S,
         limit_concurrency=settings.max_connections,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         ssl_ca_certs=None if settings.tls_client_ca is None else str(settings.tls_client_ca),
@@ -185,21 +195,23 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(f"cannot use the TLS files: {error}") from error
+    # Our protocol shakes hands itself, within its bounds; uvicorn shall not.
+    config.http_protocol_class = build_http_protocol(app.bounds, config.ssl)
+    config.ssl = None
     return config
 
 
 class _Server(uvicorn.Server):
     """Stops when told by a signal, or when the policy is beyond help."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, url: str) -> None:
         super().__init__(config)
         self.exit_code = ExitCode.STOPPED
         self._service = service
+        self._url = url
         self._stopping: asyncio.Task[None] | None = None
         service.scheduler.on_fatal = self._give_up
-        # What exists once the policy is warm lives as long as the process; the garbage collector
-        # need not look at it again, and its longest pauses are gone.
-        service.scheduler.on_ready = gc.freeze
+        service.scheduler.on_ready = self._welcome
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -213,6 +225,14 @@ class _Server(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+    def _welcome(self) -> None:
+        # What exists once the policy is warm lives as long as the process; the garbage collector
+        # need not look at it again, and its longest pauses are gone.
+        gc.freeze()
+        policy = self._service.scheduler.policy
+        if policy is not None and sys.stderr.isatty():
+            sys.stderr.write(welcome(policy.info, self._service.settings, self._url))
 
     def _stop(self) -> None:
         if self._stopping is not None:

@@ -41,6 +41,7 @@ from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of
 from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
+from deft_server.serving.access import Caller
 from deft_server.serving.service import Service
 from deft_server.settings import ActProfile, Settings
 
@@ -83,7 +84,8 @@ def build_peer_act_route(service: Service) -> PlainRoute:
     limits = service.settings.wire_limits
     profile, chain = service.settings.profile, service.settings.act_image_chain
 
-    async def answer(request: Request, body: bytes, arrived_s: float) -> bytes:
+    async def answer(request: Request, body: bytes, caller: Caller, arrived_s: float) -> bytes:
+        await service.admit(caller)
         if len(body) < _QUICK_BYTES:
             parsed, message = _decode(body, profile, limits)
         else:
@@ -93,22 +95,21 @@ def build_peer_act_route(service: Service) -> PlainRoute:
             size = service.info.image_height
             message = await asyncio.to_thread(prepare, message, chain, size)
         options = replace(message.options, session_id=session)
-        caller = caller_of(request.scope)
-        if not _wants_problems(request):  # a client that understands a status tries again itself
-            caller = staying(caller)
-        chunk = await CallerWatch(request.receive).run(
-            service.act(message.observation, options, caller, arrived_s),
-            service.scheduler.answers_at_once,
-        )
+        chunk = await service.act(message.observation, options, caller, arrived_s)
         return _reply(chunk, profile, parsed.is_encoded)
 
     async def act(request: Request) -> Response:
         """Answer an OpenVLA client; see docs/protocols.md."""
         body = await request.body()
         arrived_s = time.monotonic()
+        caller = caller_of(request.scope)
+        if not _wants_problems(request):  # a client that understands a status tries again itself
+            caller = staying(caller)
         try:
             _require_json(request.headers.get("content-type", ""), body)
-            return _json(await answer(request, body, arrived_s))
+            work = answer(request, body, caller, arrived_s)
+            is_quick = service.scheduler.answers_at_once
+            return _json(await CallerWatch(request.receive).run(work, is_quick))
         except CallerGoneError:
             raise
         except (WireError, PolicyError, ServerError) as error:

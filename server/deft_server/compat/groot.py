@@ -323,7 +323,10 @@ class GrootSocket:
 
     async def _act(self, call: Call, caller: Caller, robot: str) -> bytes:
         arrived_s = time.monotonic()
+        await self._service.admit(caller)
         messages = await asyncio.to_thread(read_observations, call.data, self._limits)
+        for _ in messages[1:]:
+            await self._service.admit(caller)
         with self._service.in_hand():
             chunks = await asyncio.gather(
                 *(

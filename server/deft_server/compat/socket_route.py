@@ -231,9 +231,13 @@ class _Connection:
 
     async def _unpack(self, data: bytes) -> object:
         try:
-            return unpack(data, self._limits, decodes_pictures=False)
-        except PictureFoundError:
-            return await asyncio.to_thread(unpack, data, self._limits)
+            try:
+                return unpack(data, self._limits, decodes_pictures=False)
+            except PictureFoundError:
+                return await asyncio.to_thread(unpack, data, self._limits)
+        except WireError:
+            await self._watch.run(self._service.admit(self._caller))  # bad frames count, too
+            raise
 
     async def _answer_openpi(self, value: object, arrived_s: float) -> None:
         if not isinstance(value, dict):
@@ -271,6 +275,7 @@ class _Connection:
         return action_message(action, message.seq)
 
     async def _act(self, message: ActMessage, arrived_s: float) -> ActionChunk:
+        await self._service.admit(self._caller)
         chain = self._service.settings.socket_image_chain
         if chain is not ImageChain.NONE:
             size = self._service.info.image_height

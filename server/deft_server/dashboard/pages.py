@@ -1,4 +1,4 @@
-"""`/dashboard`: its pages, and the WebSocket that feeds them.
+"""`/dashboard` and `/docs`: the pages, and the WebSocket that feeds them.
 
 The pages themselves hold nothing secret and are open; the feed asks for an administrator's key
 where the server has keys. A browser cannot put a key into a WebSocket's headers, so the key is the
@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from io import BytesIO
 
@@ -26,6 +27,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from deft_client.types import DecodeTrace, Image
 from deft_server.dashboard.history import History, SessionHistory
 from deft_server.errors import AccessError, ForbiddenError
+from deft_server.http.bounds import SMALL_BODY_BYTES
+from deft_server.serving.access import Caller
 from deft_server.serving.events import Event
 from deft_server.serving.service import Service
 
@@ -33,6 +36,7 @@ MAX_VIEWERS = 16
 PUSH_S = 0.1
 _OVERVIEW_S = 0.5
 _THUMBNAIL_S = 2.0
+_QUIET_S = 3.0  # a session that has sent nothing for so long makes room for one that does
 _FRAME_SIDE = 384
 _THUMBNAIL_SIDE = 64
 
@@ -41,7 +45,7 @@ Json = dict[str, object]
 WRONG_KEY = 4401
 TOO_MANY = 4429
 _HELLO_S = 10.0
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".png": "image/png"}
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -52,7 +56,7 @@ _HEADERS = {
 
 
 def build_page_routes(service: Service) -> list[BaseRoute]:
-    """Return the routes around a service."""
+    """Return the routes of the dashboard around a service."""
     feed = Feed(service)
     static = _load_static()
 
@@ -62,42 +66,65 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
     async def explorer(request: Request) -> Response:
         return static["explorer.html"]
 
-    async def asset(request: Request) -> Response:
-        found = static.get(request.path_params["name"])
-        return found if found is not None else RedirectResponse("/dashboard")
-
     async def serve_feed(websocket: WebSocket) -> None:
         await websocket.accept()
         try:
-            hello = await asyncio.wait_for(_receive(websocket), _HELLO_S)
-            _check_key(service, websocket, hello.get("key"))
-            viewer = feed.enter()
-        except AccessError as error:
+            await _serve_feed(websocket, service, feed)
+        except AccessError as error:  # from the start, or because its key was taken out of the file
             await websocket.close(WRONG_KEY, str(error)[:120])
         except TooManyViewersError as error:
             await websocket.close(TOO_MANY, str(error))
         except (WebSocketDisconnect, asyncio.TimeoutError):
             return
-        else:
-            viewer.watch(_session_of(hello))
-            try:
-                await _push(websocket, viewer)
-            finally:
-                feed.leave()
 
     return [
         Route("/dashboard", page),
+        Route("/dashboard/", page),
         Route("/dashboard/explorer", explorer),
-        Route("/dashboard/static/{name}", asset),
         WebSocketRoute("/dashboard/feed", serve_feed),
     ]
 
 
-async def _push(websocket: WebSocket, viewer: "Viewer") -> None:
-    """Send news until the page is closed."""
+def build_document_routes(start: str) -> list[BaseRoute]:
+    """Return the routes of `/docs` and of what all pages are made of; `/` leads to `start`."""
+    static = _load_static()
+
+    async def docs(request: Request) -> Response:
+        return static["docs.html"]
+
+    async def root(request: Request) -> Response:
+        return RedirectResponse(start)
+
+    async def asset(request: Request) -> Response:
+        found = static.get(request.path_params["name"])
+        return found if found is not None else RedirectResponse("/")
+
+    return [
+        Route("/", root),
+        Route("/docs", docs),
+        Route("/dashboard/static/{name}", asset),
+    ]
+
+
+async def _serve_feed(websocket: WebSocket, service: Service, feed: "Feed") -> None:
+    hello = await asyncio.wait_for(_receive(websocket), _HELLO_S)
+    caller = _identify(service, websocket, hello.get("key"))
+    viewer = feed.enter()
+    viewer.watch(_session_of(hello))
+    try:
+        await _push(websocket, viewer, partial(service.access.require_known, caller))
+    finally:
+        feed.leave()
+
+
+async def _push(
+    websocket: WebSocket, viewer: "Viewer", require_known: Callable[[], Caller]
+) -> None:
+    """Send news until the page is closed; raise `MissingKeyError` once its key is gone."""
     commands = asyncio.create_task(_follow_commands(websocket, viewer))
     try:
         while not commands.done():
+            require_known()
             news = await viewer.update()
             if news is not None:
                 await websocket.send_text(json.dumps(news, allow_nan=False))
@@ -116,9 +143,10 @@ async def _follow_commands(websocket: WebSocket, viewer: "Viewer") -> None:
 
 
 async def _receive(websocket: WebSocket) -> dict[str, object]:
-    """Return what the page says; what cannot be read says nothing."""
+    """Return what the page says; what cannot be read, or is no mere name, says nothing."""
     try:
-        value = json.loads(await websocket.receive_text())
+        said = await websocket.receive_text()
+        value = json.loads(said) if len(said) <= SMALL_BODY_BYTES else {}
     except (ValueError, KeyError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -129,14 +157,15 @@ def _session_of(message: dict[str, object]) -> str | None:
     return key if isinstance(key, str) else None
 
 
-def _check_key(service: Service, websocket: WebSocket, key: object) -> None:
+def _identify(service: Service, websocket: WebSocket, key: object) -> Caller:
     access = service.access
     if not access.needs_key:
-        return
+        return Caller()
     address = websocket.client.host if websocket.client else ""
     caller = access.identify(f"Bearer {key}" if isinstance(key, str) and key else "", address)
     if not caller.is_admin:
         raise ForbiddenError("the dashboard needs a key marked `admin = true`")
+    return caller
 
 
 def _load_static() -> dict[str, Response]:
@@ -220,6 +249,7 @@ class Viewer:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._watched: str | None = None
+        self._is_chosen = False  # by whoever looks; otherwise the page follows who is alive
         self._sent_version = -1
         self._sent_number = 0
         self._sent_image: Image | None = None
@@ -227,7 +257,11 @@ class Viewer:
         self._overview_s = -math.inf
 
     def watch(self, key: str | None) -> None:
-        """Look at another session, from its beginning."""
+        """Look at another session, from its beginning; None looks at whoever sends frames."""
+        self._is_chosen = key is not None
+        self._turn_to(key)
+
+    def _turn_to(self, key: str | None) -> None:
         if key != self._watched:
             self._watched = key
             self._sent_number = 0
@@ -256,11 +290,15 @@ class Viewer:
         return told
 
     def _session(self) -> SessionHistory | None:
-        """Return the watched session; where none was chosen, the first that shows up."""
+        """Return the watched session; where none was chosen, one that is alive."""
         sessions = self._feed.history.sessions
-        if self._watched is None and sessions:
-            self.watch(next(iter(sessions)))
-        return sessions.get(self._watched or "")
+        watched = sessions.get(self._watched or "")
+        if self._is_chosen or not sessions:
+            return watched
+        if watched is None or self._feed.now_s() - watched.seen_s > _QUIET_S:
+            watched = max(sessions.values(), key=lambda one: one.seen_s)
+            self._turn_to(watched.key)
+        return watched
 
     def _overview(self, now_s: float) -> Json:
         service = self._feed.service

@@ -1,4 +1,9 @@
-"""Turns bodies into frames. Pictures are decoded on threads, so that the event loop stays free."""
+"""Turns bodies into frames. Pictures are decoded on threads, so that the event loop stays free.
+
+A request may also come as a form (multipart/form-data), so that curl can send a picture file:
+files are `image`, and `camera.NAME` for each further camera, PNG or JPEG; texts are `instruction`,
+the options by their names, and `state` as a JSON list.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -7,19 +12,34 @@ from email.message import Message
 from functools import partial
 from importlib import import_module
 
-from deft_client.errors import MalformedMessageError, UnsupportedMessageError
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, FormParser
+
+from deft_client.errors import (
+    MalformedMessageError,
+    MessageTooLargeError,
+    UnsupportedMessageError,
+    UnusableValueError,
+)
 from deft_client.types import ActionChunk
 from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import Terms, WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits
+from deft_client.wire.json_codec import load
 from deft_client.wire.messages import REQUEST, ActMessage, has_pictures
 from deft_server.errors import OverloadedError
-from deft_server.http import forms
+from deft_server.http.bounds import MAX_CONTENT_TYPE_CHARS
 
-_CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, forms.CONTENT_TYPE)
+FORM = "multipart/form-data"
+_CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
 
 
 def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage:
     """Return the frame in a body, or raise `WireError`."""
+    if len(content_type) > MAX_CONTENT_TYPE_CHARS:  # the standard library takes ages for long ones
+        raise UnsupportedMessageError(
+            "content-type",
+            f"must be one of {', '.join(_CONTENT_TYPES)}; got {len(content_type)} characters",
+        )
     header = Message()
     header["content-type"] = content_type or "none/none"
     kind = header.get_content_type()
@@ -27,7 +47,7 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
         return msgpack_codec.decode_request(body, limits)
     if kind == json_codec.CONTENT_TYPE:
         return json_codec.decode_request(body, limits)
-    if kind != forms.CONTENT_TYPE:
+    if kind != FORM:
         raise UnsupportedMessageError(
             "content-type", f"must be one of {', '.join(_CONTENT_TYPES)}; got {content_type[:80]!r}"
         )
@@ -35,7 +55,7 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
     boundary = header.get_param("boundary")
     if not isinstance(boundary, str) or not boundary:
         raise MalformedMessageError("content-type", "multipart/form-data names no boundary")
-    return forms.decode_form(body, boundary, limits)
+    return decode_form(body, boundary, limits)
 
 
 def wants_msgpack(accept: str, content_type: str) -> bool:
@@ -91,3 +111,83 @@ class FrameDecoder:
     def stop(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+CAMERA_PREFIX = "camera."
+MAX_PARTS = 64
+_NUMBERS = {"deadline_ms": float, "radius": int, "v": int}
+_FLAGS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False, "": None}
+
+
+def decode_form(body: bytes, boundary: str, limits: WireLimits = DEFAULT_LIMITS) -> ActMessage:
+    """Return the request in a form, or raise `WireError`."""
+    entries: dict[str, object] = {}
+    cameras: dict[str, object] = {}
+    for name, value in read_parts(body, boundary).items():
+        if name.startswith(CAMERA_PREFIX):
+            cameras[name.removeprefix(CAMERA_PREFIX)] = _picture(name, value)
+        elif isinstance(value, bytes) or name == "image":
+            entries[name] = _picture(name, value)
+        else:
+            entries[name] = _option(name, value, limits)
+    # Bytes are bytes here, but the state is a JSON list.
+    return REQUEST.read({**entries, "cameras": cameras or None}, "", Terms(limits, is_json=True))
+
+
+def read_parts(body: bytes, boundary: str) -> dict[str, str | bytes]:
+    """Return the parts of a form, those with a file name as bytes; the library bounds headers."""
+    parts: list[Field | File] = []
+    ends: list[bool] = []
+
+    def keep(part: Field | File) -> None:
+        if len(parts) >= MAX_PARTS:
+            raise MessageTooLargeError("body", f"more than {MAX_PARTS} parts")
+        parts.append(part)
+
+    # The body is in memory already, and bounded, so that nothing needs to go to disk.
+    config = {"MAX_MEMORY_FILE_SIZE": len(body)}
+    try:
+        parser = FormParser(FORM, keep, keep, lambda: ends.append(True), boundary, config=config)
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise MalformedMessageError("body", f"is not a multipart form: {error}") from error
+    if not ends:
+        raise MalformedMessageError("body", "the multipart form is cut off")
+    values: dict[str, str | bytes] = {}
+    for part in parts:
+        name = (part.field_name or b"").decode("utf-8", "replace")
+        if name in values:
+            raise MalformedMessageError(name, "given twice")
+        values[name] = _value(part)
+    return values
+
+
+def _value(part: Field | File) -> str | bytes:
+    if isinstance(part, Field):
+        return (part.value or b"").decode("utf-8", "surrogateescape")
+    part.file_object.seek(0)
+    return part.file_object.read()
+
+
+def _picture(name: str, data: str | bytes) -> object:
+    """Return a file as the map of an image; whatever it is called, its first bytes decide."""
+    if isinstance(data, str):
+        raise UnusableValueError(name, "must be a file; with curl: -F image=@frame.png")
+    return {"encoding": "png" if data[:1] == b"\x89" else "jpeg", "data": data}
+
+
+def _option(name: str, text: str, limits: WireLimits) -> object:
+    """Return what a text field stands for; `REQUEST` judges whether it may."""
+    if name == "state":
+        return load(text.encode("utf-8", "surrogateescape"), limits, name)
+    if name == "trace":
+        if text.lower() not in _FLAGS:
+            raise UnusableValueError(name, f"must be true or false, got {text[:24]!r}")
+        return _FLAGS[text.lower()]
+    if name in _NUMBERS and text:
+        try:
+            return _NUMBERS[name](text)
+        except ValueError:
+            raise UnusableValueError(name, f"must be a number, got {text[:24]!r}") from None
+    return text or None

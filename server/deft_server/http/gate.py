@@ -9,9 +9,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from starlette.requests import HTTPConnection
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,9 +18,11 @@ from deft_server.errors import (
     BodyTooLargeError,
     BodyTooSlowError,
     CallerGoneError,
-    OverloadedError,
+    MissingKeyError,
 )
+from deft_server.http.bounds import SMALL_BODY_BYTES, ConnectionBounds
 from deft_server.http.caller_watch import Cancellation
+from deft_server.http.key_watch import KeyWatch
 from deft_server.http.problems import describe, problem_response
 from deft_server.serving.access import (
     REQUEST_ID_HEADER,
@@ -31,18 +32,6 @@ from deft_server.serving.access import (
 )
 from deft_server.serving.service import Service
 
-BUSY_FOR_S = 1.0
-
-
-@dataclass
-class BodyBounds:
-    """What all requests of a server share: the bounds, and the bytes they hold together."""
-
-    max_bytes: int  # of one body
-    max_total_bytes: int
-    timeout_s: float
-    total_bytes: int = 0
-
 
 class BoundedBody:
     """Wraps an ASGI `receive`; raises an error of the server as soon as a bound is passed.
@@ -50,9 +39,10 @@ class BoundedBody:
     Close it when the request is answered: until then its bytes count as held.
     """
 
-    def __init__(self, receive: Receive, bounds: BodyBounds) -> None:
+    def __init__(self, receive: Receive, bounds: ConnectionBounds, max_bytes: int) -> None:
         self._receive = receive
         self._bounds = bounds
+        self._max_bytes = max_bytes
         self._num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._cancellation: Cancellation
@@ -65,13 +55,14 @@ class BoundedBody:
         if self._timer is None:
             self._cancellation = Cancellation()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._bounds.timeout_s, self._cancellation.cancel)
+            timeout_s = self._bounds.message_timeout_s
+            self._timer = loop.call_later(timeout_s, self._cancellation.cancel)
         try:
             message = await self._receive()
         except asyncio.CancelledError:
             if self._cancellation.was_ours():
                 raise BodyTooSlowError(
-                    f"the body did not arrive within {self._bounds.timeout_s:g} s"
+                    f"the body did not arrive within {self._bounds.message_timeout_s:g} s"
                 ) from None
             raise
         self._take(len(message.get("body", b"")))
@@ -84,23 +75,24 @@ class BoundedBody:
         """Stop the clock and let go of the bytes."""
         if self._timer is not None:
             self._timer.cancel()
-        self._bounds.total_bytes -= self._num_bytes
+        self._bounds.held.release(self._num_bytes)
         self._num_bytes = 0
 
     def _take(self, num_bytes: int) -> None:
-        bounds = self._bounds
         self._num_bytes += num_bytes
-        bounds.total_bytes += num_bytes
-        if self._num_bytes > bounds.max_bytes:
-            raise BodyTooLargeError(f"over the {bounds.max_bytes} bytes that are taken")
-        if bounds.total_bytes > bounds.max_total_bytes:
-            raise OverloadedError("too many bytes of requests are in hand", BUSY_FOR_S)
+        self._bounds.held.hold(num_bytes)
+        if self._num_bytes > self._max_bytes:
+            raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are taken here")
 
 
 ADMIN_PREFIX = "/v1/admin"
-OPEN_PATHS = frozenset(("/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico"))
+OPEN_PATHS = frozenset(
+    ("/", "/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico")
+)
 METRICS_PATH = "/metrics"
+ANY_HOST_PATHS = frozenset(("/healthz", "/readyz", METRICS_PATH))  # probes use what names they like
 PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header
+FRAME_PATHS = frozenset(("/v1/act", "/act"))  # whose bodies may be large
 _CALLER = "deft.caller"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -116,15 +108,11 @@ def caller_of(scope: Scope) -> Caller:
 class Gate:
     """The outermost layer of the app."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, bounds: ConnectionBounds) -> None:
         self._app = app
         self._service = service
-        self._settings = service.settings
-        self._bounds = BodyBounds(
-            self._settings.max_body_bytes,
-            self._settings.max_total_bytes,
-            self._settings.body_timeout_s,
-        )
+        self._bounds = bounds
+        self._key_watch = KeyWatch(service.access)
         self._open_paths = set(OPEN_PATHS)
         if service.settings.open_metrics:
             self._open_paths.add(METRICS_PATH)
@@ -146,13 +134,14 @@ class Gate:
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, reply: "_Reply"
     ) -> None:
         started_s = time.perf_counter()
-        body = BoundedBody(receive, self._bounds)
+        most = self._max_body_bytes(scope["path"])
+        body = BoundedBody(receive, self._bounds, most)
         try:
             self._admit(scope, headers)
-            self._check_length(headers.get(b"content-length"))
+            _check_length(headers.get(b"content-length", b""), most)
             with self._service.in_hand():
                 await self._app(scope, body, reply)
-        except CallerGoneError:
+        except (CallerGoneError, ClientDisconnect):
             reply.status = 499  # nobody is left to be told
         except Exception as error:
             if reply.status:
@@ -173,11 +162,18 @@ class Gate:
             await _refuse_handshake(scope, problem_response(problem), receive, send)
             self._count(scope, problem.status, time.perf_counter())
             return
-        await self._app(scope, receive, send)
+        try:
+            with self._key_watch.watching(caller_of(scope)):
+                await self._app(scope, receive, send)
+        except MissingKeyError as error:
+            await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         access = self._service.access
         path, method = scope["path"], scope.get("method")
+        if path not in ANY_HOST_PATHS:
+            named = [value for name, value in scope["headers"] if name == b"host"]
+            access.check_host([one.decode("latin-1") for one in named])
         origin = headers.get(b"origin", b"")
         if origin and method not in _SAFE_METHODS:
             host = headers.get(b"host", b"").decode("latin-1")
@@ -193,10 +189,9 @@ class Gate:
             access.require_admin(caller)
         scope[_CALLER] = caller
 
-    def _check_length(self, content_length: bytes | None) -> None:
-        most = self._settings.max_body_bytes
-        if content_length is not None and content_length.isdigit() and int(content_length) > most:
-            raise BodyTooLargeError(f"{int(content_length)} bytes; at most {most} are taken")
+    def _max_body_bytes(self, path: str) -> int:
+        largest = self._service.settings.max_body_bytes
+        return largest if path in FRAME_PATHS else min(largest, SMALL_BODY_BYTES)
 
     def _count(self, scope: Scope, status: int, started_s: float) -> None:
         """Count a request under its route, never its raw path: those could be without number."""
@@ -207,6 +202,13 @@ class Gate:
             logger.debug(
                 "%s %s %d in %.1f ms", scope.get("method"), scope["path"], status, spent_ms
             )
+
+
+def _check_length(content_length: bytes, most: int) -> None:
+    """Refuse a body by what its header says, which may be digits without number."""
+    digits = content_length.lstrip(b"0")
+    if digits.isdigit() and (len(digits) > len(str(most)) or int(digits) > most):
+        raise BodyTooLargeError(f"{digits[:20].decode()} bytes; at most {most} are taken here")
 
 
 class _Reply:

@@ -1,28 +1,134 @@
-"""uvicorn's HTTP protocol with a clock on the headers, which uvicorn itself lacks.
-
-Without it, a connection that sends half a request line stays open for ever.
+"""uvicorn's HTTP protocol with bounds that uvicorn lacks: connections per address, TLS handshakes,
+a clock on the headers, and the bytes and number of headers, trailers and pipelined requests.
 """
 
 import asyncio
+import logging
+import ssl
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from deft_server.http.bounds import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES, ConnectionBounds
 
-def build_protocol(timeout_s: float) -> type[asyncio.Protocol]:
-    """Return the fastest HTTP protocol there is, with a limit on how long headers may take."""
+logger = logging.getLogger(__name__)
+
+
+class HeadersTooLargeError(Exception):
+    """What precedes or follows a body is beyond the bounds; ends the connection."""
+
+
+def build_http_protocol(
+    bounds: ConnectionBounds, tls: ssl.SSLContext | None = None
+) -> type[asyncio.Protocol]:
+    """Return the fastest HTTP protocol there is, within bounds; with `tls`, it shakes hands."""
+    bases: tuple[type, ...]
     if find_spec("httptools") is not None:
         base = import_module("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
-    else:
+        bases = (_CountedConnection, _HeaderClock, _BoundedHeaders, base)
+    else:  # h11 bounds headers and trailers itself, and takes one request at a time
         base = import_module("uvicorn.protocols.http.h11_impl").H11Protocol
-    return type("ClockedProtocol", (_HeaderClock, base), {"header_timeout_s": timeout_s})
+        bases = (_CountedConnection, _HeaderClock, base)
+    return type("BoundedHttpProtocol", bases, {"bounds": bounds, "tls": tls})
+
+
+def peer_of(transport: asyncio.BaseTransport) -> str:
+    """Return the address at the other end, which may be a proxy's."""
+    name = transport.get_extra_info("peername")
+    return str(name[0]) if isinstance(name, tuple) and name else ""
+
+
+def _refusal(status: str, detail: str) -> bytes:
+    """Return an answer to what never becomes a request."""
+    body = f"{detail}\n".encode()
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_TOO_MANY_CONNECTIONS = _refusal(
+    "503 Service Unavailable", "too many connections are open; close some, or keep one and reuse it"
+)
+
+
+class _CountedConnection:
+    """Counts a connection from its first moment, and shakes hands where there is TLS.
+
+    Handshakes are ours, because uvicorn's begin before anybody could count them, and may take long.
+    """
+
+    bounds: ConnectionBounds
+    tls: ssl.SSLContext | None
+    # What uvicorn's protocols bring; none of it is typed there.
+    loop: Any
+    transport: Any
+
+    _raw: asyncio.Transport | None = None
+    _address: str
+    _is_open = False
+    _early = b""
+    _handshake: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._address = peer_of(transport)
+        if not self.bounds.connections.enter(self._address):
+            if self.tls is None:
+                transport.write(_TOO_MANY_CONNECTIONS)
+            transport.close()
+            return
+        self._raw = transport
+        if self.tls is None:
+            self._open(transport)
+        else:
+            self._handshake = self.loop.create_task(self._shake_hands(transport, self.tls))
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_open:
+            super().data_received(data)  # type: ignore[misc]
+        elif self._raw is not None:
+            self._early += data  # came in one packet with the end of the handshake
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._is_open:
+            super().connection_lost(error)  # type: ignore[misc]
+        if self._raw is not None and self._handshake is None:
+            self._leave()
+
+    def _open(self, transport: asyncio.Transport) -> None:
+        self._is_open = True
+        super().connection_made(transport)  # type: ignore[misc]
+
+    def _leave(self) -> None:
+        self._raw = None
+        self.bounds.connections.leave(self._address)
+
+    async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        transport.pause_reading()  # until the handshake reads
+        timeout_s = self.bounds.header_timeout_s
+        secured = None
+        try:
+            secured = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=timeout_s
+            )
+        except (OSError, asyncio.TimeoutError) as error:
+            logger.debug("a TLS handshake failed: %r", error)
+        self._handshake = None
+        if secured is None or secured.is_closing():
+            transport.abort()
+            self._leave()
+            return
+        self._open(secured)
+        early, self._early = self._early, b""
+        if early:
+            self.data_received(early)
 
 
 class _HeaderClock:
-    """Closes a connection whose headers do not come. Goes before one of uvicorn's protocols."""
+    """Closes a connection whose headers do not come, which uvicorn lets wait for ever."""
 
-    header_timeout_s: float
-    # What uvicorn's protocols bring; none of it is typed there.
+    bounds: ConnectionBounds
     transport: Any
     loop: Any
     cycle: Any
@@ -50,9 +156,84 @@ class _HeaderClock:
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def _start_clock(self) -> None:
-        self._timer = self.loop.call_later(self.header_timeout_s, self.transport.close)
+        self._timer = self.loop.call_later(self.bounds.header_timeout_s, self.transport.close)
 
     def _stop_clock(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _BoundedHeaders:
+    """Bounds what httptools does not. The parser's callbacks are called within `data_received`."""
+
+    bounds: ConnectionBounds
+    transport: Any
+    pipeline: Any
+    url: bytes
+
+    _num_headers = 0
+    _num_header_bytes = 0
+    _num_idle_bytes = 0  # since the last that was part of a body, or began a request
+    _has_progressed = False
+    _refusal: bytes | None = None
+
+    def data_received(self, data: bytes) -> None:
+        self._has_progressed = False
+        super().data_received(data)  # type: ignore[misc]
+        self._num_idle_bytes = 0 if self._has_progressed else self._num_idle_bytes + len(data)
+        # The parser tells of a header when it is complete, so one without an end is counted here.
+        if self._num_idle_bytes > self.bounds.max_header_bytes and not self.transport.is_closing():
+            try:
+                self._refuse_headers()
+            except HeadersTooLargeError as error:
+                self.send_400_response(str(error))
+
+    def on_message_begin(self) -> None:
+        self._has_progressed = True
+        self._num_headers = self._num_header_bytes = 0
+        super().on_message_begin()  # type: ignore[misc]
+
+    def on_url(self, url: bytes) -> None:
+        if len(self.url) + len(url) > MAX_URL_BYTES:
+            self._refusal = _refusal("414 URI Too Long", f"at most {MAX_URL_BYTES} bytes are taken")
+            raise HeadersTooLargeError
+        super().on_url(url)  # type: ignore[misc]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer: both count."""
+        self._num_headers += 1
+        self._num_header_bytes += len(name) + len(value)
+        if self._num_headers > MAX_HEADERS or (
+            self._num_header_bytes > self.bounds.max_header_bytes
+        ):
+            self._refuse_headers()
+        super().on_header(name, value)  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = _refusal(
+                "429 Too Many Requests", f"at most {MAX_PIPELINED} requests may wait for an answer"
+            )
+            raise HeadersTooLargeError
+        super().on_headers_complete()  # type: ignore[misc]
+
+    def on_body(self, body: bytes) -> None:
+        self._has_progressed = True
+        super().on_body(body)  # type: ignore[misc]
+
+    def send_400_response(self, message: str) -> None:
+        """Refuse what cannot be parsed; called by uvicorn, for what our callbacks raise too."""
+        if self._refusal is None:
+            super().send_400_response(message)  # type: ignore[misc]
+            return
+        self.transport.write(self._refusal)
+        self.transport.close()
+
+    def _refuse_headers(self) -> None:
+        most = self.bounds.max_header_bytes
+        self._refusal = _refusal(
+            "431 Request Header Fields Too Large",
+            f"at most {MAX_HEADERS} headers and {most} bytes of them are taken",
+        )
+        raise HeadersTooLargeError

@@ -82,12 +82,15 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
         arrived_s = time.monotonic()
         service.readiness.require()
         content_type = request.headers.get("content-type", "")
-        asked = await decoder.decode(content_type, body)
         caller = caller_of(request.scope)
-        chunk = await CallerWatch(request.receive).run(
-            service.act(asked.observation, asked.options, caller, arrived_s),
-            service.scheduler.answers_at_once,
-        )
+
+        async def answer() -> ActionChunk:
+            await service.admit(caller)
+            asked = await decoder.decode(content_type, body)
+            return await service.act(asked.observation, asked.options, caller, arrived_s)
+
+        is_quick = service.scheduler.answers_at_once
+        chunk = await CallerWatch(request.receive).run(answer(), is_quick)
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
         content, media_type = encode_answer(chunk, as_msgpack)
         return Response(content, media_type=media_type)
@@ -169,5 +172,6 @@ class _Stream:
         if data is None:
             raise MalformedMessageError("body", "send binary frames, got text")
         self._service.readiness.require()
+        await self._service.admit(caller)
         asked = await self._decoder.decode(MSGPACK_CONTENT_TYPE, data)
         return await self._service.act(asked.observation, asked.options, caller, arrived_s)

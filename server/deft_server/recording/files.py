@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from io import FileIO
 from pathlib import Path
 
+from deft_client.files import append_whole
 from deft_client.recordings import (
     SUFFIX,
     EpisodeHeader,
@@ -184,19 +185,7 @@ class EpisodeFiles:
 
     def _append(self, episode: _OpenEpisode, record: bytes) -> None:
         """Write a record whole or not at all."""
-        done = 0
-        try:
-            while done < len(record):
-                written = episode.file.write(record[done:])
-                if not written:
-                    raise DiskFullError(f"{episode.path}: nothing more could be written")
-                done += written
-        except OSError:
-            if done:
-                # Both: what is written next would leave zeros before it, and end the reading there.
-                episode.file.seek(episode.num_bytes)
-                episode.file.truncate()
-            raise
+        append_whole(episode.file, record)
         episode.num_bytes += len(record)
         self._total_bytes += len(record)
         self.written.bytes += len(record)

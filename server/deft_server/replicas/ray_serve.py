@@ -8,21 +8,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
-from deft_server.replicas.remote import (
-    Face,
-    Host,
-    RemoteAnswers,
-    RemotePolicy,
-    policy_of,
-)
-from deft_server.replicas.worker import ReplicaHangsError, ReplicaLostError
+from deft_server.hosting.messages import PolicyFacts
+from deft_server.hosting.recipe import LoadPolicy
+from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
+from deft_server.replicas.remote import Replica, ReplicaAnswers
 from deft_server.settings import SettingsError
 
 APPLICATION = "deft"
@@ -44,25 +40,25 @@ logger = logging.getLogger(__name__)
 class PolicyReplica:
     """One replica. Ray calls it on an event loop; the policy has a thread of its own."""
 
-    def __init__(self, load: Callable[[], Policy], version: str, hang_after_s: float) -> None:
+    def __init__(self, load: LoadPolicy, version: str, hang_after_s: float) -> None:
         from ray import serve
 
         name = str(serve.get_replica_context().rank.rank)
         self._hang_after_s = hang_after_s
         self._busy_since_s: float | None = None
         self._thread = ThreadPoolExecutor(1, "policy")
-        self._host = self._thread.submit(Host, load, version, name).result()
+        self._replica = self._thread.submit(Replica, load, version, name).result()
 
-    async def face(self) -> Face:
-        """Return what a server has to know of the policy."""
-        return self._host.face
+    async def look(self) -> tuple[str, PolicyFacts]:
+        """Return the version of the policy, and what a server has to know of it."""
+        return self._replica.version, self._replica.facts
 
-    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
         """Answer a batch."""
         loop = asyncio.get_running_loop()
         self._busy_since_s = time.monotonic()
         try:
-            return await loop.run_in_executor(self._thread, self._host.answer, frames)
+            return await loop.run_in_executor(self._thread, self._replica.answer, frames)
         finally:
             self._busy_since_s = None
 
@@ -77,7 +73,7 @@ class PolicyReplica:
 class Deployment:
     """What to start, and with how much of a machine for each replica."""
 
-    load: Callable[[], Policy]
+    load: LoadPolicy
     version: str
     num_replicas: int
     cpus: float = 1.0
@@ -106,7 +102,6 @@ class RayCluster:
     address: str | None
     deployment: Deployment | None
     hang_after_s: float = 60.0
-    _face: Face | None = None
     _handle: Any = None
     _errors: tuple[type[Exception], ...] = field(default=())
 
@@ -120,25 +115,19 @@ class RayCluster:
             where = self.address or "this machine"
             raise SettingsError(f"no replicas on {where}: {e}") from e
 
-    async def look(self) -> str:
+    async def look(self) -> tuple[str, PolicyFacts]:
         """Ask a replica what the policy is."""
         try:
-            face: Face = await self._handle.face.remote()
+            found: tuple[str, PolicyFacts] = await self._handle.look.remote()
         except self._errors as error:
             raise ReplicaLostError(_first_line(error)) from error
-        self._face = face
-        return face.version
+        return found
 
-    def policy(self) -> RemotePolicy:
-        """Return the server's side of the policy."""
-        assert self._face is not None
-        return policy_of(self._face)
-
-    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
         """Have a free replica answer."""
         response = self._handle.answer.remote(frames)
         try:
-            answers: RemoteAnswers = await asyncio.wait_for(response, self.hang_after_s)
+            answers: ReplicaAnswers = await asyncio.wait_for(response, self.hang_after_s)
         except asyncio.TimeoutError as error:
             raise ReplicaHangsError(f"no answer within {self.hang_after_s:g} s") from error
         except self._errors as error:

@@ -16,13 +16,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
+from deft_server.errors import (
+    ForbiddenError,
+    MissingKeyError,
+    OverloadedError,
+    WrongHostError,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -156,11 +163,13 @@ class Access:
         keys_file: Path | None = None,
         default_rate_per_s: float | None = None,
         origins: tuple[str, ...] = (),
+        hosts: tuple[str, ...] = (),
     ) -> None:
         self._path = keys_file
         self._default_rate_per_s = default_rate_per_s
         self._origins = frozenset(origins)
-        self._buckets: dict[tuple[str, str, float], TokenBucket] = {}
+        self._hosts = ("localhost", "*.localhost", *(one.lower() for one in hosts))
+        self._buckets: OrderedDict[tuple[str, str, float], TokenBucket] = OrderedDict()
         self._entries: tuple[KeyEntry, ...] = ()
         self._checked_s = 0.0
         self._stamp: tuple[int, int, int] | None = None
@@ -201,18 +210,18 @@ class Access:
         `MissingKeyError` if the caller's key was taken out of the file since it connected.
         """
         if self._path is not None:
-            self._reload_if_changed(self._path)
-            caller = replace(self._still_known(caller), stays_s=caller.stays_s)
+            caller = replace(self.require_known(caller), stays_s=caller.stays_s)
         rate_per_s = caller.rate_per_s or self._default_rate_per_s
         if rate_per_s is None:
             return 0.0
         owner = (caller.name, caller.address, rate_per_s)
         bucket = self._buckets.get(owner)
         if bucket is None:
-            if len(self._buckets) >= MAX_BUCKETS:
-                self._buckets.clear()
             bucket = TokenBucket(rate_per_s, caller.burst or rate_per_s)
             self._buckets[owner] = bucket
+            if len(self._buckets) > MAX_BUCKETS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(owner)
         wait_s = bucket.take(now_s, caller.stays_s)
         if wait_s > caller.stays_s:
             raise OverloadedError(
@@ -220,16 +229,35 @@ class Access:
             )
         return wait_s
 
-    def _still_known(self, caller: Caller) -> Caller:
+    def require_known(self, caller: Caller) -> Caller:
+        """Return a caller as the key file has it now, or raise `MissingKeyError`."""
+        if self._path is None:
+            return caller
+        self._reload_if_changed(self._path)
         for entry in self._entries:
             known = entry.caller
             if (known.name, known.fingerprint) == (caller.name, caller.fingerprint):
                 return known  # with the rates that the file gives now
         raise MissingKeyError("this API key is not known here any more")
 
+    def check_host(self, hosts: Sequence[str]) -> None:
+        """Raise `WrongHostError` for a name that we do not answer to.
+
+        A web page can have its own name lead to our address, and would then be one of ours; so
+        only names count that nobody else can give: this machine's own, and those of the settings.
+        """
+        if len(hosts) != 1:
+            raise WrongHostError(f"send one Host header; got {len(hosts)}")
+        name = _name_of(hosts[0])
+        if not (_is_address(name) or any(fnmatchcase(name, one) for one in self._hosts)):
+            raise WrongHostError(
+                f"this server does not answer to {name[:100]!r}; use its address, or list the "
+                "name in its setting allowed_hosts"
+            )
+
     def check_origin(self, origin: str, host: str) -> None:
         """Raise `ForbiddenError` for a web page of another site; robots send no origin."""
-        if origin and origin not in self._origins and urlsplit(origin).netloc != host:
+        if origin and origin not in self._origins and origin.partition("://")[2] != host:
             raise ForbiddenError(f"web pages of {origin[:200]} may not call; see cors_origins")
 
     def _reload_if_changed(self, path: Path) -> None:
@@ -247,6 +275,21 @@ class Access:
             logger.error("the old API keys stay in use: %s", error)
             return
         logger.info("%d API keys read from %s", len(self._entries), path)
+
+
+def _name_of(host: str) -> str:
+    """Return a Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ next frame is steady. Knowing it, a batch waits only for a robot that is about t
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 
@@ -123,3 +124,33 @@ class BatchLimit:
         if self.size < self._most and self._good >= GOOD_BATCHES_BEFORE_GROWTH:
             self.size += 1
             self._good = 0
+
+
+class OwnerShares:
+    """Seconds of the policy that every owner had, so that nobody gets far ahead of the others."""
+
+    def __init__(self) -> None:
+        self._used_s: dict[str, float] = {}
+        self._level_s = 0.0  # where owners begin that come now: nothing is saved up while away
+
+    def join(self, owner: str) -> None:
+        """Take in that an owner waits who did not."""
+        self._used_s[owner] = max(self._level_s, self._used_s.get(owner, 0.0))
+
+    def use(self, owners: Collection[str], each_s: float, waiting: Collection[str]) -> None:
+        """Take in that frames of these owners (one each, repeated) have their turn, while others
+        wait on. Those who would begin at the same level if they were unknown are forgotten."""
+        least_s = min(self._used_s[one] for one in {*owners, *waiting})
+        self._level_s = max(self._level_s, least_s)
+        for one in owners:
+            self._used_s[one] += each_s
+        self._used_s = {
+            owner: used_s
+            for owner, used_s in self._used_s.items()
+            if owner in waiting or used_s > self._level_s
+        }
+
+    def ahead(self, owners: Collection[str], slack_s: float) -> frozenset[str]:
+        """Return those of the owners that had more by `slack_s` than the one that had least."""
+        least_s = min((self._used_s[one] for one in owners), default=0.0)
+        return frozenset(one for one in owners if self._used_s[one] > least_s + slack_s)

@@ -1,6 +1,6 @@
 """Stands between the policy's answers and the robots: finite, in range, not too sudden.
 
-Knows nothing of HTTP or queues. What the range is, the policy says (`LimitedPolicy`).
+Knows nothing of HTTP or queues. What the range is, the policy says.
 """
 
 import math
@@ -11,8 +11,10 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_policies.base import ActionLimits, LimitedPolicy, Policy
+from deft_policies.base import ActionLimits
+from deft_policies.errors import RequestError
 from deft_server.errors import UnsafeAnswerError
+from deft_server.hosting.host import HostedPolicy
 from deft_server.serving.sessions import RobotSession
 from deft_server.settings import OnSuddenStep, Settings, SettingsError
 
@@ -31,8 +33,8 @@ class CheckedActions:
 class SafetyGuard:
     """Checks every answer of one policy."""
 
-    def __init__(self, policy: Policy, settings: Settings) -> None:
-        self._policy = policy if isinstance(policy, LimitedPolicy) else None
+    def __init__(self, policy: HostedPolicy, settings: Settings) -> None:
+        self._limits_by_key = policy.limits
         self._action_dim = policy.info.action_dim
         self._on_sudden_step = settings.on_sudden_step
         self._step_limits = {
@@ -68,6 +70,15 @@ class SafetyGuard:
             return CheckedActions(actions)
         return self._limit_steps(actions, _last_action(session), step_limit)
 
+    def require_memory(self, session: RobotSession) -> None:
+        """Raise `RequestError` where steps are limited, but nobody knows the action before."""
+        if session.session_id is None and _first_match(self._step_limits, session) is not None:
+            raise RequestError(
+                "session_id",
+                f"needed: step_limits hold for frames of {session.caller}, and are measured from "
+                "the session's last action",
+            )
+
     def hold(self, session: RobotSession, statistics_key: str | None) -> NDArray[np.float64] | None:
         """Return the action that keeps a robot where it is, or None where nobody knows how.
 
@@ -84,10 +95,10 @@ class SafetyGuard:
         return np.where(limits.is_motion, 0.0, last)[None, :]
 
     def _limits_of(self, statistics_key: str | None) -> ActionLimits | None:
-        if self._policy is None:
+        if self._limits_by_key is None:
             return None
         if statistics_key not in self._limits:
-            self._limits[statistics_key] = self._policy.action_limits(statistics_key)
+            self._limits[statistics_key] = self._limits_by_key(statistics_key)
         return self._limits[statistics_key]
 
     def _limit_steps(

@@ -1,4 +1,4 @@
-"""Carries out what the waiting line decides: frames in, batches to the worker, answers out.
+"""Carries out what the waiting line decides: frames in, batches to the policy's host, answers out.
 
 Lives on the event loop and never computes. All rules are in `waiting_line`.
 """
@@ -9,10 +9,10 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from deft_client.types import ActionChunk
-from deft_policies.base import ActAnswer, ActRequest, Policy, is_immediate
+from deft_policies.base import ActRequest
+from deft_policies.errors import PolicyError
 from deft_server.errors import (
     DeadlineError,
     NotReadyError,
@@ -20,18 +20,12 @@ from deft_server.errors import (
     RefusedFrameError,
     SupersededFrameError,
 )
+from deft_server.hosting.attempts import Attempts, Failure
+from deft_server.hosting.host import HostedPolicy, NewHost, PolicyHost
 from deft_server.serving.estimates import BatchLimit
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import (
-    Attempts,
-    Failure,
-    LoadPolicy,
-    PolicyThread,
-    PolicyWorker,
-    StartWorker,
-    answer_batch,
-)
-from deft_server.serving.readiness import Readiness, ServerPhase
+from deft_server.serving.pending import Answered, PendingBatch, PendingFrame
+from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.sessions import RobotSession
 from deft_server.serving.waiting_line import (
     Admission,
@@ -39,89 +33,55 @@ from deft_server.serving.waiting_line import (
     Ticket,
     WaitingLine,
 )
-from deft_server.settings import OnHang, Settings
+from deft_server.settings import OnHang, Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0
+STEADY_S = 60.0  # a policy that was ready for so long has lasted
+LONGEST_PAUSE_S = 30.0  # before a lost policy is loaded again
+MAX_LOSSES_BEFORE_READY = 3
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Answered:
-    """One frame's answer, and how long it waited for its batch."""
-
-    chunk: ActionChunk
-    queue_s: float
-    batch_size: int
-
-
-@dataclass(eq=False)
-class _Frame:
-    ticket: Ticket
-    request: ActRequest
-    session: RobotSession
-    answer: asyncio.Future[Answered]
-    joined_s: float
-
-    def take(self, answer: ActAnswer, started_s: float, batch_size: int) -> None:
-        """Hand the answer out, unless it comes too late: then it changes nothing."""
-        if not self.answer.done():
-            self.session.learn(answer.memory)
-            queue_s = max(0.0, started_s - self.joined_s)
-            self.answer.set_result(Answered(answer.chunk, queue_s, batch_size))
-
-    def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Frames that are with the worker; `line` is what the waiting line knows them by."""
-
-    frames: tuple[_Frame, ...]
-    line: tuple[Ticket, ...]
-    hang_timer: asyncio.TimerHandle | None
-
-
 class Scheduler:
-    """The frames that wait, and the batches that are with the worker.
+    """The frames that wait, and the batches that are with the policy.
 
-    `answers_at_once` is true where the policy is immediate: then nothing ever waits.
-    `on_ready` is called when the policy is loaded, `on_fatal` when only a new process can help.
+    `on_loaded` is called with every policy that is loaded, and may refuse it with `SettingsError`;
+    `on_ready` is called when frames are taken, `on_fatal` when only a new server can help.
     """
 
     def __init__(
-        self,
-        load: LoadPolicy,
-        settings: Settings,
-        readiness: Readiness,
-        metrics: Metrics,
-        start_worker: StartWorker = PolicyThread,
+        self, new_host: NewHost, settings: Settings, readiness: Readiness, metrics: Metrics
     ) -> None:
-        self.policy: Policy | None = None
+        self.policy: HostedPolicy | None = None
+        self.on_loaded: Callable[[HostedPolicy], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
-        self._load = load
-        self._start_worker = start_worker
+        self._new_host = new_host
         self._settings = settings
         self._readiness = readiness
         self._metrics = metrics
         self._line = WaitingLine(_line_rules(settings))
         self._limit = BatchLimit(settings.max_batch)
-        self._frames: dict[int, _Frame] = {}
-        self._batches: dict[int, _Batch] = {}
+        self._frames: dict[int, PendingFrame] = {}
+        self._batches: dict[int, PendingBatch] = {}
         self._numbers = itertools.count(1)
-        self.answers_at_once = False
-        self._num_failed_batches = 0
+        self._num_losses = 0
+        self._loaded_s: float | None = None  # when the policy now in use, or the last, was ready
         self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
-        self._worker: PolicyWorker
+        self._host: PolicyHost
         self._wake: asyncio.TimerHandle | None = None
+        self._restart: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self._line))
         metrics.in_flight.set_function(lambda: len(self._line.in_flight))
         metrics.max_batch.set(settings.max_batch)
         metrics.replicas.set_function(lambda: self._line.num_replicas if self.policy else 0)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether the policy takes no time: then nothing ever waits."""
+        return self.policy is not None and self.policy.answer_here is not None
 
     @property
     def num_waiting(self) -> int:
@@ -132,8 +92,8 @@ class Scheduler:
         """Begin to load the policy; call on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._settled.clear()
-        self._worker = self._start_worker(self._load, self, self._loop)
-        self._worker.start()
+        self._host = self._new_host(self)
+        self._host.start()
 
     async def settled(self) -> None:
         """Wait until the policy is loaded, or is known not to load."""
@@ -168,49 +128,72 @@ class Scheduler:
             self._fail(ticket, SupersededFrameError("the session was reset while this waited"))
 
     async def close(self) -> None:
-        """Refuse what still waits and end the worker, unless it hangs."""
+        """Refuse what still waits and end the policy thread, unless it hangs."""
         self._fail_all(NotReadyError("the server is stopping"))
-        for timer in (self._wake, *(batch.hang_timer for batch in self._batches.values())):
+        for batch in self._batches.values():
+            batch.unwatch()
+        for timer in (self._wake, self._restart):
             if timer is not None:
                 timer.cancel()
-        patience_s = 0.0 if self._batches else STOP_TIMEOUT_S
-        if not await asyncio.to_thread(self._worker.stop, patience_s):
+        is_idle = not self._line.in_flight
+        patience_s = STOP_TIMEOUT_S if is_idle else 0.0
+        if not await asyncio.to_thread(self._host.stop, patience_s):
             logger.warning("the policy is left behind: it is still busy")
 
-    def policy_loaded(self, worker: PolicyWorker, policy: Policy, num_replicas: int) -> None:
+    def policy_loaded(self, host: PolicyHost, policy: HostedPolicy, num_replicas: int = 1) -> None:
         """Start to take frames, or go on with more or fewer replicas."""
-        if worker is not self._worker:
+        if host is not self._host:
+            return
+        is_new = self.policy is not policy
+        try:
+            if is_new:
+                self.on_loaded(policy)
+        except SettingsError as error:
+            logger.error("the policy does not fit the settings: %s", error)
+            self.policy_broken(host, error)
             return
         self._line.num_replicas = num_replicas
         if not num_replicas:
             self._readiness.enter(ServerPhase.LOADING, "no replica is running")
             self._fail_waiting(NotReadyError("no replica is running"))
             return
-        is_new = self.policy is not policy
         self.policy = policy
-        self.answers_at_once = is_immediate(policy)
         self._readiness.enter(ServerPhase.READY)
         self._settled.set()
         if is_new:
+            self._loaded_s = time.monotonic()
             logger.info("ready: policy %s", policy.info.policy)
             self.on_ready()
         self._pump()
 
-    def policy_broken(self, worker: PolicyWorker, error: Exception) -> None:
+    def policy_broken(self, host: PolicyHost, error: BaseException) -> None:
         """Give up: there is nothing to serve."""
-        if worker is not self._worker:
+        if host is not self._host:
+            return
+        if self._loaded_s is not None:  # it could be loaded before, so it may be again
+            self._load_again(f"it could not be loaded: {error}")
             return
         self._readiness.enter(ServerPhase.BROKEN, str(error))
         self._settled.set()
         self.on_fatal(ServerPhase.BROKEN)
 
-    def batch_finished(self, worker: PolicyWorker, number: int, attempts: Attempts) -> None:
+    def policy_lost(self, host: PolicyHost, reason: str) -> None:
+        """Load it again, unless it was lost in loading as often as may be by accident."""
+        if host is not self._host:
+            return
+        logger.error("the policy is lost: %s", reason)
+        self._metrics.policy_failures.labels("lost").inc()
+        if self._loaded_s is None and self._num_losses >= MAX_LOSSES_BEFORE_READY:
+            self.policy_broken(host, PolicyError(f"it was lost again and again: {reason}"))
+        else:
+            self._load_again(reason)
+
+    def batch_finished(self, host: PolicyHost, number: int, attempts: Attempts) -> None:
         """Hand out the answers and start the next batch."""
-        if worker is not self._worker:
+        if host is not self._host:
             return
         batch = self._batches.pop(number)
-        if batch.hang_timer is not None:
-            batch.hang_timer.cancel()
+        batch.unwatch()
         now_s = time.monotonic()
         self._line.finish(now_s, None if attempts.failures else attempts.service_s, batch.line)
         self._note(attempts)
@@ -225,9 +208,10 @@ class Scheduler:
     def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
         """Answer on the event loop, where the policy says that this takes no time."""
         assert self.policy is not None
+        assert self.policy.answer_here is not None
         if ticket.deadline_s <= time.monotonic():
             raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
-        attempts = answer_batch(self.policy, (replace(request, memory=session.memory),))
+        attempts = self.policy.answer_here((replace(request, memory=session.memory),))
         self._note(attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
@@ -235,7 +219,7 @@ class Scheduler:
         session.learn(answer.memory)
         return Answered(answer.chunk, 0.0, 1)
 
-    def _join(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> _Frame:
+    def _join(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> PendingFrame:
         now_s = time.monotonic()
         offer = self._line.offer(ticket, now_s)
         if offer.admission is not Admission.WAITS:
@@ -244,11 +228,11 @@ class Scheduler:
             self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
         if offer.displaced is not None:
             self._fail(offer.displaced, self._refusal(Admission.FULL, now_s))
-        frame = _Frame(ticket, request, session, self._loop.create_future(), now_s)
+        frame = PendingFrame(ticket, request, session, self._loop.create_future(), now_s)
         self._frames[ticket.number] = frame
         return frame
 
-    def _leave(self, frame: _Frame) -> None:
+    def _leave(self, frame: PendingFrame) -> None:
         if self._frames.pop(frame.ticket.number, None) is not None:
             self._line.withdraw(frame.ticket.number)
 
@@ -261,7 +245,7 @@ class Scheduler:
             retry_after_s,
         )
 
-    def _timers(self, frame: _Frame) -> list[asyncio.TimerHandle]:
+    def _timers(self, frame: PendingFrame) -> list[asyncio.TimerHandle]:
         """Have a frame fail when its time is over."""
         ticket, now_s = frame.ticket, frame.joined_s
         timers = []
@@ -272,7 +256,7 @@ class Scheduler:
             timers.append(self._loop.call_later(left_s, self._give_up, ticket))
         return timers
 
-    def _miss(self, frame: _Frame) -> None:
+    def _miss(self, frame: PendingFrame) -> None:
         frame.fail(DeadlineError("no answer was ready at the deadline"))
 
     def _give_up(self, ticket: Ticket) -> None:
@@ -289,8 +273,7 @@ class Scheduler:
     def _fail_all(self, error: Exception) -> None:
         self._fail_waiting(error)
         for batch in self._batches.values():
-            for frame in batch.frames:
-                frame.fail(error)
+            batch.fail(error)
 
     def _fail_waiting(self, error: Exception) -> None:
         for frame in self._frames.values():
@@ -321,11 +304,10 @@ class Scheduler:
         number = line[0].number
         frames = tuple(self._frames.pop(ticket.number) for ticket in line)
         timer = None
-        if not self._worker.watches_itself:
+        if not self._host.watches_itself:
             timer = self._loop.call_later(self._settings.hang_after_s, self._hang, number)
-        self._batches[number] = _Batch(frames, line, timer)
-        requests = [replace(one.request, memory=one.session.memory) for one in frames]
-        self._worker.submit(number, requests)
+        batch = self._batches[number] = PendingBatch(frames, line, timer)
+        self._host.submit(number, batch.requests)
 
     def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
@@ -346,35 +328,44 @@ class Scheduler:
             logger.warning("batches now have at most %d frames", self._limit.size)
             self._line.max_batch = self._limit.size
             self._metrics.max_batch.set(self._limit.size)
-        if attempts.failures or self._num_failed_batches:
-            self._judge(attempts)
-
-    def _judge(self, attempts: Attempts) -> None:
         broke = Failure.RAISED in attempts.failures or Failure.DEVICE in attempts.failures
-        if broke and all(isinstance(one, Exception) for one in attempts.answers):
-            self._num_failed_batches += 1
-            if self._num_failed_batches >= self._settings.unready_after_failures:
-                self._readiness.enter(ServerPhase.FAILING, f"{self._num_failed_batches} in a row")
-        elif self._num_failed_batches:
-            self._num_failed_batches = 0
-            self._readiness.enter(ServerPhase.READY)
+        has_failed = broke and all(isinstance(one, Exception) for one in attempts.answers)
+        self._readiness.note(Trouble.BATCHES, is_over=not has_failed)
 
     def _hang(self, number: int) -> None:
         """Leave a policy behind that does not come back."""
-        batch = self._batches[number]
-        detail = f"a batch of {len(batch.frames)} took over {self._settings.hang_after_s:g} s"
+        size, after_s = len(self._batches[number].frames), self._settings.hang_after_s
+        detail = f"a batch of {size} took over {after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
+        if self._settings.on_hang is OnHang.RELOAD or self._host.is_disposable:
+            self._loop.run_in_executor(None, self._host.stop, 0.0)
+            self._load_again("it did not come back")
+            return
         self._readiness.enter(ServerPhase.STUCK, detail)
         self._fail_all(NotReadyError(f"the policy hangs: {detail}"))
-        del self._batches[number]
-        if self._settings.on_hang is OnHang.EXIT:
-            self.on_fatal(ServerPhase.STUCK)
-            return
-        self._line.finish(time.monotonic(), None, batch.line)
+        self.on_fatal(ServerPhase.STUCK)
+
+    def _load_again(self, reason: str) -> None:
+        """Refuse what is in hand and load another policy: at once, then ever later.
+
+        One that lasted is replaced at once again.
+        """
+        now_s = time.monotonic()
+        if self._loaded_s is not None and now_s - self._loaded_s > STEADY_S:
+            self._num_losses = 0
+        self._num_losses += 1
+        pause_s = min(2.0 ** (self._num_losses - 2), LONGEST_PAUSE_S) if self._num_losses > 1 else 0
         self.policy = None
-        self._readiness.enter(ServerPhase.LOADING, "again, because it did not come back")
-        self.start()
+        self._readiness.enter(ServerPhase.LOADING, f"again, because {reason}")
+        retry_after_s = max(1.0, pause_s)
+        self._fail_all(NotReadyError(f"the policy is lost: {reason}", retry_after_s))
+        for batch in self._batches.values():
+            batch.unwatch()
+            self._line.finish(now_s, batch=batch.line)
+        self._batches.clear()
+        if self._readiness.phase is not ServerPhase.DRAINING:
+            self._restart = self._loop.call_later(pause_s, self.start)
 
 
 def _line_rules(settings: Settings) -> LineRules:

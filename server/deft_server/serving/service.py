@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from deft_client.types import (
@@ -18,19 +19,23 @@ from deft_client.types import (
     ServerInfo,
     StageTimings,
 )
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
+from deft_server.hosting.host import Elsewhere, HostedPolicy, NewHost
+from deft_server.hosting.process import PolicyProcess
+from deft_server.hosting.recipe import LoadPolicy, PolicyRecipe
+from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import LoadPolicy, PolicyThread, StartWorker
-from deft_server.serving.readiness import Readiness, ServerPhase
+from deft_server.serving.pending import Answered
+from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.safety import SafetyGuard
-from deft_server.serving.scheduler import Answered, Scheduler
+from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.serving.waiting_line import Ticket
-from deft_server.settings import Fallback, Settings
+from deft_server.settings import Fallback, Settings, SettingsError
 
 
 class _InHand:
@@ -49,28 +54,30 @@ class _InHand:
 class Service:
     """The server without its protocols."""
 
-    def __init__(
-        self, load: LoadPolicy, settings: Settings, start_worker: StartWorker = PolicyThread
-    ) -> None:
+    def __init__(self, load: LoadPolicy | Elsewhere, settings: Settings) -> None:
         self.settings = settings
         self.version = version("deft-vla")
         self._versions = {"deft-vla": self.version, "deft-client": version("deft-client")}
-        self.access = Access(settings.keys_file, settings.rate_per_s, settings.cors_origins)
+        self.access = Access(
+            settings.keys_file, settings.rate_per_s, settings.cors_origins, settings.allowed_hosts
+        )
         self.metrics = Metrics()
         self.events = EventBus()
-        self.readiness = Readiness()
+        self.readiness = Readiness(settings.unready_after_failures)
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
         self.scheduler = Scheduler(
-            self._guarded(load), settings, self.readiness, self.metrics, start_worker
+            _host_for(load, settings), settings, self.readiness, self.metrics
         )
+        self.scheduler.on_loaded = self._prepare
         self._in_hand = _InHand()
         self._guard: SafetyGuard
+        self.last_info: ServerInfo  # of the policy that is served, or was until it was lost
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
         self.metrics.ready.set_function(lambda: self.readiness.phase is ServerPhase.READY)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> HostedPolicy:
         """The loaded policy, or `NotReadyError`."""
         self.readiness.require()
         policy = self.scheduler.policy
@@ -80,8 +87,8 @@ class Service:
     @property
     def info(self) -> ServerInfo:
         """What is served, or `NotReadyError`."""
-        info = self.policy.info
-        return replace(info, versions={**self._versions, **info.versions})
+        self.readiness.require()
+        return self.last_info
 
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
@@ -92,6 +99,16 @@ class Service:
         """How many requests were begun and not answered."""
         return self._in_hand.count
 
+    async def admit(self, caller: Caller) -> None:
+        """Count a frame of a caller before anything is done about it, and wait for its turn.
+
+        Every protocol calls this before it decodes a frame, so that bad frames count, too. Raises
+        `OverloadedError` or `MissingKeyError`.
+        """
+        turn_s = self.access.admit_frame(caller, time.monotonic())
+        if turn_s:
+            await asyncio.sleep(turn_s)
+
     async def act(
         self,
         observation: Observation,
@@ -99,7 +116,7 @@ class Service:
         caller: Caller,
         arrived_s: float | None = None,
     ) -> ActionChunk:
-        """Answer one frame; `arrived_s` is when its last byte was here, on the monotonic clock.
+        """Answer one admitted frame; `arrived_s`, monotonic, is when its last byte was here.
 
         Raises `RequestError` for what the policy cannot do, `RefusedFrameError` for what it will
         not do now, and `UnsafeAnswerError` or `PolicyFailedError` where it fails. Cancelling the
@@ -108,12 +125,10 @@ class Service:
         now_s = time.monotonic()
         started_s = now_s if arrived_s is None else arrived_s
         policy = self.policy
-        turn_s = self.access.admit_frame(caller, now_s)
-        if turn_s:
-            await asyncio.sleep(turn_s)
         self._check_options(options)
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s)
+        self._guard.require_memory(session)
         request = ActRequest(observation, options=self._asked(options))
         ticket = self._ticket(session, caller, options, started_s)
         try:
@@ -160,15 +175,10 @@ class Service:
             self.reset(session_id, Caller(caller))
         return len(ended)
 
-    def _guarded(self, load: LoadPolicy) -> LoadPolicy:
-        """Return a loader that also puts the guard in place, on the policy thread."""
-
-        def load_both() -> Policy:
-            policy = load()
-            self._guard = SafetyGuard(policy, self.settings)
-            return policy
-
-        return load_both
+    def _prepare(self, policy: HostedPolicy) -> None:
+        self._guard = SafetyGuard(policy, self.settings)
+        versions = {**self._versions, **policy.info.versions}
+        self.last_info = replace(policy.info, versions=versions)
 
     def _check_options(self, options: ActOptions) -> None:
         if self.settings.allow_options:
@@ -196,6 +206,7 @@ class Service:
             is_session=is_session,
             is_running=session.num_answers > 0,
             stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
+            owner=f"{caller.name}@{caller.address}",
         )
 
     async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:
@@ -207,8 +218,10 @@ class Service:
         except DeadlineError as error:
             return self._hold(session, key, settings.on_deadline_miss, error)
         except UnsafeAnswerError as error:
+            self.readiness.note(Trouble.ANSWERS, is_over=False)
             self.metrics.unsafe.inc()
             return self._hold(session, key, settings.on_unsafe_answer, error)
+        self.readiness.note(Trouble.ANSWERS, is_over=True)
         if not checked.is_clamped:
             return answered
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
@@ -260,3 +273,14 @@ class Service:
                 batch_size=batch_size,
             )
         )
+
+
+def _host_for(load: LoadPolicy | Elsewhere, settings: Settings) -> NewHost:
+    """Return what makes the place where the policy is to live."""
+    if isinstance(load, Elsewhere):
+        return load.new_host
+    if not settings.policy_process:
+        return partial(PolicyThread, load)
+    if not isinstance(load, PolicyRecipe):
+        raise SettingsError("policy_process needs a policy that is loaded by a PolicyRecipe")
+    return partial(PolicyProcess, load, settings)

@@ -1,8 +1,8 @@
 """What the server keeps of every robot between its frames. Knows nothing of HTTP or the policy.
 
 A session is created by its first frame and ends by a reset, after a while without frames, or when
-there are too many and it was used least recently. Sessions of different callers never meet, even
-under the same id.
+there are too many: then the caller with the most loses the one it used least recently, so that
+nobody can push out another's. Sessions of different callers never meet, even under the same id.
 """
 
 from collections import OrderedDict
@@ -47,44 +47,57 @@ def flow_of(caller: str, session_id: str | None) -> str:
 
 
 class SessionStore:
-    """All named sessions, least recently used first."""
+    """All named sessions by caller, least recently used first."""
 
     def __init__(self, ttl_s: float, max_sessions: int) -> None:
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
-        self._sessions: OrderedDict[tuple[str, str], RobotSession] = OrderedDict()
+        self._sessions: dict[str, OrderedDict[str, RobotSession]] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return self._count
 
     def open(self, caller: str, session_id: str | None, now_s: float) -> RobotSession:
         """Return the session, a new one if there is none or it has expired."""
         if session_id is None:
             return RobotSession(caller, None, now_s)
         self.expire(now_s)
-        key = (caller, session_id)
-        session = self._sessions.get(key)
+        own = self._sessions.setdefault(caller, OrderedDict())
+        session = own.get(session_id)
         if session is None:
-            session = RobotSession(caller, session_id, now_s)
-            self._sessions[key] = session
-            if len(self._sessions) > self._max_sessions:
-                self._sessions.popitem(last=False)
+            session = own[session_id] = RobotSession(caller, session_id, now_s)
+            self._count += 1
+            if self._count > self._max_sessions:
+                most = max(self._sessions, key=lambda name: len(self._sessions[name]))
+                self._drop(most, next(iter(self._sessions[most])))
         session.used_s = now_s
-        self._sessions.move_to_end(key)
+        own.move_to_end(session_id)
         return session
 
     def reset(self, caller: str, session_id: str) -> bool:
         """Forget a session; return whether there was one."""
-        return self._sessions.pop((caller, session_id), None) is not None
+        existed = session_id in self._sessions.get(caller, ())
+        if existed:
+            self._drop(caller, session_id)
+        return existed
 
     def names(self) -> list[tuple[str, str]]:
         """Return the caller and id of every session."""
-        return list(self._sessions)
+        return [(caller, one) for caller, own in self._sessions.items() for one in own]
 
     def expire(self, now_s: float) -> None:
         """Forget the sessions that had no frame for the time to live."""
-        while self._sessions:
-            oldest = next(iter(self._sessions.values()))
-            if now_s - oldest.used_s <= self._ttl_s:
-                return
-            self._sessions.popitem(last=False)
+        for caller, own in list(self._sessions.items()):
+            while own:
+                oldest_id, oldest = next(iter(own.items()))
+                if now_s - oldest.used_s <= self._ttl_s:
+                    break
+                self._drop(caller, oldest_id)
+
+    def _drop(self, caller: str, session_id: str) -> None:
+        own = self._sessions[caller]
+        del own[session_id]
+        self._count -= 1
+        if not own:
+            del self._sessions[caller]

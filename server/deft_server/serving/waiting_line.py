@@ -1,15 +1,20 @@
 """Decides which waiting frames are answered next, and which will not be. Pure: no clock, no I/O.
 
-A flow is a session, or all frames of one caller that name no session. The rules:
+A flow is a session, or all frames of one caller that name no session. An owner is an API key, or
+an address where there are none; its flows share what it gets. The rules:
 
 - a session has at most one frame with the policy and one waiting; a newer frame takes the place
   of the one that waits;
-- the earliest due time goes first. A deadline is a due time; a frame without one is due `patience`
-  after it arrived, later still if its flow asks for more than its share. So nobody overtakes a
-  frame that has waited for `patience`;
+- frames of owners that had more of the policy lately than others that wait go last: an owner is
+  ahead when it had the time of a batch more than the one that had least;
+- frames with a deadline go before frames without, except for one place in `OVERDUE_EVERY`, which
+  belongs to the frame without that has waited longest beyond `patience`. So neither starves;
+- then the earliest due time goes first. A deadline is a due time; a frame without one is due
+  `patience` after it arrived, later still if its flow asks for more than its share;
 - the line is bounded. Running sessions (those answered before) may use all of it, newcomers only
   what is cleared in `newcomer_batches` batches, so that overload costs no robot its place. When it
-  is full, a flow with many waiting frames loses its newest to a flow with none;
+  is full, an owner with many waiting frames loses its newest to an owner with fewer, a flow with
+  many to a flow with none, and a frame without a deadline to one with;
 - a frame that `stays_until_s` joins a full line, too: its caller could not try again. It takes no
   place from the frames of other flows, and they take none from it;
 - a frame that cannot meet its deadline is refused at once, or dropped before its batch starts;
@@ -28,8 +33,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from deft_server.serving.estimates import Rhythm, ServiceTime
+from deft_server.serving.estimates import OwnerShares, Rhythm, ServiceTime
 
+OVERDUE_EVERY = 8  # places, of which one is for a frame without a deadline
 STALE_AFTER_S = 1.0  # a measurement older than this does not justify a refusal
 
 
@@ -56,6 +62,12 @@ class Ticket:
     is_session: bool = True
     is_running: bool = False
     stays_until_s: float | None = None  # joins a full line, too, and is to be withdrawn then
+    owner: str = ""
+
+    @property
+    def has_deadline(self) -> bool:
+        """Does the caller say when the answer is of no more use?"""
+        return self.deadline_s < math.inf
 
 
 @dataclass(frozen=True)
@@ -68,8 +80,10 @@ class _Flight:
 
 @dataclass(frozen=True, order=True)
 class _Turn:
-    """Whose turn it is: the earlier due, then the longer in line."""
+    """Whose turn it is within its owner's: a deadline, then the earlier due, then the longer in
+    line."""
 
+    is_patient: bool
     due_s: float
     number: int
     since_s: float
@@ -114,6 +128,8 @@ class WaitingLine:
         self._flights: list[_Flight] = []  # the oldest first
         self._measured_s = -math.inf
         self._share_used_s: dict[str, float] = {}
+        self._shares = OwnerShares()
+        self._overdue_credit = 0.0  # places, or parts of one, that overdue frames are owed
         self._rhythm = Rhythm()
 
     def __len__(self) -> int:
@@ -134,9 +150,11 @@ class WaitingLine:
         displaced = None
         has_place = older is not None and older.stays_until_s is None
         if not has_place and self._is_full_for(ticket):
-            displaced = self._newest_of_largest_flow(ticket.flow)
+            displaced = self._displaced_by(ticket)
             if displaced is None:
                 return Offer(Admission.FULL)
+        if all(one.owner != ticket.owner for one in self._waiting.values()):
+            self._shares.join(ticket.owner)
         for leaving in (older, displaced):
             if leaving is not None:
                 self.withdraw(leaving.number)
@@ -175,6 +193,7 @@ class WaitingLine:
             self.withdraw(ticket.number)
         if chosen:
             self._flights.append(_Flight(chosen, now_s))
+            self._note_places(chosen)
         return Decision(batch=chosen, expired=expired)
 
     def finish(
@@ -205,10 +224,11 @@ class WaitingLine:
         due_s = ticket.deadline_s
         if due_s == math.inf:
             due_s = self._fair_start_s(ticket.flow, now_s) + self.rules.patience_s
+        is_patient = not ticket.has_deadline
         if older is None:
-            return _Turn(due_s, ticket.number, ticket.arrived_s)
+            return _Turn(is_patient, due_s, ticket.number, ticket.arrived_s)
         turn = self._turns[older.number]
-        return _Turn(min(due_s, turn.due_s), turn.number, turn.since_s)
+        return _Turn(is_patient, min(due_s, turn.due_s), turn.number, turn.since_s)
 
     def _fair_start_s(self, flow: str, now_s: float) -> float:
         """Return now, or later if the flow has used up its share until then."""
@@ -228,10 +248,18 @@ class WaitingLine:
             return True
         if now_s - self._measured_s > STALE_AFTER_S and not self._flights:
             return False
-        ahead = sum(other < turn for other in self._turns.values())
+        ahead = self._num_before(ticket, turn)
         ready_s = self._free_s(ahead // self.max_batch, now_s)
         ready_s += self.service_time.expect(ahead % self.max_batch + 1)
         return ready_s > ticket.deadline_s
+
+    def _num_before(self, ticket: Ticket, turn: _Turn) -> int:
+        """Return how many of those that wait will go before a newcomer."""
+        ahead = self._ahead()
+        place = (ticket.owner in ahead, turn)
+        return sum(
+            (one.owner in ahead, self._turns[one.number]) < place for one in self._waiting.values()
+        )
 
     @property
     def _capacity(self) -> int:
@@ -261,20 +289,54 @@ class WaitingLine:
             return taken >= self.rules.max_waiting
         return taken >= min(self.rules.max_waiting, self.rules.newcomer_batches * self._capacity)
 
-    def _newest_of_largest_flow(self, flow: str) -> Ticket | None:
-        """Return the newest frame of the flow with most of them, if that is two more than ours."""
+    def _displaced_by(self, ticket: Ticket) -> Ticket | None:
+        """Return the frame that loses its place to a newcomer, if one should."""
         movable = [one for one in self._waiting.values() if one.stays_until_s is None]
-        counts = Counter(one.flow for one in movable)
-        if not counts:
-            return None
-        largest, count = counts.most_common(1)[0]
-        if count < counts[flow] + 2:
-            return None
-        return max((one for one in movable if one.flow == largest), key=lambda one: one.number)
+        for name_of in (_owner_of, _flow_of):
+            counts = Counter(name_of(one) for one in movable)
+            largest, count = max(counts.items(), key=lambda one: one[1], default=("", 0))
+            if count >= counts[name_of(ticket)] + 2:
+                return _newest([one for one in movable if name_of(one) == largest])
+        patient = [one for one in movable if not one.has_deadline]
+        is_behind = _owner_of(ticket) in self._ahead()
+        return _newest(patient) if patient and ticket.has_deadline and not is_behind else None
+
+    def _ahead(self) -> frozenset[str]:
+        """Return the waiting owners that had more than their share lately."""
+        owners = {one.owner for one in self._waiting.values()}
+        return self._shares.ahead(owners, self.service_time.expect(self.max_batch))
+
+    def _in_order(self, now_s: float) -> list[Ticket]:
+        """Return what waits, in the order in which it should go."""
+        ahead = self._ahead()
+        ordered = sorted(
+            self._waiting.values(), key=lambda one: (one.owner in ahead, self._turns[one.number])
+        )
+        overdue = [
+            one
+            for one in ordered
+            if not one.has_deadline and one.owner not in ahead and self._is_due(one, now_s)
+        ]
+        if overdue and self._overdue_credit >= 1:
+            ordered.remove(overdue[0])
+            ordered.insert(0, overdue[0])
+        return ordered
+
+    def _is_due(self, ticket: Ticket, now_s: float) -> bool:
+        return self._turns[ticket.number].due_s <= now_s
+
+    def _note_places(self, chosen: Sequence[Ticket]) -> None:
+        """Count what the owners had, and the places that were not left to overdue frames."""
+        each_s = self.service_time.expect(len(chosen)) / len(chosen)
+        waiting = {one.owner for one in self._waiting.values()}
+        self._shares.use([one.owner for one in chosen], each_s, waiting)
+        num_urgent = sum(one.has_deadline for one in chosen)
+        earned = num_urgent / (OVERDUE_EVERY - 1) - (num_urgent < len(chosen))
+        self._overdue_credit = min(1.0, max(0.0, self._overdue_credit + earned))
 
     def _choose(self, now_s: float) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Return the batch to start now, and the frames whose deadline cannot be met any more."""
-        ordered = sorted(self._waiting.values(), key=lambda one: self._turns[one.number])
+        ordered = self._in_order(now_s)
         flying = {one.flow for one in self.in_flight if one.is_session}
         chosen: list[Ticket] = []
         expired: list[Ticket] = []
@@ -314,3 +376,15 @@ class WaitingLine:
         if until_s <= now_s or not self._rhythm.expects_another(since_s, until_s):
             return 0.0
         return until_s - now_s
+
+
+def _owner_of(ticket: Ticket) -> str:
+    return ticket.owner
+
+
+def _flow_of(ticket: Ticket) -> str:
+    return ticket.flow
+
+
+def _newest(tickets: Sequence[Ticket]) -> Ticket:
+    return max(tickets, key=lambda one: one.number)

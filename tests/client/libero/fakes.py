@@ -43,7 +43,7 @@ class CountingEnvironment:
         pass
 
     def _frame(self) -> Frame:
-        image = np.full((8, 8, 3), len(self.actions), dtype=np.uint8)
+        image = np.full((8, 8, 3), len(self.actions) % 256, dtype=np.uint8)
         return Frame(image, np.zeros(8, dtype=np.float32))
 
 

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from deft_client.libero.simulator.assets import STAND_INS
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.graphics import Renderer
@@ -15,11 +16,14 @@ needs_simulator = [
     pytest.mark.skipif(find_spec("robosuite") is None, reason="needs `make install-libero`"),
 ]
 
+# What fast tests run on: no pictures, and scenes that come with Deft.
+PHYSICS = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=STAND_INS)
+
 
 @cache
 def physics(suite: str, number: int) -> LiberoEnvironment:
     """A task's environment without pictures; shared, because an episode does not depend on it."""
-    return LiberoEnvironment(find_task(suite, number), EnvironmentSettings(renderer=Renderer.NONE))
+    return LiberoEnvironment(find_task(suite, number), PHYSICS)
 
 
 def settle(environment: LiberoEnvironment) -> None:

@@ -109,3 +109,38 @@ def test_a_png_of_no_pixels_is_unusable():
     data[16:24] = bytes(8)
     with pytest.raises(UnusableValueError, match="height and width"):
         decode_image(bytes(data), "image")
+
+
+def many_scans(num_scans: int) -> bytes:
+    """Return a progressive JPEG that says its last scan again and again."""
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * num_scans + b"\xff\xd9"
+
+
+def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
+    """Each scan is a pass over all pixels: 65 kB once took a decoder 15 s."""
+    with pytest.raises(UnusableValueError, match="scans"):
+        decode_image(many_scans(4000), "image")
+    assert decode_image(many_scans(1), "image").shape == (64, 64, 3)
+
+
+def png_chunk(name: bytes, data: bytes) -> bytes:
+    crc = struct.pack(">I", zlib.crc32(name + data))
+    return struct.pack(">I", len(data)) + name + data + crc
+
+
+@pytest.mark.parametrize(("name", "count"), [(b"iCCP", 400), (b"IDAT", 9000)])
+def test_a_png_of_very_many_chunks_is_refused_before_it_is_decoded(name: bytes, count: int):
+    data = encode_image(np.zeros((4, 4, 3), np.uint8), ImageEncoding.PNG)
+    with pytest.raises(UnusableValueError, match="too many chunks"):
+        decode_image(data[:33] + png_chunk(name, b"") * count + data[33:], "image")
+
+
+def test_a_jpeg_of_very_many_segments_is_refused_before_it_is_decoded():
+    data = encode_image(np.zeros((4, 4, 3), np.uint8), ImageEncoding.JPEG)
+    for filler in (b"\xff\xe1\x00\x02" * 400, b"\xff" * 400):
+        with pytest.raises(UnusableValueError, match="no frame header"):
+            decode_image(data[:2] + filler + data[2:], "image")

@@ -38,6 +38,7 @@ INFO = ServerInfo(
     image_chains=("libero", "none"),
     decoding="lossless",
     decoding_methods=("lossless", "autoregressive"),
+    instructions=("lift the cup", "fold the towel, then put it into the basket" * 4),
     versions={"deft-vla": "0.1.0"},
     details={"device": "cpu"},
 )

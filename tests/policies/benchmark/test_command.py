@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from deft_client.libero.results.statistics import percentiles
 from deft_client.recordings import (
     EpisodeHeader,
     RecordedStep,
@@ -30,7 +31,7 @@ from deft_policies.benchmark.replay import (
     ReplayFrame,
     TimedAnswer,
     generate_frames,
-    read_recordings,
+    read_stored,
     replay,
 )
 from deft_policies.benchmark.roofline import (
@@ -39,7 +40,7 @@ from deft_policies.benchmark.roofline import (
     decoder_cost,
     vision_cost,
 )
-from deft_policies.benchmark.summary import Quantiles, summarise_decoding, summarise_speed
+from deft_policies.benchmark.summary import summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import length_table, render
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.constant import ConstantPolicy
@@ -112,7 +113,7 @@ def test_limits_of_the_7b_on_an_h200_are_those_of_the_arithmetic() -> None:
 
 def test_percentiles_and_rates_come_from_the_whole_call() -> None:
     speed = summarise_speed(run_of("one", [DecodeTrace("one", (), (), (), ())] * 3))
-    assert speed.total == Quantiles.of([20.0, 21.0, 22.0])
+    assert speed.total == percentiles([20.0, 21.0, 22.0])
     assert speed.total.p50 == 21.0
     assert speed.stages["vision"].p50 == 11.0
     assert speed.stages["decode"].p99 == 1.0
@@ -176,9 +177,7 @@ def test_contenders_take_turns_and_frames_of_one_episode_share_a_session() -> No
     object.__setattr__(second, "name", "second")
     frames = generate_frames(12)
     contenders = [Contender("first", first), Contender("second", second, batch_size=2)]
-    done: list[int] = []
-    runs = replay(contenders, frames, 0, done.append)
-    assert done == list(range(1, 13))
+    runs = replay(contenders, frames, 0)
     assert [name for name, _, _ in seen] == ["first", "second"] * 12
     assert {size for name, size, _ in seen if name == "second"} == {2}
     sessions = [session for name, _, session in seen if name == "first"]
@@ -206,7 +205,7 @@ def test_recorded_episodes_are_replayed_in_order(tmp_path: Path) -> None:
     ]
     recorded = encode_header(EpisodeHeader("arm", 0.0)) + b"".join(map(encode_step, steps))
     (tmp_path / "one.deftrec").write_bytes(recorded)
-    frames = read_recordings(tmp_path, limit=2)
+    frames = read_stored(tmp_path, limit=2)
     assert [int(frame.observation.image[0, 0, 0]) for frame in frames] == [0, 1]
     assert frames[0].statistics_key == "libero_goal"
 
@@ -216,7 +215,7 @@ def test_transformers_on_the_same_weights_answers_the_same_tokens(loop: Baseline
     policy = load_policy(golden_options())
     baseline = TransformersPolicy(policy, loop)
     frames = golden_frames(3)
-    runs = replay([Contender(loop.value, baseline)], frames, 0, lambda _: None)
+    runs = replay([Contender(loop.value, baseline)], frames, 0)
     for case, answer in zip(golden.cases_with_image(), runs[0].answers, strict=False):
         assert answer.chunk.trace is not None
         assert answer.chunk.trace.tokens == case.tokens

@@ -56,7 +56,7 @@ def run_script(script: Script, count: int) -> list[DecodeTrace]:
     policy, frames = make_policy(), make_frames(count)
     answers = find_answers(policy, frames)
     scripted = ScriptedPolicy(policy, script, answers)
-    runs = replay([Contender(script.name, scripted)], frames, 0, lambda _: None)
+    runs = replay([Contender(script.name, scripted)], frames, 0)
     traces = [one.chunk.trace for one in runs[0].answers if one.chunk.trace is not None]
     for frame, trace in zip(frames, traces, strict=True):
         assert trace.tokens == answers[id(frame.observation)]

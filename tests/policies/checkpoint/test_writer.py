@@ -60,6 +60,22 @@ def test_letterboxing_survives_writing(tmp_path: Path) -> None:
     assert load_config(tmp_path / "model").image == image
 
 
+def test_the_instructions_it_was_trained_on_stay_with_the_weights(tmp_path: Path) -> None:
+    instructions = ("lift the cup", "把杯子放到桌上")
+    write_tiny(tmp_path / "model", replace(tiny_config(), instructions=instructions))
+    assert load_config(tmp_path / "model").instructions == instructions
+    write_tiny(tmp_path / "other", tiny_config())
+    assert load_config(tmp_path / "other").instructions == ()
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', "[1]"])
+def test_instructions_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    write_tiny(tmp_path / "model", tiny_config())
+    (tmp_path / "model" / "instructions.json").write_text(text)
+    with pytest.raises(CheckpointError, match="instructions.json .* remove or repair it"):
+        load_config(tmp_path / "model")
+
+
 def test_the_golden_checkpoint_survives_writing(tmp_path: Path) -> None:
     config = load_config(golden.TINY_OPENVLA)
     tensors = slow_tensors(golden.TINY_OPENVLA / "model.safetensors")

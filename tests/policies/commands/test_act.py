@@ -83,7 +83,7 @@ def test_frames_of_one_session_are_drafted_from_each_other(tmp_path: Path) -> No
     [
         ("{", "cases.jsonl:1 is not JSON"),
         ("[]", "must be an object with image and instruction"),
-        ('{"image": "a.png"}', "instruction must be a string, got None"),
+        ('{"image": "a.png"}', "instruction is missing"),
         ('{"image": "a.png", "instruction": "lift"}', "image a.png does not exist"),
         (
             '{"image": "a.png", "instruction": "lift", "statistic_key": "x"}',

@@ -1,11 +1,12 @@
 """`deft index`: frames that were seen before become drafts for frames that look the same."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from deft_client.libero.demonstrations.files import episode_path, load_demonstration
+from deft_client.datasets.formats import read_dataset
+from deft_client.datasets.lerobot_export import write_lerobot
 from deft_client.recordings import (
     EpisodeHeader,
     RecordedStep,
@@ -20,7 +21,6 @@ from deft_client.types import (
 )
 from deft_policies.base import ActRequest
 from deft_policies.decoding.plan import DraftKind
-from deft_policies.openvla.indexing import demonstrated_frames, recorded_frames
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
 from deft_server.__main__ import main as deft
@@ -32,7 +32,9 @@ FLAGS = ["--checkpoint", str(golden.TINY_OPENVLA), "--statistics-key", "libero_s
 CPU = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
 
-def write_recording(path: Path, intervention: Intervention | None = None) -> None:
+def write_recording(
+    path: Path, intervention: Intervention | None = None, cases: Sequence[golden.GoldenCase] = CASES
+) -> None:
     steps = [
         RecordedStep(
             index,
@@ -41,7 +43,7 @@ def write_recording(path: Path, intervention: Intervention | None = None) -> Non
             ActOptions(statistics_key=case.statistics_key),
             ActionChunk(case.action[None], intervention=intervention if index == 1 else None),
         )
-        for index, case in enumerate(CASES)
+        for index, case in enumerate(cases)
     ]
     path.write_bytes(encode_header(EpisodeHeader("arm", 0.0)) + b"".join(map(encode_step, steps)))
 
@@ -52,7 +54,7 @@ def test_a_frame_that_was_stored_takes_one_pass_and_gets_the_same_answer(
 ) -> None:
     write_recording(tmp_path / "one.deftrec")
     out = tmp_path / "index.safetensors"
-    stored = ["--recording", str(tmp_path), "--out", str(out), "--actions", actions]
+    stored = [str(tmp_path), "--out", str(out), "--actions", actions]
     assert deft(["index", *stored, "--batch", "2", *FLAGS, *CPU]) == 0
     assert f"{out}: 3 frames" in capsys.readouterr().out
     policy = load_policy(
@@ -74,27 +76,37 @@ def test_a_frame_that_was_stored_takes_one_pass_and_gets_the_same_answer(
         assert set(trace.passes[0].sources[1:]) == {"retrieval"}
 
 
-def test_frames_where_the_server_intervened_are_left_out(tmp_path: Path) -> None:
+def test_frames_where_the_server_intervened_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_recording(tmp_path / "one.deftrec", Intervention.HOLD)
-    assert len(list(recorded_frames(tmp_path))) == 2
+    assert deft(["index", str(tmp_path), "--out", str(tmp_path / "index"), *FLAGS, *CPU]) == 0
+    assert ": 2 frames" in capsys.readouterr().out
 
 
-def test_demonstrations_that_succeeded_give_the_experts_clean_action(tmp_path: Path) -> None:
+def test_demonstrations_that_failed_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_demonstrations(tmp_path, episodes=3, steps=4)  # the last one fails
-    frames = list(demonstrated_frames(tmp_path))
-    assert len(frames) == 8
-    shown = load_demonstration(episode_path(tmp_path, 0, 1))
-    for index, frame in enumerate(frames[4:]):
-        assert frame.observation.instruction == shown.header.instruction
-        assert np.array_equal(frame.observation.image, shown.frame(index))
-        assert np.array_equal(frame.action, shown.labels[index].astype(np.float64))
+    assert deft(["index", str(tmp_path), "--out", str(tmp_path / "index"), *FLAGS, *CPU]) == 0
+    assert ": 8 frames" in capsys.readouterr().out
+
+
+def test_a_lerobot_data_set_is_indexed_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recording(tmp_path / "one.deftrec", cases=CASES[:1] * 3)
+    write_lerobot(read_dataset(tmp_path / "one.deftrec"), tmp_path / "set", fps=10)
+    command = ["index", str(tmp_path / "set"), "--out", str(tmp_path / "index")]
+    assert deft([*command, "--actions", "recorded", *FLAGS, *CPU]) == 0
+    assert ": 3 frames" in capsys.readouterr().out
 
 
 def test_every_nth_frame_up_to_a_limit_is_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_recording(tmp_path / "one.deftrec")
-    stored = ["--recording", str(tmp_path), "--out", str(tmp_path / "index")]
+    stored = [str(tmp_path), "--out", str(tmp_path / "index")]
     assert deft(["index", *stored, "--every", "2", *FLAGS, *CPU]) == 0
     assert ": 2 frames" in capsys.readouterr().out
     assert deft(["index", *stored, "--limit", "1", *FLAGS, *CPU]) == 0
@@ -104,9 +116,8 @@ def test_every_nth_frame_up_to_a_limit_is_stored(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give either --recording or --demonstrations"),
-        (["--recording", "a", "--demonstrations", "b"], "give either"),
-        (["--recording", "a", "--every", "0"], "must be 1 or more"),
+        ([], "required: data"),
+        (["a", "--every", "0"], "must be 1 or more"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
@@ -121,7 +132,8 @@ def test_nothing_to_index_is_an_error_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "index"
-    stored = ["--recording", str(tmp_path), "--out", str(out)]
+    write_recording(tmp_path / "empty.deftrec", cases=())
+    stored = [str(tmp_path), "--out", str(out)]
     assert deft(["index", *stored, *FLAGS, *CPU]) == 1
     assert "nothing to index" in capsys.readouterr().err
     assert not out.exists()

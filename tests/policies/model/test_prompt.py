@@ -122,3 +122,12 @@ def test_other_libraries_read_an_own_tokenizer_alike(tmp_path: Path) -> None:
     for instruction in INSTRUCTIONS:
         prompt = PromptTemplate.OPENVLA.fill(instruction)
         assert tuple(theirs(prompt)["input_ids"]) == encoder.encode(instruction)[:-1]
+
+
+def test_what_all_prompts_share_is_one_piece_at_either_end() -> None:
+    """Else a small model spends most of its prefill on what never changes."""
+    tokenizer = build_tokenizer(("take the milk to me", "take the red mug to me"), num_pieces=400)
+    start = tokenizer.token_to_id("In: What action should the robot take to take the")
+    end = tokenizer.token_to_id(" to me?\nOut:")
+    ids = tokenizer.encode(PromptTemplate.OPENVLA.fill("take the red mug to me")).ids
+    assert ids == [ids[0], start, *(tokenizer.token_to_id(one) for one in ("▁red", "▁mug")), end]

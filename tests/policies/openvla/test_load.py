@@ -14,7 +14,8 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes, save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
-from deft_policies.errors import CheckpointError, DeviceError, RequestError
+from deft_policies.decoding.methods import METHOD_NAMES
+from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.openvla.load import load_float32_twin, load_policy
 from deft_policies.openvla.options import (
     OpenVLAOptions,
@@ -49,6 +50,34 @@ def parse(*arguments: str) -> OpenVLAOptions:
     parser = ArgumentParser()
     add_flags(parser.add_argument_group())
     return read_flags(parser.parse_args(arguments))
+
+
+def test_the_help_names_every_method() -> None:
+    parser = ArgumentParser()
+    add_flags(parser.add_argument_group())
+    shown = " ".join(parser.format_help().split())
+    assert f"one of {', '.join(METHOD_NAMES)};" in shown.replace("- ", "-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoding": "fastest"}, "fastest"),
+        ({"decoding": "autoregressive", "radius": 3}, "radius"),
+        ({"draft_heads": (Path("nowhere"),)}, "--draft-head nowhere: no such directory"),
+        ({"retrieval_index": Path("nowhere")}, "--retrieval-index nowhere: no such file"),
+        ({"statistics_key": "kitchen"}, "kitchen"),
+    ],
+)
+def test_wrong_options_are_refused_before_weights_are_loaded(
+    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("deft_policies.openvla.load.load_model", refuse)
+    with pytest.raises(PolicyError, match=message):
+        load_policy(replace(OPTIONS, **changes))  # type: ignore[arg-type]
 
 
 def test_every_flag_reaches_the_options() -> None:

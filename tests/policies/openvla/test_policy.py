@@ -13,6 +13,7 @@ from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import (
     DeviceError,
+    NotFiniteError,
     RequestError,
     UnknownDecodingError,
     UnknownStatisticsKeyError,
@@ -242,3 +243,12 @@ def test_warming_up_leaves_no_trace() -> None:
     fresh = tokens_of(policy.act([request_for()]))
     policy.warm_up()
     assert tokens_of(policy.act([request_for()])) == fresh
+
+
+def test_a_policy_whose_model_is_broken_does_not_warm_up() -> None:
+    """A weight went bad after it was read, or the device computes wrongly."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.decoder.head.weight[3, 3] = float("nan")
+    with pytest.raises(NotFiniteError):
+        tiny_policy(model=model).warm_up()

@@ -31,6 +31,22 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     logging.getLogger("uvicorn").setLevel(before[3])
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_are_text_on_a_terminal_and_json_anywhere_else(lines):
+    logging.getLogger("deft").warning("to a file")
+    lines.stop()
+    assert json.loads(lines.getvalue())["message"] == "to a file"
+    terminal = Terminal()
+    listener = start_logging(Settings(), terminal)
+    logging.getLogger("deft").warning("to a person")
+    listener.stop()
+    assert terminal.getvalue().endswith("to a person\n")
+
+
 def log_from_uvicorn(error: BaseException) -> None:
     try:
         raise error

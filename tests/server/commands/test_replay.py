@@ -8,25 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deft_client.libero.demonstrations.files import episode_path, load_demonstration
 from deft_client.recordings import (
     EpisodeHeader,
     RecordedStep,
     encode_end,
     encode_header,
     encode_step,
-    find_episodes,
-    iterate_steps,
 )
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.commands.replay import (
+    PastStep,
     ReplayError,
     compare,
+    describe,
     main,
+    read_steps,
     replay,
     summarise,
 )
+from tests.draft_training.made_up import write_demonstrations
 from tests.server.dashboard.talkative import TalkativePolicy
 
 FRAME = Observation(np.full((8, 8, 3), 7, np.uint8), "lift the cup")
@@ -49,11 +52,16 @@ def record(
     return path
 
 
+def past(chunk: ActionChunk) -> PastStep:
+    recorded = RecordedStep(0, 0.0, FRAME, ActOptions(), chunk)
+    return PastStep("one", 0, FRAME, chunk.actions, recorded=recorded)
+
+
 def test_differences_are_per_dimension_and_in_robot_units(tmp_path: Path) -> None:
     action = np.zeros(7)
     action[2] = 0.5
     record(tmp_path, action)
-    summary = summarise(list(replay(ConstantPolicy(), find_episodes(tmp_path))))
+    summary = summarise(list(replay(ConstantPolicy(), read_steps(tmp_path))))
     assert (summary.episodes, summary.steps) == (1, 3)
     np.testing.assert_allclose(summary.largest, [0.02, 0.02, 0.52, 0.02, 0.02, 0.02, 0.02])
     np.testing.assert_allclose(summary.mean, [0.01, 0.01, 0.51, 0.01, 0.01, 0.01, 0.01])
@@ -62,8 +70,8 @@ def test_differences_are_per_dimension_and_in_robot_units(tmp_path: Path) -> Non
 
 
 def test_a_policy_that_does_the_same_again_is_identical(tmp_path: Path) -> None:
-    step = RecordedStep(0, 0.0, FRAME, ActOptions(), ActionChunk(np.zeros((1, 7))))
-    summary = summarise([compare("one", step, ActionChunk(np.zeros((1, 7))), 1.0)])
+    step = past(ActionChunk(np.zeros((1, 7))))
+    summary = summarise([compare(step, ActionChunk(np.zeros((1, 7))), 1.0)])
     assert summary.identical_share == 1
     assert max(summary.largest) == 0
 
@@ -71,10 +79,10 @@ def test_a_policy_that_does_the_same_again_is_identical(tmp_path: Path) -> None:
 def test_tokens_are_compared_where_both_sides_have_them() -> None:
     policy = TalkativePolicy()
     trace = policy._decode("lossless")
-    step = RecordedStep(0, 0.0, FRAME, ActOptions(), ActionChunk(np.zeros((1, 7)), trace=trace))
+    step = past(ActionChunk(np.zeros((1, 7)), trace=trace))
     other = replace(trace, tokens=trace.tokens[::-1])
     for now, same in ((trace, True), (other, False)):
-        compared = compare("one", step, ActionChunk(np.zeros((1, 7)), trace=now), 1.0)
+        compared = compare(step, ActionChunk(np.zeros((1, 7)), trace=now), 1.0)
         assert compared.same_tokens is same
         assert compared.passes == trace.num_passes
 
@@ -91,8 +99,19 @@ def test_parts_of_one_episode_share_a_session(tmp_path: Path) -> None:
         for part in range(2):
             record(directory, np.zeros(7), part=part)
     policy = Noting()
-    assert len(list(replay(policy, find_episodes(tmp_path)))) == 12
+    assert len(list(replay(policy, read_steps(tmp_path)))) == 12
     assert policy.steps == [0, 1, 2, 3, 4, 5] * 2
+
+
+def test_demonstrations_are_compared_by_their_clean_actions(tmp_path: Path) -> None:
+    write_demonstrations(tmp_path, episodes=2, steps=3)
+    compared = list(replay(ConstantPolicy(), read_steps(tmp_path)))
+    shown = load_demonstration(episode_path(tmp_path, 0, 0)).labels
+    assert len(compared) == 6
+    assert compared[1].differences == tuple(abs(shown[1].astype(np.float64)).tolist())
+    summary = summarise(compared)
+    assert (summary.episodes, summary.recorded_p50_ms) == (2, None)
+    assert "when recorded" not in describe(summary)
 
 
 def test_recorded_options_are_used_on_request(tmp_path: Path) -> None:
@@ -104,8 +123,8 @@ def test_recorded_options_are_used_on_request(tmp_path: Path) -> None:
         def check(self, observation: Observation, options: ActOptions) -> None:
             self.heard.append(options.decoding)
 
-    list(replay(Listening(), find_episodes(tmp_path)))
-    list(replay(Listening(), find_episodes(tmp_path), with_recorded_options=True))
+    list(replay(Listening(), read_steps(tmp_path)))
+    list(replay(Listening(), read_steps(tmp_path), with_recorded_options=True))
     assert Listening.heard == [None, "relaxed"]
 
 
@@ -116,7 +135,7 @@ def test_the_command_prints_a_summary_and_writes_lines(
     lines = tmp_path / "out.jsonl"
     arguments = [str(tmp_path / "in"), "--policy", "constant", "--output", str(lines)]
     assert main([*arguments, "--limit", "2", "--max-difference", "0.5"]) == 0
-    assert "2 frames of 1 recordings; 50.0% answered with identical" in capsys.readouterr().out
+    assert "2 frames of 1 episodes; 50.0% answered with identical" in capsys.readouterr().out
     assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1]
     assert main([*arguments, "--max-difference", "0.005"]) == 1
 
@@ -134,6 +153,6 @@ def test_what_is_no_recording_is_one_line_of_complaint(
 
 
 def test_actions_of_another_shape_are_another_policy(tmp_path: Path) -> None:
-    (step,) = iterate_steps(record(tmp_path, np.zeros(7), steps=1))
+    (step,) = read_steps(record(tmp_path, np.zeros(7), steps=1))
     with pytest.raises(ReplayError, match="another policy"):
-        compare("one", step, ActionChunk(np.zeros((1, 8))), 1.0)
+        compare(step, ActionChunk(np.zeros((1, 8))), 1.0)

@@ -121,7 +121,9 @@ def test_flags_of_the_policy_may_come_from_the_file_and_the_environment(tmp_path
         (["--config", "/nowhere.toml"], "cannot read"),
         (["--keys-file", "/nowhere.toml"], "cannot use the key file"),
         (["--tls-certificate", "/a.pem", "--tls-key", "/b.pem"], "TLS"),
-        (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
+        (["--host", "203.0.113.1"], "say allow_anyone if that is meant"),
+        (["--trusted-proxies", "proxy.example"], "does not appear to be an IPv4 or IPv6 network"),
+        (["--host", "203.0.113.1", "--allow-anyone"], "cannot listen on 203.0.113.1:8000"),
     ],
 )
 def test_serve_says_what_is_wrong_in_one_line(

@@ -19,6 +19,7 @@ from deft_server.serving.events import Event, FinishedAction
 from deft_server.settings import ActProfile, Settings
 from tests.client.peers.captures import ActCapture, act_capture, act_captures
 from tests.server.compat.fakes import ThreeDatasets, build_app
+from tests.server.running import client_of
 
 JSON = {"content-type": "application/json"}
 PROBLEM = {**JSON, ERRORS_HEADER: "problem"}
@@ -37,7 +38,7 @@ def client() -> Iterator[TestClient]:
         "libero_spatial": action_in(act_capture("plain").response),
         "lab_arm_no_noops": action_in(act_capture("encoded").response),
     }
-    with TestClient(build_app(ThreeDatasets(actions))) as client:
+    with client_of(build_app(ThreeDatasets(actions))) as client:
         yield client
 
 
@@ -108,7 +109,7 @@ def test_a_policy_that_raises_is_an_error_to_legacy_clients_and_a_500_to_others(
 def test_frames_of_one_session_header_share_a_session() -> None:
     policy = ThreeDatasets(default_key="bridge")
     body = act_capture("plain").request
-    with TestClient(build_app(policy)) as client:
+    with client_of(build_app(policy)) as client:
         for session in ("a", "a", "b"):
             headers = {**JSON, "x-deft-session": session}
             assert client.post("/act", content=body, headers=headers).content != b'"error"'
@@ -125,7 +126,7 @@ def test_a_legacy_frame_waits_where_others_are_told_to_try_again() -> None:
     app = build_app(policy, Settings(max_batch=1, newcomer_batches=1))
     published: list[Event] = []
     app.service.events.listen(published.append)
-    with TestClient(app) as client, ThreadPoolExecutor() as robots:
+    with client_of(app) as client, ThreadPoolExecutor() as robots:
         waiting = [robots.submit(client.post, "/act", content=body, headers=JSON) for _ in range(4)]
         while app.service.num_in_hand < 4 or not app.service.scheduler.num_waiting:
             time.sleep(0.001)
@@ -146,7 +147,7 @@ def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:
     policy = ThreeDatasets(default_key="bridge", steps=8)
     image = json.loads(act_capture("plain").request)["image"]
     fields = {"full_image": image, "left_wrist_image": image, "instruction": "x"}
-    with TestClient(build_app(policy, Settings(profile=ActProfile.OFT))) as client:
+    with client_of(build_app(policy, Settings(profile=ActProfile.OFT))) as client:
         plain = client.post("/act", json=fields)
         encoded = client.post("/act", json={"encoded": json.dumps(fields)})
     actions = [np.frombuffer(base64.b64decode(one["__numpy__"])) for one in plain.json()]
@@ -158,7 +159,7 @@ def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:
 
 def test_a_body_beyond_the_limit_is_refused() -> None:
     app = build_app(ThreeDatasets(), Settings(max_body_bytes=10_000))
-    with TestClient(app) as client:
+    with client_of(app) as client:
         response = client.post("/act", content=act_capture("plain").request, headers=JSON)
     assert response.status_code == 413
 
@@ -182,7 +183,7 @@ def test_config_shows_batching_and_says_why_it_cannot_be_changed(client: TestCli
 def test_frames_are_prepared_where_the_settings_say_so() -> None:
     policy = ThreeDatasets(default_key="bridge")
     body = act_capture("plain_extra_key").request
-    with TestClient(build_app(policy, Settings(act_image_chain=ImageChain.LIBERO))) as client:
+    with client_of(build_app(policy, Settings(act_image_chain=ImageChain.LIBERO))) as client:
         assert client.post("/act", content=body, headers=JSON).content != b'"error"'
         info = client.get("/v1/info").json()["details"]
     sent = decode_act_body(body).fields["image"]

@@ -4,7 +4,6 @@ They are installed into an environment of their own, because their pins (numpy b
 ours. It is made once and kept in pytest's cache.
 """
 
-import fcntl
 import json
 import re
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 
 from deft_server.compat.profiles import OPENPI, VLA_EVAL, in_convention
 from deft_server.settings import ActProfile, Settings
+from tests.peer_environment import peer_python
 from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import running
 
@@ -39,17 +39,7 @@ def python(request: pytest.FixtureRequest) -> str:
     """The interpreter of the peers' environment."""
     cache: pytest.Cache = request.config.cache  # type: ignore[assignment]
     home = cache.mkdir(f"peers-{sys.version_info[0]}.{sys.version_info[1]}")
-    interpreter = home / "bin" / "python"
-    marker = home / "installed.txt"
-    wanted = "\n".join(PEERS + THEIR_NEEDS)
-    with home.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this test run may be at it
-        if not marker.exists() or marker.read_text() != wanted:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
-            pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--no-deps"]
-            subprocess.run([*pip, "--disable-pip-version-check", *PEERS, *THEIR_NEEDS], check=True)
-            marker.write_text(wanted)
-    return str(interpreter)
+    return peer_python(home, PEERS + THEIR_NEEDS)
 
 
 def drive(python: str, *arguments: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from deft_policies.openvla.options import OpenVLAOptions, Precision
 from deft_server.app import create_app
 from tests.client.peers.captures import act_capture, act_captures
 from tests.golden import TINY_OPENVLA
+from tests.server.running import client_of
 
 MODEL_CASES = ["plain_extra_key", "encoded"]  # the pictures that are ours to keep
 
@@ -22,7 +23,7 @@ def client() -> Iterator[TestClient]:
     options = OpenVLAOptions(
         checkpoint=str(TINY_OPENVLA), device="cpu", precision=Precision.FLOAT32, num_threads=1
     )
-    with TestClient(create_app(load_policy(options))) as client:
+    with client_of(create_app(load_policy(options))) as client:
         yield client
 
 

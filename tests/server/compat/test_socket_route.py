@@ -18,7 +18,7 @@ from deft_server.compat.profiles import OPENPI, in_convention
 from deft_server.settings import Settings
 from tests.client.peers.captures import frame
 from tests.server.compat.fakes import ThreeDatasets, build_app
-from tests.server.running import running
+from tests.server.running import client_of, running
 
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 OBSERVATION = pack({"observation/image": PICTURE, "prompt": "x"})
@@ -42,7 +42,7 @@ def policy() -> ThreeDatasets:
 
 @pytest.fixture
 def client(policy: ThreeDatasets) -> Iterator[TestClient]:
-    with TestClient(build_app(policy)) as client:
+    with client_of(build_app(policy)) as client:
         yield client
 
 
@@ -200,7 +200,7 @@ def test_both_clients_may_come_before_the_policy_is_loaded() -> None:
         gate.wait(10)
         return ThreeDatasets()
 
-    with TestClient(build_app(load)) as client, client.websocket_connect("/") as socket:  # type: ignore[arg-type]
+    with client_of(build_app(load)) as client, client.websocket_connect("/") as socket:  # type: ignore[arg-type]
         gate.set()
         assert receive(socket)["policy"] == "three-datasets"
 

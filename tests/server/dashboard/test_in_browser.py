@@ -26,7 +26,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
 
 ADMIN_KEY = "a-key-of-the-administrator"
-WIDTHS = (1280, 400)
+WIDTHS = (1280, 390)
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
 
@@ -42,7 +42,7 @@ def browser() -> Iterator["sync_api.Browser"]:
 def opened(browser: "sync_api.Browser", url: str, width: int = 1280) -> Iterator["sync_api.Page"]:
     """Open a page; fail if anything was written to its console by the time it is closed."""
     said: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 860})
+    context = browser.new_context(viewport={"width": width, "height": 860}, reduced_motion="reduce")
     context.set_default_timeout(10_000)
     page = context.new_page()
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
@@ -135,8 +135,7 @@ def test_the_playground_answers_a_picture_and_compares_runs(
     with opened(browser, f"http://{address}/dashboard", width) as page:
         page.click("#tab-playground")
         page.wait_for_selector("#try-decoding option", state="attached")
-        page.click("#try-send")
-        assert "Choose a picture" in page.inner_text("#try-said")
+        expect(page.locator("#drop-text")).to_contain_text("An example")
         page.set_input_files("#file", picture)
         for run, decoding in enumerate(("lossless", "autoregressive"), 1):
             page.select_option("#try-decoding", decoding)
@@ -214,6 +213,20 @@ def _simulated_passes(rng: np.random.Generator, alpha: float, length: int, token
     return passes
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_api_page_lists_operations_and_their_schemas(
+    browser: "sync_api.Browser", address: str, width: int
+) -> None:
+    with opened(browser, f"http://{address}/docs", width) as page:
+        page.click("#operations summary:has-text('POST /v1/act')")
+        page.click("#operations details[open] a:has-text('ActRequest')")
+        expect(
+            page.locator("#schema-ActRequest[open] code", has_text="instruction")
+        ).to_be_visible()
+        assert page.locator("#state").is_hidden()
+        assert_fits(page, width)
+
+
 def test_everything_that_can_be_operated_has_a_name(
     browser: "sync_api.Browser", address: str
 ) -> None:
@@ -229,6 +242,23 @@ def test_everything_that_can_be_operated_has_a_name(
             assert page.evaluate(nameless) == [], path
             images = "[...document.images].filter((one) => !one.hasAttribute('alt')).length"
             assert page.evaluate(images) == 0
+
+
+@pytest.mark.parametrize("path", ["", "#playground", "/explorer", "/../docs"])
+def test_pages_can_be_read_and_used_by_everybody(
+    browser: "sync_api.Browser", address: str, path: str
+) -> None:
+    """axe-core's rules: contrast of 4.5, names, order of headings, what the keyboard reaches."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    with opened(browser, f"http://{address}/dashboard{path}") as page, robots(address):
+        page.wait_for_selector("#sessions button, #heat, #operations details", state="attached")
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 860})
+            for _ in ("light", "dark"):
+                found = axe.run(page).response["violations"]
+                assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+                assert_fits(page, width)
+                page.click("#theme")
 
 
 def test_the_theme_can_be_changed_and_is_remembered(

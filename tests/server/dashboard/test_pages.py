@@ -1,5 +1,6 @@
 """The dashboard's pages and feed, as a browser without a screen sees them."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
-from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY
+from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY, Feed
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
+from tests.server.dashboard.test_history import finished
+from tests.server.running import client_of
 
 ADMIN_KEY = "a-key-of-the-administrator"
 ROBOT_KEY = "a-key-of-some-robot-arm"
@@ -30,7 +33,7 @@ def build_app(settings: Settings | None = None) -> DeftApp:
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    with TestClient(build_app()) as client:
+    with client_of(build_app()) as client:
         yield client
 
 
@@ -58,7 +61,7 @@ def news(socket: WebSocketTestSession, wanted: str) -> dict[str, object]:
 
 def test_every_file_a_page_names_is_served_with_its_type(client: TestClient) -> None:
     seen = set()
-    waiting = ["/dashboard", "/dashboard/explorer"]
+    waiting = ["/dashboard", "/dashboard/explorer", "/docs"]
     while waiting:
         path = waiting.pop()
         response = client.get(path)
@@ -76,12 +79,20 @@ def test_every_file_a_page_names_is_served_with_its_type(client: TestClient) -> 
 
 
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
-    for path in ("/dashboard", "/dashboard/explorer"):
+    for path in ("/dashboard", "/dashboard/explorer", "/docs"):
         response = client.get(path)
         assert not re.findall(r'(?:src|href)="(?:https?:)?//', response.text)
         assert "default-src 'self'" in response.headers["content-security-policy"]
         assert "<script>" not in response.text
         assert "style=" not in response.text
+
+
+def test_the_bare_address_leads_to_the_dashboard_without_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[boss]\nkey = "a-key-of-the-administrator"\nadmin = true\n')
+    with TestClient(build_app(Settings(keys_file=keys))) as client:
+        assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard"
+        assert client.get("/docs").status_code == 200
 
 
 def test_an_unknown_asset_leads_back_to_the_page(client: TestClient) -> None:
@@ -116,6 +127,29 @@ def test_a_viewer_sees_the_frame_the_action_and_the_trace(client: TestClient) ->
         again = news(socket, "watched")["watched"]
         assert isinstance(again, dict)
         assert [point["number"] for point in again.get("points", [])] in ([2], [])
+
+
+def test_a_page_follows_who_is_alive_until_somebody_chooses() -> None:
+    now = [0.0]
+    feed = Feed(build_app().service, lambda: now[0])
+    viewer = feed.enter()
+
+    async def watched() -> object:
+        told = await viewer.update()
+        return told and told.get("watched") and told["watched"]["key"]  # type: ignore[index]
+
+    async def look() -> None:
+        feed.history.note(finished("one"), now[0])
+        assert await watched() == "lab/one"
+        now[0] = 10.0
+        feed.history.note(finished("two"), now[0])
+        assert await watched() == "lab/two"
+        viewer.watch("lab/one")
+        now[0] = 20.0
+        assert await watched() == "lab/one"
+
+    asyncio.run(look())
+    feed.leave()
 
 
 def test_a_robot_does_not_get_the_trace_it_did_not_ask_for(client: TestClient) -> None:
@@ -170,7 +204,7 @@ def keyed_app(tmp_path: Path) -> DeftApp:
 
 
 def test_with_keys_the_pages_are_open_and_the_feed_is_not(tmp_path: Path) -> None:
-    with TestClient(keyed_app(tmp_path)) as client:
+    with client_of(keyed_app(tmp_path)) as client:
         assert client.get("/dashboard").status_code == 200
         for key in ("", "wrong", ROBOT_KEY):
             with client.websocket_connect("/dashboard/feed") as socket:
@@ -193,13 +227,15 @@ def test_a_page_of_another_site_cannot_open_the_feed(client: TestClient) -> None
 
 
 def test_the_dashboard_can_be_switched_off() -> None:
-    with TestClient(build_app(Settings(dashboard=False))) as client:
+    with client_of(build_app(Settings(dashboard=False))) as client:
         assert client.get("/dashboard").status_code == 404
+        assert client.get("/", follow_redirects=False).headers["location"] == "/docs"
+        assert client.get("/docs").status_code == 200
 
 
 def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:
     app = keyed_app(tmp_path)
-    with TestClient(app) as client:
+    with client_of(app) as client:
         path, robot = "/v1/admin/recording", {"authorization": f"Bearer {ROBOT_KEY}"}
         boss = {"authorization": f"Bearer {ADMIN_KEY}"}
         assert client.post(path, json={"on": True}).status_code == 401
@@ -212,7 +248,7 @@ def test_a_server_told_to_record_records_from_the_start(tmp_path: Path) -> None:
     keys = keyed_app(tmp_path).service.settings.keys_file
     settings = Settings(keys_file=keys, record=tmp_path / "out", record_min_free_bytes=0)
     boss = {"authorization": f"Bearer {ADMIN_KEY}"}
-    with TestClient(build_app(settings)) as client:
+    with client_of(build_app(settings)) as client:
         assert client.get("/v1/admin/recording", headers=boss).json()["is_on"] is True
         act(client, headers=boss)
         off = client.post("/v1/admin/recording", json={"on": False}, headers=boss).json()
@@ -228,7 +264,7 @@ def test_a_server_told_to_record_records_from_the_start(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_the_recording_and_not_the_serving(tmp_path: Path) -> None:
     settings = Settings(record=tmp_path / "out", record_min_free_bytes=10**18)
-    with TestClient(build_app(settings)) as client:
+    with client_of(build_app(settings)) as client:
         for _ in range(3):
             assert act(client).status_code == 200
         for _ in range(200):

@@ -26,6 +26,7 @@ from tests.server.fakes import (
     frame,
     packed,
 )
+from tests.server.running import client_of
 
 JSON = {"content-type": json_codec.CONTENT_TYPE}
 PNG = encode_image(frame(8, 200).image, ImageEncoding.PNG)
@@ -34,7 +35,7 @@ JPEG = encode_image(frame(8, 200).image, ImageEncoding.JPEG)
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with TestClient(create_app(ConstantPolicy(np.full((1, 7), 0.5)))) as client:
+    with client_of(create_app(ConstantPolicy(np.full((1, 7), 0.5)))) as client:
         yield client
 
 
@@ -72,7 +73,7 @@ def test_a_form_with_a_picture_is_answered_in_json(client: TestClient):
 
 def test_a_form_carries_cameras_state_and_options():
     policy = FakePolicy()
-    with TestClient(create_app(policy)) as client:
+    with client_of(create_app(policy)) as client:
         response = client.post(
             "/v1/act",
             files={"image": ("x.png", PNG), "camera.wrist": ("w.jpg", JPEG)},
@@ -280,7 +281,7 @@ def test_a_body_beyond_the_limit_is_refused_by_its_length_and_while_it_arrives(c
 def test_all_bodies_together_are_bounded():
     body = packed(observation=frame(64))
     settings = Settings(max_total_bytes=len(body) - 1)
-    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+    with client_of(create_app(ConstantPolicy(), settings)) as client:
         for _ in range(3):
             assert client.post("/v1/act", content=body, headers=MSGPACK).status_code == 429
             assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
@@ -288,7 +289,7 @@ def test_all_bodies_together_are_bounded():
 
 def test_limits_are_settings():
     settings = Settings(max_instruction_chars=5, max_image_side=8, max_body_bytes=2000)
-    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+    with client_of(create_app(ConstantPolicy(), settings)) as client:
         for observation in (frame(8), frame(9, instruction="lift"), frame(40, instruction="lift")):
             body = packed(observation=observation)
             refused = client.post("/v1/act", content=body, headers=MSGPACK)
@@ -296,7 +297,7 @@ def test_limits_are_settings():
 
 
 def test_a_server_may_fix_its_decoding():
-    with TestClient(create_app(ConstantPolicy(), Settings(allow_options=False))) as client:
+    with client_of(create_app(ConstantPolicy(), Settings(allow_options=False))) as client:
         body = packed(ActOptions(radius=9))
         response = client.post("/v1/act", content=body, headers=MSGPACK)
     assert (response.status_code, response.json()["field"]) == (422, "radius")
@@ -318,7 +319,7 @@ def test_a_wrong_address_or_method_is_a_problem_too(client: TestClient):
 
 
 def test_a_session_remembers_until_it_is_reset():
-    with TestClient(create_app(FakePolicy())) as client:
+    with client_of(create_app(FakePolicy())) as client:
 
         def count() -> float:
             body = packed(ActOptions(session_id="a"))

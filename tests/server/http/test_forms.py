@@ -12,7 +12,7 @@ from deft_client.errors import (
 )
 from deft_client.types import ActOptions
 from deft_client.wire.messages import ActMessage
-from deft_server.http.forms import decode_form
+from deft_server.http.frame_bodies import decode_form
 from tests.client.samples import frame, saved
 
 PNG = saved(PIL.Image.fromarray(frame()), "PNG")

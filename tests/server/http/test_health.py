@@ -22,6 +22,7 @@ from tests.server.fakes import (
     frame,
     packed,
 )
+from tests.server.running import client_of
 
 
 def until(condition: object) -> None:
@@ -36,7 +37,7 @@ def until(condition: object) -> None:
 
 def test_health_answers_while_the_policy_is_busy():
     policy = GatedPolicy()
-    with TestClient(create_app(policy)) as client, ThreadPoolExecutor() as pool:
+    with client_of(create_app(policy)) as client, ThreadPoolExecutor() as pool:
         slow = pool.submit(client.post, "/v1/act", content=packed(), headers=MSGPACK)
         assert policy.entered.wait(PATIENCE_S)
         assert client.get("/healthz").text == "OK\n"
@@ -53,7 +54,7 @@ def test_the_server_is_alive_but_not_ready_while_the_policy_loads():
         assert gate.wait(PATIENCE_S)
         return FakePolicy()
 
-    with TestClient(create_app(load)) as client:
+    with client_of(create_app(load)) as client:
         assert client.get("/healthz").status_code == 200
         for response in (
             client.get("/readyz"),
@@ -80,7 +81,7 @@ class ColdPolicy(FakePolicy):
 
 
 def test_no_frame_reaches_a_policy_before_it_is_warm():
-    with TestClient(create_app(ColdPolicy())) as client:
+    with client_of(create_app(ColdPolicy())) as client:
         assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
 
 
@@ -91,7 +92,7 @@ def test_a_policy_that_cannot_be_loaded_is_reported_by_readyz():
     app = create_app(load)
     given_up: list[ServerPhase] = []
     app.service.scheduler.on_fatal = given_up.append
-    with TestClient(app) as client:
+    with client_of(app) as client:
         until(lambda: given_up)
         response = client.get("/readyz")
         assert response.status_code == 503
@@ -103,7 +104,7 @@ def test_a_policy_that_cannot_be_loaded_is_reported_by_readyz():
 def test_a_policy_that_always_fails_makes_the_server_unready_until_it_recovers():
     policy = RaisingPolicy(error=fails_times(3, ValueError("broken")))
     settings = Settings(unready_after_failures=3)
-    with TestClient(create_app(policy, settings)) as client:
+    with client_of(create_app(policy, settings)) as client:
         for _ in range(3):
             assert client.get("/readyz").status_code == 200
             failed = client.post("/v1/act", content=packed(), headers=MSGPACK)
@@ -117,7 +118,7 @@ def test_an_error_of_the_server_carries_an_id_that_the_log_carries_too(
     caplog: pytest.LogCaptureFixture,
 ):
     policy = RaisingPolicy(error=dislikes("break", ValueError("the real reason")))
-    with TestClient(create_app(policy)) as client:
+    with client_of(create_app(policy)) as client:
         body = packed(observation=frame(instruction="break"))
         problem = client.post("/v1/act", content=body, headers=MSGPACK).json()
     assert problem["status"] == 500
@@ -135,7 +136,7 @@ def metric(client: TestClient, name: str) -> float:
 
 
 def test_what_happens_is_counted():
-    with TestClient(create_app(FakePolicy())) as client:
+    with client_of(create_app(FakePolicy())) as client:
         for _ in range(2):
             body = packed(ActOptions(session_id="a"))
             client.post("/v1/act", content=body, headers=MSGPACK)
@@ -152,7 +153,7 @@ def test_what_happens_is_counted():
 
 
 def test_two_apps_do_not_share_their_metrics():
-    with TestClient(create_app(FakePolicy())) as one, TestClient(create_app(FakePolicy())) as two:
+    with client_of(create_app(FakePolicy())) as one, client_of(create_app(FakePolicy())) as two:
         one.post("/v1/act", content=packed(), headers=MSGPACK)
         assert metric(one, "deft_act_seconds_count") == 1
         assert metric(two, "deft_act_seconds_count") == 0

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 
 from deft_client.types import ActOptions
@@ -21,6 +20,7 @@ from tests.server.fakes import (
     frame,
     packed,
 )
+from tests.server.running import client_of
 
 IN_SESSION = packed(ActOptions(session_id="a"))
 
@@ -28,7 +28,7 @@ IN_SESSION = packed(ActOptions(session_id="a"))
 @pytest.fixture
 def socket() -> Iterator[WebSocketTestSession]:
     with (
-        TestClient(create_app(FakePolicy())) as client,
+        client_of(create_app(FakePolicy())) as client,
         client.websocket_connect("/v1/stream") as socket,
     ):
         yield socket
@@ -83,7 +83,7 @@ def test_pictures_are_taken_as_well_as_raw_pixels(socket: WebSocketTestSession):
 def test_a_policy_that_breaks_ends_neither_the_stream_nor_the_server():
     policy = RaisingPolicy(error=dislikes("break", ValueError("secret detail")))
     with (
-        TestClient(create_app(policy)) as client,
+        client_of(create_app(policy)) as client,
         client.websocket_connect("/v1/stream") as socket,
     ):
         socket.send_bytes(packed(observation=frame(instruction="break")))
@@ -97,7 +97,7 @@ def test_a_policy_that_breaks_ends_neither_the_stream_nor_the_server():
 def test_a_device_that_gives_up_is_a_reason_to_come_back_later():
     policy = RaisingPolicy(error=lambda _: DeviceError("CUDA out of memory"))
     with (
-        TestClient(create_app(policy)) as client,
+        client_of(create_app(policy)) as client,
         client.websocket_connect("/v1/stream") as socket,
     ):
         socket.send_bytes(IN_SESSION)
@@ -105,7 +105,7 @@ def test_a_device_that_gives_up_is_a_reason_to_come_back_later():
 
 
 def test_many_streams_share_the_policy():
-    with TestClient(create_app(FakePolicy())) as client:
+    with client_of(create_app(FakePolicy())) as client:
         sockets = [client.websocket_connect("/v1/stream").__enter__() for _ in range(8)]
         for number, socket in enumerate(sockets):
             socket.send_bytes(packed(ActOptions(session_id=f"s{number}")))

@@ -11,7 +11,7 @@ import pytest
 
 from deft_client.types import ActOptions
 from deft_policies import tiny_libero as bundle
-from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy, Policy
+from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.benchmark.replay import generate_frames, with_statistics_key
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
@@ -19,15 +19,12 @@ from deft_policies.memory import SessionMemory
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
 from deft_server.errors import NotReadyError, PolicyFailedError
-from deft_server.replicas.remote import (
-    Host,
-    RemoteAnswers,
-    RemotePolicy,
-    policy_of,
-    unpack,
-)
-from deft_server.replicas.worker import ReplicaHangsError, ReplicaLostError, ReplicaWorker
-from deft_server.serving.policy_thread import Failure
+from deft_server.hosting.attempts import Failure
+from deft_server.hosting.host import Elsewhere, HostedPolicy
+from deft_server.hosting.messages import PolicyFacts
+from deft_server.hosting.process import hosted
+from deft_server.replicas.host import ReplicaHangsError, ReplicaHost, ReplicaLostError
+from deft_server.replicas.remote import Replica, ReplicaAnswers
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
@@ -41,18 +38,18 @@ from tests.server.fakes import (
 )
 
 
-def host_of(policy: Policy, version: str = "1", name: str = "0") -> Host:
-    return Host(lambda: policy, version, name)
+def replica_of(policy: Policy, version: str = "1", name: str = "0") -> Replica:
+    return Replica(lambda: policy, version, name)
 
 
 def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequest:
     return ActRequest(frame(instruction=instruction), memory)
 
 
-def travelled(host: Host, *requests: ActRequest) -> list[ActAnswer | Exception]:
-    """Answer a batch as a host far away would: everything crosses as bytes."""
-    returned = host.answer(pickle.loads(pickle.dumps(requests)))
-    return list(unpack(pickle.loads(pickle.dumps(returned)), 0.01).answers)
+def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Exception]:
+    """Answer a batch as a replica far away would: everything crosses as bytes."""
+    returned = replica.answer(pickle.loads(pickle.dumps(requests)))
+    return list(pickle.loads(pickle.dumps(returned)).attempts(0.01).answers)
 
 
 def number_of(answer: ActAnswer | Exception) -> float:
@@ -61,28 +58,28 @@ def number_of(answer: ActAnswer | Exception) -> float:
 
 
 def test_any_host_goes_on_where_another_stopped():
-    hosts = [host_of(FakePolicy(), name=str(number)) for number in range(3)]
+    replicas = [replica_of(FakePolicy(), name=str(number)) for number in range(3)]
     memory, counted = SessionMemory(), []
     for step in range(6):
-        (answer,) = travelled(hosts[step % 3], request(memory))
+        (answer,) = travelled(replicas[step % 3], request(memory))
         counted.append(number_of(answer))
         memory = answer.memory
     assert counted == [1, 2, 3, 4, 5, 6]
-    both = travelled(hosts[0], request(SessionMemory()), request(memory))
+    both = travelled(replicas[0], request(SessionMemory()), request(memory))
     assert list(map(number_of, both)) == [1, 7]
 
 
 def test_replicas_of_a_real_policy_answer_to_the_bit_as_one_thread_does():
     options = bundle.complete(OpenVLAOptions(device="cpu", is_guarded=False))
     policies = [load_policy(options), load_policy(options)]
-    hosts = [host_of(policy) for policy in policies]
+    replicas = [replica_of(policy) for policy in policies]
     frames = with_statistics_key(generate_frames(8), policies[0])
     memories = [SessionMemory(), SessionMemory()]
     for step, shown in enumerate(frames):
         options = ActOptions(statistics_key=shown.statistics_key)
         requests = [ActRequest(shown.observation, one, options) for one in memories]
         (here,) = policies[0].act(requests[:1])
-        (there,) = travelled(hosts[step % 2], requests[1])
+        (there,) = travelled(replicas[step % 2], requests[1])
         assert isinstance(there, ActAnswer)
         assert there.chunk.actions.tobytes() == here.chunk.actions.tobytes()
         memories = [here.memory, there.memory]
@@ -98,9 +95,9 @@ def test_replicas_of_a_real_policy_answer_to_the_bit_as_one_thread_does():
     ],
 )
 def test_only_the_culprit_of_a_batch_fails(error, known):
-    host = host_of(RaisingPolicy(error=dislikes("bad", error)))
+    replica = replica_of(RaisingPolicy(error=dislikes("bad", error)))
     first, second = travelled(
-        host, request(SessionMemory()), request(SessionMemory(), instruction="bad")
+        replica, request(SessionMemory()), request(SessionMemory(), instruction="bad")
     )
     assert number_of(first) == 1
     assert isinstance(second, known)
@@ -108,18 +105,18 @@ def test_only_the_culprit_of_a_batch_fails(error, known):
 
 def test_a_frame_that_the_policy_refuses_names_its_field_and_does_not_touch_the_others():
     odd = ActRequest(frame(), options=ActOptions(decoding="nonsense"))
-    first, second = travelled(host_of(FakePolicy()), odd, request(SessionMemory()))
+    first, second = travelled(replica_of(FakePolicy()), odd, request(SessionMemory()))
     assert isinstance(first, RequestError)
     assert first.field == "decoding"
     assert number_of(second) == 1
 
 
 def test_the_server_knows_info_and_limits_without_the_policy():
-    policy = policy_of(pickle.loads(pickle.dumps(host_of(LimitedFake()).face)))
+    policy = hosted(pickle.loads(pickle.dumps(replica_of(LimitedFake()).facts)))
     assert policy.info == ConstantPolicy().info
-    assert isinstance(policy, LimitedPolicy)
-    assert policy.action_limits(None).high.tolist() == [1.0] * 7
-    assert not isinstance(policy_of(host_of(FakePolicy()).face), LimitedPolicy)
+    assert policy.limits is not None
+    assert policy.limits(None).high.tolist() == [1.0] * 7
+    assert hosted(replica_of(FakePolicy()).facts).limits is None
     with pytest.raises(UnknownStatisticsKeyError):
         policy.check(frame(), ActOptions(statistics_key="elsewhere"))
 
@@ -128,8 +125,9 @@ def test_the_server_knows_info_and_limits_without_the_policy():
 class FakeCluster:
     """Hosts in this process; `events` makes calls of `answer` fail, one after the other."""
 
-    hosts: list[Host] = field(default_factory=lambda: [host_of(FakePolicy())])
+    replicas: list[Replica] = field(default_factory=lambda: [replica_of(FakePolicy())])
     events: list[Exception] = field(default_factory=list)
+    look_fails: list[Exception] = field(default_factory=list)
     on_connect: Callable[[], None] = lambda: None
     num_running: int = 1
     num_answers: int = 0
@@ -140,13 +138,12 @@ class FakeCluster:
     def connect(self) -> None:
         self.on_connect()
 
-    async def look(self) -> str:
-        return self.hosts[0].face.version
+    async def look(self) -> tuple[str, PolicyFacts]:
+        if self.look_fails:
+            raise self.look_fails.pop(0)
+        return self.replicas[0].version, self.replicas[0].facts
 
-    def policy(self) -> RemotePolicy:
-        return policy_of(self.hosts[0].face)
-
-    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
         self.num_answers += 1
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
@@ -155,7 +152,7 @@ class FakeCluster:
                 await self.gate.wait()
             if self.events:
                 raise self.events.pop(0)
-            return self.hosts[self.num_answers % len(self.hosts)].answer(frames)
+            return self.replicas[self.num_answers % len(self.replicas)].answer(frames)
         finally:
             self._at_once -= 1
 
@@ -168,7 +165,7 @@ class FakeCluster:
 
 async def serving(cluster: FakeCluster) -> Service:
     settings = Settings(max_batch=1)
-    service = Service(cluster.policy, settings, partial(ReplicaWorker, cluster))
+    service = Service(Elsewhere(partial(ReplicaHost, cluster)), settings)
     service.start()
     await service.scheduler.settled()
     return service
@@ -189,7 +186,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def test_a_session_goes_from_replica_to_replica():
     async def story() -> list[float]:
-        service = await serving(FakeCluster([host_of(FakePolicy()), host_of(FakePolicy())]))
+        service = await serving(FakeCluster([replica_of(FakePolicy()), replica_of(FakePolicy())]))
         counted = [await ask(service) for _ in range(4)]
         await service.close()
         return counted
@@ -273,17 +270,17 @@ def test_without_a_replica_frames_are_refused_until_one_is_back():
 
 
 def test_a_new_version_is_guarded_by_its_own_limits():
-    async def story() -> Policy:
-        cluster = FakeCluster([host_of(FakePolicy())])
+    async def story() -> HostedPolicy:
+        cluster = FakeCluster([replica_of(FakePolicy())])
         service = await serving(cluster)
         await ask(service)
-        cluster.hosts = [host_of(LimitedFake(next_actions=np.full((1, 7), 0.5)), "2")]
+        cluster.replicas = [replica_of(LimitedFake(next_actions=np.full((1, 7), 0.5)), "2")]
         await ask(service)
         policy = service.policy
         await service.close()
         return policy
 
-    assert isinstance(asyncio.run(story()), LimitedPolicy)
+    assert asyncio.run(story()).limits is not None
 
 
 def test_replicas_that_do_not_start_end_the_server_with_the_reason():
@@ -297,3 +294,19 @@ def test_replicas_that_do_not_start_end_the_server_with_the_reason():
         return sentence
 
     assert asyncio.run(story()) == "the policy could not be loaded: no cluster there"
+
+
+def test_a_new_version_that_cannot_be_looked_at_loses_the_batch_and_not_its_replica():
+    async def story() -> list[float]:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        counted = [await ask(service)]
+        cluster.replicas = [replica_of(FakePolicy(), "2")]
+        cluster.look_fails = [ReplicaLostError("killed"), ReplicaLostError("killed")]
+        with pytest.raises(NotReadyError):
+            await ask(service)
+        counted.append(await ask(service))
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == [1, 2]

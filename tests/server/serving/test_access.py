@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 from starlette.testclient import WebSocketDenialResponse
+from starlette.websockets import WebSocketDisconnect
 
+from deft_client.types import ActOptions
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands import key as new_key
-from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError
+from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError, WrongHostError
+from deft_server.http import key_watch
 from deft_server.serving import access as access_module
 from deft_server.serving.access import Access, Caller, KeyFileError
 from deft_server.settings import Settings
-from tests.server.fakes import MSGPACK, FakePolicy, packed
+from tests.server.fakes import MSGPACK, FakePolicy, LimitedFake, packed
+from tests.server.running import client_of
 
 ARM, ADMIN = "arm-secret-0123456789", "admin-secret-0123456789"
 DIGEST = hashlib.sha256(ADMIN.encode()).hexdigest()
@@ -32,7 +37,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(keys: Path) -> Iterator[TestClient]:
-    with TestClient(create_app(FakePolicy(), Settings(keys_file=keys))) as client:
+    with client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client:
         yield client
 
 
@@ -126,7 +131,7 @@ def test_a_caller_whose_frames_stay_is_slowed_down_to_its_rate():
 
 def test_frames_over_the_rate_get_429_and_retry_after():
     settings = Settings(rate_per_s=1)
-    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+    with client_of(create_app(ConstantPolicy(), settings)) as client:
         codes = [
             client.post("/v1/act", content=packed(), headers=MSGPACK).status_code for _ in range(3)
         ]
@@ -163,7 +168,7 @@ def test_health_needs_no_key(client: TestClient, path: str):
 
 def test_metrics_may_be_put_behind_the_key(keys: Path):
     settings = Settings(keys_file=keys, open_metrics=False)
-    with TestClient(create_app(ConstantPolicy(), settings)) as client:
+    with client_of(create_app(ConstantPolicy(), settings)) as client:
         assert client.get("/metrics").status_code == 401
         assert client.get("/metrics", headers=bearer(ARM)).status_code == 200
 
@@ -195,10 +200,10 @@ def test_a_stream_with_a_key_opens(client: TestClient):
         assert socket.receive_bytes()
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://testserver.evil"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil"])
 def test_web_pages_of_other_sites_may_not_call(origin: str):
     headers = MSGPACK | {"origin": origin}
-    with TestClient(create_app(ConstantPolicy())) as client:
+    with client_of(create_app(ConstantPolicy())) as client:
         refused = client.post("/v1/act", content=packed(), headers=headers)
         assert refused.status_code == 403
         with pytest.raises(WebSocketDenialResponse) as denial:
@@ -211,7 +216,7 @@ def test_a_key_taken_out_of_the_file_ends_its_open_streams(
 ):
     monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
     with (
-        TestClient(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
         client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket,
     ):
         socket.send_bytes(packed())
@@ -234,15 +239,15 @@ def test_a_new_rate_applies_to_open_streams(keys: Path, monkeypatch: pytest.Monk
 
 def test_our_own_pages_and_listed_ones_may_call():
     app = create_app(ConstantPolicy(), Settings(cors_origins=("https://lab.example",)))
-    with TestClient(app) as client:
-        for origin in ("http://testserver", "https://lab.example"):
+    with client_of(app) as client:
+        for origin in ("http://127.0.0.1", "https://lab.example"):
             answer = client.post("/v1/act", content=packed(), headers=MSGPACK | {"origin": origin})
             assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://lab.example"
 
 
 def test_cors_is_off_unless_asked_for():
-    with TestClient(create_app(ConstantPolicy())) as client:
+    with client_of(create_app(ConstantPolicy())) as client:
         answer = client.get("/v1/info", headers={"origin": "https://lab.example"})
     assert "access-control-allow-origin" not in answer.headers
 
@@ -264,3 +269,111 @@ def test_a_new_key_opens_the_door_it_is_made_for(
     assert key not in said.out
     caller = Access(path).identify(f"Bearer {key}", "")
     assert (caller.name, caller.is_admin, caller.rate_per_s) == ('arm "left"', True, 40)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost:8000", "LocalHost.", "arm.localhost", "192.0.2.7:80", "[::1]:8000", "[2001:db8::1]",
+     "robots.lab.example", "gpu.lab.example:443"],
+)  # fmt: skip
+def test_addresses_this_machine_and_listed_names_lead_here(host: str):
+    access = Access(hosts=("robots.lab.example", "GPU.*"))
+    access.check_host([host])
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [["evil.example"], ["evil.example:8000"], ["127.0.0.1.evil.example"],
+     ["localhost.evil.example"], ["[evil]"], [""], [], ["127.0.0.1", "127.0.0.1"]],
+)  # fmt: skip
+def test_other_names_no_name_and_two_names_do_not(hosts: list[str]):
+    with pytest.raises(WrongHostError):
+        Access().check_host(hosts)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/info", "/dashboard", "/dashboard/", "/openapi.json", "/docs"]
+)
+def test_a_web_page_whose_name_leads_to_our_address_sees_nothing(path: str):
+    """A page may have its own name lead here; the browser then takes us for that page's server."""
+    with client_of(create_app(ConstantPolicy())) as client:
+        refused = client.get(path, headers={"host": "evil.example"}, follow_redirects=False)
+        assert refused.status_code == 421
+        assert "allowed_hosts" in refused.json()["detail"]
+        headers = {"host": "evil.example", "origin": "http://evil.example"}
+        with pytest.raises(WebSocketDenialResponse) as denial:
+            client.websocket_connect("/dashboard/feed", headers=headers).__enter__()
+        assert denial.value.status_code == 421
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+def test_probes_may_use_any_name(path: str):
+    with client_of(create_app(ConstantPolicy())) as client:
+        assert client.get(path, headers={"host": "pod-7.cluster"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://]", "//", "http://[::1"])
+def test_an_origin_that_is_no_url_is_refused_like_any_other(origin: str):
+    with client_of(create_app(ConstantPolicy())) as client:
+        assert client.post("/v1/reset", headers={"origin": origin}).status_code == 403
+
+
+def test_frames_that_cannot_be_read_count_like_those_that_can():
+    app = create_app(ConstantPolicy(), Settings(rate_per_s=3))
+    with client_of(app) as client:
+        bad = [client.post("/v1/act", content=b"\xc1", headers=MSGPACK) for _ in range(3)]
+        assert [one.status_code for one in bad] == [400] * 3
+        assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 429
+
+
+def test_a_key_that_is_gone_ends_even_the_stream_that_says_nothing(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    monkeypatch.setattr(key_watch, "RECHECK_S", 0.01)
+    with (
+        client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket,
+    ):
+        socket.send_bytes(packed())
+        assert socket.receive_bytes()
+        keys.write_text('[arm-1]\nkey = "another-secret-0123"\n')
+        with pytest.raises(WebSocketDisconnect) as closed:
+            socket.receive_bytes()
+        assert closed.value.code == 1008
+
+
+def test_a_key_that_is_gone_ends_the_dashboards_feed(keys: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once whoever had held an administrator's key went on watching the camera."""
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    with (
+        client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
+        client.websocket_connect("/dashboard/feed") as feed,
+    ):
+        feed.send_json({"key": ADMIN})
+        assert "overview" in feed.receive_json()
+        keys.write_text(f'[arm-1]\nkey = "{ARM}"\n')
+        with pytest.raises(WebSocketDisconnect) as closed:  # noqa: PT012  or what came before it
+            while True:
+                feed.receive_json()
+        assert closed.value.code == 4401
+
+
+def test_frames_whose_steps_are_limited_must_name_their_session():
+    """Without, nobody knows the action before, and +1 was followed by -1."""
+    settings = Settings(step_limits={"anonymous": (0.1,) * 7})
+    with client_of(create_app(LimitedFake(), settings)) as client:
+        refused = client.post("/v1/act", content=packed(), headers=MSGPACK)
+        assert (refused.status_code, refused.json()["field"]) == (422, "session_id")
+        named = packed(ActOptions(session_id="arm"))
+        assert client.post("/v1/act", content=named, headers=MSGPACK).status_code == 200
+
+
+def test_a_public_address_without_keys_must_be_meant(keys: Path):
+    for host in ("0.0.0.0", "::", "192.0.2.1", "robots.lab.example"):
+        with pytest.raises(ValidationError, match="say allow_anyone if that is meant"):
+            Settings(host=host)
+        Settings(host=host, allow_anyone=True)
+        Settings(host=host, keys_file=keys)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        Settings(host=host)

@@ -8,6 +8,7 @@ from deft_server.serving.estimates import (
     GOOD_BATCHES_BEFORE_GROWTH,
     MAX_FLOWS,
     BatchLimit,
+    OwnerShares,
     Rhythm,
     ServiceTime,
 )
@@ -105,3 +106,12 @@ def test_a_token_taken_ahead_of_time_delays_those_after_it():
     waits_s = [bucket.take(0.0, most_wait_s=0.25) for _ in range(4)]
     assert waits_s == pytest.approx([0.0, 0.1, 0.2, 0.3])  # the last is too long: not taken
     assert bucket.take(0.2) == pytest.approx(0.1)
+
+
+def test_an_owner_that_was_away_has_saved_nothing_up_and_one_that_was_alone_owes_nothing():
+    shares = OwnerShares()
+    shares.join("alone")
+    for _ in range(1000):
+        shares.use(["alone"], 1.0, ())
+    shares.join("comes")
+    assert shares.ahead({"alone", "comes"}, slack_s=2.0) == frozenset()

@@ -5,6 +5,7 @@ import pytest
 
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import UnsafeAnswerError
+from deft_server.hosting.host import HostedPolicy
 from deft_server.serving.safety import SafetyGuard, limit_steps
 from deft_server.serving.sessions import RobotSession
 from deft_server.settings import OnSuddenStep, Settings, SettingsError
@@ -20,8 +21,12 @@ def session(last: np.ndarray | None = None, session_id: str = "arm-1") -> RobotS
     return one
 
 
+def plain_guard() -> SafetyGuard:
+    return SafetyGuard(HostedPolicy.of(ConstantPolicy()), Settings())
+
+
 def guard(**settings: object) -> SafetyGuard:
-    return SafetyGuard(LimitedFake(), Settings(**settings))  # type: ignore[arg-type]
+    return SafetyGuard(HostedPolicy.of(LimitedFake()), Settings(**settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -29,7 +34,7 @@ def test_an_answer_that_is_not_finite_is_withheld(bad: float):
     actions = ZERO.copy()
     actions[0, 3] = bad
     with pytest.raises(UnsafeAnswerError, match="NaN or infinity"):
-        SafetyGuard(ConstantPolicy(), Settings()).check(actions, session(), None)
+        plain_guard().check(actions, session(), None)
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (1, 6), (2, 8)])
@@ -52,7 +57,7 @@ def test_the_ends_of_the_range_are_inside_whatever_the_rounding():
 
 def test_a_policy_that_tells_no_limits_is_checked_for_finiteness_only():
     actions = np.full((1, 7), 1e6)
-    checked = SafetyGuard(ConstantPolicy(), Settings()).check(actions, session(), None)
+    checked = plain_guard().check(actions, session(), None)
     assert checked.actions is actions
 
 
@@ -107,7 +112,7 @@ def test_nobody_can_hold_a_gripper_that_was_never_commanded():
 
 
 def test_nobody_can_hold_a_robot_whose_actions_are_not_known():
-    assert SafetyGuard(ConstantPolicy(), Settings()).hold(session(ZERO[0]), None) is None
+    assert plain_guard().hold(session(ZERO[0]), None) is None
 
 
 def test_no_step_is_ever_larger_than_the_limit():

@@ -53,3 +53,16 @@ def test_the_least_recently_used_session_makes_room():
     assert len(store) == 2
     assert store.open("arm", "a", 4.0) is kept
     assert [session_id for _, session_id in store.names()] == ["c", "a"]
+
+
+def test_a_caller_with_many_sessions_pushes_out_its_own_and_nobody_elses():
+    """Once another key could open 1,100 sessions and have a robot's limits forgotten."""
+    store = SessionStore(ttl_s=60, max_sessions=10)
+    ours = store.open("robot", "a", 0.0)
+    for number in range(50):
+        store.open("other", str(number), 1.0)
+    assert store.open("robot", "a", 2.0) is ours
+    assert len(store) == 10
+    assert ("other", "49") in store.names()
+    store.expire(62.5)
+    assert len(store) == 0

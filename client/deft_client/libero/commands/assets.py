@@ -1,24 +1,35 @@
-"""`deft-client assets`: build the stand-ins, look at a task's scene, check that all tasks run."""
+"""`deft-client assets`: build the stand-ins, look at a task's scene, check that all tasks run.
+
+`record` writes what `check` compares with; it is for those who change Deft.
+"""
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import SelectionError, SimulationError
 from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.processes import end_with_parent
 from deft_client.libero.simulator.assets import cache_folder, find_assets
-from deft_client.libero.simulator.assets_check import AssetsProblem, check_task
+from deft_client.libero.simulator.assets_check import AssetsProblem, check_task, settle_task
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_client.libero.simulator.graphics import Renderer
+from deft_client.libero.simulator.mujoco_version import installed_mujoco
+from deft_client.libero.simulator.settled import pack_poses
 from deft_client.libero.simulator.standins.build import build
 from deft_client.libero.simulator.suites import NUM_TRIALS, Task, find_suite
 
+ResultT = TypeVar("ResultT")
 CHECKED_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
 
 
@@ -36,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("deft-client assets", description=__doc__)
+    parser = CommandParser("deft-client assets", description=__doc__)
     jobs = parser.add_subparsers(required=True, metavar="JOB")
 
     one = jobs.add_parser("build", help="write the stand-ins into a folder")
@@ -52,19 +63,29 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(job=_show)
 
     one = jobs.add_parser("check", help="load tasks, take initial states, see that things stand")
-    one.add_argument("--suite", choices=CHECKED_SUITES, help="default: all four")
-    one.add_argument("--tasks", metavar="LIST", help="task numbers (default: all)")
-    one.add_argument("--trials", default=f"0-{NUM_TRIALS - 1}", metavar="LIST",
-                     help="initial states (default: %(default)s)")  # fmt: skip
-    one.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    _add_selection(one)
     _add_assets(one)
     one.set_defaults(job=_check)
+
+    one = jobs.add_parser("record", help="write where everything rests, for check to compare with")
+    one.add_argument("file", type=Path)
+    _add_selection(one)
+    _add_assets(one)
+    one.set_defaults(job=_record)
     return parser
 
 
 def _add_assets(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assets", type=Path, metavar="DIR",
-                        help="default: LIBERO's own if installed, else the stand-ins")  # fmt: skip
+                        help="default: LIBERO's own; stand-in: ours")  # fmt: skip
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", choices=CHECKED_SUITES, help="default: all four")
+    parser.add_argument("--tasks", metavar="LIST", help="task numbers (default: all)")
+    parser.add_argument("--trials", default=f"0-{NUM_TRIALS - 1}", metavar="LIST",
+                        help="initial states (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -92,6 +113,29 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    num_problems = 0
+    for task, problems in _for_each_task(options, check_task):
+        num_problems += _report(task, problems)
+    sys.stdout.write(f"{num_problems} problems\n")
+    return 1 if num_problems else 0
+
+
+def _record(options: argparse.Namespace) -> int:
+    members: dict[str, NDArray[np.integer]] = {}
+    for task, trials in _for_each_task(options, settle_task):
+        members |= pack_poses(task, trials)
+        sys.stdout.write(f"{task.suite}/{task.number}\n")
+    np.savez_compressed(options.file, **members)  # type: ignore[arg-type]
+    return 0
+
+
+Work = Callable[[Task, Sequence[int], EnvironmentSettings], ResultT]
+
+
+def _for_each_task(
+    options: argparse.Namespace, work: Work[ResultT]
+) -> Iterator[tuple[Task, ResultT]]:
+    """Do the same with every selected task and its trials, in their order."""
     trials = parse_numbers(options.trials, NUM_TRIALS, "--trials")
     tasks: list[Task] = []
     for name in [options.suite] if options.suite else CHECKED_SUITES:
@@ -100,14 +144,12 @@ def _check(options: argparse.Namespace) -> int:
         tasks += [suite.task(one) for one in parse_numbers(numbers, len(suite.tasks), "--tasks")]
     settings = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=options.assets)
     label = find_assets(options.assets, cache_folder()).label
-    sys.stdout.write(f"{label} assets, {len(tasks)} tasks, {len(trials)} initial states each\n")
-    num_problems = 0
+    sys.stdout.write(f"{label} assets, MuJoCo {installed_mujoco()}, ")
+    sys.stdout.write(f"{len(tasks)} tasks, {len(trials)} initial states each\n")
     with ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent) as executor:
-        checks = {task: executor.submit(check_task, task, trials, settings) for task in tasks}
-        for task, check in checks.items():
-            num_problems += _report(task, check.result())
-    sys.stdout.write(f"{num_problems} problems\n")
-    return 1 if num_problems else 0
+        futures = {task: executor.submit(work, task, trials, settings) for task in tasks}
+        for task, future in futures.items():
+            yield task, future.result()
 
 
 def _report(task: Task, problems: list[AssetsProblem]) -> int:

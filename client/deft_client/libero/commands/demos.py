@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.demonstrations.files import find_demonstrations, load_header, write_hdf5
 from deft_client.libero.demonstrations.play import DemosSettings, episode_keys
 from deft_client.libero.demonstrations.pool import (
@@ -39,21 +41,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("deft-client demos", description=__doc__)
+    parser = CommandParser("deft-client demos", description=__doc__)
+    add_recording_flags(parser)
     add = parser.add_argument
     noise = NoiseSettings()
-    add("suite", choices=SUITE_NAMES, help="which suite's tasks to play")
-    add("--out", type=Path, required=True, metavar="DIR", help="where the episodes go")
-    add("--tasks", metavar="LIST", help="task numbers such as 0,3-5 (default: all)")
-    add(
-        "--trials",
-        default="0-39",
-        metavar="LIST",
-        help="initial states to start from; 40-49 are kept for evaluation (default: %(default)s)",
-    )
-    add("--episodes", type=int, default=40, help="episodes per task (default: %(default)s)")
-    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of noise and placements (default: %(default)s)")
     add(
         "--noise",
         type=float,
@@ -77,6 +68,31 @@ def _parser() -> argparse.ArgumentParser:
         help="chance per step that the gripper errs for a moment (default: %(default)s)",
     )
     add(
+        "--encoding",
+        choices=("jpeg", "png"),
+        default="jpeg",
+        help="jpeg (quality 95) or lossless png (default: %(default)s)",
+    )
+    add("--hdf5", type=Path, metavar="DIR", help="also write LIBERO's HDF5 files there")
+    return parser  # fmt: skip
+
+
+def add_recording_flags(parser: argparse.ArgumentParser) -> None:
+    """What every recording of demonstrations asks for, whoever plays."""
+    add = parser.add_argument
+    add("suite", choices=SUITE_NAMES, help="which suite's tasks to play")
+    add("--out", type=Path, required=True, metavar="DIR", help="where the episodes go")
+    add("--tasks", metavar="LIST", help="task numbers such as 0,3-5 (default: all)")
+    add(
+        "--trials",
+        default="0-39",
+        metavar="LIST",
+        help="initial states to start from; 40-49 are kept for evaluation (default: %(default)s)",
+    )
+    add("--episodes", type=int, default=40, help="episodes per task (default: %(default)s)")
+    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of noise and placements (default: %(default)s)")
+    add(
         "--widen",
         type=float,
         default=0.0,
@@ -85,42 +101,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--size", type=int, default=256, help="pixels of a frame's side (default: %(default)s)")
     add(
-        "--encoding",
-        choices=("jpeg", "png"),
-        default="jpeg",
-        help="jpeg (quality 95) or lossless png (default: %(default)s)",
-    )
-    add(
         "--assets",
         type=Path,
         metavar="DIR",
-        help="LIBERO's assets (default: the real ones if installed, else stand-ins)",
+        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
     )
-    add("--hdf5", type=Path, metavar="DIR", help="also write LIBERO's HDF5 files there")
-    return parser  # fmt: skip
 
 
-def _job(options: argparse.Namespace) -> DemosJob:
+def read_recording_flags(options: argparse.Namespace) -> DemosJob:
+    """The recording they ask for, played by the expert; raises SelectionError."""
     suite = find_suite(options.suite)
-    count = len(suite.tasks)
     for name in ("episodes", "workers", "size"):
         if getattr(options, name) < 1:
             raise SelectionError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    count = len(suite.tasks)
+    tasks = f"0-{count - 1}" if options.tasks is None else options.tasks
     settings = DemosSettings(
         suite=suite.name,
-        tasks=tuple(range(count))
-        if options.tasks is None
-        else parse_numbers(options.tasks, count, "--tasks"),
+        tasks=parse_numbers(tasks, count, "--tasks"),
         episodes=options.episodes,
         trials=parse_numbers(options.trials, NUM_TRIALS, "--trials"),
         seed=options.seed,
-        noise=NoiseSettings(options.noise, options.pushes, slip_chance=options.slips),
         widen_metres=options.widen,
         frame_size=options.size,
-        encoding=options.encoding,
     )
     environment = EnvironmentSettings(frame_size=options.size, assets_folder=options.assets)
     return DemosJob(settings, options.out, environment, options.workers)
+
+
+def _job(options: argparse.Namespace) -> DemosJob:
+    job = read_recording_flags(options)
+    noise = NoiseSettings(options.noise, options.pushes, slip_chance=options.slips)
+    return replace(job, settings=replace(job.settings, noise=noise, encoding=options.encoding))
 
 
 def _record(job: DemosJob) -> None:

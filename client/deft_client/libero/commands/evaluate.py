@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from deft_client.commands.connection import UsageError, add_connection_options, connection_settings
+from deft_client.commands.program import CommandParser
 from deft_client.errors import DeftError
 from deft_client.libero.errors import (
     EvaluationStoppedError,
@@ -24,7 +25,7 @@ from deft_client.libero.evaluation.evaluate import Evaluation, Limits
 from deft_client.libero.evaluation.player import Pacing, VideoChoice
 from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.evaluation.runs import EvaluationOptions, PlannedRun, plan_runs
-from deft_client.libero.evaluation.selection import LIBERO
+from deft_client.libero.evaluation.selection import LIBERO, TRAINED
 from deft_client.libero.policies.profiles import (
     PROFILES,
     ClientChain,
@@ -65,11 +66,12 @@ def read_options(arguments: list[str]) -> EvaluationOptions:
         video=VideoChoice(options.video),
         num_workers=options.workers,
         patience_s=options.patience,
+        any_mujoco=options.any_mujoco,
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "deft-client eval",
         description="Play LIBERO episodes against a policy server. Results are kept episode by "
         "episode; the same command again plays only what is missing.",
@@ -93,7 +95,8 @@ Group = argparse._ArgumentGroup
 
 
 def _add_episodes(group: Group) -> None:
-    group.add_argument("--tasks", metavar="0,3", help="numbers of tasks (default: all)")
+    group.add_argument("--tasks", metavar="0,3", help=f"numbers of tasks, or {TRAINED}: those the "
+                       "policy says it was trained on (default: all)")  # fmt: skip
     group.add_argument(
         "--trials", metavar="40-49", help="numbers of initial states (default: all 50)"
     )
@@ -153,7 +156,14 @@ def _add_simulation(group: Group) -> None:
         "--widen-cm", type=float, default=0.0, metavar="CM",
         help="move things by up to this far from where the initial states have them",
     )  # fmt: skip
-    group.add_argument("--assets", type=Path, metavar="FOLDER", help="LIBERO's assets folder")
+    group.add_argument(
+        "--assets", type=Path, metavar="FOLDER",
+        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
+    )  # fmt: skip
+    group.add_argument(
+        "--any-mujoco", action="store_true",
+        help="play also suites that the installed MuJoCo is known to upset",
+    )  # fmt: skip
     group.add_argument(
         "--environment", default=LIBERO, metavar="MODULE:FUNCTION", help="another simulator"
     )
@@ -285,6 +295,11 @@ def _play(run: PlannedRun, options: EvaluationOptions) -> int:
     store = ResultsStore(run.settings.folder, run.header)
     wanted = set(run.keys)
     sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
+    if run.untrained:
+        sys.stderr.write(
+            f"the policy was not trained on tasks {', '.join(map(str, run.untrained))} of "
+            f"{run.header.suite}; `--tasks {TRAINED}` leaves them out\n"
+        )
     progress = ProgressLine(run.header.name, len(wanted), sys.stderr)
     progress.resume([record for record in store.resumed if record.key in wanted])
     limits = Limits(patience_s=options.patience_s)

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationError, SelectionError
 from deft_client.libero.report.page import build_page, build_views, short_names
 from deft_client.libero.report.summary import summarise
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("deft-client report", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("deft-client report", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "results", nargs="+", type=Path, metavar="RESULTS",
         help="folders that `deft-client eval` wrote: runs, or folders of runs",

@@ -58,6 +58,14 @@ class DemonstrationHeader:
     format: int = FORMAT
 
 
+# The arrays of a demonstration beside its frames, and how they are stored.
+COLUMNS: Mapping[str, type] = {
+    **dict.fromkeys(("labels", "executed", "state", "privileged"), np.float32),
+    "phase": np.uint8,
+    "simulator": np.float64,
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Demonstration:
     """One episode; row i of every array belongs to the frame the expert saw before step i."""
@@ -121,18 +129,12 @@ def load_demonstration(path: Path) -> Demonstration:
     content = arrays["frames"].tobytes()
     encoded = [content[start:end] for start, end in zip(ends, ends[1:], strict=False)]
     try:
-        return Demonstration(
-            header,
-            encoded,
-            labels=arrays["labels"].astype(np.float32, copy=False),
-            executed=arrays["executed"].astype(np.float32, copy=False),
-            state=arrays["state"].astype(np.float32, copy=False),
-            privileged=arrays["privileged"].astype(np.float32, copy=False),
-            phase=arrays["phase"].astype(np.uint8, copy=False),
-            simulator=arrays["simulator"].astype(np.float64, copy=False),
-        )
+        columns: dict[str, NDArray[Any]] = {
+            name: arrays[name].astype(kind, copy=False) for name, kind in COLUMNS.items()
+        }
     except KeyError as error:
         raise DemonstrationError(f"{path} has no {error}; it is not a demonstration") from error
+    return Demonstration(header, encoded, **columns)
 
 
 def load_header(path: Path) -> DemonstrationHeader:
@@ -163,12 +165,7 @@ def _arrays(demonstration: Demonstration) -> dict[str, NDArray[np.generic]]:
     return {
         "frames": np.frombuffer(b"".join(demonstration.encoded), dtype=np.uint8),
         "frame_ends": ends,
-        "labels": demonstration.labels,
-        "executed": demonstration.executed,
-        "state": demonstration.state,
-        "privileged": demonstration.privileged,
-        "phase": demonstration.phase,
-        "simulator": demonstration.simulator,
+        **{name: getattr(demonstration, name) for name in COLUMNS},
     }
 
 

@@ -3,15 +3,16 @@
 Who plays is an `Actor`: the expert with noise (DART), or a policy that is to be corrected (DAgger).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.libero.demonstrations.files import (
+    COLUMNS,
     Demonstration,
     DemonstrationHeader,
     encode_frame,
@@ -120,14 +121,24 @@ def play(
     for _ in range(WAIT_STEPS):
         environment.advance(wait_action())
     actor = new_actor(environment, settings, key)
-    expert, watch, track = Expert.for_episode(environment), Watch(), _Track(settings.encoding)
+    expert, watch = Expert.for_episode(environment), Watch()
+    rows: list[_Row] = []
     succeeded = False
     for _ in range(find_suite(settings.suite).step_limit):
         scene, frame = environment.scene(), environment.frame()
         label = expert.label(scene, watch.see(scene))
         executed = actor.act(frame, scene, label)
-        numbers = (privileged_numbers(scene, label), environment.simulator_state())
-        track.add(frame, label, executed, numbers)
+        rows.append(
+            _Row(
+                encode_frame(frame.image, settings.encoding),
+                labels=from_robosuite(label.action),
+                executed=from_robosuite(executed),
+                state=frame.state,
+                privileged=privileged_numbers(scene, label),
+                phase=PHASES.index(label.phase.value),
+                simulator=environment.simulator_state(),
+            )
+        )
         try:
             succeeded = environment.advance(executed)
         except UnstableError:
@@ -149,48 +160,23 @@ def play(
         encoding=settings.encoding,
         phases=PHASES,
     )
-    return track.demonstration(header)
+    encoded, *columns = zip(*rows, strict=True)
+    arrays = zip(COLUMNS.items(), columns, strict=True)
+    return Demonstration(
+        header, encoded, **{name: np.array(values, dtype) for (name, dtype), values in arrays}
+    )
 
 
-class _Track:
-    """Gathers the steps of one episode."""
+class _Row(NamedTuple):
+    """One step, in the order of a demonstration's columns."""
 
-    def __init__(self, encoding: str) -> None:
-        self._encoding = encoding
-        self._frames: list[bytes] = []
-        self._labels: list[Label] = []
-        self._executed: list[NDArray[np.float64]] = []
-        self._state: list[NDArray[np.float32]] = []
-        self._privileged: list[NDArray[np.float32]] = []
-        self._simulator: list[NDArray[np.float64]] = []
-
-    def add(
-        self,
-        frame: Frame,
-        label: Label,
-        executed: NDArray[np.float64],
-        numbers: tuple[NDArray[np.float32], NDArray[np.float64]],
-    ) -> None:
-        """Take note of a step: `numbers` are the privileged ones and the simulator's state."""
-        self._frames.append(encode_frame(frame.image, self._encoding))
-        self._labels.append(label)
-        self._executed.append(from_robosuite(executed))
-        self._state.append(frame.state)
-        self._privileged.append(numbers[0])
-        self._simulator.append(numbers[1])
-
-    def demonstration(self, header: DemonstrationHeader) -> Demonstration:
-        """Everything gathered."""
-        return Demonstration(
-            header,
-            self._frames,
-            labels=_stacked([from_robosuite(label.action) for label in self._labels]),
-            executed=_stacked(self._executed),
-            state=np.stack(self._state),
-            privileged=np.stack(self._privileged),
-            phase=np.array([PHASES.index(one.phase.value) for one in self._labels], dtype=np.uint8),
-            simulator=np.stack(self._simulator),
-        )
+    encoded: bytes
+    labels: NDArray[np.float64]
+    executed: NDArray[np.float64]
+    state: NDArray[np.float32]
+    privileged: NDArray[np.float32]
+    phase: int
+    simulator: NDArray[np.float64]
 
 
 def privileged_numbers(scene: Scene, label: Label) -> NDArray[np.float32]:
@@ -204,7 +190,3 @@ def privileged_numbers(scene: Scene, label: Label) -> NDArray[np.float32]:
             label.target,
         ]
     ).astype(np.float32)
-
-
-def _stacked(rows: Sequence[NDArray[np.float64]]) -> NDArray[np.float32]:
-    return np.stack(rows).astype(np.float32)

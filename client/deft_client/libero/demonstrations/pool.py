@@ -25,6 +25,7 @@ from deft_client.libero.demonstrations.play import (
     play,
 )
 from deft_client.libero.errors import DemonstrationError
+from deft_client.libero.expert.expert import check_tasks
 from deft_client.libero.processes import end_with_parent
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.suites import find_task
@@ -62,7 +63,11 @@ def missing_keys(job: DemosJob) -> list[DemoKey]:
 
 
 def record(job: DemosJob, report: Callable[[DemoResult], None]) -> None:
-    """Record every missing episode; `report` hears of each as it is written."""
+    """Record every missing episode; `report` hears of each as it is written.
+
+    Tasks the expert cannot do are refused before the first one.
+    """
+    check_tasks(find_task(job.settings.suite, number) for number in job.settings.tasks)
     with _claimed(job):
         keys = missing_keys(job)
         if not keys:

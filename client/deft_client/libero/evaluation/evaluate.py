@@ -16,7 +16,6 @@ from deft_client.libero.evaluation.player import (
     EpisodeEnded,
     Heartbeat,
     Hopeless,
-    Job,
     Report,
     ServerTrouble,
     Warned,
@@ -74,7 +73,7 @@ class Evaluation:
         if not self._pending:
             return
         with WorkerPool(self._settings, min(num_workers, len(self._pending))) as pool:
-            while self._pending or any(worker.job for worker in pool.workers):
+            while self._pending or any(worker.key for worker in pool.workers):
                 self._look_for_server()
                 if self._server_lost_s is None:
                     self._hand_out(pool)
@@ -87,7 +86,7 @@ class Evaluation:
             if self._pending:
                 key = self._pending.pop(self._choose(worker, pool))
                 self._tries[key] += 1
-                pool.assign(worker, Job(key))
+                pool.assign(worker, key)
 
     def _choose(self, worker: Worker, pool: WorkerPool) -> int:
         """The next episode of the task the worker has open; else of one nobody has open."""
@@ -109,21 +108,21 @@ class Evaluation:
         elif isinstance(report, Hopeless):
             raise EvaluationStoppedError(report.reason)
         elif isinstance(report, EpisodeEnded):
-            worker.job = None
+            worker.key = None
             self._keep(report.record)
         else:
             self._after_trouble(worker, report)
 
     def _after_trouble(self, worker: Worker, report: ServerTrouble) -> None:
-        worker.job = None
+        worker.key = None
         self._try_again(report.record)
         if self._server_lost_s is None:
             self._server_lost_s = self._next_probe_s = time.monotonic()
 
     def _after_death(self, worker: Worker, reason: str) -> None:
         self._deaths_in_a_row += 1
-        if worker.job is not None:
-            self._try_again(EpisodeRecord(worker.job.key, "", Outcome.ERRORED, error=reason))
+        if worker.key is not None:
+            self._try_again(EpisodeRecord(worker.key, "", Outcome.ERRORED, error=reason))
         if self._deaths_in_a_row > self._limits.tries + self._limits.errored_in_a_row:
             raise EvaluationStoppedError(f"workers die before they do anything: {reason}")
 

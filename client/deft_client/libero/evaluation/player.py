@@ -72,13 +72,6 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Play this episode."""
-
-    key: TrialKey
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """The worker is alive and its episode goes on."""
 
@@ -127,14 +120,14 @@ class Player:
         self._environment: Environment | None = None
         self._policy: EpisodePolicy | None = None
 
-    def play(self, job: Job) -> Report:
+    def play(self, key: TrialKey) -> Report:
         """Play one episode and say how it ended."""
         started_s = time.monotonic()
         log = EpisodeLog()
         error = ""
         try:
-            environment, policy = self._open(job)
-            self._run(environment, policy, job, log)
+            environment, policy = self._open(key)
+            self._run(environment, policy, key, log)
         except (SimulationError, *_HOPELESS) as trouble:
             return Hopeless(str(trouble))
         except PeerAnswerError as trouble:
@@ -143,12 +136,12 @@ class Player:
             return Hopeless(str(trouble))
         except DeftError as trouble:
             error = str(trouble)
-        record = self._record(job, log, error, time.monotonic() - started_s)
+        record = self._record(key, log, error, time.monotonic() - started_s)
         return ServerTrouble(record) if error else EpisodeEnded(record)
 
-    def _open(self, job: Job) -> tuple[Environment, EpisodePolicy]:
+    def _open(self, key: TrialKey) -> tuple[Environment, EpisodePolicy]:
         settings = self._settings
-        task = selection.find_suite(settings.simulator, job.key.suite).task(job.key.task)
+        task = selection.find_suite(settings.simulator, key.suite).task(key.task)
         if self._environment is None or self._policy is None or self._environment.task != task:
             self.close()
             opened = selection.open_environment(settings.simulator, task, settings.environment)
@@ -165,9 +158,9 @@ class Player:
         self._policy = self._environment = None
 
     def _run(
-        self, environment: Environment, policy: EpisodePolicy, job: Job, log: EpisodeLog
+        self, environment: Environment, policy: EpisodePolicy, key: TrialKey, log: EpisodeLog
     ) -> None:
-        plan = self._plan(job)
+        plan = self._plan(key)
         pulse = _Pulse(self._send)
         if self._settings.pacing is Pacing.LOCK_STEP:
             play_in_lock_step(environment, policy, plan, log, pulse.beat)
@@ -178,8 +171,8 @@ class Player:
         finally:
             player.close()
 
-    def _plan(self, job: Job) -> EpisodePlan:
-        settings, key = self._settings, job.key
+    def _plan(self, key: TrialKey) -> EpisodePlan:
+        settings = self._settings
         episode = f"{settings.folder.name}-{key.suite}-{key.task}-{key.trial}"
         return EpisodePlan(
             trial=key.trial,
@@ -190,13 +183,13 @@ class Player:
             keeps_images=settings.video is not VideoChoice.NONE,
         )
 
-    def _record(self, job: Job, log: EpisodeLog, error: str, wall_s: float) -> EpisodeRecord:
+    def _record(self, key: TrialKey, log: EpisodeLog, error: str, wall_s: float) -> EpisodeRecord:
         outcome = Outcome.SUCCEEDED if log.has_succeeded else Outcome.FAILED
         outcome = Outcome.ERRORED if error else outcome
         environment = self._environment
         assets = getattr(environment, "assets", None)
         return EpisodeRecord(
-            key=job.key,
+            key=key,
             instruction="" if environment is None else environment.task.instruction,
             outcome=outcome,
             actions=np.stack(log.actions) if log.actions else np.zeros((0, 7)),
@@ -206,17 +199,17 @@ class Player:
             wall_s=wall_s,
             finished_s=time.time(),
             assets="" if assets is None else str(assets.label),
-            video="" if error else self._video(job, log, outcome),
+            video="" if error else self._video(key, log, outcome),
             error=error,
         )
 
-    def _video(self, job: Job, log: EpisodeLog, outcome: Outcome) -> str:
+    def _video(self, key: TrialKey, log: EpisodeLog, outcome: Outcome) -> str:
         choice = self._settings.video
         if choice is VideoChoice.NONE or (
             choice is VideoChoice.FAILURES and outcome is Outcome.SUCCEEDED
         ):
             return ""
-        name = f"videos/task{job.key.task:02d}-trial{job.key.trial:02d}-{outcome.value}.mp4"
+        name = f"videos/task{key.task:02d}-trial{key.trial:02d}-{outcome.value}.mp4"
         assert self._environment is not None
         try:
             caption = Caption(

@@ -17,13 +17,13 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from deft_client.libero.evaluation.player import (
-    Job,
     Player,
     Report,
     Warned,
     WorkerSettings,
 )
 from deft_client.libero.processes import end_with_parent
+from deft_client.libero.results.records import TrialKey
 
 _STDOUT, _STDERR = 1, 2
 
@@ -36,8 +36,7 @@ def work(line: Connection, settings: WorkerSettings, log_file: Path) -> None:
     player = Player(settings, outbox.send)
     with suppress(EOFError):
         while True:
-            job: Job = line.recv()
-            outbox.send(player.play(job))
+            outbox.send(player.play(line.recv()))
 
 
 def _prepare_process(log_file: Path) -> None:
@@ -93,7 +92,7 @@ class Worker:
     process: SpawnProcess
     line: Connection
     log_file: Path
-    job: Job | None = None
+    key: TrialKey | None = None
     task: tuple[str, int] | None = None  # whose environment it has open
     heard_s: float = field(default_factory=time.monotonic)
 
@@ -127,15 +126,15 @@ class WorkerPool:
     @property
     def idle(self) -> list[Worker]:
         """Workers without an episode."""
-        return [worker for worker in self.workers if worker.job is None]
+        return [worker for worker in self.workers if worker.key is None]
 
-    def assign(self, worker: Worker, job: Job) -> None:
+    def assign(self, worker: Worker, key: TrialKey) -> None:
         """Hand an episode to an idle worker. If it is dead, `listen` will say so."""
-        worker.job = job
-        worker.task = (job.key.suite, job.key.task)
+        worker.key = key
+        worker.task = (key.suite, key.task)
         worker.heard_s = time.monotonic()
         try:
-            worker.line.send(job)
+            worker.line.send(key)
         except OSError:
             worker.process.join(_JOIN_S)
 
@@ -165,7 +164,7 @@ class WorkerPool:
 
     def _silent(self) -> list[Worker]:
         limit_s = time.monotonic() - self._hang_timeout_s
-        return [one for one in self.workers if one.job is not None and one.heard_s < limit_s]
+        return [one for one in self.workers if one.key is not None and one.heard_s < limit_s]
 
     def _hung(self) -> str:
         return f"the worker was silent for {self._hang_timeout_s:.0f} s and was ended"

@@ -12,15 +12,22 @@ from pathlib import Path
 from deft_client.libero.errors import ProfileError
 from deft_client.libero.evaluation.player import Pacing, VideoChoice, WorkerSettings
 from deft_client.libero.evaluation.selection import (
+    EXPERT,
     LIBERO,
+    TRAINED,
+    check_physics,
     describe_assets,
     find_suite,
     select_episodes,
+    trained_tasks,
+    untrained_tasks,
 )
+from deft_client.libero.expert.expert import check_tasks
 from deft_client.libero.policies.source import PolicySource
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunHeader
 from deft_client.libero.simulator.environment import EnvironmentSettings
+from deft_client.libero.simulator.mujoco_version import installed_mujoco
 from deft_client.libero.simulator.suites import Suite
 from deft_client.types import ServerInfo
 
@@ -46,6 +53,7 @@ class EvaluationOptions:
     video: VideoChoice = VideoChoice.NONE
     num_workers: int = 1
     patience_s: float = 30.0  # for a server that went away
+    any_mujoco: bool = False  # play also what the installed MuJoCo is known to upset
 
 
 @dataclass(frozen=True)
@@ -55,21 +63,29 @@ class PlannedRun:
     header: RunHeader
     settings: WorkerSettings
     keys: tuple[TrialKey, ...]
+    untrained: tuple[int, ...]  # those of its tasks that the policy was not trained on
 
 
 def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
+    suites = [find_suite(asked.simulator, name) for name in asked.suites]
+    if not asked.any_mujoco:
+        check_physics(asked.simulator, asked.environment, asked.suites, installed_mujoco())
     assets = describe_assets(asked.simulator, asked.environment)
     runs = []
-    for name in asked.suites:
-        suite = find_suite(asked.simulator, name)
-        keys = select_episodes(suite, asked.tasks, asked.trials, asked.num_episodes)
+    for suite in suites:
+        wanted = trained_tasks(suite, info) if asked.tasks == TRAINED else asked.tasks
+        keys = select_episodes(suite, wanted, asked.trials, asked.num_episodes)
+        numbers = {key.task for key in keys}
+        if asked.source.factory == EXPERT:
+            check_tasks(map(suite.task, sorted(numbers)))
+        untrained = tuple(one for one in untrained_tasks(suite, info) if one in numbers)
         for decoding in asked.decodings:
             for pacing in asked.pacings:
                 settings = _settings(asked, suite, decoding, pacing, info)
                 header = _header(suite, settings, assets, info)
                 settings = replace(settings, folder=asked.folder / _slug(header.name))
-                runs.append(PlannedRun(header, settings, keys))
+                runs.append(PlannedRun(header, settings, keys, untrained))
     return runs
 
 

@@ -5,23 +5,27 @@ has `find_suite(name)`, its suites are used instead of LIBERO's; `point_world` i
 both. Results keep the words, so names stay what they are wherever the code behind them moves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 from deft_client.libero.errors import SelectionError
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.simulator import suites
-from deft_client.libero.simulator.assets import cache_folder, find_assets
+from deft_client.libero.simulator.assets import AssetsKind, cache_folder, find_assets
 from deft_client.libero.simulator.environment import Environment, EnvironmentSettings
+from deft_client.libero.simulator.mujoco_version import refused_suites, warning
 from deft_client.libero.simulator.suites import NUM_TRIALS, Suite, Task
+from deft_client.types import ServerInfo
 
 LIBERO = "libero"
+EXPERT = "expert"
+TRAINED = "trained"  # in place of task numbers: those the policy says it was trained on
 
 _NAMED = {
     ("--environment", LIBERO): "deft_client.libero.simulator.environment:open_environment",
     ("--environment", "point_world"): "deft_client.libero.evaluation.point_world:open_environment",
-    ("--policy", "expert"): "deft_client.libero.policies.expert:build_expert",
+    ("--policy", EXPERT): "deft_client.libero.policies.expert:build_expert",
     ("--policy", "solve"): "deft_client.libero.evaluation.point_world:solve",
 }
 
@@ -67,6 +71,40 @@ def describe_assets(simulator: str, settings: EnvironmentSettings) -> str:
     if simulator != LIBERO:
         return f"those of {simulator.partition(':')[0]}"
     return find_assets(settings.assets_folder, cache_folder(settings.cache)).label
+
+
+def check_physics(
+    simulator: str, settings: EnvironmentSettings, names: Sequence[str], version: str | None
+) -> None:
+    """Raise SelectionError for suites that this MuJoCo plays otherwise than LIBERO did."""
+    if simulator != LIBERO or version is None:
+        return
+    if find_assets(settings.assets_folder, cache_folder(settings.cache)).kind is AssetsKind.REAL:
+        refused = refused_suites(names, version)
+        if refused:
+            raise SelectionError(
+                f"{', '.join(refused)} cannot be trusted here: {warning(version)}, or give "
+                "--any-mujoco to play nevertheless"
+            )
+
+
+def untrained_tasks(suite: Suite, info: ServerInfo | None) -> tuple[int, ...]:
+    """Numbers of the tasks the policy was not trained on; none where it does not say."""
+    if info is None or not info.instructions:
+        return ()
+    return tuple(one.number for one in suite.tasks if one.instruction not in info.instructions)
+
+
+def trained_tasks(suite: Suite, info: ServerInfo | None) -> str:
+    """The other tasks as `--tasks` takes them; SelectionError where there are none."""
+    strange = untrained_tasks(suite, info)
+    numbers = [str(one.number) for one in suite.tasks if one.number not in strange]
+    if not numbers:
+        raise SelectionError(
+            f"the policy was trained on no task of {suite.name}; give numbers with --tasks to play "
+            "them nevertheless"
+        )
+    return ",".join(numbers)
 
 
 def parse_numbers(text: str, count: int, what: str) -> tuple[int, ...]:

@@ -6,12 +6,14 @@ anything from step to step: a `Watch` raises it when nothing moves, and the next
 tried.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.expert.fixtures import (
+    Handle,
     PullDrawer,
     PushPlate,
     PushShut,
@@ -27,15 +29,17 @@ from deft_client.libero.expert.pick import (
     Place,
 )
 from deft_client.libero.simulator.environment import LiberoEnvironment
+from deft_client.libero.simulator.goals import read_goals
 from deft_client.libero.simulator.scene import (
     Goal,
     Pose,
     Scene,
     Vector,
 )
+from deft_client.libero.simulator.suites import Task
 
 _SPACING = 0.088  # metres between the middles of things that share a region
-_OPEN_DRAWER = -0.12  # metres along the slide; fully open is -0.16
+_OPEN_DRAWER = -0.10  # metres along the slide; fully open is -0.16, and an arm may bump it
 _STUCK_STEPS = 25
 _STUCK_METRES = 0.004
 
@@ -52,12 +56,7 @@ class Expert:
     def for_episode(cls, environment: LiberoEnvironment) -> "Expert":
         """An expert for the episode the environment has just begun (after the idle steps)."""
         start, goals = environment.scene(), environment.goals()
-        for goal in goals:
-            if not _is_known(goal, start):
-                raise SimulationError(
-                    f"the expert cannot do task {environment.task.number} of "
-                    f"{environment.task.suite}: it knows no way to reach {goal}"
-                )
+        check_tasks([environment.task])
         return cls(goals, start, GraspFinder(build_clouds(start, environment.boxes())))
 
     def label(self, scene: Scene, attempt: int = 0) -> Label:
@@ -84,12 +83,21 @@ class Expert:
 
     def _work(self, goal: Goal, scene: Scene, attempt: int) -> Label:
         if goal.predicate == "open":
-            return PullDrawer(parent(goal.subject, scene), goal.subject).label(scene)
+            return PullDrawer(self._handle(goal.subject, scene)).label(scene)
         if goal.predicate == "close":
-            return PushShut(parent(goal.subject, scene), goal.subject).label(scene)
+            return PushShut(self._handle(goal.subject, scene)).label(scene)
         if goal.predicate == "turnon":
             return TurnKnob(goal.subject, f"{goal.subject}_button").label(scene)
         return self._put(goal, goal.target or "", scene, attempt)
+
+    def _handle(self, region: str, scene: Scene) -> Handle:
+        cabinet = parent(region, scene)
+        level = region.removeprefix(f"{cabinet}_").removesuffix("_region")
+        drawer = next(
+            name for name in scene.bodies if name.startswith(cabinet) and name.endswith(level)
+        )
+        points = self.finder.clouds[drawer].at(scene.bodies[drawer])
+        return Handle.of_drawer(points, -scene.bodies[cabinet].rotation[:, 1])
 
     def _put(self, goal: Goal, target: str, scene: Scene, attempt: int) -> Label:
         start = self.finder.clouds[goal.subject].at(self.start.bodies[goal.subject])
@@ -98,7 +106,7 @@ class Expert:
             return PushPlate(goal.subject, target, rest).label(scene)
         drawer = drawer_joint(target, scene)
         if drawer is not None and scene.joints[drawer] > _OPEN_DRAWER:
-            return PullDrawer(parent(target, scene), target).label(scene)
+            return PullDrawer(self._handle(target, scene)).label(scene)
         up = self.start.bodies[goal.subject].rotation[2]
         skill = PickAndPlace(goal.subject, rest, up, self.finder)
         return skill.label(scene, self._place(goal, target, scene), attempt)
@@ -146,10 +154,21 @@ class Watch:
         return self.attempt
 
 
-def _is_known(goal: Goal, scene: Scene) -> bool:
-    """Whether there is a skill for a goal. Doors and what lies behind them are beyond it."""
+def check_tasks(tasks: Iterable[Task]) -> None:
+    """Raise SimulationError for tasks the expert cannot do: doors and what lies behind them."""
+    refused = [
+        f"task {task.number} of {task.suite} (it knows no way to reach {goal})"
+        for task in tasks
+        for goal in read_goals(task)
+        if not _is_known(goal)
+    ]
+    if refused:
+        raise SimulationError(f"the expert cannot do {', '.join(refused)}; leave them out")
+
+
+def _is_known(goal: Goal) -> bool:
     if goal.predicate in ("open", "close"):
-        return drawer_joint(goal.subject, scene) is not None
+        return goal.subject.endswith("_region")  # a drawer's; doors have none
     if goal.predicate in ("in", "on"):
         return goal.target is not None and not goal.target.startswith("microwave")
     return goal.predicate == "turnon"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deft_client.libero.expert.geometry import TIP
+from deft_client.libero.expert.geometry import TIP, Points
 from deft_client.libero.expert.motion import (
     UP,
     Aim,
@@ -20,8 +20,9 @@ from deft_client.libero.expert.motion import (
 from deft_client.libero.expert.pick import Label, Phase, funnel
 from deft_client.libero.simulator.scene import Scene, Vector
 
-_HANDLE_OUT = 0.116  # from a drawer's region to the middle of its bar
-_BAR_WIDTH = 0.016  # fingers nearer than this hold the bar
+_BAR_DEPTH = 0.014  # what of a drawer is nearer to its foremost point than this is its bar
+_BAR_SLACK = 0.007  # fingers no further apart than the bar is thick, and this, hold it
+_PULL_LEAN = 0.3  # the palm upwards, over what stands in front
 _STAND_OFF = 0.10
 _KNOB_GRIP = 0.038  # height of the knob's bar above the stove's origin
 _KNOB_BAR = 0.034  # fingers nearer than this hold the bar
@@ -35,24 +36,39 @@ _FLAT = np.array([1.0, 1.0, 0.0])
 
 
 @dataclass(frozen=True, eq=False)
+class Handle:
+    """The bar in front of a drawer: its middle, how thick it is, and where its front looks."""
+
+    middle: Vector
+    thickness: float
+    front: Vector
+
+    @classmethod
+    def of_drawer(cls, points: Points, front: Vector) -> "Handle":
+        """Found as what of a drawer's points is foremost."""
+        out = points @ front
+        bar = points[out > out.max() - _BAR_DEPTH]
+        low, high = bar.min(axis=0), bar.max(axis=0)
+        return cls((low + high) / 2, float(high[2] - low[2]), front)
+
+
+@dataclass(frozen=True, eq=False)
 class PullDrawer:
     """Opens a drawer: pinches its bar from the front, one finger above, one below, and pulls."""
 
-    cabinet: str
-    region: str
+    handle: Handle
 
     def label(self, scene: Scene) -> Label:
         """The action for a scene."""
-        hand, front = scene.gripper, -scene.bodies[self.cabinet].rotation[:, 1]
-        bar = scene.regions[self.region].position + _HANDLE_OUT * front
-        rotation = pointing(-front, UP)
+        hand, bar, front = scene.gripper, self.handle.middle, self.handle.front
+        rotation = pointing(-front - _PULL_LEAN * UP, UP)
         offset = hand.position - bar
         out = float(offset @ front)
         aside = float(np.linalg.norm(offset - out * front))
         turn = float(np.linalg.norm(turn_to(rotation, hand)))
         near = aside < 0.014 and abs(out) < 0.016 and turn < 0.4
-        if near and scene.opening < _BAR_WIDTH:
-            aim = Aim(hand.position + 0.1 * front, rotation, closed=True, speed=0.7)
+        if near and scene.opening < self.handle.thickness + _BAR_SLACK:
+            aim = Aim(bar + (out + 0.1) * front, rotation, closed=True, speed=0.25)
             return _label(scene, aim, Phase.PULL, bar)
         if aside < 0.010 and abs(out) < 0.012 and turn < 0.3:
             return _label(scene, Aim(bar, rotation, closed=True), Phase.CLOSE, bar)
@@ -137,13 +153,11 @@ class PushPlate:
 class PushShut:
     """Shuts a drawer: pushes its bar with closed fingers, the palm leaning outwards."""
 
-    cabinet: str
-    region: str
+    handle: Handle
 
     def label(self, scene: Scene) -> Label:
         """The action for a scene."""
-        hand, front = scene.gripper, -scene.bodies[self.cabinet].rotation[:, 1]
-        bar = scene.regions[self.region].position + _HANDLE_OUT * front
+        hand, bar, front = scene.gripper, self.handle.middle, self.handle.front
         rotation = downward(np.cross(UP, front), -_SHUT_LEAN * front)
         offset = hand.position - bar
         out = float(offset @ front)

@@ -1,7 +1,8 @@
 """From where the gripper is and where it should be to one action. Pure functions.
 
 The robot's controller moves about a quarter of what an action asks for in one step, so an error
-of 5 cm asks for full speed and what is nearer is approached ever more slowly.
+of 5 cm asks for full speed and what is nearer is approached ever more slowly, in steps: a policy
+that learns from it has a clear choice among few commands, and a draft can guess which it takes.
 """
 
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ class Disturbance:
 
 POSITION_GAIN = 20.0  # action units per metre
 ROTATION_GAIN = 2.0  # action units per radian
+# All that it ever asks of a direction, either way.
+SPEEDS = np.array([0.0, 0.0625, 0.25, 0.5, 1.0])
+TURNS = np.array([0.0, 0.125, 0.25, 0.5, 1.0])
 DOWN = np.array([0.0, 0.0, -1.0])
 UP = -DOWN
 
@@ -77,14 +81,20 @@ class Aim:
 
 
 def steer(scene: Scene, aim: Aim) -> NDArray[np.float64]:
-    """The action of 7 robosuite values that moves towards the aim."""
+    """The action of 7 robosuite values that moves towards the aim, in the steps above."""
     translation = POSITION_GAIN * (aim.position - scene.gripper.position)
     translation *= min(1.0, aim.speed / max(float(np.abs(translation).max()), 1e-9))
     if aim.rise is not None:
         translation[2] = min(translation[2], aim.rise)
     turn = turn_to(aim.rotation, scene.gripper)
-    rotation = np.clip(ROTATION_GAIN * turn, -1.0, 1.0)
-    return np.concatenate([translation, rotation, [CLOSE if aim.closed else OPEN]])
+    motion = [in_steps(translation, SPEEDS), in_steps(ROTATION_GAIN * turn, TURNS)]
+    return np.concatenate([*motion, [CLOSE if aim.closed else OPEN]])
+
+
+def in_steps(values: Vector, steps: Vector) -> Vector:
+    """Each value moved to the nearest of some steps, its sign kept."""
+    nearest = np.abs(np.abs(values)[:, None] - steps).argmin(axis=1)
+    return np.asarray(np.sign(values) * steps[nearest])
 
 
 def turn_to(rotation: Vector, gripper: Pose) -> Vector:

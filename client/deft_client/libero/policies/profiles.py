@@ -106,23 +106,34 @@ def check_chain(profile: Profile, info: ServerInfo | None) -> None:
 OPENPI_SIZE = 224
 
 
-class ProfilePolicy:
-    """Applies the client's share of the image chain, and turns answers into robosuite's units."""
+class PolicyAround:
+    """A policy that does something around another one's answers."""
 
-    def __init__(self, peer: EpisodePolicy, profile: Profile) -> None:
-        self._peer = peer
-        self._profile = profile
+    def __init__(self, inner: EpisodePolicy) -> None:
+        self._inner = inner
 
     def start(self, session_id: str) -> None:
         """Begin an episode."""
-        self._peer.start(session_id)
+        self._inner.start(session_id)
+
+    def close(self) -> None:
+        """Free what the other holds."""
+        self._inner.close()
+
+
+class ProfilePolicy(PolicyAround):
+    """Applies the client's share of the image chain, and turns answers into robosuite's units."""
+
+    def __init__(self, peer: EpisodePolicy, profile: Profile) -> None:
+        super().__init__(peer)
+        self._profile = profile
 
     def act(self, observation: Observation) -> ActionChunk:
         """The actions that follow a simulator frame; the client's own work counts as preparing."""
         started = time.perf_counter()
         prepared = self._prepared(observation)
         own_ms = 1000 * (time.perf_counter() - started)
-        chunk = self._peer.act(prepared)
+        chunk = self._inner.act(prepared)
         if self._profile.client_chain is not ClientChain.NONE:
             timings = chunk.timings
             timings = replace(
@@ -132,10 +143,6 @@ class ProfilePolicy:
             )
             chunk = replace(chunk, timings=timings)
         return replace(chunk, actions=self._in_robosuite_units(chunk.actions))
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._peer.close()
 
     def _prepared(self, observation: Observation) -> Observation:
         chain = self._profile.client_chain

@@ -19,6 +19,7 @@ from deft_client.libero.policies.openpi import OpenPiPolicy
 from deft_client.libero.policies.openvla import OftPolicy, OpenVlaPolicy
 from deft_client.libero.policies.profiles import (
     PROFILES,
+    PolicyAround,
     Profile,
     ProfilePolicy,
     Protocol,
@@ -146,27 +147,16 @@ class DeftPolicy:
         self._client.close()
 
 
-class TimedPolicy:
+class TimedPolicy(PolicyAround):
     """A policy in this process, whose round trip is the call."""
-
-    def __init__(self, policy: EpisodePolicy) -> None:
-        self._policy = policy
-
-    def start(self, session_id: str) -> None:
-        """Begin an episode."""
-        self._policy.start(session_id)
 
     def act(self, observation: Observation) -> ActionChunk:
         """Answer, and say how long it took."""
         started = time.perf_counter()
-        return timed(self._policy.act(observation), started)
-
-    def close(self) -> None:
-        """Free what the policy holds."""
-        self._policy.close()
+        return timed(self._inner.act(observation), started)
 
 
-class DelayedPolicy:
+class DelayedPolicy(PolicyAround):
     """A policy at the far end of a slow network."""
 
     def __init__(
@@ -175,22 +165,14 @@ class DelayedPolicy:
         delay_ms: float,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._policy = policy
+        super().__init__(policy)
         self._delay_ms = delay_ms
         self._sleep = sleep
-
-    def start(self, session_id: str) -> None:
-        """Begin an episode; nobody waits for the network here."""
-        self._policy.start(session_id)
 
     def act(self, observation: Observation) -> ActionChunk:
         """Answer, later."""
         self._sleep(self._delay_ms / 2000)
-        chunk = self._policy.act(observation)
+        chunk = self._inner.act(observation)
         self._sleep(self._delay_ms / 2000)
         round_trip_ms = chunk.timings.round_trip_ms + self._delay_ms
         return replace(chunk, timings=replace(chunk.timings, round_trip_ms=round_trip_ms))
-
-    def close(self) -> None:
-        """Close the policy's connection."""
-        self._policy.close()

@@ -25,6 +25,7 @@ from deft_client.libero.report.summary import (
     RunSummary,
     SpeculationSummary,
     Successes,
+    by_task,
     summarise,
 )
 from deft_client.libero.report.tables import (
@@ -75,14 +76,6 @@ class View:
         if not record.video or not path.is_file():
             return ""
         return quote(os.path.relpath(path.resolve(), self.link_from.resolve()))
-
-    @property
-    def records_by_task(self) -> Mapping[tuple[str, int], Sequence[EpisodeRecord]]:
-        """The episodes, a list per suite and task."""
-        by_task: dict[tuple[str, int], list[EpisodeRecord]] = defaultdict(list)
-        for record in self.run.records:
-            by_task[record.key.suite, record.key.task].append(record)
-        return by_task
 
     def successes(self, suite: str, number: int) -> Successes | None:
         """How a task's episodes ended; None where none was played."""
@@ -142,6 +135,7 @@ def build_page(
         drawn=drawn,
         action_plots=_action_plots(drawn),
         marks=_MARKS,
+        by_task=by_task,
         videos=videos[:_MAX_VIDEOS],
         num_more_videos=len(videos) - _MAX_VIDEOS,
         provenance=_provenance(views),

@@ -145,11 +145,16 @@ def count_outcomes(records: Iterable[EpisodeRecord]) -> Successes:
     )
 
 
-def _tasks(records: Sequence[EpisodeRecord]) -> Iterable[TaskSummary]:
-    by_task: dict[tuple[str, int], list[EpisodeRecord]] = defaultdict(list)
+def by_task(records: Iterable[EpisodeRecord]) -> Mapping[tuple[str, int], list[EpisodeRecord]]:
+    """The episodes, a list per suite and task."""
+    found: dict[tuple[str, int], list[EpisodeRecord]] = defaultdict(list)
     for record in records:
-        by_task[record.key.suite, record.key.task].append(record)
-    for (suite, number), ones in sorted(by_task.items()):
+        found[record.key.suite, record.key.task].append(record)
+    return found
+
+
+def _tasks(records: Sequence[EpisodeRecord]) -> Iterable[TaskSummary]:
+    for (suite, number), ones in sorted(by_task(records).items()):
         instruction = next((one.instruction for one in ones if one.instruction), "")
         yield TaskSummary(suite, number, instruction, count_outcomes(ones))
 

@@ -8,6 +8,7 @@ compared to the last one.
 import base64
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -20,6 +21,11 @@ from deft_client.types import StageTimings
 
 STAGES = tuple(one.name for one in fields(StageTimings))
 _MS_DECIMALS = 3
+# Fields that stand in a line as they are.
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("instruction", "assets", "video", "error"), str),
+    **dict.fromkeys(("held_steps", "late_steps"), int),
+}
 
 
 class Outcome(Enum):
@@ -91,15 +97,10 @@ def encode_record(record: EpisodeRecord, run: str) -> bytes:
         "task": record.key.task,
         "trial": record.key.trial,
         "outcome": record.outcome.value,
-        "instruction": record.instruction,
         "steps": record.num_steps,
-        "held_steps": record.held_steps,
-        "late_steps": record.late_steps,
+        **{name: getattr(record, name) for name in _PLAIN},
         "wall_s": round(record.wall_s, 3),
         "finished_s": round(record.finished_s, 3),
-        "assets": record.assets,
-        "video": record.video,
-        "error": record.error,
         "answers": _encode_answers(record.answers),
         "actions": _encode_actions(record.actions),
     }
@@ -118,17 +119,12 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
             )
         return EpisodeRecord(
             key=TrialKey(str(values["suite"]), int(values["task"]), int(values["trial"])),
-            instruction=str(values["instruction"]),
             outcome=Outcome(values["outcome"]),
             actions=_decode_actions(values["actions"]),
             answers=_decode_answers(values["answers"]),
-            held_steps=int(values["held_steps"]),
-            late_steps=int(values["late_steps"]),
             wall_s=float(values["wall_s"]),
             finished_s=float(values["finished_s"]),
-            assets=str(values["assets"]),
-            video=str(values["video"]),
-            error=str(values["error"]),
+            **{name: kind(values[name]) for name, kind in _PLAIN.items()},
         )
     except (ValueError, KeyError, TypeError, zlib.error) as error:
         raise ResultsDamagedError(

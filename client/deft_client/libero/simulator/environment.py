@@ -33,6 +33,7 @@ from deft_client.libero.simulator.assets import (
 from deft_client.libero.simulator.camera import Camera, Look
 from deft_client.libero.simulator.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.simulator.init_states import draw_shifts, footprint, load_initial_states
+from deft_client.libero.simulator.mujoco_version import warning
 from deft_client.libero.simulator.scene import (
     Box,
     Goal,
@@ -44,8 +45,6 @@ from deft_client.libero.simulator.suites import Task
 from deft_client.types import Image
 
 logger = logging.getLogger("deft_client.libero")
-
-_PIXELS_CHANGED_IN = (3, 3, 3)  # MuJoCo's rendering differs from this version on
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +101,7 @@ class EnvironmentSettings:
     frame_size: int = conventions.FRAME_SIZE
     wrist_camera: bool = False
     renderer: Renderer = Renderer.AUTO
-    assets_folder: Path | None = None  # None: the real ones if installed, else stand-ins
+    assets_folder: Path | None = None  # None: LIBERO's own
     cache: Path | None = None  # None: $DEFT_CACHE_DIR, or a temporary folder
 
 
@@ -283,6 +282,19 @@ class LiberoEnvironment:
         """The predicates that must all hold for the episode to succeed."""
         return tuple(Goal(*parts) for parts in self._goal_parts)
 
+    def broken_premises(self) -> tuple[Goal, ...]:
+        """What the task's file says of how things begin, and is not so now.
+
+        Only between things: regions of floor and tables are boxes to draw positions from.
+        """
+        inner = self._inner
+        things = (*inner.objects_dict, *inner.fixtures_dict)
+        return tuple(
+            Goal(*parts)
+            for parts in inner.parsed_problem["initial_state"]
+            if parts[-1].startswith(things) and not inner._eval_predicate(parts)
+        )
+
     def _widened(self, trial: int, variation: Variation) -> NDArray[np.float64]:
         """The trial's recorded state with things moved about; the same for the same seed."""
         inner = self._inner
@@ -345,7 +357,9 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
             from libero.libero.envs.env_wrapper import ControlEnv
     except ImportError as error:
         raise SimulatorMissingError(f"{error}; run `make install-libero`") from error
-    _warn_of_pixels(assets)
+    text = warning(_mujoco().__version__)
+    if text and assets.kind is AssetsKind.REAL:
+        logger.warning("%s", text)
     # Its own handler prints, and writes a file into the current folder.
     _mujoco().set_mju_user_warning(lambda text: logger.debug("MuJoCo: %s", text))
     libero.libero._assets_path_cache = str(assets.folder)
@@ -363,17 +377,6 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
         raise AssetsError(
             f"{bddl_file.stem}: {error}; the {assets.label} assets in {assets.folder} lack it"
         ) from error
-
-
-def _warn_of_pixels(assets: Assets) -> None:
-    text = _mujoco().__version__
-    version = tuple(int(part) for part in text.split(".")[:3])
-    if assets.kind is AssetsKind.REAL and version >= _PIXELS_CHANGED_IN:
-        logger.warning(
-            "MuJoCo %s renders differently from 3.3.2, with which published checkpoints were "
-            "trained; for comparable success rates install mujoco==3.3.2",
-            text,
-        )
 
 
 @contextlib.contextmanager

@@ -49,3 +49,7 @@ class Goal:
     predicate: str
     subject: str
     target: str | None = None
+
+    def __str__(self) -> str:
+        parts = (self.subject, self.target) if self.target else (self.subject,)
+        return f"{self.predicate}({', '.join(parts)})"

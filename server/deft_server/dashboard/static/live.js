@@ -112,8 +112,10 @@ export class LiveView {
 
   #showWatched(news) {
     if (this.#chosen && news.key !== this.#watched) return; // of the session watched before
-    this.#watched = news.key;
-    this.#chosen = true;
+    if (news.key !== this.#watched) {
+      this.#watched = news.key;
+      this.#showSessions(this.#sessions);
+    }
     if (news.restart) this.#points = [];
     if (news.points) this.#points = [...this.#points, ...news.points].slice(-KEPT);
     if (news.trace) this.#trace = news.trace;

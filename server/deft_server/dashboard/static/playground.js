@@ -12,6 +12,7 @@ const TYPES = ["image/png", "image/jpeg"];
 export class Playground {
   #picture = null;
   #runs = [];
+  #session = `playground-${Math.random().toString(36).slice(2)}`;
   #isOpen = false;
 
   constructor() {
@@ -41,10 +42,19 @@ export class Playground {
       fillSelect(byId("try-decoding"), info.decoding_methods, info.decoding);
       fillSelect(byId("try-statistics"), info.statistics_keys, info.default_statistics_key);
       this.#say("");
+      await this.#takeExample();
     } catch (error) {
       if (error.status === 401 || error.status === 403) byId("key-form").hidden = false;
       this.#say(error.message, "bad");
     }
+  }
+
+  // The first frame of a trial of the task that the instruction names, so that one click shows something.
+  async #takeExample() {
+    const response = await fetch("/dashboard/static/example.png");
+    if (!response.ok || this.#picture) return;
+    this.#take(new File([await response.blob()], "example.png", { type: "image/png" }));
+    byId("drop-text").textContent = "An example; choose, drop or paste your own";
   }
 
   #take(file) {
@@ -78,6 +88,7 @@ export class Playground {
     form.set("image", this.#picture);
     for (const [name, value] of Object.entries(asked)) if (value !== "") form.set(name, value);
     form.set("trace", "true");
+    form.set("session_id", this.#session); // what was answered before is what the next is drafted from
     byId("try-send").disabled = true;
     this.#say("asking …");
     try {

@@ -1,17 +1,21 @@
-"""The evaluation with LIBERO itself, on whatever assets are there."""
+"""The evaluation with LIBERO itself, on the stand-ins."""
 
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deft_client.libero.commands.evaluate import main
+from deft_client.libero.commands.evaluate import main, read_options
+from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.evaluation.runs import plan_runs
 from deft_client.libero.results.store import load_run
+from deft_client.libero.simulator.suites import find_task
+from tests.client.libero.simulated import needs_simulator
+from tests.client.libero.tiny_server import INFO
 
-pytestmark = [
-    pytest.mark.libero,
-    pytest.mark.skipif(find_spec("robosuite") is None, reason="needs `make install-libero`"),
-]
+pytestmark = needs_simulator
+ON_STAND_INS = ("--assets", "stand-in")
+SOUP, MILK = (find_task("libero_object", number).instruction for number in (0, 7))
 
 
 def test_frames_and_actions_are_the_same_in_every_run_with_one_worker_and_with_two(
@@ -23,7 +27,7 @@ def test_frames_and_actions_are_the_same_in_every_run_with_one_worker_and_with_t
     for workers in ("1", "2"):
         code = main(
             ["libero_object", "--policy", "tests.client.libero.looking:look", "--tasks", "5",
-             "--trials", "40,41", "--step-limit", "4", "--workers", workers,
+             "--trials", "40,41", "--step-limit", "4", "--workers", workers, *ON_STAND_INS,
              "--out", str(tmp_path / workers)]
         )  # fmt: skip
         assert code == 0
@@ -34,3 +38,28 @@ def test_frames_and_actions_are_the_same_in_every_run_with_one_worker_and_with_t
         assert record.actions.tobytes() == two[key].actions.tobytes(), key
     assert len({record.actions.tobytes() for record in one.values()}) == 2
     assert {record.assets for record in one.values()} == {runs[0].header.assets}
+
+
+def test_tasks_the_policy_was_not_trained_on_are_named() -> None:
+    info = replace(INFO, instructions=(MILK, SOUP, "fold the towel"))
+    (run,) = plan_runs(read_options(["libero_object", "--tasks", "0-2", *ON_STAND_INS]), info)
+    assert run.untrained == (1, 2)
+    (run,) = plan_runs(read_options(["libero_object", "--tasks", "trained", *ON_STAND_INS]), info)
+    assert (run.untrained, {key.task for key in run.keys}) == ((), {0, 7})
+
+
+def test_a_policy_that_does_not_say_what_it_knows_plays_all() -> None:
+    (run,) = plan_runs(read_options(["libero_object", "--tasks", "trained", *ON_STAND_INS]), INFO)
+    assert (run.untrained, len(run.keys)) == ((), 500)
+
+
+def test_a_suite_the_policy_knows_nothing_of_is_refused_where_trained_tasks_are_wanted() -> None:
+    info = replace(INFO, instructions=(MILK,))
+    with pytest.raises(SelectionError, match="trained on no task of libero_goal"):
+        plan_runs(read_options(["libero_goal", "--tasks", "trained", *ON_STAND_INS]), info)
+
+
+def test_what_the_expert_cannot_do_is_refused_before_the_first_episode() -> None:
+    asked = read_options(["libero_90", "--tasks", "32-34", "--policy", "expert", *ON_STAND_INS])
+    with pytest.raises(SimulationError, match="the expert cannot do task 33 of libero_90"):
+        plan_runs(asked, None)

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
+from deft_client.libero.demonstrations.play import DemosSettings
+from deft_client.libero.demonstrations.pool import DemosJob, record
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.expert.expert import Expert, Watch
 from deft_client.libero.expert.pick import Phase
 from deft_client.libero.simulator.conventions import CLOSE, OPEN
-from deft_client.libero.simulator.suites import find_suite
-from tests.client.libero.simulated import needs_simulator, physics, settle
+from deft_client.libero.simulator.goals import read_goals
+from deft_client.libero.simulator.suites import find_suite, find_task
+from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
 
 pytestmark = needs_simulator
 
@@ -92,3 +95,19 @@ def test_a_task_beyond_the_expert_is_refused_at_once():
     environment.restart(0)
     with pytest.raises(SimulationError, match="cannot do task 9 of libero_10"):
         Expert.for_episode(environment)
+
+
+def test_goals_read_from_the_file_are_those_of_the_simulator():
+    for suite, number in (("libero_object", 5), ("libero_goal", 3), ("libero_10", 2)):
+        assert read_goals(find_task(suite, number)) == physics(suite, number).goals()
+
+
+def test_recording_what_the_expert_cannot_do_is_refused_before_the_first_episode(tmp_path):
+    job = DemosJob(DemosSettings("libero_90", tasks=(0, 33, 39)), tmp_path / "out", PHYSICS)
+    with pytest.raises(SimulationError) as caught:
+        record(job, print)
+    assert str(caught.value) == (
+        "the expert cannot do task 33 of libero_90 (it knows no way to reach close(microwave_1)), "
+        "task 39 of libero_90 (it knows no way to reach turnoff(flat_stove_1)); leave them out"
+    )
+    assert not (tmp_path / "out").exists()

@@ -4,6 +4,8 @@ import pytest
 from deft_client.libero.expert.geometry import Cloud, pinch, tallest_on_way
 from deft_client.libero.expert.motion import (
     DOWN,
+    SPEEDS,
+    TURNS,
     UP,
     Aim,
     downward,
@@ -31,10 +33,23 @@ def test_far_away_the_straight_way_is_taken_at_full_speed():
     np.testing.assert_allclose(action, [1.0, 0.5, 0, 0, 0, 0, OPEN], atol=1e-9)
 
 
-def test_near_the_goal_the_action_shrinks_with_the_distance():
-    aim = Aim(np.array([0.0, 0.01, 0.0]), downward(Y), closed=True)
-    assert steer(scene_at([0, 0, 0]), aim)[1] == pytest.approx(0.2)
-    assert steer(scene_at([0, 0, 0]), aim)[-1] == CLOSE
+@pytest.mark.parametrize(
+    ("millimetres", "speed"), [(30, 0.5), (10, 0.25), (3, 0.0625), (-3, -0.0625), (1, 0.0)]
+)
+def test_near_the_goal_the_action_shrinks_with_the_distance_in_steps(millimetres, speed):
+    aim = Aim(np.array([0.0, millimetres / 1000, 0.0]), downward(Y), closed=True)
+    action = steer(scene_at([0, 0, 0]), aim)
+    assert action[1] == speed
+    assert action[-1] == CLOSE
+
+
+def test_nothing_but_a_few_speeds_and_turns_is_ever_asked_for():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        rotation = downward(generator.normal(size=3), generator.normal(size=3))
+        action = steer(scene_at([0, 0, 0]), Aim(generator.normal(size=3) / 20, rotation, True))
+        assert set(np.abs(action[:3])) <= set(SPEEDS)
+        assert set(np.abs(action[3:6])) <= set(TURNS)
 
 
 def test_rising_can_be_slower_than_moving():

@@ -10,7 +10,7 @@ from deft_client.errors import (
     ServerUnreachableError,
     problem_error,
 )
-from deft_client.libero.evaluation.player import Job, Player, WorkerSettings
+from deft_client.libero.evaluation.player import Player, WorkerSettings
 from deft_client.libero.evaluation.point_world import SUITE, find_suite, open_environment
 from deft_client.libero.policies.source import PolicySource, build_policy
 from deft_client.libero.results.records import TrialKey
@@ -63,7 +63,7 @@ def test_no_two_tries_share_a_session_even_if_their_folders_have_one_name(tmp_pa
             source = PolicySource(server.url)
             settings = WorkerSettings(folder, source, simulator=SUITE, step_limit=2)
             player = Player(settings, lambda report: None)
-            player.play(Job(TrialKey(SUITE, 0, 0)))
+            player.play(TrialKey(SUITE, 0, 0))
             player.close()
         sessions = [request.options.session_id for request in server.requests]
     assert len(sessions) == 4

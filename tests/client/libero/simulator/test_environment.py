@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from deft_client.libero.errors import AssetsError, GraphicsError, UnstableError
+from deft_client.libero.simulator.assets import STAND_INS
 from deft_client.libero.simulator.environment import (
     EnvironmentSettings,
     LiberoEnvironment,
@@ -16,7 +17,7 @@ from deft_client.libero.simulator.environment import (
 from deft_client.libero.simulator.graphics import Renderer
 from deft_client.libero.simulator.standins.build import build
 from deft_client.libero.simulator.suites import find_task
-from tests.client.libero.simulated import needs_simulator, physics
+from tests.client.libero.simulated import PHYSICS, needs_simulator, physics
 
 pytestmark = needs_simulator
 TASK = ("libero_object", 5)
@@ -60,7 +61,7 @@ def test_a_fresh_environment_plays_the_same_episode():
     used.restart(1)
     states(used, 5)
     used.restart(2)
-    fresh = LiberoEnvironment(find_task(*TASK), EnvironmentSettings(renderer=Renderer.NONE))
+    fresh = LiberoEnvironment(find_task(*TASK), PHYSICS)
     fresh.restart(2)
     np.testing.assert_array_equal(states(used, 12), states(fresh, 12))
     fresh.close()
@@ -102,7 +103,8 @@ def test_widening_moves_things_by_centimetres_and_leaves_the_robot():
 
 def test_a_frame_shows_the_scene_upright():
     """The robot stands at the far side, so it is above; the floor in front is lighter below."""
-    environment = LiberoEnvironment(find_task(*TASK), EnvironmentSettings(frame_size=128))
+    settings = EnvironmentSettings(frame_size=128, assets_folder=STAND_INS)
+    environment = LiberoEnvironment(find_task(*TASK), settings)
     frame = environment.reset(0)
     assert frame.image.shape == (128, 128, 3)
     assert frame.image.dtype == np.uint8
@@ -119,7 +121,7 @@ def test_a_frame_shows_the_scene_upright():
 
 
 def test_the_wrist_camera_is_there_when_asked_for():
-    settings = EnvironmentSettings(frame_size=64, wrist_camera=True)
+    settings = EnvironmentSettings(frame_size=64, wrist_camera=True, assets_folder=STAND_INS)
     environment = LiberoEnvironment(find_task(*TASK), settings)
     frame = environment.reset(0)
     assert frame.cameras["wrist"].shape == (64, 64, 3)
@@ -167,10 +169,14 @@ def test_nothing_is_asked_on_the_terminal_printed_or_written_to_the_home_folder(
     home, cache = tmp_path / "home", tmp_path / "cache"
     home.mkdir()
     program = (
+        "from deft_client.libero.simulator.assets import STAND_INS\n"
+        "from deft_client.libero.simulator.environment import EnvironmentSettings\n"
         "from deft_client.libero.simulator.environment import open_environment\n"
         "from deft_client.libero.simulator.suites import find_task\n"
         "import numpy as np\n"
-        "environment = open_environment(find_task('libero_object', 5))\n"
+        "task = find_task('libero_object', 5)\n"
+        "settings = EnvironmentSettings(assets_folder=STAND_INS)\n"
+        "environment = open_environment(task, settings)\n"
         "environment.reset(0)\n"
         "environment.step(np.zeros(7))\n"
         "environment.close()\n"

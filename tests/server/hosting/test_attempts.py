@@ -6,7 +6,7 @@ from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_server.errors import PolicyFailedError
-from deft_server.serving.policy_thread import Failure, answer_batch
+from deft_server.hosting.attempts import Failure, answer_batch
 from tests.server.fakes import (
     FakePolicy,
     PickyPolicy,

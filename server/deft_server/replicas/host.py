@@ -10,10 +10,13 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Protocol
 
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
-from deft_server.replicas.remote import RemoteAnswers, lost, unpack
-from deft_server.serving.policy_thread import Attempts, Listener, LoadPolicy
+from deft_server.hosting.attempts import Attempts
+from deft_server.hosting.host import HostedPolicy, Listener
+from deft_server.hosting.messages import PolicyFacts
+from deft_server.hosting.process import hosted
+from deft_server.replicas.remote import ReplicaAnswers, lost
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -36,13 +39,10 @@ class Cluster(Protocol):
     def connect(self) -> None:
         """Find or start the replicas; blocks until one answers. Raises `SettingsError`."""
 
-    async def look(self) -> str:
-        """Ask a replica what the policy is; returns its version."""
+    async def look(self) -> tuple[str, PolicyFacts]:
+        """Ask a replica for the version of its policy, and what a server has to know of it."""
 
-    def policy(self) -> Policy:
-        """Return the server's side of the policy that `look` found."""
-
-    async def answer(self, frames: Sequence[ActRequest]) -> RemoteAnswers:
+    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
         """Have a free replica answer a batch, or raise `ReplicaLostError`."""
 
     def count(self) -> int:
@@ -52,24 +52,18 @@ class Cluster(Protocol):
         """Let go of the replicas. Blocks."""
 
 
-class ReplicaWorker:
-    """The worker of a scheduler whose policy lives in a cluster."""
+class ReplicaHost:
+    """A policy that lives in a cluster, several times. Its replicas end what hangs."""
 
+    is_disposable = True
     watches_itself = True
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        load: LoadPolicy,
-        listener: Listener,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, cluster: Cluster, listener: Listener) -> None:
         self._cluster = cluster
-        self._load = load
         self._listener = listener
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._policy: Policy | None = None
+        self._policy: HostedPolicy | None = None
         self._version = ""
         self._count = 0
 
@@ -116,9 +110,9 @@ class ReplicaWorker:
                 self._tell(count)
 
     async def _look(self) -> None:
-        """Learn what the policy is, and have it guarded before it serves."""
-        self._version = await self._cluster.look()
-        self._policy = await asyncio.to_thread(self._load)
+        """Learn what the policy is, and tell of it before it serves."""
+        self._version, facts = await self._cluster.look()
+        self._policy = hosted(facts)
         self._tell(await asyncio.to_thread(self._cluster.count))
 
     def _tell(self, count: int) -> None:
@@ -137,13 +131,12 @@ class ReplicaWorker:
         for _ in range(TRIES):
             try:
                 returned = await self._cluster.answer(batch)
+                if returned.version != self._version:
+                    await self._look()
+                return returned.attempts(time.perf_counter() - started_s)
             except ReplicaLostError as error:
                 reason = str(error)
                 logger.warning("a batch of %d was lost: %s", len(batch), reason)
                 if isinstance(error, ReplicaHangsError):
                     break
-                continue
-            if returned.version != self._version:
-                await self._look()
-            return unpack(returned, time.perf_counter() - started_s)
         return lost(len(batch), reason, time.perf_counter() - started_s)

@@ -1,0 +1,311 @@
+"""Writes episodes as a LeRobot data set (format v3) that LeRobot's own loader opens.
+
+Pictures are stored as PNG inside the parquet files, so that they come back to the bit; actions keep
+their 64 bits. An episode is in memory while it is written, and nothing more.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as PillowImage
+
+from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep, need
+from deft_client.datasets.lerobot import ACTION, STATE
+from deft_client.types import Image
+
+CAMERA = "observation.images."
+MAIN_CAMERA = "image"
+_VERSION = "v3.0"
+_FILES_PER_CHUNK = 1000
+_FILE_BYTES = 100 << 20
+_QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+_COUNTERS = {"timestamp": "float32"} | dict.fromkeys(
+    ("frame_index", "episode_index", "index", "task_index"), "int64"
+)
+_SAMPLED_PICTURES = 20  # per episode, for the statistics of pixels
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written."""
+
+    num_episodes: int
+    num_steps: int
+
+
+@dataclass
+class _Progress:
+    """What the files after the data need to know."""
+
+    tasks: dict[str, int] = field(default_factory=dict)
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    num_steps: int = 0
+
+
+def write_lerobot(
+    episodes: Iterable[StoredEpisode], out: Path, fps: int, robot: str = "unknown"
+) -> ExportResult:
+    """Write episodes into a folder that must not be there yet; those without steps are left out."""
+    if out.exists():
+        raise DatasetError(f"{out} exists already; data sets are written as a whole")
+    aside = out.with_name(f"{out.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    progress = _Progress()
+    features: dict[str, Any] = {}
+    for table, file in _files(episodes, fps, progress, features):
+        path = aside / "data" / _name(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        need("pyarrow.parquet").write_table(table, path)
+    if not progress.episodes:
+        raise DatasetError("none of the episodes has a step, so there is nothing to export")
+    _write_meta(aside, features, progress, fps, robot)
+    aside.rename(out)
+    return ExportResult(len(progress.episodes), progress.num_steps)
+
+
+def _files(
+    episodes: Iterable[StoredEpisode], fps: int, progress: _Progress, features: dict[str, Any]
+) -> Iterator[tuple[Any, int]]:
+    """Tables of whole episodes, of about 100 MB each, numbered."""
+    arrow, size, file = need("pyarrow"), 0, 0
+    held: list[Any] = []
+    for episode in episodes:
+        steps = list(episode.steps())
+        if not steps:
+            continue
+        described = _describe(steps, episode.name)
+        if features and described != features:
+            raise DatasetError(f"{episode.name}: has other features than the episodes before it")
+        features.update(described)
+        if size > _FILE_BYTES:
+            yield arrow.concat_tables(held), file
+            held, size, file = [], 0, file + 1
+        table = _table(steps, features, progress, fps, file)
+        held.append(table)
+        size += table.nbytes
+    if held:
+        yield arrow.concat_tables(held), file
+
+
+def _describe(steps: Sequence[StoredStep], name: str) -> dict[str, Any]:
+    """The features of an episode, which all its steps must share."""
+    found = []
+    for step in steps:
+        seen = step.observation
+        pictures = {MAIN_CAMERA: seen.image, **seen.cameras}
+        each: dict[str, dict[str, object]] = {
+            CAMERA + camera: {
+                "dtype": "image",
+                "shape": [*image.shape],
+                "names": ["height", "width", "channels"],
+            }
+            for camera, image in pictures.items()
+        }
+        if seen.state is not None:
+            each[STATE] = {"dtype": "float32", "shape": [len(seen.state)], "names": None}
+        each[ACTION] = {"dtype": "float64", "shape": [len(step.action)], "names": None}
+        found.append(each)
+    if any(each != found[0] for each in found):
+        raise DatasetError(f"{name}: its steps differ in cameras, sizes or numbers of values")
+    return found[0]
+
+
+def _table(
+    steps: Sequence[StoredStep],
+    features: Mapping[str, Any],
+    progress: _Progress,
+    fps: int,
+    file: int,
+) -> Any:
+    """One episode as a table, counted in."""
+    number, first, count = len(progress.episodes), progress.num_steps, len(steps)
+    tasks = [
+        progress.tasks.setdefault(step.observation.instruction, len(progress.tasks))
+        for step in steps
+    ]
+    numbers: dict[str, NDArray[Any]] = {
+        "timestamp": (np.arange(count) / fps).astype(np.float32),
+        "frame_index": np.arange(count),
+        "episode_index": np.full(count, number),
+        "index": np.arange(first, first + count),
+        "task_index": np.array(tasks),
+        ACTION: np.stack([step.action for step in steps]),
+    }
+    if STATE in features:
+        numbers[STATE] = np.stack([step.observation.state for step in steps])  # type: ignore[misc]
+    pictures = {
+        name: [_picture_of(step, name) for step in steps]
+        for name in features
+        if name.startswith(CAMERA)
+    }
+    progress.num_steps += count
+    progress.episodes.append(
+        {
+            "episode_index": number,
+            "tasks": list(dict.fromkeys(step.observation.instruction for step in steps)),
+            "length": count,
+            "data/chunk_index": file // _FILES_PER_CHUNK,
+            "data/file_index": file % _FILES_PER_CHUNK,
+            "dataset_from_index": first,
+            "dataset_to_index": first + count,
+            "meta/episodes/chunk_index": 0,
+            "meta/episodes/file_index": 0,
+            **_episode_statistics(numbers, pictures),
+        }
+    )
+    return _arrow_table(numbers, pictures)
+
+
+def _picture_of(step: StoredStep, name: str) -> Image:
+    camera = name.removeprefix(CAMERA)
+    return step.observation.image if camera == MAIN_CAMERA else step.observation.cameras[camera]
+
+
+def _arrow_table(
+    numbers: Mapping[str, NDArray[Any]], pictures: Mapping[str, Sequence[Image]]
+) -> Any:
+    arrow = need("pyarrow")
+    columns = {}
+    for name, values in numbers.items():
+        one = arrow.array(values.reshape(-1))
+        wide = values.ndim == 2 and values.shape[1] > 1
+        columns[name] = arrow.FixedSizeListArray.from_arrays(one, values.shape[1]) if wide else one
+    kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+    for name, images in pictures.items():
+        rows = [{"bytes": _png(image), "path": None} for image in images]
+        columns[name] = arrow.array(rows, type=kind)
+    return arrow.table(columns)
+
+
+def _png(image: Image) -> bytes:
+    buffer = BytesIO()
+    PillowImage.fromarray(image).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _episode_statistics(
+    numbers: Mapping[str, NDArray[Any]], pictures: Mapping[str, Sequence[Image]]
+) -> dict[str, Any]:
+    """What LeRobot normalises with, as columns `stats/<feature>/<statistic>`."""
+    found: dict[str, Any] = {}
+    for name, values in numbers.items():
+        rows = values.reshape(len(values), -1).astype(np.float64)
+        for statistic, value in _statistics(rows, len(rows)).items():
+            found[f"stats/{name}/{statistic}"] = value.tolist()
+    for name, images in pictures.items():
+        stride = max(1, len(images) // _SAMPLED_PICTURES)
+        chosen = np.stack(images[::stride])
+        pixels = chosen.reshape(-1, 3) / 255.0
+        for statistic, value in _statistics(pixels, len(chosen)).items():
+            shaped = value if statistic == "count" else value[:, None, None]
+            found[f"stats/{name}/{statistic}"] = shaped.tolist()
+    return found
+
+
+def _statistics(rows: NDArray[np.float64], count: int) -> dict[str, NDArray[Any]]:
+    """Per column of [row, column]."""
+    quantiles = np.quantile(rows, list(_QUANTILES.values()), axis=0)
+    return {
+        "min": rows.min(axis=0),
+        "max": rows.max(axis=0),
+        "mean": rows.mean(axis=0),
+        "std": rows.std(axis=0),
+        "count": np.array([count]),
+        **dict(zip(_QUANTILES, quantiles, strict=True)),
+    }
+
+
+def _write_meta(
+    root: Path, features: Mapping[str, Any], progress: _Progress, fps: int, robot: str
+) -> None:
+    arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+    meta = root / "meta"
+    episodes = meta / "episodes" / _name(0)
+    episodes.parent.mkdir(parents=True)
+    parquet.write_table(arrow.Table.from_pylist(progress.episodes), episodes)
+    parquet.write_table(_task_table(progress.tasks), meta / "tasks.parquet")
+    counters = {
+        name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in _COUNTERS.items()
+    }
+    info = {
+        "codebase_version": _VERSION,
+        "robot_type": robot,
+        "total_episodes": len(progress.episodes),
+        "total_frames": progress.num_steps,
+        "total_tasks": len(progress.tasks),
+        "chunks_size": _FILES_PER_CHUNK,
+        "data_files_size_in_mb": _FILE_BYTES >> 20,
+        "video_files_size_in_mb": 200,
+        "fps": fps,
+        "splits": {"train": f"0:{len(progress.episodes)}"},
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": None,
+        "features": {**features, **counters},
+    }
+    (meta / "info.json").write_text(json.dumps(info, indent=4), "utf-8")
+    (meta / "stats.json").write_text(json.dumps(_overall(progress.episodes), indent=4), "utf-8")
+
+
+def _task_table(tasks: Mapping[str, int]) -> Any:
+    """One row per task; the text is the index of the data frame that pandas reads it as."""
+    arrow = need("pyarrow")
+    table = arrow.table({"task_index": list(tasks.values()), "task": list(tasks)})
+    columns = [
+        {
+            "name": name,
+            "field_name": name,
+            "pandas_type": kind,
+            "numpy_type": kind,
+            "metadata": None,
+        }
+        for name, kind in (("task_index", "int64"), ("task", "object"))
+    ]
+    described = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
+    return table.replace_schema_metadata({"pandas": json.dumps(described)})
+
+
+def _overall(episodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The statistics of all episodes together; quantiles are their mean, weighted by length."""
+    names = dict.fromkeys(
+        key.split("/", 1)[1].rpartition("/")[0] for key in episodes[0] if key.startswith("stats/")
+    )
+    return {name: _merged([_of(episode, name) for episode in episodes]) for name in names}
+
+
+def _of(episode: Mapping[str, Any], name: str) -> dict[str, NDArray[np.float64]]:
+    prefix = f"stats/{name}/"
+    return {
+        key.removeprefix(prefix): np.array(value, dtype=np.float64)
+        for key, value in episode.items()
+        if key.startswith(prefix)
+    }
+
+
+def _merged(parts: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, Any]:
+    counts = np.array([float(one["count"][0]) for one in parts])
+    weights = counts / counts.sum()
+
+    def mean(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        return np.asarray(np.tensordot(weights, np.stack(values), axes=1))
+
+    middle = mean([one["mean"] for one in parts])
+    spread = mean([one["std"] ** 2 + (one["mean"] - middle) ** 2 for one in parts])
+    return {
+        "min": np.min([one["min"] for one in parts], axis=0).tolist(),
+        "max": np.max([one["max"] for one in parts], axis=0).tolist(),
+        "mean": middle.tolist(),
+        "std": np.sqrt(spread).tolist(),
+        "count": [int(counts.sum())],
+        **{name: mean([one[name] for one in parts]).tolist() for name in _QUANTILES},
+    }
+
+
+def _name(file: int) -> str:
+    return f"chunk-{file // _FILES_PER_CHUNK:03d}/file-{file % _FILES_PER_CHUNK:03d}.parquet"

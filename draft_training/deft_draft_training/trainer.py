@@ -1,0 +1,77 @@
+"""The loop of a training run, resumable to the bit; subclasses say what a step does."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch import nn
+from tqdm import tqdm
+
+from deft_draft_training.optimizer import (
+    OptimizerConfig,
+    TrainingPrecision,
+    WeightAverage,
+    build_optimizers,
+    rate_fraction,
+    update,
+)
+from deft_draft_training.run_directory import RunDirectory
+
+Net = TypeVar("Net", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """What every training run settles."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: TrainingPrecision = TrainingPrecision.FLOAT32
+    steps: int = 20000
+    batch_size: int = 16  # over all processes
+    average_decay: float = 0.0
+    save_every: int = 500
+    log_every: int = 50
+    seed: int = 0
+
+
+class Trainer(ABC, Generic[Net]):
+    """A module, what changes it, and the loop. A step depends on the seed and its number alone."""
+
+    def __init__(self, config: FitConfig, net: Net) -> None:
+        self.net = net
+        self.optimizers = build_optimizers(net, config.optimizer)
+        self.average = WeightAverage(net, config.average_decay)
+        self._rules = config
+
+    @abstractmethod
+    def _step(self, step: int) -> Mapping[str, float]:
+        """Take a step and return what to log of it."""
+
+    def _update(self, step: int) -> float:
+        """Follow the module's gradients; return their norm."""
+        fraction = rate_fraction(self._rules.optimizer, step, self._rules.steps)
+        norm = update(self.net, self.optimizers, self._rules.optimizer, fraction)
+        self.average.follow(self.net)
+        return norm
+
+    def _train(self, run: RunDirectory, writes: bool = True) -> Net:
+        """Go on to the configured step and return the (averaged) module.
+
+        Of several processes, one writes.
+        """
+        rules = self._rules
+        first, average = run.load(self.net, self.optimizers)
+        self.average.restore(average)
+        steps = range(first, rules.steps)
+        for step in tqdm(
+            steps, initial=first, total=rules.steps, file=sys.stderr, disable=not writes
+        ):
+            losses, done = self._step(step), step + 1
+            if writes and done % rules.log_every == 0:
+                run.log(done, losses)
+            if writes and (done % rules.save_every == 0 or done == rules.steps):
+                run.save(done, self.net, self.optimizers, self.average.state())
+        self.average.copy_to(self.net)
+        return self.net

@@ -1,0 +1,208 @@
+"""Attacks on a server by one machine that holds no key, over real sockets.
+
+Each is a function that attacks until its time is over; what the server answers does not matter to
+it. They come from another address of this machine, so that limits per address do not hit others.
+"""
+
+import contextlib
+import random
+import socket
+import ssl
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from io import BytesIO
+
+import msgpack
+import numpy as np
+import PIL.Image
+
+OWN_ADDRESS = "127.0.0.2"
+CHUNK = 256 * 1024
+Attack = Callable[[int, float, random.Random], None]
+
+_POST = b"POST /v1/act HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/msgpack\r\n"
+_HANDSHAKE = (
+    b"GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+@contextlib.contextmanager
+def _connection(port: int) -> Iterator[socket.socket]:
+    """Open one; that the server closes it, or takes no more, is what it should do."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 5, (OWN_ADDRESS, 0)) as opened:
+            opened.settimeout(1)
+            yield opened
+    except OSError:
+        time.sleep(0.005)
+
+
+def _send_for(opened: socket.socket, data: bytes, until_s: float) -> None:
+    """Send the same again and again, and read nothing."""
+    while time.monotonic() < until_s:
+        opened.sendall(data)
+
+
+def _repeat(head: bytes, data: bytes) -> Attack:
+    """Return an attack that begins with `head` and goes on with `data` without end."""
+
+    def attack(port: int, until_s: float, rng: random.Random) -> None:
+        while time.monotonic() < until_s:
+            with _connection(port) as opened:
+                opened.sendall(head)
+                _send_for(opened, data, until_s)
+
+    return attack
+
+
+def _websocket(data: bytes, pause_s: float = 0.0) -> Attack:
+    """Return an attack that sends frames without end over WebSockets."""
+
+    def attack(port: int, until_s: float, rng: random.Random) -> None:
+        while time.monotonic() < until_s:
+            with _connection(port) as opened:
+                opened.sendall(_HANDSHAKE)
+                opened.recv(4096)
+                _send_for(opened, data, until_s)
+            time.sleep(pause_s)
+
+    return attack
+
+
+def _frame(opcode: int, payload: bytes, is_last: bool = True) -> bytes:
+    """Return a WebSocket frame with the mask 0."""
+    size = len(payload)
+    head = bytes([opcode | 0x80 * is_last])
+    if size < 126:
+        head += bytes([0x80 | size])
+    else:
+        head += b"\xff" + struct.pack(">Q", size)
+    return head + bytes(4) + payload
+
+
+def unfinished_messages(port: int, until_s: float, rng: random.Random) -> None:
+    """Hold as many messages as the server takes, all but their last byte."""
+    size = 15 * 1024 * 1024
+    begun = _frame(2, bytes(size))[:-1]
+    while time.monotonic() < until_s:
+        with contextlib.ExitStack() as held:
+            for _ in range(64):
+                opened = held.enter_context(_connection(port))
+                opened.sendall(_HANDSHAKE)
+                opened.recv(4096)
+                with contextlib.suppress(OSError):
+                    opened.sendall(begun)
+            time.sleep(max(0.0, min(1.0, until_s - time.monotonic())))
+
+
+def idle_connections(port: int, until_s: float, rng: random.Random) -> None:
+    """Open connections and say nothing."""
+    while time.monotonic() < until_s:
+        with contextlib.ExitStack() as held:
+            for _ in range(3000):
+                with contextlib.suppress(OSError):
+                    opened = socket.create_connection(("127.0.0.1", port), 1, (OWN_ADDRESS, 0))
+                    held.enter_context(opened)
+                if time.monotonic() > until_s:
+                    break
+            time.sleep(max(0.0, min(1.0, until_s - time.monotonic())))
+
+
+def _posted(bodies: Callable[[random.Random], bytes], path: str = "/v1/act") -> Attack:
+    """Return an attack that posts bodies and hangs up at once."""
+
+    def attack(port: int, until_s: float, rng: random.Random) -> None:
+        while time.monotonic() < until_s:
+            with _connection(port) as opened:
+                body = bodies(rng)
+                head = _POST.replace(b"/v1/act", path.encode())
+                opened.sendall(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+
+    return attack
+
+
+def _with_picture(encoding: str, picture: bytes) -> bytes:
+    image = {"encoding": encoding, "data": picture}
+    return bytes(msgpack.packb({"v": 1, "instruction": "lift", "image": image}))
+
+
+def many_scans(num_scans: int = 4000) -> bytes:
+    """Return a progressive JPEG that says its last scan again and again."""
+    buffer = BytesIO()
+    image = np.random.default_rng(0).integers(0, 255, (1024, 1024, 3), np.uint8)
+    PIL.Image.fromarray(image).resize((2000, 2000)).save(
+        buffer, "JPEG", progressive=True, quality=5
+    )
+    data = buffer.getvalue()
+    last = data.rindex(b"\xff\xda")
+    end = last + 2 + int.from_bytes(data[last + 2 : last + 4], "big")
+    return data[:last] + (data[last:end] + b"\x00" * 2) * num_scans + b"\xff\xd9"
+
+
+def many_chunks(kind: bytes = b"iCCP", num_chunks: int = 8000) -> bytes:
+    """Return a PNG with profiles that inflate to a megabyte each."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        crc = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + crc
+
+    header = struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)
+    profile = b"x\x00\x00" + zlib.compress(bytes(1024 * 1024 - 1), 9)
+    pixels = chunk(b"IDAT", zlib.compress(bytes(64 * (64 * 3 + 1)))) + chunk(b"IEND", b"")
+    body = chunk(kind, profile) * num_chunks
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + pixels
+
+
+def _nonsense(rng: random.Random) -> bytes:
+    return rng.randbytes(rng.randrange(1, 2000))
+
+
+def handshakes(port: int, until_s: float, rng: random.Random) -> None:
+    """Begin TLS handshakes and leave them where they are; for a server with TLS."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    hello = outgoing.read()
+    with contextlib.ExitStack() as held:
+        while time.monotonic() < until_s:
+            with contextlib.suppress(OSError):
+                opened = socket.create_connection(("127.0.0.1", port), 1, (OWN_ADDRESS, 0))
+                held.enter_context(opened).sendall(hello)
+
+
+_TRAILERS = _POST + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+_JPEG = _with_picture("jpeg", many_scans())
+_PNG = _with_picture("png", many_chunks())
+FLOODS: dict[str, Attack] = {
+    "one header without end": _repeat(_POST + b"x-big: ", b"a" * CHUNK),
+    "headers without end": _repeat(_POST, b"x-one: 1\r\n" * (CHUNK // 10)),
+    "a URL without end": _repeat(b"GET /", b"a" * CHUNK),
+    "one trailer without end": _repeat(_TRAILERS + b"x-big: ", b"a" * CHUNK),
+    "trailers without end": _repeat(_TRAILERS, b"x-one: 1\r\n" * (CHUNK // 10)),
+    "pipelined requests": _repeat(b"", b"GET /v1/info HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 6000),
+    "pings whose answers nobody reads": _websocket(_frame(9, bytes(125)) * 2000),
+    "pongs": _websocket(_frame(10, b"") * (CHUNK // 6)),
+    "empty fragments": _websocket(_frame(2, b"", False) + _frame(0, b"", False) * (CHUNK // 6)),
+    "small messages": _websocket(_frame(2, b"x") * (CHUNK // 7)),
+    "unfinished messages": unfinished_messages,
+    "idle connections": idle_connections,
+    "large resets": _posted(lambda _: b'{"session_id": "' + b"a" * 15_000_000, "/v1/reset"),
+    "nonsense": _posted(_nonsense),
+    "JPEGs of 4000 scans": _posted(lambda _: _JPEG),
+    "PNGs of 8000 profiles": _posted(lambda _: _PNG),
+    "a content type of semicolons": _repeat(
+        _POST.replace(b"application/msgpack", b"multipart/form-data" + b";" * 8000)
+        + b"content-length: 1\r\n\r\nx",
+        b"",
+    ),
+}
+
+
+def run_flood(name: str, port: int, seconds: float, seed: int) -> None:
+    """Attack a port of this machine; the target of a process."""
+    FLOODS[name](port, time.monotonic() + seconds, random.Random(seed))

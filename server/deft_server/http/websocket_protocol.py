@@ -1,0 +1,165 @@
+"""uvicorn's WebSocket protocol with bounds that uvicorn lacks: the work of one turn of the event
+loop, the bytes that all connections hold, the time and fragments of a message; and back-pressure.
+"""
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.frames import CloseCode, Frame
+
+from deft_server.errors import OverloadedError
+from deft_server.http.bounds import ConnectionBounds
+from deft_server.http.http_protocol import peer_of
+
+SLICE_BYTES = 8192  # parsed at a time; of the smallest frames, ten milliseconds' work
+MAX_FRAMES_A_TURN = 16  # then everybody else has a turn
+MAX_FRAGMENTS = 4096  # of one message
+
+
+def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOProtocol]:
+    """Return the protocol within bounds."""
+    return type("BoundedWebSocketProtocol", (_BoundedWebSocket,), {"bounds": bounds})
+
+
+class _BoundedWebSocket(WebSocketsSansIOProtocol):
+    """Parses what arrives slice by slice, and reads on only when all of it was parsed."""
+
+    bounds: ConnectionBounds
+
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: Any) -> None:
+        super().__init__(config, server_state, app_state)
+        self._address = ""
+        self._unparsed = memoryview(b"")
+        self._next_turn: asyncio.Handle | None = None
+        self._num_frames = 0
+        self._held = 0
+        self._num_message_bytes = 0  # of the messages, and parts of one, that nobody is done with
+        self._num_taken_bytes = 0  # of the message that the app has in hand
+        self._clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._address = peer_of(transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._unparsed = memoryview(b"")
+        self._stop_clock()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        self.bounds.held.release(self._held)
+        self._held = 0
+        self.bounds.connections.leave(self._address)
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed = memoryview(bytes(self._unparsed) + data if self._unparsed else data)
+        if self._next_turn is None:
+            self._parse()
+
+    async def receive(self) -> Any:
+        """Return the next message; the one before it is done with.
+
+        Where many are here already, everybody else has a turn before each.
+        """
+        if not self.queue.empty():
+            await asyncio.sleep(0)
+        self._num_message_bytes -= self._num_taken_bytes
+        self._num_taken_bytes = 0
+        message: Any = await super().receive()
+        self._num_taken_bytes = len(message.get("bytes") or (message.get("text") or "").encode())
+        self._go_on()
+        return message
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.transport.pause_reading()  # who reads no pongs may send no pings
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on()
+
+    def handle_cont(self, event: Frame) -> None:
+        self._num_message_bytes += len(event.data)
+        if len(self.frames) >= MAX_FRAGMENTS:
+            self._fail(CloseCode.MESSAGE_TOO_BIG, f"more than {MAX_FRAGMENTS} fragments")
+            return
+        super().handle_cont(event)
+
+    def handle_text(self, event: Frame) -> None:
+        self._num_message_bytes += len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self._num_message_bytes += len(event.data)
+        super().handle_bytes(event)
+
+    def send_receive_event_to_app(self) -> None:
+        self._stop_clock()
+        super().send_receive_event_to_app()
+
+    def handle_events(self) -> None:
+        self._num_frames += len(self.conn.events)
+        super().handle_events()
+        if self.conn.handshake_exc is not None:  # uvicorn would leave it without an answer
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
+
+    def _parse(self) -> None:
+        """Parse until enough was done for a turn, or until somebody must catch up first."""
+        self._next_turn = None
+        last = self._num_frames + MAX_FRAMES_A_TURN
+        while self._unparsed and self._may_go_on():
+            if self._num_frames >= last:
+                self._next_turn = self.loop.call_soon(self._parse)
+                break
+            part, self._unparsed = self._unparsed[:SLICE_BYTES], self._unparsed[SLICE_BYTES:]
+            super().data_received(part)  # type: ignore[arg-type]
+        if self.transport.is_closing():
+            return
+        if self._unparsed:
+            self.transport.pause_reading()
+        elif self._may_go_on():
+            self.transport.resume_reading()
+        self._count_bytes()
+
+    def _may_go_on(self) -> bool:
+        return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()
+
+    def _go_on(self) -> None:
+        if self._next_turn is None and self._may_go_on():
+            self._parse()
+
+    def _count_bytes(self) -> None:
+        num_partial = len(self.conn.reader.buffer)
+        held = num_partial + len(self._unparsed) + self._num_message_bytes
+        more, self._held = held - self._held, held
+        try:
+            self.bounds.held.hold(more)
+        except OverloadedError as error:
+            if more > 0:
+                self._fail(CloseCode.TRY_AGAIN_LATER, str(error))
+                return
+        if not (num_partial or self.frames) or self.read_paused:
+            self._stop_clock()
+        elif self._clock is None:
+            self._clock = self.loop.call_later(self.bounds.message_timeout_s, self._time_out)
+
+    def _time_out(self) -> None:
+        self._fail(
+            CloseCode.POLICY_VIOLATION,
+            f"a message did not arrive within {self.bounds.message_timeout_s:g} s",
+        )
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _fail(self, code: CloseCode, reason: str) -> None:
+        if self.close_sent or self.transport.is_closing():
+            return
+        self.conn.fail(code, reason)
+        self.handle_parser_exception()

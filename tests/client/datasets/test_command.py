@@ -1,0 +1,79 @@
+"""`deft-client datasets`: what a data set holds, and our episodes as LeRobot data sets."""
+
+import numpy as np
+import pytest
+
+from deft_client.__main__ import main
+from deft_client.datasets.formats import read_dataset
+from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
+from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
+from tests.draft_training.made_up import write_demonstrations
+
+pytest.importorskip("pyarrow", reason="pip install 'deft-client[datasets]'")
+
+
+def recording(path, part=0, session="arm", steps=2, intervention=None):
+    rng = np.random.default_rng(part)
+    content = encode_header(EpisodeHeader(session, 0.0, part=part))
+    for index in range(steps):
+        image = rng.integers(0, 256, (16, 24, 3), dtype=np.uint8)
+        content += encode_step(
+            RecordedStep(
+                index,
+                0.1 * index,
+                Observation(image, "lift the cup", state=rng.normal(size=3).astype(np.float32)),
+                ActOptions(),
+                ActionChunk(rng.normal(size=(2, 7)), intervention=intervention),
+            )
+        )
+    path.write_bytes(content)
+
+
+def test_show_says_what_is_in_it(tmp_path, capsys):
+    recording(tmp_path / "one.deftrec")
+    assert main(["datasets", "show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("recordings: 1 episodes, 2 steps (2 to 2 each)\n")
+    assert "pictures of 24 x 16 pixels; state of 3 numbers" in shown
+    assert "     1 x  lift the cup" in shown
+
+
+def test_a_recording_comes_back_from_lerobots_format_to_the_bit(tmp_path, capsys):
+    recording(tmp_path / "one.deftrec")
+    command = ["datasets", "export", str(tmp_path / "one.deftrec"), "--fps", "10"]
+    assert main([*command, "--out", str(tmp_path / "set")]) == 0
+    assert "1 episodes, 2 steps" in capsys.readouterr().out
+    (was,), (now,) = read_dataset(tmp_path / "one.deftrec"), read_dataset(tmp_path / "set")
+    for recorded, stored in zip(was.steps(), now.steps(), strict=True):
+        assert np.array_equal(recorded.observation.image, stored.observation.image)
+        assert recorded.action.tobytes() == stored.action.tobytes()
+        assert np.array_equal(recorded.observation.state, stored.observation.state)
+
+
+def test_parts_of_a_long_recording_are_one_episode_whatever_was_recorded_between(tmp_path):
+    recording(tmp_path / "1.deftrec")
+    recording(tmp_path / "2.deftrec", session="another arm")
+    recording(tmp_path / "3.deftrec", part=1)
+    episodes = [[*one.steps()] for one in read_dataset(tmp_path)]
+    assert [len(one) for one in episodes] == [4, 2]
+
+
+def test_episodes_without_an_example_are_not_exported(tmp_path, capsys):
+    write_demonstrations(tmp_path / "demos", episodes=3, steps=4)  # the last one fails
+    command = ["datasets", "export", str(tmp_path / "demos"), "--fps", "20"]
+    assert main([*command, "--out", str(tmp_path / "set")]) == 0
+    assert "2 episodes, 8 steps" in capsys.readouterr().out
+    recording(tmp_path / "held.deftrec", intervention=Intervention.HOLD)
+    command = ["datasets", "export", str(tmp_path / "held.deftrec"), "--fps", "20"]
+    assert main([*command, "--out", str(tmp_path / "none")]) == 1
+    assert "nothing to export" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_is_one_line_and_exit_code_1(tmp_path, capsys):
+    assert main(["datasets", "show", str(tmp_path / "nowhere")]) == 1
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("deft-client datasets show: ")
+    assert len(complaint.splitlines()) == 1
+    recording(tmp_path / "one.deftrec")
+    assert main(["datasets", "show", str(tmp_path), "--cameras", "wrist"]) == 1
+    assert "leave out --cameras" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Frames drawn in two parts, what stands still and what moves, are those drawn in one."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deft_client.libero.simulator.camera import Camera, Look
+from deft_client.libero.simulator.conventions import OPEN
+from deft_client.libero.simulator.graphics import Renderer, find_renderer
+from deft_client.libero.simulator.stage import Stage
+from deft_client.libero.simulator.still_layer import StillLayer
+from tests.client.libero.simulated import needs_simulator, physics, settle
+
+pytestmark = needs_simulator
+TASK = ("libero_object", 5)
+DOWN_AND_ASIDE = np.array([0.3, 0.2, -0.6, 0.1, 0.0, 0.2, OPEN])
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    """A scene as real assets are drawn, with several samples a pixel."""
+    environment = physics(*TASK)
+    environment.restart(0)
+    settle(environment)
+    look = Look(find_renderer(Renderer.AUTO), is_light=False)
+    mujoco = import_module("mujoco")
+    mujoco.set_mju_user_warning(None)
+    camera = Camera(mujoco, environment._inner.sim, 64, look)
+    if not camera.stage.drawing.offSamples:
+        pytest.skip("this OpenGL takes one sample a pixel")
+    yield camera.stage
+    camera.close()
+
+
+def view_of(stage: Stage, name: str) -> Any:
+    view = stage.mujoco.MjvCamera()
+    view.type = stage.mujoco.mjtCamera.mjCAMERA_FIXED
+    view.fixedcamid = stage.model.camera(name).id
+    return view
+
+
+def compare(stage: Stage, name: str, num_frames: int = 12) -> list[int]:
+    """Draw frames both ways while the arm moves; return how many things were kept in each."""
+    view = view_of(stage, name)
+    layer, environment, kept = StillLayer(stage, view), physics(*TASK), []
+    for _ in range(num_frames):
+        environment.advance(DOWN_AND_ASIDE)
+        layer.draw()
+        in_parts = stage.pixels()
+        stage.draw(view, stage.options)
+        np.testing.assert_array_equal(in_parts, stage.pixels())
+        kept.append(int(layer.still.sum()))
+    return kept
+
+
+def test_pixels_are_the_same_and_most_things_are_drawn_once(stage: Stage):
+    kept = compare(stage, "agentview")
+    assert kept[0] == 0, "nothing is known of the first frame"
+    assert kept[-1] > 10
+
+
+def test_what_begins_to_move_is_drawn_again(stage: Stage):
+    kept = compare(stage, "agentview")
+    moved = stage.model.body("basket_1_main").dofadr[0]
+    stage.data.qvel[moved] = 0.5
+    assert compare(stage, "agentview", 4)[-1] < kept[-1]
+
+
+def test_a_camera_that_moves_keeps_nothing(stage: Stage):
+    assert compare(stage, "robot0_eye_in_hand", 5) == [0] * 5
+
+
+def test_where_something_is_transparent_nothing_is_kept(stage: Stage):
+    drawn = np.flatnonzero(stage.model.geom_group == 1)
+    before = stage.model.geom_rgba[drawn].copy()
+    stage.model.geom_rgba[drawn, 3] = 0.5
+    assert compare(stage, "agentview", 5) == [0] * 5
+    stage.model.geom_rgba[drawn] = before

@@ -1,0 +1,94 @@
+"""The gate's bounds on what a request says, without sockets."""
+
+import asyncio
+import logging
+
+import pytest
+from starlette.types import Message
+
+from deft_client.errors import UnsupportedMessageError
+from deft_client.wire.fields import DEFAULT_LIMITS
+from deft_policies.constant import ConstantPolicy
+from deft_server.app import create_app
+from deft_server.http.bounds import SMALL_BODY_BYTES
+from deft_server.http.frame_bodies import decode_body
+from tests.server.running import client_of
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("path", ["/v1/reset", "/v1/admin/reset_all", "/v1/info", "/nowhere"])
+def test_a_request_that_is_no_frame_has_a_small_body(path: str):
+    """Sixteen megabytes of a reset once were parsed on the event loop."""
+    body = b'{"session_id": "' + b"a" * SMALL_BODY_BYTES + b'"}'
+    with client_of(create_app(ConstantPolicy())) as client:
+        by_length = client.post(path, content=body, headers=JSON)
+        assert by_length.status_code in (403, 404, 405, 413)
+        if path == "/v1/reset":
+            in_parts = client.post(path, content=iter([body[:1000], body[1000:]]), headers=JSON)
+            assert (by_length.status_code, in_parts.status_code) == (413, 413)
+
+
+def test_the_longest_name_fits_a_reset_however_it_is_escaped():
+    body = b'{"session_id": "' + b"\\ud83e\\uddbe" * 128 + b'"}'
+    with client_of(create_app(ConstantPolicy())) as client:
+        assert client.post("/v1/reset", content=body, headers=JSON).status_code == 200
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "0" * 5000 + "99999999999", "99999999999"])
+def test_a_length_of_any_number_of_digits_is_too_large(length: str):
+    headers = JSON | {"content-length": length}
+    with client_of(create_app(ConstantPolicy())) as client:
+        assert client.post("/v1/act", headers=headers).status_code == 413
+
+
+def test_a_content_type_of_semicolons_is_refused_unread():
+    """The standard library needs quadratic time for it: 14.6 s for 160 kB."""
+    with client_of(create_app(ConstantPolicy())) as client:
+        headers = {"content-type": "multipart/form-data" + ";" * 160_000}
+        assert client.post("/v1/act", content=b"x", headers=headers).status_code == 415
+    with pytest.raises(UnsupportedMessageError, match="application/msgpack"):
+        decode_body("multipart/form-data" + ";" * 160_000, b"x", DEFAULT_LIMITS)
+
+
+def test_a_caller_that_hangs_up_in_the_middle_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.INFO)
+    to_come: list[Message] = [
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": b"\x80", "more_body": True},
+    ]
+
+    async def receive() -> Message:
+        return to_come.pop()
+
+    async def send(message: Message) -> None:
+        raise AssertionError("nobody is left to be told")
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/act",
+        "raw_path": b"/v1/act",
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/msgpack")],
+        "client": ("127.0.0.1", 1),
+    }
+
+    async def hang_up() -> None:
+        app = create_app(ConstantPolicy())
+        app.service.start()
+        await app.service.scheduler.settled()
+        await app(scope, receive, send)
+        await app.service.close()
+
+    asyncio.run(hang_up())
+    assert not [one for one in caplog.records if one.exc_info or one.levelname == "ERROR"]
+
+
+def test_the_dashboard_with_a_slash_sends_nobody_anywhere():
+    with client_of(create_app(ConstantPolicy())) as client:
+        assert client.get("/dashboard/", follow_redirects=False).status_code == 200
+        assert client.get("/v1/info/", follow_redirects=False).status_code == 404
