@@ -155,7 +155,11 @@ def test_the_robot_loop_runs_as_it_stands(url, tmp_path):
     assert "problem=None" in run.stderr
 
 
-@pytest.mark.parametrize("manner", [None, frozen, dripping, withholding], ids=str)
+@pytest.mark.parametrize(
+    "manner",
+    [None, frozen, dripping, withholding],
+    ids=["nobody", "frozen", "dripping", "withholding"],
+)
 def test_the_robot_loop_commands_hold_in_every_period(manner, monkeypatch):
     """Nobody at the port, a frozen server, a dripping one, an answer that is withheld."""
     (program,) = python_blocks("docs/robot_loop.md")

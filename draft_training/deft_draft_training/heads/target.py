@@ -52,6 +52,11 @@ class FeatureTarget:
         """Logits of the action tokens; gradients reach `hidden`, never the head."""
         return hidden.to(self.weight.dtype) @ self.weight.T
 
+    def every_logit(self, hidden: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, what `spec-vla` drafts from."""
+        weight = self.policy.parts.target.decoder.head.weight.detach()
+        return hidden.to(weight.dtype) @ weight.T
+
     def fingerprint(self) -> str:
         """A digest of the weights that features depend on: equal for equal checkpoints."""
         return self.policy.parts.target.model.fingerprint()

@@ -120,7 +120,7 @@ class Contender:
 
 
 @dataclass(frozen=True, eq=False)
-class TimedAnswer:
+class MeasuredAnswer:
     """One frame's answer and the wall-clock time of the whole call."""
 
     wall_ms: float
@@ -132,7 +132,7 @@ class Replay:
     """Everything one contender answered, in the order of the frames."""
 
     contender: Contender
-    answers: list[TimedAnswer] = field(default_factory=list)
+    answers: list[MeasuredAnswer] = field(default_factory=list)
     memories: dict[str, list[SessionMemory]] = field(default_factory=dict)
 
 
@@ -157,7 +157,7 @@ def replay(
     return runs
 
 
-def _answer(run: Replay, frame: ReplayFrame) -> TimedAnswer:
+def _answer(run: Replay, frame: ReplayFrame) -> MeasuredAnswer:
     """A batch is the same frame several times, each for a robot of its own."""
     contender = run.contender
     if frame.episode not in run.memories:
@@ -171,4 +171,4 @@ def _answer(run: Replay, frame: ReplayFrame) -> TimedAnswer:
     answers = contender.policy.act(batch)
     wall_ms = (time.perf_counter() - start) * 1e3
     run.memories[frame.episode] = [answer.memory for answer in answers]
-    return TimedAnswer(wall_ms, answers[0].chunk)
+    return MeasuredAnswer(wall_ms, answers[0].chunk)

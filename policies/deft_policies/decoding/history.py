@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from deft_policies.memory import STEPS_KEPT, PlanPasses, SessionMemory
 
@@ -108,6 +109,15 @@ class HistoryTensors:
     num_known: Tensor  # [row] int64, how many of the last steps are there
     drift: Tensor  # [row, position] float32, in bins
     num_steps: Tensor  # [row] int64, steps since the episode began
+
+    def with_more(self, positions: int) -> "HistoryTensors":
+        """The same steps with further positions behind, of which nothing is known."""
+        if positions == 0:
+            return self
+        more = (0, positions)
+        return replace(
+            self, own=functional.pad(self.own, more), drift=functional.pad(self.drift, more)
+        )
 
     @staticmethod
     def of(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace, StageTimings
-from deft_policies.decoding.plan import SOURCE_KINDS
+from deft_policies.decoding.plan import source_kinds
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath
@@ -201,7 +201,6 @@ def cost_of_plain(traces: Sequence[DecodeTrace]) -> ActionCost:
 
 
 _NUM_COLUMNS = 8
-_NAMES = (*(kind.value for kind in SOURCE_KINDS), "")  # the root's source is -1: the last
 
 
 def _columns(records: Sequence[PassRecord]) -> list[Tensor]:
@@ -242,11 +241,12 @@ def _pass_trace(
     real = [node for node, kept in enumerate(is_real) if kept]
     number = {node: index for index, node in enumerate(real)}
     number[-1] = -1
+    names = (*(kind.value for kind in source_kinds()), "")  # the root's source is -1: the last
     return PassTrace(
         is_prefill=record.result.is_prefill,
         tokens=tuple(tokens[node] for node in real),
         parents=tuple(number[parents[node]] for node in real),
-        sources=tuple(_NAMES[sources[node]] for node in real),
+        sources=tuple(names[sources[node]] for node in real),
         predictions=tuple(predictions[node] for node in real),
         path=tuple(number[node] for node in path[1 : accepted[0] + 1]),
         bonus=bonus[0],

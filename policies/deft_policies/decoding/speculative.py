@@ -124,6 +124,7 @@ class RunState:
             vocabulary=self.target.vocabulary,
             action_tokens=self.target.action_tokens,
             context=self.context,
+            num_tokens=self.target.num_tokens,
         )
 
     def _places(self, accepted: Tensor, num_steps: int) -> Tensor:

@@ -27,12 +27,8 @@ from deft_policies.decoding.decoder import (
     build_decoder,
 )
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import (
-    DEFAULT_METHOD,
-    METHOD_NAMES,
-    Method,
-    find_method,
-)
+from deft_policies.decoding.knobs import find_method, method_names, turned
+from deft_policies.decoding.methods import DEFAULT_METHOD, Method
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts
@@ -150,10 +146,10 @@ class OpenVLAPolicy:
             image_chain=self._parts.images.chain.value,
             image_chains=tuple(chain.value for chain in chains),
             decoding=self._settings.method.name,
-            decoding_methods=tuple(name for name in METHOD_NAMES if self.has_method(name)),
+            decoding_methods=tuple(name for name in method_names() if self.has_method(name)),
             instructions=self._parts.target.model.config.instructions,
             versions=dict(self._settings.versions),
-            details=dict(self._settings.details),
+            details={**dict(self._settings.details), **self._settings.method.described()},
         )
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
@@ -268,7 +264,12 @@ class OpenVLAPolicy:
     def _build_decoder(self, name: str, radius: int | None) -> Decoder:
         """May run on any thread. What callers changed about the default is for that one alone."""
         settings = self._settings
-        method = settings.method if name == settings.method.name else find_method(name)
+        default = settings.method
+        base, _, knobs = name.partition(":")
+        if base == default.name.partition(":")[0]:
+            method = turned(default, knobs) if name != default.name else default
+        else:
+            method = find_method(name)
         if radius is not None:
             method = method.with_radius(radius)
         method = method.with_sampling(settings.sampling)

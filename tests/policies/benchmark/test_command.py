@@ -27,9 +27,9 @@ from deft_policies.base import ActAnswer
 from deft_policies.benchmark.audit import audit, describe, last_place
 from deft_policies.benchmark.replay import (
     Contender,
+    MeasuredAnswer,
     Replay,
     ReplayFrame,
-    TimedAnswer,
     generate_frames,
     read_stored,
     replay,
@@ -91,7 +91,7 @@ def run_of(name: str, traces: list[DecodeTrace]) -> Replay:
     for index, trace in enumerate(traces):
         timings = StageTimings(vision_ms=10.0 + index, verify_ms=1.0)
         chunk = ActionChunk(np.zeros((1, 7)), timings, trace)
-        run.answers.append(TimedAnswer(20.0 + index, chunk))
+        run.answers.append(MeasuredAnswer(20.0 + index, chunk))
     return run
 
 
@@ -142,7 +142,7 @@ def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> No
     same = summarise_decoding(run_of("plain", plain), run_of("plain", plain), [space])
     assert (same.equal_actions, same.max_bins) == (1.0, 0)
     assert same.accepted_shares == ()  # nothing was guessed
-    assert same.committed_by_start == (1.0, 1.0, 1.0)
+    assert same.committed_by_start == (0.0, 0.0, 0.0)
     lines = length_table([found, same]).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
         *("deft", "50.0", "50.0", "2.00", "", "1.00"),

@@ -10,7 +10,7 @@ import pytest
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.acceptance.distance import WithinBins
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import (
     DraftKind,
     KeyMask,

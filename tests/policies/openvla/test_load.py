@@ -14,7 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes, save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
-from deft_policies.decoding.methods import METHOD_NAMES
+from deft_policies.decoding.methods import METHODS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.openvla.load import load_float32_twin, load_policy
 from deft_policies.openvla.options import (
@@ -56,7 +56,7 @@ def test_the_help_names_every_method() -> None:
     parser = ArgumentParser()
     add_flags(parser.add_argument_group())
     shown = " ".join(parser.format_help().split())
-    assert f"one of {', '.join(METHOD_NAMES)};" in shown.replace("- ", "-")
+    assert f"one of {', '.join(one.name for one in METHODS)};" in shown.replace("- ", "-")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import (
     DeviceError,

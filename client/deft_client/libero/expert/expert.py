@@ -6,6 +6,7 @@ anything from step to step: a `Watch` raises it when nothing moves, and the next
 tried.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -28,8 +29,8 @@ from deft_client.libero.expert.pick import (
     PickAndPlace,
     Place,
 )
+from deft_client.libero.simulator.assets import libero_folder
 from deft_client.libero.simulator.environment import LiberoEnvironment
-from deft_client.libero.simulator.goals import read_goals
 from deft_client.libero.simulator.scene import (
     Goal,
     Pose,
@@ -38,6 +39,7 @@ from deft_client.libero.simulator.scene import (
 )
 from deft_client.libero.simulator.suites import Task
 
+_PREDICATE = re.compile(r"\((\w+)\s+(\w+)(?:\s+(\w+))?\s*\)")
 _SPACING = 0.088  # metres between the middles of things that share a region
 _OPEN_DRAWER = -0.10  # metres along the slide; fully open is -0.16, and an arm may bump it
 _STUCK_STEPS = 25
@@ -186,3 +188,14 @@ def drawer_joint(region: str, scene: Scene) -> str | None:
     """The joint that moves a region, if it is a drawer's."""
     joint = region.replace("_region", "_level")
     return joint if joint in scene.joints else None
+
+
+def read_goals(task: Task) -> tuple[Goal, ...]:
+    """The predicates that must all hold for an episode of the task to succeed."""
+    path = libero_folder() / "bddl_files" / task.suite / task.bddl_file
+    try:
+        goal = path.read_text("utf-8").partition("(:goal")[2]
+    except OSError as error:
+        raise SimulationError(f"{path} cannot be read: {error.strerror}") from error
+    found = _PREDICATE.findall(goal)
+    return tuple(Goal(name.lower(), subject, target or None) for name, subject, target in found)

@@ -86,7 +86,7 @@ class OpenVlaPolicy:
             ) from error
 
 
-class OftPolicy(OpenVlaPolicy):
+class OftServerPolicy(OpenVlaPolicy):
     """An OpenVLA-OFT server: two cameras and the robot's state in, a list of actions out."""
 
     def _fields(self, observation: Observation) -> dict[str, object]:

@@ -16,7 +16,7 @@ from deft_client.errors import DeftError, ServerUnreachableError
 from deft_client.libero.evaluation.episode import EpisodePolicy
 from deft_client.libero.evaluation.selection import load_function
 from deft_client.libero.policies.openpi import OpenPiPolicy
-from deft_client.libero.policies.openvla import OftPolicy, OpenVlaPolicy
+from deft_client.libero.policies.openvla import OftServerPolicy, OpenVlaPolicy
 from deft_client.libero.policies.profiles import (
     PROFILES,
     PolicyAround,
@@ -78,7 +78,7 @@ def _build_peer(source: PolicySource) -> EpisodePolicy:
     if source.profile.protocol is Protocol.OPENVLA:
         return OpenVlaPolicy(source.url, key, answer_s)
     if source.profile.protocol is Protocol.OFT:
-        return OftPolicy(source.url, None, answer_s)
+        return OftServerPolicy(source.url, None, answer_s)
     if source.profile.protocol is Protocol.OPENPI:
         return OpenPiPolicy(source.url, answer_s, source.settings.api_key)
     # An episode whose connection broke is played again: frames of its session may be lost, or two.

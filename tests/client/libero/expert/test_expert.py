@@ -6,10 +6,9 @@ import pytest
 from deft_client.libero.demonstrations.play import DemosSettings
 from deft_client.libero.demonstrations.pool import DemosJob, record
 from deft_client.libero.errors import SimulationError
-from deft_client.libero.expert.expert import Expert, Watch
+from deft_client.libero.expert.expert import Expert, Watch, read_goals
 from deft_client.libero.expert.pick import Phase
 from deft_client.libero.simulator.conventions import CLOSE, OPEN
-from deft_client.libero.simulator.goals import read_goals
 from deft_client.libero.simulator.suites import find_suite, find_task
 from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
 

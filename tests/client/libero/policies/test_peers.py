@@ -18,7 +18,7 @@ from deft_client.errors import (
 )
 from deft_client.libero.errors import PeerAnswerError, ProfileError
 from deft_client.libero.policies.openpi import OpenPiPolicy
-from deft_client.libero.policies.openvla import OftPolicy, OpenVlaPolicy
+from deft_client.libero.policies.openvla import OftServerPolicy, OpenVlaPolicy
 from deft_client.libero.policies.profiles import (
     PROFILES,
     ProfilePolicy,
@@ -76,7 +76,7 @@ def test_openvla_answers_with_one_bare_array() -> None:
 def test_oft_gets_both_cameras_and_the_state_and_answers_with_a_list() -> None:
     bodies: list[dict[str, object]] = []
     chunk = [encode_array(ACTION), encode_array(ACTION + 1)]
-    policy = OftPolicy("http://peer", transport=_transport(chunk, bodies))
+    policy = OftServerPolicy("http://peer", transport=_transport(chunk, bodies))
     actions = policy.act(_observation()).actions
     assert list(bodies[0]) == ["full_image", "wrist_image", "state", "instruction"]
     assert _array(bodies[0]["state"]).tolist() == list(range(8))
