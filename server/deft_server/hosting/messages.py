@@ -20,7 +20,7 @@ from deft_client.wire.fields import MAX_DECODABLE_PIXELS, WireLimits
 from deft_client.wire.messages import ActMessage
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.errors import DeviceError, PolicyError, RequestError
-from deft_policies.memory import decode_memory, encode_memory
+from deft_policies.memory_codec import decode_memory, encode_memory
 from deft_server.errors import PolicyFailedError
 from deft_server.hosting.attempts import Answer, Attempts, Failure
 from deft_server.hosting.frame_block import FrameBlock
