@@ -98,6 +98,8 @@ class OftPolicy:
             image_chains=tuple(chain.value for chain in type(parts.images.chain)),
             decoding=METHOD,
             decoding_methods=(METHOD,),
+            num_pictures=shape.num_pictures,
+            state_dim=shape.state_dim,
             versions=dict(self._settings.versions),
             details=dict(self._settings.details),
         )
@@ -117,6 +119,7 @@ class OftPolicy:
             low=np.where(ranges.mask, np.minimum(ranges.low, ranges.high), -1.0),
             high=np.where(ranges.mask, np.maximum(ranges.low, ranges.high), 1.0),
             is_motion=is_motion & (not self._parts.is_absolute),
+            may_exceed=self._parts.model.parts.head is not None,
         )
 
     def check(self, observation: Observation, options: ActOptions) -> None:
