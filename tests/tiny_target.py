@@ -110,6 +110,7 @@ class TinyTarget:
     vocabulary: TokenRange = TokenRange(0, VOCABULARY - 1)
 
     widest_tree: int = 64
+    num_tokens: int = VOCABULARY
 
     def __post_init__(self) -> None:
         self._sequences: list[Tensor] = []  # [position, width], committed inputs of each row

@@ -96,6 +96,11 @@ class PassTrace:
     pass_ms: float = 0.0
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether there was anything to accept: a pass over the root alone checks nothing."""
+        return len(self.tokens) > 1
+
+    @property
     def accepted_length(self) -> int:
         """Drafted tokens kept in this pass."""
         return len(self.path)
@@ -119,7 +124,12 @@ class PassTrace:
 
 @dataclass(frozen=True)
 class DecodeTrace:
-    """Everything that happened while one action was decoded."""
+    """Everything that happened while one action was decoded.
+
+    A pass checked drafts if it had any guesses; accepted and committed lengths are told of those
+    passes alone, wherever they are averaged. `num_passes` counts every pass. A loop may go on
+    behind the action, so that what passes committed adds up to more than `tokens`.
+    """
 
     method: str
     tokens: tuple[int, ...]  # executed
@@ -128,6 +138,7 @@ class DecodeTrace:
     passes: tuple[PassTrace, ...]
     guard: str = ""  # why the never-slower guard chose this method; empty when it did not act
     rule: str = ""  # the acceptance rule with its numbers; empty where nothing was ever drafted
+    plan: str = ""  # which of the method's plans was used: what a replay has to be told
 
     @property
     def num_passes(self) -> int:
@@ -138,6 +149,11 @@ class DecodeTrace:
     def accepted_lengths(self) -> tuple[int, ...]:
         """Drafted tokens kept, pass by pass."""
         return tuple(one.accepted_length for one in self.passes)
+
+    @property
+    def checked_passes(self) -> tuple[PassTrace, ...]:
+        """Those that checked drafts: what accepted and committed lengths are means over."""
+        return tuple(one for one in self.passes if one.has_drafts)
 
     @property
     def relaxed_share(self) -> float:

@@ -14,6 +14,7 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
+from deft_policies.memory import SessionMemory
 
 
 class Verdict(Enum):
@@ -33,47 +34,50 @@ class Finding:
     text: str
 
 
-class Session(Protocol):
-    """What a policy remembers of one robot between frames.
-
-    The server keeps it, hands it back with the robot's next frame and never looks inside.
-    """
-
-
 @dataclass(frozen=True)
 class ActRequest:
     """One observation to answer, with the memory of the robot it came from."""
 
     observation: Observation
-    session: Session
+    memory: SessionMemory = field(default_factory=SessionMemory)
     options: ActOptions = field(default_factory=ActOptions)
 
 
-class Policy(Protocol):
-    """Maps observations to the actions that follow them.
+@dataclass(frozen=True, eq=False)
+class ActAnswer:
+    """The actions for one observation, and what to hand in with the robot's next one.
 
-    `check` and `open_session` may be called from any thread; `act` and `warm_up` only from the
-    one policy thread.
+    A policy leaves `last_action` of the memory alone: it is for whoever sends the actions.
+    """
+
+    chunk: ActionChunk
+    memory: SessionMemory = field(default_factory=SessionMemory)
+
+
+class Policy(Protocol):
+    """Maps observations to the actions that follow them. Keeps nothing of any robot.
+
+    `check` may be called from any thread; `act` and `warm_up` only from the one policy thread.
     """
 
     @property
     def info(self) -> ServerInfo:
         """What this policy is and which options it takes."""
 
-    def open_session(self) -> Session:
-        """Return the memory of a robot that has just started an episode."""
-
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Raise `RequestError` for what `act` could not answer; cheap, touches no model."""
 
     def warm_up(self) -> None:
-        """Do once what would make the first answer slow."""
+        """Do once what would make the first answer slow, and try whether answers can be trusted.
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
-        """Answer a batch, in order. Blocking. No two requests share a session.
+        Raises `PolicyError` where they cannot: nothing may be served then.
+        """
 
-        Where it raises, no session has changed: the server may try the frames again, in smaller
-        batches. `DeviceError` means that a smaller batch might do.
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        """Answer a batch, in order. Blocking.
+
+        Where it raises, the server may try the frames again, in smaller batches; `DeviceError`
+        means that a smaller batch might do.
         """
 
 
@@ -102,7 +106,7 @@ class LimitedPolicy(Protocol):
 
 _IMMEDIATE = "is_immediate"
 
-ActT = TypeVar("ActT", bound=Callable[..., list[ActionChunk]])
+ActT = TypeVar("ActT", bound=Callable[..., list[ActAnswer]])
 
 
 def immediate(act: ActT) -> ActT:

@@ -12,17 +12,12 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_policies.base import ActRequest, Session, immediate
+from deft_policies.base import ActAnswer, ActRequest, immediate
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 
 def _stay_still() -> NDArray[np.float64]:
     return np.zeros((1, 7), dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class ConstantSession:
-    """A robot that this policy remembers nothing of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +43,6 @@ class ConstantPolicy:
             decoding_methods=("constant",),
         )
 
-    def open_session(self) -> Session:
-        """Return a memory with nothing in it."""
-        return ConstantSession()
-
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Refuse a statistics key or decoding method that is not `constant`."""
         if options.statistics_key not in (None, "constant"):
@@ -63,6 +54,6 @@ class ConstantPolicy:
         """Nothing to warm."""
 
     @immediate
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Return the fixed actions."""
-        return [ActionChunk(self.actions) for _ in batch]
+        return [ActAnswer(ActionChunk(self.actions), request.memory) for request in batch]

@@ -5,6 +5,8 @@ PolicyError
 │   ├── UnknownStatisticsKeyError
 │   ├── UnknownDecodingError
 │   └── UnusableObservationError
+├── NotFiniteError        the model computed NaN or infinity: there is no answer
+├── SelfTestError         a loaded policy answers known frames as no policy should
 ├── CheckpointError       files that cannot be loaded; the message names the file and the fix
 └── DeviceError           the device cannot do it: memory, dtype, missing library
 """
@@ -42,6 +44,14 @@ class UnknownDecodingError(RequestError):
 
 class UnusableObservationError(RequestError):
     """The observation is well formed, but not what this policy was trained to see."""
+
+
+class NotFiniteError(PolicyError):
+    """The model computed NaN or infinity; the largest of such numbers means nothing."""
+
+
+class SelfTestError(PolicyError):
+    """A loaded policy does not answer known frames as any policy should."""
 
 
 class CheckpointError(PolicyError):

@@ -23,10 +23,10 @@ import numpy as np
 import psutil
 import websockets.sync.client
 
-from deft_client import ActionChunk, PolicyClient
+from deft_client import PolicyClient
 from deft_client.peers.arrays import pack
 from deft_client.stream import StreamClient
-from deft_policies.base import ActRequest
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands import serve
@@ -56,14 +56,14 @@ MEGABYTE = 1024 * 1024
 class HandedOverPolicy(ConstantPolicy):
     """Takes no time either, but does not say so: it is called on the policy thread."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         return super().act(batch)
 
 
 class SleepingPolicy(ConstantPolicy):
     """Takes as long for a batch as for one frame, like a GPU that is not full."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         time.sleep(POLICY_MS / 1000)
         return super().act(batch)
 
@@ -71,7 +71,7 @@ class SleepingPolicy(ConstantPolicy):
 class SpinningPolicy(ConstantPolicy):
     """Computes for a second in Python, and so holds the interpreter whenever it can."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         until_s = time.perf_counter() + 1.0
         while time.perf_counter() < until_s:
             pass

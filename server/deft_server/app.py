@@ -16,6 +16,7 @@ from deft_server.compat.groot import GrootSocket
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_route
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
+from deft_server.hosting.recipe import LoadPolicy
 from deft_server.http.bounds import build_bounds
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
@@ -29,7 +30,6 @@ from deft_server.http.routes import (
     build_stream_route,
 )
 from deft_server.recording.writer import build_recording, build_recording_router
-from deft_server.serving.policy_thread import LoadPolicy
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
 

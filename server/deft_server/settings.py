@@ -106,10 +106,14 @@ class Settings(BaseModel):
         default=True, description="may a frame choose its own decoding and radius"
     )
 
+    policy_process: bool = Field(
+        default=False, description="keep the policy in a process of its own, loaded again if lost"
+    )
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")
     on_hang: OnHang = Field(default=OnHang.EXIT, description="what to do about a policy that hangs")
     unready_after_failures: Count = Field(
-        default=5, description="batches that fail in a row before /readyz answers 503"
+        default=5,
+        description="batches that fail, or unsafe answers, in a row before /readyz gives 503",
     )
     drain_s: Positive = Field(
         default=30.0, description="longest wait for frames in hand when stopping"

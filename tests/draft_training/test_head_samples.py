@@ -1,5 +1,6 @@
 """Recorded features are what the target computed, aligned with the tokens they lead to."""
 
+import argparse
 import errno
 import os
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from deft_draft_training.errors import DataError, StorageError
+from deft_draft_training.heads.evaluate import _setup
+from deft_draft_training.heads.loss import HeadLossConfig, head_losses
 from deft_draft_training.heads.record import (
     INDEX,
     RecordConfig,
@@ -16,7 +19,11 @@ from deft_draft_training.heads.record import (
     record,
 )
 from deft_draft_training.heads.samples import EpisodeSource, collate
+from deft_draft_training.heads.target import add_target_flags, load_target
+from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.plan import KeyMask, RopeOffset
 from tests.draft_training.made_up import tiny_target, write_demonstrations
+from tests.golden import TINY_OPENVLA, cases, write_draft_head
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +71,28 @@ def test_each_embedding_stands_one_position_ahead_of_its_hidden_state(samples):
         torch.testing.assert_close(batch.embeds[row, first], target.table[sample.tokens[0]])
 
 
-def test_own_guesses_replace_every_action_state_but_the_first(samples):
-    batch = collate(samples, tiny_target().table)
-    marked = batch.with_guesses(torch.full_like(batch.hidden, 7.0))
-    for row in range(len(samples)):
-        first = int(batch.first[row])
-        changed = (marked[row] == 7.0).all(dim=1).nonzero().flatten().tolist()
-        assert changed == list(range(first + 1, first + batch.num_guesses))
+def test_a_head_goes_on_from_its_own_guesses_as_it_does_in_a_tree(samples):
+    """Beside whole sequences, one for every chain: true states, then the head's own outputs."""
+    target = tiny_target()
+    batch = collate(samples, target.table)
+    torch.manual_seed(3)
+    head = EagleHead(HeadSizes(target.width, 48, 2, 2)).requires_grad_(False)
+    guesses = [batch.at_guesses(head(batch.embeds, batch.hidden))]
+    for step in (1, 2, 3):
+        inputs = batch.going_on(guesses)
+        told = head(inputs.embeds, inputs.hidden, inputs.mask, inputs.positions)
+        guesses.append(told[:, -batch.num_guesses :])
+        for row in range(len(samples)):
+            for place in range(step, batch.num_guesses):
+                end = int(batch.first[row]) + place
+                hidden = batch.hidden[row].clone()
+                for index in range(end - step, end):  # guess by guess behind what was committed
+                    seen = head(batch.embeds[row : row + 1, : index + 1], hidden[None, : index + 1])
+                    hidden[index + 1] = seen[0, -1]
+                slow = head(batch.embeds[row : row + 1, : end + 1], hidden[None, : end + 1])
+                torch.testing.assert_close(
+                    guesses[step][row, place], slow[0, -1], atol=1e-4, rtol=1e-4
+                )
 
 
 def test_recording_goes_on_where_it_stopped(tmp_path, folder):
@@ -134,3 +156,44 @@ def test_shards_end_before_they_outgrow_memory(tmp_path, folder, monkeypatch: py
     monkeypatch.setattr("deft_draft_training.heads.record._SHARD_BYTES", 3 * bytes_per_sample)
     index = record(target, RecordConfig(EpisodeSource((folder,)), batch_size=2), tmp_path)
     assert [one.num_samples for one in index.shards] == [4, 4, 4]
+
+
+def test_evaluation_runs_a_head_by_the_conventions_of_the_flags(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_target_flags(parser)
+    key = cases()[0].statistics_key
+    given = parser.parse_args(
+        [
+            f"--checkpoint={TINY_OPENVLA}",
+            f"--statistics-key={key}",
+            "--draft-rope=published",
+            "--draft-key-mask=prefix-only",
+        ]
+    )
+    setup = _setup(write_draft_head(tmp_path / "head"), load_target(given), None)
+    assert setup.models.head is not None
+    assert setup.models.rope_offset is RopeOffset.PUBLISHED
+    assert setup.models.key_mask is KeyMask.PREFIX_ONLY
+
+
+def test_a_head_may_learn_to_leave_the_other_tokens_alone(samples):
+    """`spec-vla` drafts over all 32,064 rows; of most, a head that learnt 256 says nothing."""
+    target = tiny_target()
+    batch = collate(samples, target.table)
+    losses = {}
+    for is_whole in (False, True):
+        torch.manual_seed(1)
+        head = EagleHead(HeadSizes(target.width, 48, 2, 2))
+        config = HeadLossConfig(
+            regression=0.0, distillation=1.0, whole_vocabulary=is_whole, noise=0.0
+        )
+        logits = target.every_logit if is_whole else target.logits
+        optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+        for _ in range(40):
+            optimizer.zero_grad()
+            head_losses(head, logits, batch, config)["loss"].backward()
+            optimizer.step()
+        with torch.no_grad():
+            judged = head_losses(head, target.every_logit, batch, config)
+        losses[is_whole] = float(judged["distillation"])
+    assert losses[True] < losses[False] - 0.5

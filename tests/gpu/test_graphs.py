@@ -30,13 +30,13 @@ RECORDED = replace(EAGER, has_graphs=True)
 def requests_of(policy: OpenVLAPolicy, count: int, decoding: str) -> list[ActRequest]:
     options = ActOptions(decoding=decoding)
     return [
-        ActRequest(Observation(case.image(), case.instruction), policy.open_session(), options)
+        ActRequest(Observation(case.image(), case.instruction), options=options)
         for case in golden.cases_with_image()[:count]
     ]
 
 
 def tokens_of(policy: OpenVLAPolicy, requests: Sequence[ActRequest]) -> list[tuple[int, ...]]:
-    chunks = policy.act(list(requests))
+    chunks = [answer.chunk for answer in policy.act(list(requests))]
     return [chunk.trace.tokens for chunk in chunks if chunk.trace is not None]
 
 
@@ -72,7 +72,7 @@ def test_a_session_of_many_prompt_lengths_records_few_passes() -> None:
     frame = np.zeros((224, 224, 3), np.uint8)
     for words in range(1, 12):
         observation = Observation(frame, "put the bowl on the plate " * words)
-        chunk = policy.act([ActRequest(observation, policy.open_session())])[0]
+        chunk = policy.act([ActRequest(observation)])[0].chunk
         assert np.isfinite(chunk.actions).all()
 
 

@@ -12,6 +12,7 @@ from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActRequest
 from deft_policies.commands.act import load_image
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
 from deft_policies.openvla.policy import OpenVLAPolicy
@@ -32,11 +33,12 @@ def cases() -> list[dict[str, object]]:
 
 def play(decoding: str) -> list[tuple[tuple[int, ...], int]]:
     """Tokens and passes for the stored frames, as one robot's session."""
-    session, answers = policy().open_session(), []
+    memory, answers = SessionMemory(), []
     for case in cases():
         observation = Observation(load_image(GOLDEN / str(case["image"])), str(case["instruction"]))
         options = ActOptions(decoding=decoding, want_trace=True)
-        trace = policy().act([ActRequest(observation, session, options)])[0].trace
+        (answer,) = policy().act([ActRequest(observation, memory, options)])
+        memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None
         answers.append((tuple(trace.tokens), trace.num_passes))
     return answers

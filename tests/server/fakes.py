@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,10 @@ from deft_client.types import (
 )
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
-from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError
+from deft_policies.memory import SessionMemory
 from deft_server.serving.access import Caller
 
 MSGPACK = {"content-type": msgpack_codec.CONTENT_TYPE}
@@ -36,16 +37,17 @@ def packed(options: ActOptions | None = None, observation: Observation | None = 
     return msgpack_codec.encode_request(ActMessage(observation or frame(), options or ActOptions()))
 
 
-@dataclass(eq=False)
-class NumberedSession:
-    """Counts the frames it answered, so that a test can see whose memory was used."""
-
-    count: int = 0
+def counted(memory: SessionMemory) -> SessionMemory:
+    """A memory after one more frame."""
+    return replace(memory, num_steps=memory.num_steps + 1)
 
 
 @dataclass(eq=False)
 class FakePolicy:
-    """Answers with the session's frame count; remembers every batch."""
+    """Answers with the session's frame count, so that a test can see whose memory was used.
+
+    Remembers every batch.
+    """
 
     batches: list[list[ActRequest]] = field(default_factory=list)
 
@@ -59,18 +61,12 @@ class FakePolicy:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def open_session(self) -> Session:
-        return NumberedSession()
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         self.batches.append(list(batch))
-        return [self.answer(request) for request in batch]
+        return [ActAnswer(self.answer(request), counted(request.memory)) for request in batch]
 
     def answer(self, request: ActRequest) -> ActionChunk:
-        session = request.session
-        assert isinstance(session, NumberedSession)
-        session.count += 1
-        return ActionChunk(np.full((1, 7), float(session.count)))
+        return ActionChunk(np.full((1, 7), float(counted(request.memory).num_steps)))
 
     @property
     def sizes(self) -> list[int]:
@@ -84,7 +80,7 @@ class GatedPolicy(FakePolicy):
     entered: threading.Event = field(default_factory=threading.Event)
     gate: threading.Event = field(default_factory=threading.Event)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S), "the test never opened the gate"
         return super().act(batch)
@@ -96,7 +92,7 @@ class FileGatedPolicy(FakePolicy):
 
     gate: str = ""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         until_s = time.monotonic() + PATIENCE_S
         while not os.path.exists(self.gate) and time.monotonic() < until_s:
             time.sleep(0.005)
@@ -109,7 +105,7 @@ class RaisingPolicy(FakePolicy):
 
     error: Callable[[Sequence[ActRequest]], Exception | None] = lambda _: None
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         error = self.error(batch)
         if error is not None:
             self.batches.append(list(batch))
@@ -163,7 +159,7 @@ class LimitedFake(FakePolicy):
 class PickyPolicy(FakePolicy):
     """Refuses a frame in `act`, which it should have refused in `check`."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         if any(one.observation.instruction == "refuse" for one in batch):
             raise RequestError("instruction", "cannot be read after all")
         return super().act(batch)

@@ -7,7 +7,7 @@ draft from the session's history see what they would see on a robot.
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from deft_policies.decoding.decoder import (
 )
 from deft_policies.decoding.drafts.medusa import MedusaHeads
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.records import StageClock
 from deft_policies.openvla.policy import OpenVLAPolicy
@@ -66,7 +66,7 @@ class DraftScore:
 
 def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> DraftScore:
     """Sum up what the traces of one source and radius say."""
-    checked = [one for trace in traces for one in trace.passes if len(one.tokens) > 1]
+    checked = [one for trace in traces for one in trace.checked_passes]
     lengths = [one.committed_length for one in checked] or [1]
     return DraftScore(
         source=source,
@@ -162,10 +162,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> DraftSetup:
-    head = load_any_head(directory, target)
+    """A head from its directory, run as the target's flags say."""
+    head, models = load_any_head(directory, target), target.policy.parts.drafts
     if isinstance(head, MedusaHeads):
-        return DraftSetup(str(directory), (DraftKind.MEDUSA,), DraftModels(medusa=head), shape)
-    return DraftSetup(str(directory), (DraftKind.HEAD,), DraftModels(head=head), shape)
+        models = replace(models, medusa=head)
+        return DraftSetup(str(directory), (DraftKind.MEDUSA,), models, shape)
+    return DraftSetup(str(directory), (DraftKind.HEAD,), replace(models, head=head), shape)
 
 
 def _describe(score: DraftScore) -> str:

@@ -101,7 +101,9 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
             return {"loss": medusa_losses(states, self.target.logits, batch.tokens, actions)}
         own = self.workers.share(np.arange(self.config.batch_size))
         seeds = [self._seed(step, int(place)) for place in own]
-        return head_losses(self.net, self.target.logits, batch, self.config.loss, seeds)
+        config, target = self.config.loss, self.target
+        logits = target.every_logit if config.whole_vocabulary else target.logits
+        return head_losses(self.net, logits, batch, config, seeds)
 
     def _seed(self, step: int, place: int) -> int:
         """Of the noise on one sample of one step, whichever process has it."""

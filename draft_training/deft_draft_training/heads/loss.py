@@ -30,6 +30,7 @@ class HeadLossConfig:
     distance: float = 0.0
     test_steps: int = 1  # guesses in a row that the head makes from its own output in training
     step_decay: float = 0.8  # weight of each further one against the one before
+    whole_vocabulary: bool = False  # distil over every token, for heads that draft them all
     noise: float = 0.2  # width of the uniform noise on hidden inputs at a length of 512
 
 
@@ -43,8 +44,14 @@ class Logits(Protocol):
 class Guess(Protocol):
     """A draft head: embeddings and hidden states of whole sequences to guesses."""
 
-    def __call__(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """Return the guess of the next hidden state at every position."""
+    def __call__(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Return the guess of the next hidden state at every position; causal without a mask."""
 
 
 def head_losses(
@@ -62,13 +69,16 @@ def head_losses(
     wanted = batch.at_guesses(batch.targets)
     with torch.no_grad():
         truth = logits(wanted).float()
-    guesses = guess(batch.embeds, hidden)
-    first = _terms(batch.at_guesses(guesses), wanted, logits, truth, config)
+    guesses = [batch.at_guesses(guess(batch.embeds, hidden))]
+    first = _terms(guesses[0], wanted, logits, truth, config)
     total, weight = first["loss"], 1.0
-    for _ in range(1, config.test_steps):
-        guesses = guess(batch.embeds, batch.with_guesses(guesses))
+    for step in range(1, min(config.test_steps, batch.num_guesses)):
+        inputs = batch.going_on(guesses)
+        told = guess(inputs.embeds, inputs.hidden, inputs.mask, inputs.positions)
+        guesses.append(told[:, -batch.num_guesses :])
         weight *= config.step_decay
-        further = _terms(batch.at_guesses(guesses), wanted, logits, truth, config)
+        # The first guesses of a step have nothing to go on from.
+        further = _terms(guesses[-1][:, step:], wanted[:, step:], logits, truth[:, step:], config)
         total = total + weight * further["loss"]
     return {**first, "loss": total}
 

@@ -62,16 +62,51 @@ class HeadBatch:
         index = (self.first[:, None] + steps)[:, :, None]
         return values.gather(1, index.expand(-1, -1, values.shape[2]))
 
-    def with_guesses(self, guesses: Tensor) -> Tensor:
-        """The hidden inputs with guesses [row, position, width] in place of the true ones.
+    def going_on(self, guesses: Sequence[Tensor]) -> "HeadInputs":
+        """What a head reads when it goes on from its own guesses, as it does inside a tree.
 
-        What the head would read if it went on from its own output, as it does inside a tree: the
-        guess made at t stands in for f_{t+1}, at every action position but the first.
+        `guesses` [row, guess, width] are those of each step so far, made at the positions that
+        carry the loss. Behind the true sequence stand as many blocks of those positions as there
+        are steps. Position i of block j stands for the j-th guess in a row: it reads the guess
+        that step j - 1 made at i - 1 and sees the true states up to i - j, what its own chain
+        guessed since, and itself. So what was committed stays true (as in HASS).
         """
-        steps = torch.arange(self.num_guesses - 1, device=guesses.device)
-        index = (self.first[:, None] + steps)[:, :, None].expand(-1, -1, guesses.shape[2])
-        known = guesses.to(self.hidden.dtype).gather(1, index)
-        return self.hidden.scatter(1, index + 1, known)
+        num, count = len(guesses), self.num_guesses
+        steps = torch.arange(count, device=self.first.device)
+        places = self.first[:, None] + steps
+        told = [torch.cat((one[:, :1], one[:, :-1]), dim=1).to(self.hidden) for one in guesses]
+        embeds = self.at_guesses(self.embeds)
+        every = torch.arange(self.hidden.shape[1], device=places.device)
+        return HeadInputs(
+            embeds=torch.cat((self.embeds, *[embeds] * num), dim=1),
+            hidden=torch.cat((self.hidden, *told), dim=1),
+            positions=torch.cat((every.expand(len(places), -1), *[places] * num), dim=1),
+            mask=self._chains(num, places, every),
+        )
+
+    def _chains(self, num: int, places: Tensor, every: Tensor) -> Tensor:
+        """Who sees whom in `going_on`, [row, 1, query, key]."""
+        width, count = len(every), self.num_guesses
+        mask = places.new_zeros(len(places), width + num * count, width + num * count).bool()
+        mask[:, :width, :width] = every <= every[:, None]
+        steps = torch.arange(count, device=places.device)
+        for block in range(1, num + 1):
+            here = slice(width + (block - 1) * count, width + block * count)
+            mask[:, here, :width] = every <= (places - block)[:, :, None]
+            for other in range(1, block + 1):
+                there = slice(width + (other - 1) * count, width + other * count)
+                mask[:, here, there] = steps == steps[:, None] - (block - other)
+        return mask[:, None]
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """What a head reads at every position of sequences, and who sees whom."""
+
+    embeds: Tensor  # [row, position, width]
+    hidden: Tensor  # [row, position, width]
+    positions: Tensor  # [row, position], rotary
+    mask: Tensor  # [row, 1, query, key]
 
 
 def collate(samples: Sequence[HeadSample], table: Tensor) -> HeadBatch:

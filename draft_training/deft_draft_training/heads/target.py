@@ -52,6 +52,11 @@ class FeatureTarget:
         """Logits of the action tokens; gradients reach `hidden`, never the head."""
         return hidden.to(self.weight.dtype) @ self.weight.T
 
+    def every_logit(self, hidden: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, what `spec-vla` drafts from."""
+        weight = self.policy.parts.target.decoder.head.weight.detach()
+        return hidden.to(weight.dtype) @ weight.T
+
     def fingerprint(self) -> str:
         """A digest of the weights that features depend on: equal for equal checkpoints."""
         return self.policy.parts.target.model.fingerprint()
@@ -60,9 +65,8 @@ class FeatureTarget:
         self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
     ) -> list[HeadSample]:
         """Let the target answer, then read its features over prompt and answer in one forward."""
-        session = self.policy.open_session
-        requests = [ActRequest(one, session(), _AUTOREGRESSIVE) for one in observations]
-        traces = [chunk.trace for chunk in self.policy.act(requests)]
+        requests = [ActRequest(one, options=_AUTOREGRESSIVE) for one in observations]
+        traces = [answer.chunk.trace for answer in self.policy.act(requests)]
         tokens = [torch.tensor(trace.tokens) for trace in traces if trace is not None]
         parts = self.policy.parts
         with torch.no_grad():

@@ -39,6 +39,7 @@ from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.base import ActRequest, Policy
 from deft_policies.checkpoint.config import load_config
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, Precision
 
@@ -66,7 +67,7 @@ class Learner:
     ) -> None:
         self._policy, self._instruction = policy, instruction
         self._takeover, self._generator = takeover, generator
-        self._session = policy.open_session()
+        self._memory = SessionMemory()
         self._places: deque[NDArray[np.float64]] = deque(maxlen=takeover.stuck_steps)
         self._led = self._num_wrong = 0
 
@@ -77,8 +78,10 @@ class Learner:
 
     def act(self, frame: Frame, scene: Scene, label: Label) -> NDArray[np.float64]:
         """The policy's action, or the expert's while it leads."""
-        request = ActRequest(Observation(frame.image, self._instruction), self._session)
-        answer = to_robosuite(self._policy.act([request])[0].actions[0])
+        request = ActRequest(Observation(frame.image, self._instruction), self._memory)
+        (found,) = self._policy.act([request])
+        self._memory = found.memory
+        answer = to_robosuite(found.chunk.actions[0])
         if not self._led and self._needs_help(scene, answer[-1] != label.action[-1]):
             self._led, self._num_wrong = self._takeover.steps, 0
             self._places.clear()

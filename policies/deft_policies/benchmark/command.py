@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
+from deft_policies.benchmark.host_waits import find_wait
 from deft_policies.benchmark.replay import (
     Contender,
     Replay,
@@ -28,6 +30,7 @@ from deft_policies.benchmark.tables import Report
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
+from deft_policies.decoding.knobs import find_method
 from deft_policies.openvla.load import load_float32_twin, load_policy
 from deft_policies.openvla.options import Precision, read_flags
 from deft_policies.openvla.policy import OpenVLAPolicy
@@ -103,7 +106,7 @@ class Sweep:
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
     """Take every `--decoding` and `--radius` out, so that several may be given; others stay."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--decoding", action="append", default=[])
+    parser.add_argument("--decoding", action="append", type=method_text, default=[])
     parser.add_argument("--radius", action="append", type=int, default=[])
     found, rest = parser.parse_known_args(list(arguments))
     return rest, Sweep(tuple(dict.fromkeys(found.decoding)), tuple(dict.fromkeys(found.radius)))
@@ -266,4 +269,12 @@ def _decodings(
 ) -> tuple[Decoding, ...]:
     plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]
-    return tuple(summarise_decoding(run, plain, spaces) for run in runs)
+    return tuple(
+        replace(summarise_decoding(run, plain, spaces), wait=_wait_of(run.contender.decoding))
+        for run in runs
+    )
+
+
+def _wait_of(decoding: str | None) -> str | None:
+    """Where the rule of a method that was asked for by name makes the host wait."""
+    return None if decoding is None else find_wait(find_method(decoding).rule)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from deft_client.commands.program import CommandParser
+from deft_policies.benchmark.published import PUBLISHED_SHARES, RELAXED_GOAL
 from deft_policies.benchmark.replay import (
     Contender,
     ReplayFrame,
@@ -25,8 +26,6 @@ from deft_policies.benchmark.replay import (
 )
 from deft_policies.benchmark.roofline import CostModel, measure_rates
 from deft_policies.benchmark.scripted import (
-    SPEC_VLA_RELAXED,
-    SPEC_VLA_STRICT,
     Script,
     ScriptedPolicy,
     find_answers,
@@ -42,16 +41,12 @@ from deft_policies.openvla.policy import OpenVLAPolicy, PolicySettings
 from deft_policies.openvla.target import OpenVLATarget
 
 PROG = "bench_gpu"
-SCRIPTS = (
-    Script("spec-vla strict", lengths=SPEC_VLA_STRICT),
-    Script("spec-vla relaxed", lengths=SPEC_VLA_RELAXED),
-    *(
-        Script(f"prefill p={right} x{chains}", right, chains)
-        for right in (0.6, 0.8, 1.0)
-        for chains in (1, 3)
-    ),
+_PREFILL_SCRIPTS = tuple(
+    Script(f"prefill p={right} x{chains}", right, chains)
+    for right in (0.6, 0.8, 1.0)
+    for chains in (1, 3)
 )
-_BATCH_SCRIPT = next(script for script in SCRIPTS if script.name == "prefill p=0.8 x1")
+_BATCH_SCRIPT = next(script for script in _PREFILL_SCRIPTS if script.name == "prefill p=0.8 x1")
 
 
 @dataclass(frozen=True)
@@ -141,6 +136,15 @@ def main(arguments: list[str]) -> int:
     return run_command(PROG, run)
 
 
+def scripts() -> tuple[Script, ...]:
+    """The published loop with the shares of its Table 2 for LIBERO-Goal, and ours."""
+    return (
+        Script.of_published("spec-vla strict", PUBLISHED_SHARES["libero_goal"]),
+        Script.of_published("spec-vla relaxed", RELAXED_GOAL),
+        *_PREFILL_SCRIPTS,
+    )
+
+
 def render_rows(rows: Sequence[Measured]) -> str:
     """The table."""
     headings = ["random weights, scripted drafts", "weights", "batch", "p50", "p95", "p99"]
@@ -222,7 +226,7 @@ def _measure_format(
     answers = find_answers(policy, frames)
     for size in sizes:
         yield bench.measure(Contender(AUTOREGRESSIVE, policy, AUTOREGRESSIVE, batch_size=size))
-    for script in SCRIPTS:
+    for script in scripts():
         yield bench.measure(Contender(script.name, ScriptedPolicy(policy, script, answers)))
     for size in sizes[1:]:
         several = ScriptedPolicy(policy, _BATCH_SCRIPT, answers)

@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from deft_client.datasets.formats import read_dataset
 from deft_client.types import ActionChunk, ActOptions, Image, Observation
-from deft_policies.base import ActRequest, Policy, Session
+from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.act import load_image, read_cases
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 
 _INSTRUCTIONS = (
     "pick up the black bowl between the plate and the ramekin and place it on the plate",
@@ -132,7 +133,7 @@ class Replay:
 
     contender: Contender
     answers: list[MeasuredAnswer] = field(default_factory=list)
-    sessions: dict[str, list[Session]] = field(default_factory=dict)
+    memories: dict[str, list[SessionMemory]] = field(default_factory=dict)
 
 
 def replay(
@@ -159,14 +160,15 @@ def replay(
 def _answer(run: Replay, frame: ReplayFrame) -> MeasuredAnswer:
     """A batch is the same frame several times, each for a robot of its own."""
     contender = run.contender
-    if frame.episode not in run.sessions:
-        run.sessions.clear()
-        opened = [contender.policy.open_session() for _ in range(contender.batch_size)]
-        run.sessions[frame.episode] = opened
+    if frame.episode not in run.memories:
+        run.memories.clear()
+        run.memories[frame.episode] = [SessionMemory()] * contender.batch_size
     options = contender.options(frame)
     batch = [
-        ActRequest(frame.observation, session, options) for session in run.sessions[frame.episode]
+        ActRequest(frame.observation, memory, options) for memory in run.memories[frame.episode]
     ]
     start = time.perf_counter()
-    chunks = contender.policy.act(batch)
-    return MeasuredAnswer((time.perf_counter() - start) * 1e3, chunks[0])
+    answers = contender.policy.act(batch)
+    wall_ms = (time.perf_counter() - start) * 1e3
+    run.memories[frame.episode] = [answer.memory for answer in answers]
+    return MeasuredAnswer(wall_ms, answers[0].chunk)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_client.types import ActionChunk, ActOptions
-from deft_policies.base import ActRequest
+from deft_client.types import ActOptions
+from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.benchmark.published import fit_acceptance
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.decoder import DraftModels
@@ -21,18 +22,15 @@ from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.head import HeadDrafts
 from deft_policies.decoding.drafts.sources import Guesses, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import Method, find_method
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape
 from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.policy import OpenVLAPolicy, PolicySettings
-
-# Spec-VLA's Table 2, LIBERO-Goal: share of passes by accepted length 0..5.
-SPEC_VLA_STRICT = (0.5024, 0.3328, 0.1396, 0.0223, 0.0019, 0.0)
-SPEC_VLA_RELAXED = (0.2301, 0.1898, 0.3999, 0.1541, 0.0253, 0.0008)
 
 _ACTION_LENGTH = 7
 _HEAD_LEVELS = 5
@@ -42,29 +40,40 @@ _BINS_OFF = 64  # a wrong guess is this far away, too far for any rule
 
 @dataclass(frozen=True)
 class Script:
-    """How often drafts are right: by token for chains in the prefill, or by accepted length."""
+    """How often drafts are right: every token of chains in the prefill, or token by token."""
 
     name: str
     right: float = 1.0  # of each token of each chain
     num_chains: int = 0  # riding in the prefill
-    lengths: tuple[float, ...] = ()  # of the head's path, by accepted length; empty: no head
+    chances: tuple[float, ...] = ()  # of tokens 2 to 7 on the head's path; empty: no head
     is_guarded: bool = False
+    loop: Loop = Loop.LEAN
 
     @staticmethod
     def of_head(name: str, right: float, is_guarded: bool = False) -> "Script":
         """A head whose path is right for as long as every one of its tokens is."""
-        shares = [right**length * (1 - right) for length in range(_HEAD_LEVELS)]
-        lengths = (*shares, right**_HEAD_LEVELS)
-        return Script(name, lengths=lengths, is_guarded=is_guarded)
+        return Script(name, chances=(right,) * (_ACTION_LENGTH - 1), is_guarded=is_guarded)
+
+    @staticmethod
+    def of_published(name: str, shares: Sequence[float]) -> "Script":
+        """A head in the published loop whose passes accept 0..5 drafts with these shares."""
+        chances, _ = fit_acceptance(shares, Loop.PUBLISHED)
+        return Script(name, chances=chances, loop=Loop.PUBLISHED)
 
     @property
     def method(self) -> Method:
         """Exact match by the one plan of this script."""
         riders = (DraftKind.RETRIEVAL,) if self.num_chains else ()
-        rounds = (DraftKind.HEAD,) if self.lengths else (DraftKind.RETRIEVAL,)
-        plan = Plan(self.name, riders, rounds, TreeShape(_HEAD_LEVELS, 8, 49))
-        lossless = find_method("lossless")
-        return replace(lossless, name=self.name, plans=(plan,), is_guarded=self.is_guarded)
+        rounds = (DraftKind.HEAD,) if self.chances else (DraftKind.RETRIEVAL,)
+        shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.loop is Loop.PUBLISHED)
+        plan = Plan(self.name, riders, rounds, shape)
+        return replace(
+            find_method("lossless"),
+            name=self.name,
+            plans=(plan,),
+            is_guarded=self.is_guarded,
+            loop=self.loop,
+        )
 
 
 class Dice:
@@ -75,19 +84,11 @@ class Dice:
         self._next = 0
 
     @staticmethod
-    def coins(share: float, shape: tuple[int, ...], device: torch.device) -> "Dice":
-        """True with this probability, in this shape."""
+    def coins(chances: Tensor, device: torch.device) -> "Dice":
+        """True with these probabilities, in their shape."""
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.rand((_NUM_DRAWS, *shape), generator=generator)
-        return Dice((drawn < share).to(device))
-
-    @staticmethod
-    def lengths(shares: Sequence[float], device: torch.device) -> "Dice":
-        """0, 1, ... with these probabilities."""
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.tensor(shares)
-        drawn = torch.multinomial(weights, _NUM_DRAWS, replacement=True, generator=generator)
-        return Dice(drawn.to(device))
+        drawn = torch.rand((_NUM_DRAWS, *chances.shape), generator=generator)
+        return Dice((drawn < chances).to(device))
 
     def roll(self, num_rows: int) -> Tensor:
         """One draw per row."""
@@ -130,7 +131,7 @@ class ScriptedChains:
 class ScriptedHead(HeadDrafts):
     """A draft head that runs as ever; then one path of its tree is replaced by a scripted one.
 
-    Kept tokens follow a distribution over accepted lengths, the rest of the path is wrong.
+    A token of the path is right by its own chance, and wrong behind one that is wrong.
     """
 
     def __init__(
@@ -138,7 +139,8 @@ class ScriptedHead(HeadDrafts):
     ) -> None:
         super().__init__(head, target, runner=runner)
         self._answers = answers
-        self._lengths = Dice.lengths(answers.script.lengths, head.fc.weight.device)
+        chances = torch.tensor([0.0, *answers.script.chances])
+        self._coins = Dice.coins(chances, head.fc.weight.device)
 
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Grow the head's tree and put the scripted path in the place of its last nodes."""
@@ -146,9 +148,9 @@ class ScriptedHead(HeadDrafts):
         depth = min(shape.levels, progress.depth, tree.num_nodes - 1)
         answer = self._answers.tokens
         steps = torch.arange(depth, device=answer.device)
-        places = (progress.num_committed[:, None] + steps).clamp(max=progress.length - 1)
-        answer = answer.gather(1, places)
-        is_right = steps < self._lengths.roll(len(answer))[:, None]
+        places = (progress.num_committed[:, None] + steps).clamp(max=answer.shape[1] - 1)
+        coins = self._coins.roll(len(answer)).gather(1, places)
+        answer, is_right = answer.gather(1, places), coins.cummin(dim=1).values
         path = torch.where(is_right, answer, spoil(answer, self._drafted))
         chain = torch.cat((progress.roots[:, None], path), dim=1)
         kept = torch.arange(tree.num_nodes - depth, device=answer.device)
@@ -164,8 +166,8 @@ class ScriptedModels(DraftModels):
     def sources_for(self, target: TargetModel, method: Method) -> Sources:
         """Chains, and a head where there is one."""
         answers, script = self.answers, self.answers.script
-        shape = (max(1, script.num_chains), _ACTION_LENGTH)
-        coins = Dice.coins(script.right, shape, answers.tokens.device)
+        chances = torch.full((max(1, script.num_chains), _ACTION_LENGTH), script.right)
+        coins = Dice.coins(chances, answers.tokens.device)
         chains = ScriptedChains(answers, coins, target.action_tokens)
         if self.head is None:
             return Sources((chains,), ())
@@ -185,7 +187,7 @@ class ScriptedPolicy(OpenVLAPolicy):
         nothing = torch.zeros(0, _ACTION_LENGTH, dtype=torch.int64, device=target.device)
         self._next = Answers(script, nothing)
         models = ScriptedModels(
-            head=random_head(target.model) if script.lengths else None,
+            head=random_head(target.model) if script.chances else None,
             new_runner=policy.parts.drafts.new_runner,
             answers=self._next,
         )
@@ -193,7 +195,7 @@ class ScriptedPolicy(OpenVLAPolicy):
         settings = PolicySettings(statistics_key=key, method=script.method)
         super().__init__(replace(policy.parts, drafts=models), settings)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Tell the drafts what is right, then answer."""
         answers = [self._answers[id(request.observation)] for request in batch]
         self._next.tokens = torch.tensor(answers, device=self.parts.target.device)
@@ -208,8 +210,8 @@ def find_answers(
     answers = {}
     for frame in frames:
         asked = replace(options, statistics_key=frame.statistics_key)
-        request = ActRequest(frame.observation, policy.open_session(), asked)
-        trace = policy.act([request])[0].trace
+        request = ActRequest(frame.observation, options=asked)
+        trace = policy.act([request])[0].chunk.trace
         assert trace is not None
         answers[id(frame.observation)] = trace.tokens
     return answers

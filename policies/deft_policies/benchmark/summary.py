@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from deft_client.libero.results.statistics import Percentiles, percentiles
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Replay
+from deft_policies.benchmark.speedup import Speedup
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 
 # Stage names as users know them, and their fields.
@@ -44,11 +45,11 @@ class Speed:
 class Decoding:
     """How a contender decoded, and how its actions differ from plain decoding's.
 
-    Of the passes that had guesses, `accepted_shares` tells which share kept 0, 1, 2... of them.
-    `committed_by_start` is the mean committed length of passes that start at each token, 0 where
-    none does. `committed_by_pass` and `drafted_by_position` are means over the actions that have
-    such a pass or position. Differences are over the tokens of all actions; units are 0 where
-    unknown.
+    Accepted and committed lengths are those of passes that checked drafts. `accepted_shares` tells
+    which share of them kept 0, 1, 2... `committed_by_start` is the mean committed length of those
+    whose first draft stands at each token, 0 where none does. `committed_by_pass` and
+    `drafted_by_position` are means over the actions that have such a pass or position. Differences
+    are over the tokens of all actions; units are 0 where unknown.
     """
 
     name: str
@@ -64,6 +65,8 @@ class Decoding:
     committed_by_start: tuple[float, ...]
     committed_by_pass: tuple[float, ...]
     drafted_by_position: tuple[float, ...]
+    speedup: Speedup | None = None  # None where nothing was drafted behind the prefill
+    wait: str | None = None  # the line of its rule that makes the host wait for the device
 
 
 def summarise_speed(run: Replay) -> Speed:
@@ -93,7 +96,7 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
     bins = [_bins_apart(own, other) for own, other, _ in pairs]
     passes = [own.num_passes for own, _, _ in pairs if own.num_passes]
     own_traces = [own for own, _, _ in pairs]
-    committed = [one.committed_length for own in own_traces for one in own.passes]
+    committed = [one.committed_length for own in own_traces for one in own.checked_passes]
     return Decoding(
         name=run.contender.name,
         passes=_mean(passes),
@@ -108,6 +111,7 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         committed_by_start=_committed_by_start(own_traces),
         committed_by_pass=_committed_by_pass(own_traces),
         drafted_by_position=drafted_by_position(own_traces),
+        speedup=Speedup.of(own_traces, [other for _, other, _ in pairs]),
     )
 
 
@@ -130,9 +134,7 @@ def _mean_distance(
 
 
 def _accepted_shares(traces: list[DecodeTrace]) -> tuple[float, ...]:
-    lengths = [
-        one.accepted_length for trace in traces for one in trace.passes if len(one.tokens) > 1
-    ]
+    lengths = [one.accepted_length for trace in traces for one in trace.checked_passes]
     return tuple(
         lengths.count(length) / len(lengths) for length in range(max(lengths, default=-1) + 1)
     )
@@ -143,8 +145,9 @@ def _committed_by_start(traces: list[DecodeTrace]) -> tuple[float, ...]:
     for trace in traces:
         row: list[float | None] = []
         for one in trace.passes:
-            row += [one.committed_length, *[None] * one.accepted_length]
-        rows.append(row[: len(trace.tokens)])
+            counted = one.committed_length if one.has_drafts else None
+            row += [counted, *[None] * one.accepted_length]
+        rows.append(row[: len(trace.tokens)])  # the published loop passes over the end as well
     return _column_means(rows)
 
 

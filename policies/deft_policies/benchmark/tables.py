@@ -7,6 +7,7 @@ from deft_client.libero.results.statistics import Percentiles
 from deft_policies.benchmark.audit import AuditReport, describe
 from deft_policies.benchmark.roofline import DeviceRates, Roofline
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +36,10 @@ class Report:
             parts.append(_say_rates(self.rates))
         if self.decodings:
             parts += [table(self.decodings) for table in _DECODING_TABLES]
+            parts += [batch_table(self.speeds, AUTOREGRESSIVE), *_say_waits(self.decodings)]
         if self.audit is not None:
             parts.append(describe(self.audit))
-        return "\n\n".join(parts)
+        return "\n\n".join(part for part in parts if part)
 
 
 def _say_rates(rates: DeviceRates) -> str:
@@ -138,7 +140,8 @@ def position_table(decodings: Sequence[Decoding]) -> str:
 def length_table(decodings: Sequence[Decoding]) -> str:
     """Accepted lengths of the passes that had guesses, and committed length by where they start.
 
-    What Spec-VLA's Tables 2 and 3 show; its Table 3 leaves the bonus out, so it is less by one.
+    As Spec-VLA's Tables 2 and 3 count for its own loop (`spec-vla-published`). Its Table 3 leaves
+    the bonus out, so it is less by one, and its position p is token t(p+2) here.
     """
     return _two_series(
         decodings,
@@ -149,7 +152,62 @@ def length_table(decodings: Sequence[Decoding]) -> str:
     )
 
 
-_DECODING_TABLES = (decoding_table, length_table, position_table)
+def speedup_table(decodings: Sequence[Decoding]) -> str:
+    """What acceptance, draft length and cost should bring after the prefill, and what they did."""
+    headings = [
+        "passes behind the prefill",
+        "acceptance",
+        "length",
+        "cost",
+        "predicted",
+        "measured",
+    ]
+    rows = [
+        [
+            one.name,
+            f"{found.acceptance:.2f}",
+            f"{found.length:.2f}",
+            f"{found.cost:.3f}",
+            f"{found.predicted:.2f}x",
+            f"{found.measured:.2f}x",
+        ]
+        for one in decodings
+        if (found := one.speedup) is not None
+    ]
+    return render(headings, rows) if rows else ""
+
+
+def batch_table(speeds: Sequence[Speed], baseline: str) -> str:
+    """Actions per second by batch size, and how many times those of the baseline at that size."""
+    sizes = sorted({speed.batch_size for speed in speeds})
+    if len(sizes) < 2:
+        return ""
+    rates: dict[str, dict[int, float]] = {}
+    for speed in speeds:
+        name = speed.name.removesuffix(f" x{speed.batch_size}")
+        rates.setdefault(name, {})[speed.batch_size] = speed.actions_per_s
+    plain = rates.get(baseline, {})
+    rows = [[name, *(_rate(found, plain, size) for size in sizes)] for name, found in rates.items()]
+    return render([f"actions/s (x {baseline})", *(f"batch {size}" for size in sizes)], rows)
+
+
+def _rate(found: Mapping[int, float], plain: Mapping[int, float], size: int) -> str:
+    if size not in found:
+        return ""
+    ratio = f" ({found[size] / plain[size]:.2f})" if size in plain else ""
+    return f"{found[size]:.1f}{ratio}"
+
+
+def _say_waits(decodings: Sequence[Decoding]) -> list[str]:
+    return [
+        f"{one.name}: its rule makes the host wait for the device and runs outside recordings: "
+        f"{one.wait}"
+        for one in decodings
+        if one.wait is not None
+    ]
+
+
+_DECODING_TABLES = (decoding_table, length_table, position_table, speedup_table)
 
 
 def _two_series(

@@ -21,7 +21,7 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_policies.base import ActRequest, Session
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.errors import RequestError
 from deft_policies.model.vla import OpenVLAModel
@@ -56,10 +56,6 @@ class TransformersPolicy:
         """That of the policy it is compared with."""
         return self._ours.info
 
-    def open_session(self) -> Session:
-        """Remember nothing."""
-        return self
-
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Refuse what the other policy refuses."""
         self._ours.check(observation, options)
@@ -68,7 +64,7 @@ class TransformersPolicy:
         """Nothing beyond what the first frames do."""
 
     @torch.inference_mode()
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch of one, as OpenVLA's own code does."""
         if len(batch) != 1:
             raise RequestError("batch", f"the baseline answers 1 observation, got {len(batch)}")
@@ -82,7 +78,7 @@ class TransformersPolicy:
         actions = self._codec.decode(np.array([tokens]), statistics)
         clock.lap(Stage.FINISH)
         trace = DecodeTrace(self._loop.value, tuple(tokens), tuple(tokens), (), ())
-        return [ActionChunk(actions, clock.timings(), trace)]
+        return [ActAnswer(ActionChunk(actions, clock.timings(), trace), request.memory)]
 
     def _generate(self, embeds: Tensor, num_tokens: int, clock: StageClock) -> list[int]:
         stage = Stage.PREFILL

@@ -32,6 +32,9 @@ SIGLIP_TIMM_ID = "vit_so400m_patch14_siglip_224"
 # Absent from the published text_config, so the default of the saving library counts.
 _RMS_NORM_EPS = 1e-6
 _PAD_TO_MULTIPLE_OF = 64
+# Far beyond any model of this kind; a file that says more is damaged, and is not worth allocating.
+_MOST_WIDTH, _MOST_MLP, _MOST_LAYERS, _MOST_HEADS = 2**16, 2**18, 1024, 1024
+_MOST_TOKENS, _MOST_IMAGE_SIDE = 2**21, 4096
 _FUSED_BACKBONES = ("dinosiglip", "dinoclip")
 _TOWER_PREFIXES = ("vision_backbone.featurizer", "vision_backbone.fused_featurizer")
 
@@ -81,7 +84,7 @@ def _load_instructions(path: Path) -> tuple[str, ...]:
 
 
 def _read_vocabulary(fields: JsonFields, llm: LlamaConfig) -> ActionVocabulary:
-    padding = fields.value("pad_to_multiple_of", int, _PAD_TO_MULTIPLE_OF)
+    padding = fields.count("pad_to_multiple_of", _MOST_TOKENS, _PAD_TO_MULTIPLE_OF)
     num_bins = fields.value("n_action_bins", int, DEFAULT_NUM_BINS)
     if not 2 <= num_bins <= llm.vocab_size - padding:
         raise fields.error(
@@ -109,6 +112,8 @@ def _read_towers(fields: JsonFields) -> tuple[TowerConfig, ...]:
     if len(ids) != expected:
         raise fields.error("timm_model_ids", f"has {len(ids)} entries, expected {expected}")
     sizes = fields.values("image_sizes", int, (224,) * expected)
+    if not all(1 <= size <= _MOST_IMAGE_SIDE for size in sizes):
+        raise fields.error("image_sizes", f"must be 1 to {_MOST_IMAGE_SIDE}, got {list(sizes)}")
     if len(sizes) != expected or len(set(sizes)) != 1:
         raise fields.error("image_sizes", f"must be {expected} equal sizes, got {list(sizes)}")
     if any(fields.items("timm_override_act_layers", ())):
@@ -131,15 +136,17 @@ def _read_tower(fields: JsonFields, index: int, image_size: int) -> TowerConfig:
     tower = TowerConfig(
         family=family,
         prefix=_TOWER_PREFIXES[index],
-        width=sizes.value("width", int, width),
-        depth=sizes.value("depth", int, depth),
-        heads=sizes.value("heads", int, heads),
-        mlp=sizes.value("mlp", int, mlp),
+        width=sizes.count("width", _MOST_WIDTH, width),
+        depth=sizes.count("depth", _MOST_LAYERS, depth),
+        heads=sizes.count("heads", _MOST_HEADS, heads),
+        mlp=sizes.count("mlp", _MOST_MLP, mlp),
         image_size=image_size,
-        patch_size=sizes.value("patch_size", int, 14),
+        patch_size=sizes.count("patch_size", image_size, 14),
     )
     if tower.width % tower.heads:
         raise sizes.error("heads", f"must divide the width {tower.width}")
+    if tower.depth < 2:
+        raise sizes.error("depth", "must be at least 2: the last block is never used")
     return tower
 
 
@@ -152,21 +159,31 @@ def _read_llm(fields: JsonFields) -> LlamaConfig:
             raise fields.error(key, "is true; only false is supported")
     if fields.has("rope_scaling"):
         raise fields.error("rope_scaling", "is set; only unscaled rotary positions are supported")
-    width = fields.value("hidden_size", int, 4096)
-    heads = fields.value("num_attention_heads", int, 32)
+    width = fields.count("hidden_size", _MOST_WIDTH, 4096)
+    heads = fields.count("num_attention_heads", _MOST_HEADS, 32)
+    kv_heads = fields.count("num_key_value_heads", heads, heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"must divide the {heads} heads")
+    head_width = fields.count("head_dim", _MOST_WIDTH, max(width // heads, 1))
+    if head_width % 2:
+        raise fields.error("head_dim", f"is {head_width}, but positions turn pairs of features")
     # Newer savers nest the angle base in rope_parameters.
     rope_theta = fields.section("rope_parameters").value("rope_theta", float, 10000.0)
+    rms_norm_eps = fields.value("rms_norm_eps", float, _RMS_NORM_EPS)
+    rope_theta = fields.value("rope_theta", float, rope_theta)
+    if rms_norm_eps <= 0 or rope_theta <= 0:
+        raise fields.error("rms_norm_eps", "and rope_theta must be above 0")
     return LlamaConfig(
-        vocab_size=fields.value("vocab_size", int),
+        vocab_size=fields.count("vocab_size", _MOST_TOKENS),
         width=width,
-        mlp=fields.value("intermediate_size", int, 11008),
-        num_layers=fields.value("num_hidden_layers", int, 32),
+        mlp=fields.count("intermediate_size", _MOST_MLP, 11008),
+        num_layers=fields.count("num_hidden_layers", _MOST_LAYERS, 32),
         heads=heads,
-        kv_heads=fields.value("num_key_value_heads", int, heads),
-        head_width=fields.value("head_dim", int, width // heads),
-        rms_norm_eps=fields.value("rms_norm_eps", float, _RMS_NORM_EPS),
-        rope_theta=fields.value("rope_theta", float, rope_theta),
-        max_positions=fields.value("max_position_embeddings", int, 2048),
+        kv_heads=kv_heads,
+        head_width=head_width,
+        rms_norm_eps=rms_norm_eps,
+        rope_theta=rope_theta,
+        max_positions=fields.count("max_position_embeddings", _MOST_TOKENS, 2048),
     )
 
 

@@ -1,6 +1,7 @@
 """Typed access to a checkpoint's JSON files. Knows nothing of what the fields mean."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -10,7 +11,7 @@ from deft_policies.errors import CheckpointError
 T = TypeVar("T")
 _NAMES: Mapping[object, tuple[str, str]] = {
     int: ("a whole number", "whole numbers"),
-    float: ("a number", "numbers"),
+    float: ("a finite number", "finite numbers"),
     str: ("a string", "strings"),
     bool: ("true or false", "true and false"),
 }
@@ -66,6 +67,13 @@ class JsonFields:
             raise self.error(key, f"must be {_NAMES[kind][0]}, got {value!r}")
         return cast(T, float(value) if kind is float else value)  # type: ignore[arg-type]
 
+    def count(self, key: str, most: int, default: int | None = None) -> int:
+        """A whole number from 1 to `most`: what is beyond it no model has, and nobody can hold."""
+        value = self.value(key, int, default)
+        if not 1 <= value <= most:
+            raise self.error(key, f"is {value}, expected 1 to {most}")
+        return value
+
     def values(self, key: str, kind: type[T], default: Sequence[T] | None = None) -> tuple[T, ...]:
         """A list of values of this kind."""
         values = self.items(key, default)
@@ -113,4 +121,8 @@ class JsonFields:
 
 
 def _is(value: object, kind: type) -> bool:
-    return type(value) is kind or (kind is float and type(value) is int)
+    """NaN, infinity and integers beyond any float, which Python finds in JSON, are no numbers."""
+    if kind is float:
+        is_real = type(value) is int or type(value) is float
+        return is_real and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+    return type(value) is kind

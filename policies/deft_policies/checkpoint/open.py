@@ -22,6 +22,7 @@ from deft_policies.checkpoint.reader import (
     StoredTensor,
     list_names,
 )
+from deft_policies.checkpoint.tensor_file import require_finite
 from deft_policies.checkpoint.tensor_names import TensorPlace, tensor_places
 from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import TOKENIZER_FILE, PromptEncoder
@@ -229,7 +230,8 @@ def fill_part(
         if place.parameter is None or not place.parameter.startswith(prefix):
             continue
         parameter = parameters[place.parameter.removeprefix(prefix)]
-        parameter[place.rows].copy_(checkpoint.weight(place.name, parameter.device))
+        weight = parameter[place.rows].copy_(checkpoint.weight(place.name, parameter.device))
+        require_finite(place.name, weight, checkpoint.reader.stored[place.name].path)
 
 
 def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:

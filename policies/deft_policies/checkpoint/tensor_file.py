@@ -28,7 +28,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         if path.suffix == SAFETENSORS_SUFFIX:
-            return dict(load_file(path))
+            return _finite(load_file(path), path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it says about odd pickles; they are refused
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -42,7 +42,24 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(one, Tensor) for name, one in loaded.items()
     ):
         raise CheckpointError(f"{path} must hold a flat dictionary of tensors")
-    return dict(loaded)
+    return _finite(loaded, path)
+
+
+def require_finite(name: str, tensor: Tensor, path: Path) -> None:
+    """Raise `CheckpointError` where a tensor holds NaN or infinity; one reduction."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    # A sum would overflow in float16, or be taken from a copy.
+    if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
+        raise CheckpointError(
+            f"{path}: {name} holds NaN or infinity; the file is damaged, or training had diverged"
+        )
+
+
+def _finite(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    for name, tensor in tensors.items():
+        require_finite(name, tensor, path)
+    return dict(tensors)
 
 
 def write_tensors(

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ from deft_client.types import (
     Observation,
     StageTimings,
 )
-from deft_policies.base import ActRequest, Policy, Session
+from deft_policies.base import ActRequest, Policy
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 
 PROG = "deft act"
 _FIELDS = {"image", "wrist_images", "state", "instruction", "statistics_key", "session_id"}
@@ -95,15 +96,16 @@ def load_image(path: Path) -> Image:
 
 def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iterator[str]:
     """Yield one JSON line per case, in order."""
-    sessions: dict[str, Session] = {}
+    memories: dict[str | None, SessionMemory] = {}
     start = 0
     while start < len(cases):
         batch = _next_batch(cases, start, batch_size)
-        requests = [_request(policy, case, sessions) for case in batch]
+        requests = [_request(case, memories) for case in batch]
         for request in requests:
             policy.check(request.observation, request.options)
-        for chunk in policy.act(requests):
-            yield json.dumps(_describe(chunk))
+        for case, answer in zip(batch, policy.act(requests), strict=True):
+            memories[case.session_id] = answer.memory
+            yield json.dumps(_describe(answer.chunk))
         start += len(batch)
 
 
@@ -140,15 +142,14 @@ def _next_batch(cases: Sequence[Case], start: int, batch_size: int) -> Sequence[
     return cases[start : start + batch_size]
 
 
-def _request(policy: Policy, case: Case, sessions: dict[str, Session]) -> ActRequest:
-    session = policy.open_session()
-    if case.session_id is not None:
-        session = sessions.setdefault(case.session_id, session)
+def _request(case: Case, memories: Mapping[str | None, SessionMemory]) -> ActRequest:
+    is_new = case.session_id is None or case.session_id not in memories
+    memory = SessionMemory() if is_new else memories[case.session_id]
     options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
     wrists = {f"wrist_{index}": load_image(path) for index, path in enumerate(case.wrist_images)}
     state = None if case.state is None else np.array(case.state, dtype=np.float32)
     observation = Observation(load_image(case.image), case.instruction, wrists, state)
-    return ActRequest(observation, session, options)
+    return ActRequest(observation, memory, options)
 
 
 def _describe(chunk: ActionChunk) -> dict[str, object]:

@@ -17,6 +17,7 @@ class PolicyCommand:
 
     namespace: Namespace
     entry: catalog.CatalogEntry
+    words: tuple[str, ...] = ()  # what `load_by_words` takes to load the same policy elsewhere
 
     def load(self) -> Policy:
         """Load the policy; takes as long as its weights are large."""
@@ -34,7 +35,15 @@ def parse_command(
     name = first.parse_known_args(arguments)[0].policy
     entry = catalog.find(name)
     entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
-    return PolicyCommand(parser.parse_args(arguments), entry)
+    return PolicyCommand(parser.parse_args(arguments), entry, (name, *arguments))
+
+
+def load_by_words(name: str, *arguments: str) -> Policy:
+    """Load a policy by its name and flags; flags that are not its own are passed over."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    entry = catalog.find(name)
+    entry.add_flags(parser.add_argument_group(f"policy {name}", entry.summary))
+    return entry.load(parser.parse_known_args(arguments)[0])
 
 
 def run_command(prog: str, command: Callable[[], int]) -> int:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.decoding.records import Stage, StageClock
+from deft_policies.decoding.records import Stage, StageClock, require_finite
 from deft_policies.decoding.sampling import (
     Greedy,
     TokenChooser,
+    all_finite,
     first_maximum,
     top_gap,
 )
@@ -54,12 +55,14 @@ class _Rounds:
         self._tokens: list[Tensor] = []
         self._predicted: list[Tensor] = []
         self._margins: list[Tensor] = []
+        self._sums: list[Tensor] = []  # of all logits, [row] for each pass
         self._laps: list[int] = []
 
     def settle(self, scores: Scores, stage: Stage) -> Tensor:
         """Choose the next token of every row, [row], and book the pass."""
         first = self._decoder.target.vocabulary.first
         logits = scores.logits[:, 0]
+        self._sums.append(logits.sum(dim=1))
         best = first_maximum(logits)
         predicted = best + first if first else best
         token = predicted
@@ -73,16 +76,18 @@ class _Rounds:
         return token
 
     def read_back(self, last_tokens: Tensor) -> list[DecodeTrace]:
-        """Bring everything to the host."""
+        """Bring everything to the host; raises `NotFiniteError`."""
         predicted = torch.stack(self._predicted, dim=1)
         columns = torch.stack((last_tokens, *self._tokens), dim=1)
         margins = torch.stack(self._margins, dim=1).tolist() if self._margins else None
-        both = torch.cat((columns, predicted), dim=1).tolist()
+        is_finite = all_finite(self._sums)[:, None]
+        read = torch.cat((is_finite, columns, predicted), dim=1).tolist()
+        require_finite([row[:1] for row in read])
         times = [self._clock.milliseconds(lap) for lap in self._laps]
         length = predicted.shape[1]
         return [
-            _trace(row[: length + 1], row[length + 1 :], margins[i] if margins else [], times)
-            for i, row in enumerate(both)
+            _trace(row[1 : length + 2], row[length + 2 :], margins[i] if margins else [], times)
+            for i, row in enumerate(read)
         ]
 
 

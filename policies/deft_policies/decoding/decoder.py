@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import torch
 
@@ -32,12 +34,14 @@ from deft_policies.decoding.drafts.sources import (
     Sources,
 )
 from deft_policies.decoding.guard import Choice, Guard
-from deft_policies.decoding.history import STEPS_KEPT, ActionHistory, HistoryTensors
+from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import (
+    DRAFT_SOURCES,
     PLAIN,
     DraftKind,
     KeyMask,
+    Loop,
     Plan,
     RopeOffset,
 )
@@ -46,6 +50,7 @@ from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.verify import SampledVerifier, Verifier
 from deft_policies.errors import RequestError
+from deft_policies.memory import STEPS_KEPT
 from deft_policies.model.layout import EagerRunner, StepRunner
 
 _WARM_UP_RUNS = 3
@@ -93,7 +98,21 @@ class DraftModels:
             growers.append(MedusaDrafts(self.medusa, target))
         if self.small_model is not None:
             growers.append(SmallModelDrafts(self.small_model, self.patch_share))
+        for one in entry_points(group=DRAFT_SOURCES):
+            if method.uses(DraftKind(one.name)):
+                made = _made_by(one, target)
+                (growers if hasattr(made, "grow") else guessers).append(made)
         return Sources(tuple(guessers), tuple(growers))
+
+
+def _made_by(found: EntryPoint, target: TargetModel) -> Any:
+    """A source of an installed package: what its entry point names is called with the target."""
+    made = found.load()(target)
+    if getattr(made, "kind", None) != DraftKind(found.name):
+        raise RequestError(
+            "drafts", f"{found.value} must make a source whose kind is {found.name!r}, got {made!r}"
+        )
+    return made
 
 
 class Decoder:
@@ -106,6 +125,7 @@ class Decoder:
         self._plans = sources.usable(method.plans)
         self._guards: dict[int, Guard] = {}
         self._rule = str(method.rule) if any(plan.kinds for plan in method.plans) else ""
+        self._late = method.loop is Loop.PUBLISHED
 
     def decode(
         self,
@@ -165,8 +185,16 @@ class Decoder:
         else:
             run = self._run(plan, prompts, rows, clock, wants_margins)
             traces, cost = run.read(clock), run.cost(clock)
-        name, rule = self.method.name, self._rule
-        return [replace(one, method=name, rule=rule, guard=choice.reason) for one in traces], cost
+        return [
+            replace(
+                _without(trace, self.method.loop.num_behind if plan.kinds else 0),
+                method=self.method.name,
+                rule=self._rule,
+                guard=choice.reason,
+                plan=plan.name,
+            )
+            for trace in traces
+        ], cost
 
     def _run(
         self,
@@ -178,9 +206,11 @@ class Decoder:
     ) -> ActionRun:
         histories = [row.history for row in rows]
         device = prompts.embeds.device
-        space = SpaceTensors.of([row.space for row in rows], device)
+        behind = self.method.loop.num_behind
+        space = SpaceTensors.of([row.space.with_more(behind) for row in rows], device)
         steps = self._sources.steps_needed(plan)
-        history = HistoryTensors.of(histories, space.length, steps, device)
+        history = HistoryTensors.of(histories, space.length - behind, steps, device)
+        history = history.with_more(behind)
         context = ActionContext(space, history.drift, history.num_steps)
         keep_hidden = self.method.rule.needs_patches or self._sources.needs_hidden(plan)
         prompts = replace(prompts, keep_hidden=keep_hidden)
@@ -223,7 +253,7 @@ class Decoder:
         """What judges a batch: greedy, or with noise of its own for every row."""
         method, vocabulary = self.method, self.target.vocabulary
         if method.sampling.temperature == 0.0:
-            return Verifier(method.rule, method.tie_break, vocabulary.first)
+            return Verifier(method.rule, method.tie_break, vocabulary.first, clamps_late=self._late)
         draws = [history.num_draws for history in histories]
         like = torch.empty(len(vocabulary), device=device)
         noise, coins = method.sampling.position_noise(draws, like, length)
@@ -234,7 +264,20 @@ class Decoder:
             temperature=method.sampling.temperature,
             noise=noise,
             coins=coins,
+            clamps_late=self._late,
         )
+
+
+def _without(trace: DecodeTrace, num_behind: int) -> DecodeTrace:
+    """The trace of the action alone, where a loop has decoded tokens behind it."""
+    if num_behind == 0:
+        return trace
+    return replace(
+        trace,
+        tokens=trace.tokens[:-num_behind],
+        predicted=trace.predicted[:-num_behind],
+        margins=trace.margins[:-num_behind],
+    )
 
 
 def build_decoder(

@@ -1,4 +1,4 @@
-"""What one session remembers between actions: the target's own answers beside the executed ones.
+"""A session's memory while its next action is decoded: own answers beside the executed ones.
 
 Drafts come from the target's own tokens. Drafting from executed tokens once froze a robot: an
 accepted draft became the next draft, and motion stopped. Host memory only; one thread at a time.
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-STEPS_KEPT = 32
+from deft_policies.memory import STEPS_KEPT, PlanPasses, SessionMemory
 
 
 @dataclass(eq=False)
@@ -52,13 +53,30 @@ class ActionHistory:
     num_draws: int = 0  # actions decoded in the whole session: numbers the streams of noise
     passes_needed: PassesNeeded = field(default_factory=dict)
 
-    def copy(self) -> "ActionHistory":
-        """One that can grow without changing this one. Steps are tuples: they are shared."""
+    @staticmethod
+    def of(memory: SessionMemory) -> "ActionHistory":
+        """The history that a memory tells of."""
+        return ActionHistory(
+            deque(memory.own, maxlen=STEPS_KEPT),
+            deque(memory.executed, maxlen=STEPS_KEPT),
+            memory.drift,
+            memory.num_steps,
+            memory.num_draws,
+            {one.plan: Average(one.value, one.count) for one in memory.passes_needed},
+        )
+
+    def memory(self, before: SessionMemory) -> SessionMemory:
+        """What is to be remembered from now on; the rest is as it was `before`."""
         return replace(
-            self,
-            own=self.own.copy(),
-            executed=self.executed.copy(),
-            passes_needed={plan: replace(one) for plan, one in self.passes_needed.items()},
+            before,
+            own=tuple(self.own),
+            executed=tuple(self.executed),
+            drift=self.drift,
+            num_steps=self.num_steps,
+            num_draws=self.num_draws,
+            passes_needed=tuple(
+                PlanPasses(plan, one.value, one.count) for plan, one in self.passes_needed.items()
+            ),
         )
 
     def reset(self) -> None:
@@ -91,6 +109,15 @@ class HistoryTensors:
     num_known: Tensor  # [row] int64, how many of the last steps are there
     drift: Tensor  # [row, position] float32, in bins
     num_steps: Tensor  # [row] int64, steps since the episode began
+
+    def with_more(self, positions: int) -> "HistoryTensors":
+        """The same steps with further positions behind, of which nothing is known."""
+        if positions == 0:
+            return self
+        more = (0, positions)
+        return replace(
+            self, own=functional.pad(self.own, more), drift=functional.pad(self.drift, more)
+        )
 
     @staticmethod
     def of(

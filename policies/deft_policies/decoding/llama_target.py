@@ -95,6 +95,11 @@ class LlamaTarget:
         return self._vocabulary
 
     @property
+    def num_tokens(self) -> int:
+        """Size of the whole vocabulary."""
+        return self.decoder.sizes.vocabulary
+
+    @property
     def action_tokens(self) -> TokenRange:
         """Token ids that stand for bins."""
         return self._action_tokens

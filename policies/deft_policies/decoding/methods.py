@@ -1,6 +1,9 @@
 """Decoding methods: which rule judges, which sources draft, how ties are broken; those by name."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 
 from deft_policies.decoding.acceptance.confidence import (
     DeferredWindow,
@@ -20,14 +23,16 @@ from deft_policies.decoding.acceptance.distance import (
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.plan import (
+    OUR_KINDS,
     PLAIN,
     DraftKind,
+    Loop,
     Plan,
     TreeShape,
 )
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.verify import TieBreak
-from deft_policies.errors import RequestError, UnknownDecodingError
+from deft_policies.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,17 @@ class Method:
     whole_vocabulary: bool = False
     is_guarded: bool = False
     sampling: Sampling = Sampling()
-    draws_drafts: bool = False  # draw the head's chain by its odds, for the ratio test
+    draws_drafts: bool = False  # draw the head's tree by its odds, for the ratio test
+    loop: Loop = Loop.LEAN
+
+    def described(self) -> dict[str, str]:
+        """Its rule with every number, and its plans, for people."""
+        plans = ", ".join(plan.name for plan in self.plans)
+        return {"rule": str(self.rule), "plans": plans} if self.plans != (PLAIN,) else {}
+
+    def uses(self, kind: DraftKind) -> bool:
+        """Whether any of its plans drafts from this source."""
+        return any(kind in plan.kinds for plan in self.plans)
 
     def with_radius(self, radius: int) -> "Method":
         """With another radius in bins; `RequestError` where the rule has none."""
@@ -89,6 +104,7 @@ class Method:
 _MEMORY = (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION, DraftKind.RETRIEVAL)
 _HEAD = frozenset({DraftKind.HEAD})
 _SPEC_VLA_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
+_SPEC_VLA_PLANS = (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),)
 
 _OUR_PLANS = (
     Plan("memory+tree", (DraftKind.PREVIOUS,), (DraftKind.HEAD,)),
@@ -124,7 +140,7 @@ METHODS: tuple[Method, ...] = (
         "spec-vla",
         "Spec-VLA, relaxed: within 9 ids, full tree, first row wins ties",
         WithinIds(9),
-        (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),),
+        _SPEC_VLA_PLANS,
         tie_break=TieBreak.FIRST_ROW,
         required=_HEAD,
         whole_vocabulary=True,
@@ -133,10 +149,29 @@ METHODS: tuple[Method, ...] = (
         "spec-vla-strict",
         "Spec-VLA, strict: the same loop with exact match",
         WithinIds(0),
-        (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),),
+        _SPEC_VLA_PLANS,
         tie_break=TieBreak.FIRST_ROW,
         required=_HEAD,
         whole_vocabulary=True,
+    ),
+    Method(
+        "spec-vla-long",
+        "Spec-VLA, relaxed as published for LIBERO-Long: within 5 ids",
+        WithinIds(5),
+        _SPEC_VLA_PLANS,
+        tie_break=TieBreak.FIRST_ROW,
+        required=_HEAD,
+        whole_vocabulary=True,
+    ),
+    Method(
+        "spec-vla-published",
+        "Spec-VLA's own loop: drafts of the last token count, one more pass commits it",
+        WithinIds(9),
+        _SPEC_VLA_PLANS,
+        tie_break=TieBreak.FIRST_ROW,
+        required=_HEAD,
+        whole_vocabulary=True,
+        loop=Loop.PUBLISHED,
     ),
     Method(
         "fly",
@@ -147,7 +182,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         "lvspec",
         "LVSpec: strict where the token depends on the image, loose elsewhere",
-        VisualRelevance(num_patches=10, share=0.7, shift_tolerant=True),
+        VisualRelevance(num_patches=10, share=0.7, shift_tolerant=True, shift_cap=9),
         _CHAIN_PLANS,
     ),
     Method(
@@ -195,16 +230,26 @@ METHODS: tuple[Method, ...] = (
     ),
 )
 
-METHOD_NAMES: tuple[str, ...] = tuple(method.name for method in METHODS)
 DEFAULT_METHOD = "lossless"
+ACCEPTANCE_RULES = "deft.acceptance_rules"  # the entry points under which packages bring rules
 
 
-def find_method(name: str) -> Method:
-    """The method of this name, as published."""
-    found = next((method for method in METHODS if method.name == name), None)
-    if found is None:
-        raise UnknownDecodingError(name, METHOD_NAMES)
-    return found
+@lru_cache(maxsize=1)
+def known_methods() -> Mapping[str, "Method | EntryPoint"]:
+    """Ours by name, and the rules of installed packages, which are loaded when asked for."""
+    theirs = {one.name: one for one in entry_points(group=ACCEPTANCE_RULES)}
+    return {**theirs, **{method.name: method for method in METHODS}}
+
+
+def rule_method(found: EntryPoint) -> Method:
+    """A method around a rule that an installed package brings, with our drafts."""
+    rule = found.load()()
+    if not isinstance(rule, AcceptanceRule):
+        raise RequestError(
+            "decoding", f"{found.value} makes a {type(rule).__name__}, no acceptance rule"
+        )
+    said = (type(rule).__doc__ or found.value).strip().splitlines()[0]
+    return Method(found.name, said, rule, _OUR_PLANS)
 
 
 RIDES_IN_PREFILL = (
@@ -213,10 +258,11 @@ RIDES_IN_PREFILL = (
     DraftKind.NGRAM,
     DraftKind.RETRIEVAL,
 )
+_NEVER_RIDE = frozenset(OUR_KINDS) - frozenset(RIDES_IN_PREFILL)
 MAX_PREFILL_KINDS = 3
 
 
 def plan_of(drafts: tuple[DraftKind, ...]) -> Plan:
     """Put each source where it can draft; growers win the rounds, else guessers draft tails too."""
-    riders = tuple(kind for kind in drafts if kind in RIDES_IN_PREFILL)[:MAX_PREFILL_KINDS]
+    riders = tuple(kind for kind in drafts if kind not in _NEVER_RIDE)[:MAX_PREFILL_KINDS]
     return Plan("+".join(kind.value for kind in drafts) or "plain", riders, drafts)

@@ -1,29 +1,63 @@
 """How draft trees are shaped, by numbers alone. Imports nothing heavy: flags are made of it."""
 
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
+from importlib.metadata import entry_points
 from math import prod
+from typing import ClassVar
+
+MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that are asked for
+DRAFT_SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
 
 
-class DraftKind(Enum):
-    """The draft sources there are."""
+@dataclass(frozen=True)
+class DraftKind:
+    """A draft source by name: one of ours, or one that an installed package brings."""
 
-    HEAD = "head"  # the trained EAGLE-style draft head
-    PREVIOUS = "previous"  # the target's own last action
-    EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
-    NGRAM = "ngram"  # what followed the same tokens earlier in the session
-    RETRIEVAL = "retrieval"  # the action stored with the most similar frame
-    RECYCLED = "recycled"  # the target's answers behind its last mismatch (Jacobi)
-    MEDUSA = "medusa"  # parallel heads, one per position ahead
-    SMALL_MODEL = "small-model"  # a cheaper model of the same tokens
+    value: str
+
+    HEAD: ClassVar["DraftKind"]  # the trained EAGLE-style draft head
+    PREVIOUS: ClassVar["DraftKind"]  # the target's own last action
+    EXTRAPOLATION: ClassVar["DraftKind"]  # the last actions, continued in a straight line
+    NGRAM: ClassVar["DraftKind"]  # what followed the same tokens earlier in the session
+    RETRIEVAL: ClassVar["DraftKind"]  # the action stored with the most similar frame
+    RECYCLED: ClassVar["DraftKind"]  # the target's answers behind its last mismatch (Jacobi)
+    MEDUSA: ClassVar["DraftKind"]  # parallel heads, one per position ahead
+    SMALL_MODEL: ClassVar["DraftKind"]  # a cheaper model of the same tokens
 
     @property
     def number(self) -> int:
         """What `DraftTree.sources` holds for this kind."""
-        return SOURCE_KINDS.index(self)
+        return source_kinds().index(self)
 
 
-SOURCE_KINDS: tuple[DraftKind, ...] = tuple(DraftKind)
+DraftKind.HEAD = DraftKind("head")
+DraftKind.PREVIOUS = DraftKind("previous")
+DraftKind.EXTRAPOLATION = DraftKind("extrapolation")
+DraftKind.NGRAM = DraftKind("ngram")
+DraftKind.RETRIEVAL = DraftKind("retrieval")
+DraftKind.RECYCLED = DraftKind("recycled")
+DraftKind.MEDUSA = DraftKind("medusa")
+DraftKind.SMALL_MODEL = DraftKind("small-model")
+OUR_KINDS = (
+    DraftKind.HEAD,
+    DraftKind.PREVIOUS,
+    DraftKind.EXTRAPOLATION,
+    DraftKind.NGRAM,
+    DraftKind.RETRIEVAL,
+    DraftKind.RECYCLED,
+    DraftKind.MEDUSA,
+    DraftKind.SMALL_MODEL,
+)
+
+
+@lru_cache(maxsize=1)
+def source_kinds() -> tuple[DraftKind, ...]:
+    """Every source there can be: ours, then those of installed packages in order of name."""
+    theirs = sorted({one.name for one in entry_points(group=DRAFT_SOURCES)})
+    return (*OUR_KINDS, *(kind for kind in map(DraftKind, theirs) if kind not in OUR_KINDS))
 
 
 class RopeOffset(Enum):
@@ -79,6 +113,12 @@ class TreeTemplate:
             ]
             paths += level
         return TreeTemplate(tuple(sorted(paths, key=_by_level)))
+
+    @staticmethod
+    def branches(num: int, levels: int) -> "TreeTemplate":
+        """Chains beside each other, which part at the root (LVSpec's tree has two)."""
+        firsts = [(rank, *(0,) * depth) for depth in range(levels) for rank in range(num)]
+        return TreeTemplate(tuple(firsts))
 
     @property
     def levels(self) -> int:
@@ -158,6 +198,55 @@ class Plan:
 
 
 PLAIN = Plan("plain")
+
+
+class Loop(Enum):
+    """When an action ends, and what counts until then."""
+
+    LEAN = "lean"  # the last token is the bonus of a pass, and is never drafted for
+    PUBLISHED = "published"  # Spec-VLA's: a draft of the last token counts, a pass commits it
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens decoded behind an action: the published loop ends when it has seen one."""
+        return 1 if self is Loop.PUBLISHED else 0
+
+
+def read_tree(text: str) -> TreeShape:
+    """dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or chain:LEVELS.
+
+    A + may stand for colon and comma, which have meanings of their own in the text of a method.
+    """
+    kind, *parts = re.split(r"[:,+]", text)
+    sizes = [int(part) for part in parts if part.isdigit() and int(part) > 0]
+    limits = {"dynamic": (MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES), "chain": (MOST_LEVELS,)}
+    both = (MOST_LEVELS, MOST_LEVELS)
+    most = {**limits, "template": both, "branches": both}.get(kind, ())
+    if len(sizes) != len(parts) or len(sizes) != len(most) or not sizes:
+        raise ValueError(
+            "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or "
+            f"chain:LEVELS with numbers of at least 1, got {text!r}"
+        )
+    if any(size > limit for size, limit in zip(sizes, most, strict=True)):
+        raise ValueError(f"{kind} takes numbers up to {', '.join(map(str, most))}, got {text!r}")
+    if kind == "template":
+        return TreeShape.of_template(TreeTemplate.harmonic(*sizes))
+    if kind == "branches":
+        return TreeShape.of_template(TreeTemplate.branches(*sizes))
+    if kind == "chain":
+        return TreeShape.chain(*sizes)
+    levels, top_k, num_guesses = sizes
+    return TreeShape(levels, top_k, num_guesses)
+
+
+def read_kinds(text: str) -> tuple[DraftKind, ...]:
+    """Draft sources by name, joined by + or commas, each once."""
+    known = {kind.value: kind for kind in source_kinds()}
+    names = [name.strip() for name in re.split(r"[,+]", text)]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
+    return tuple(known[name] for name in dict.fromkeys(names))
 
 
 def _by_level(path: Path) -> tuple[int, Path]:

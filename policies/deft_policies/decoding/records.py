@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace, StageTimings
-from deft_policies.decoding.plan import SOURCE_KINDS
+from deft_policies.decoding.plan import source_kinds
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath
+from deft_policies.errors import NotFiniteError
 
 
 class Stage(Enum):
@@ -142,6 +143,7 @@ class ActionRun:
     tokens: Tensor  # [row, position], executed
     own: Tensor  # [row, position], the target's own token given those executed before
     margins: Tensor | None  # [row, position], gap between the two largest logits there
+    is_finite: Tensor  # [row], whether all logits of all passes were
     records: tuple[PassRecord, ...]
 
     def cost(self, clock: StageClock) -> ActionCost:
@@ -154,14 +156,16 @@ class ActionRun:
     def read(self, clock: StageClock) -> list[DecodeTrace]:
         """Tell what happened in every row, but not by which method and why.
 
-        Passes after a row was finished are left out of it.
+        Passes after a row was finished are left out of it. Raises `NotFiniteError`.
         """
-        numbers = _read_together([self.tokens, self.own, *_columns(self.records)])
-        tokens, own = numbers[:2]
+        first = [self.tokens, self.own, self.is_finite[:, None]]
+        numbers = _read_together([*first, *_columns(self.records)])
+        tokens, own, is_finite = numbers[:3]
+        require_finite(is_finite)
         margins = [[]] * len(tokens) if self.margins is None else self.margins.tolist()
         passes: list[list[PassTrace]] = [[] for _ in tokens]
         for index, record in enumerate(self.records):
-            start = 2 + index * _NUM_COLUMNS
+            start = len(first) + index * _NUM_COLUMNS
             columns = numbers[start : start + _NUM_COLUMNS]
             times = clock.milliseconds(record.draft_lap), clock.milliseconds(record.pass_lap)
             for row, is_open in enumerate(record.result.is_open):
@@ -180,6 +184,16 @@ class ActionRun:
         ]
 
 
+def require_finite(is_finite: Sequence[Sequence[int]]) -> None:
+    """Raise `NotFiniteError` unless every row's one value is true."""
+    broken = [row for row, (is_fine,) in enumerate(is_finite) if not is_fine]
+    if broken:
+        raise NotFiniteError(
+            f"the model's logits hold NaN or infinity in rows {broken} of {len(is_finite)}; its "
+            "weights or its number format are broken, nothing was answered"
+        )
+
+
 def cost_of_plain(traces: Sequence[DecodeTrace]) -> ActionCost:
     """What a batch without any guesses has cost: the same for all of its rows."""
     first, *later = traces[0].passes
@@ -187,7 +201,6 @@ def cost_of_plain(traces: Sequence[DecodeTrace]) -> ActionCost:
 
 
 _NUM_COLUMNS = 8
-_NAMES = (*(kind.value for kind in SOURCE_KINDS), "")  # the root's source is -1: the last
 
 
 def _columns(records: Sequence[PassRecord]) -> list[Tensor]:
@@ -228,11 +241,12 @@ def _pass_trace(
     real = [node for node, kept in enumerate(is_real) if kept]
     number = {node: index for index, node in enumerate(real)}
     number[-1] = -1
+    names = (*(kind.value for kind in source_kinds()), "")  # the root's source is -1: the last
     return PassTrace(
         is_prefill=record.result.is_prefill,
         tokens=tuple(tokens[node] for node in real),
         parents=tuple(number[parents[node]] for node in real),
-        sources=tuple(_NAMES[sources[node]] for node in real),
+        sources=tuple(names[sources[node]] for node in real),
         predictions=tuple(predictions[node] for node in real),
         path=tuple(number[node] for node in path[1 : accepted[0] + 1]),
         bonus=bonus[0],

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+MOST_TRIES = 8  # drafts of one position that the ratio test may look at
 
 
 def first_maximum(logits: Tensor) -> Tensor:
@@ -19,6 +22,14 @@ def first_maximum(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
+def all_finite(sums: Sequence[Tensor]) -> Tensor:
+    """Which rows had only finite logits, given the sum of each pass's, [row] each.
+
+    NaN and infinity survive any sum, so one number per row and pass tells of all of them.
+    """
+    return torch.stack(tuple(sums)).isfinite().all(dim=0)
+
+
 def top_gap(logits: Tensor, best: Tensor) -> Tensor:
     """How far the largest value along the last axis is above the second; `best` is its index."""
     index = best.unsqueeze(-1)
@@ -29,6 +40,13 @@ def top_gap(logits: Tensor, best: Tensor) -> Tensor:
 def target_odds(logits: Tensor, temperature: float) -> Tensor:
     """softmax(logits / temperature)."""
     return torch.softmax(logits / temperature, dim=-1)
+
+
+class Stream(Enum):
+    """What random numbers are drawn for."""
+
+    ACTION = 0  # the target's tokens, and the coins of their drafts
+    DRAFT = 1  # the head's own draws
 
 
 class TokenChooser(Protocol):
@@ -54,6 +72,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or more, got {self.seed}")
         if not self.temperature >= 0.0:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
 
@@ -66,12 +86,12 @@ class Sampling:
     def position_noise(
         self, draws: Sequence[int], like: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
-        """Exponential noise [row, position, vocabulary] and coins [row, position] of a batch.
+        """Exponential noise [row, position, vocabulary] and coins [row, position, try] of a batch.
 
         `like` is [vocabulary]. The noise is that of `chooser`, position after position.
         """
         noise = like.new_empty(len(draws), length, like.shape[0])
-        coins = like.new_empty(len(draws), length)
+        coins = like.new_empty(len(draws), length, MOST_TRIES)
         for row, generator in enumerate(self._generators(draws, like.device)):
             for position in range(length):
                 noise[row, position].exponential_(generator=generator)
@@ -85,10 +105,12 @@ class Sampling:
 
         What else is in the batch makes no difference.
         """
-        return tuple(
-            torch.Generator(device).manual_seed((self.seed * 1_000_003 + draw) % 2**63)
-            for draw in draws
-        )
+        return tuple(self.generator(Stream.ACTION, draw, device) for draw in draws)
+
+    def generator(self, stream: "Stream", number: int, device: torch.device) -> torch.Generator:
+        """Random numbers for one purpose; no two purposes, seeds or numbers share a stream."""
+        words = np.random.SeedSequence((self.seed, stream.value, number)).generate_state(2)
+        return torch.Generator(device).manual_seed(int(words[0]) << 31 ^ int(words[1]))
 
 
 @dataclass(frozen=True)

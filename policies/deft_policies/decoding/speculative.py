@@ -21,7 +21,7 @@ from deft_policies.decoding.records import (
     Stage,
     StageClock,
 )
-from deft_policies.decoding.sampling import first_maximum, top_gap
+from deft_policies.decoding.sampling import all_finite, first_maximum, top_gap
 from deft_policies.decoding.target import (
     PromptFeatures,
     Prompts,
@@ -78,6 +78,7 @@ class RunState:
         self.last: PassResult | None = None
         self._longest_path = 1
         self._written: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[Tensor] = []  # of all logits, [row] for each pass
 
     @property
     def is_done(self) -> bool:
@@ -97,6 +98,7 @@ class RunState:
         if features is not None and self.verifier.rule.needs_patches:
             patches = features.hidden[:, features.patches]
             self.context = replace(self.context, patches=patches)
+        self._sums.append(scores.logits.sum(dim=(1, 2)))
         predictions = self.verifier.predict(tree, scores, self.num_committed)
         accepted = self.verifier.judge(self._scored(tree, scores, predictions))
         self.last = PassResult(
@@ -122,6 +124,7 @@ class RunState:
             vocabulary=self.target.vocabulary,
             action_tokens=self.target.action_tokens,
             context=self.context,
+            num_tokens=self.target.num_tokens,
         )
 
     def _places(self, accepted: Tensor, num_steps: int) -> Tensor:
@@ -165,7 +168,13 @@ class RunState:
         """Everything that was settled."""
         margins = self._margins() if self.wants_margins else None
         length = self.length
-        return ActionRun(self.tokens[:, :length], self.own[:, :length], margins, tuple(records))
+        return ActionRun(
+            self.tokens[:, :length],
+            self.own[:, :length],
+            margins,
+            all_finite(self._sums),
+            tuple(records),
+        )
 
     def _margins(self) -> Tensor:
         """Top-2 gaps of the logits along every path, in one call over all passes."""

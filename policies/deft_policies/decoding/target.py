@@ -54,6 +54,10 @@ class TargetModel(Protocol):
         """Token ids that logits speak of: the whole vocabulary, or the action rows alone."""
 
     @property
+    def num_tokens(self) -> int:
+        """Size of the whole vocabulary, also where logits speak of the action rows alone."""
+
+    @property
     def action_tokens(self) -> TokenRange:
         """Token ids that stand for bins. `action_tokens.last` is the lowest value for OpenVLA."""
 

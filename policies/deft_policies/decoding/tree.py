@@ -26,7 +26,7 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class DrawnOdds:
-    """The odds by which the tokens of a chain were drawn; column i is token `first_token + i`."""
+    """The odds by which the tokens of a tree were drawn; column i is token `first_token + i`."""
 
     odds: Tensor  # [row, node, token] float32; the root's row is unused
     first_token: int

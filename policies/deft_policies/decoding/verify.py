@@ -7,20 +7,21 @@ vocabulary, E being exponential noise that belongs to the action position, not t
 an exact draw from p, and the same draw whatever was drafted, so the output equals plain sampling
 with the same seed token by token.
 
-Leviathan's ratio test: in a chain whose tokens were drawn from known odds q, a draft survives with
-probability min(1, p / q), and the first that does not is replaced by a draw from max(0, p - q) / Z.
+Leviathan's ratio test: where tokens were drawn from known odds q, a draft survives with probability
+min(1, p / q). One that falls leaves max(0, p - q) / Z to judge the next draft behind the same node
+by, and to draw from when there is none: exact in distribution for trees as for chains.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
-from deft_policies.decoding.sampling import first_maximum, target_odds
+from deft_policies.decoding.sampling import MOST_TRIES, first_maximum, target_odds
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.tree import DraftTree, DrawnOdds
 
 
 class TieBreak(Enum):
@@ -52,6 +53,7 @@ class Verifier:
     rule: AcceptanceRule
     tie_break: TieBreak
     first_token: int  # the id of the logits' column 0
+    clamps_late: bool = field(default=False, kw_only=True)  # choose a path first, then cut it
 
     def predict(self, tree: DraftTree, scores: Scores, num_committed: Tensor) -> Tensor:
         """The target's token after each node, [row, node]."""
@@ -60,16 +62,18 @@ class Verifier:
 
     def judge(self, scored: ScoredTree) -> AcceptedPath:
         """Choose what is committed."""
+        if self.clamps_late:
+            return longest_then_cut(scored, self.rule, self.tie_break)
         return longest_accepted_path(scored, self.rule, self.tie_break)
 
 
 @dataclass(frozen=True)
 class SampledVerifier(Verifier):
-    """Draws the target's tokens with noise fixed per position; drawn chains take the ratio test."""
+    """Draws the target's tokens with noise fixed per position; drawn trees take the ratio test."""
 
     temperature: float
     noise: Tensor  # [row, position, vocabulary]
-    coins: Tensor  # [row, position], uniform
+    coins: Tensor  # [row, position, try], uniform
 
     def predict(self, tree: DraftTree, scores: Scores, num_committed: Tensor) -> Tensor:
         """Draw after each node, [row, node]."""
@@ -80,40 +84,50 @@ class SampledVerifier(Verifier):
         return (odds / self.noise[rows, places]).argmax(dim=2) + self.first_token
 
     def judge(self, scored: ScoredTree) -> AcceptedPath:
-        """Keep drawn drafts while their coins allow, then replace the first that falls."""
-        tree = scored.tree
-        if tree.drawn is None:
+        """Keep drawn drafts while their coins allow, then replace the last that fell."""
+        if scored.tree.drawn is None:
             return super().judge(scored)
-        p = target_odds(scored.scores.logits, self.temperature)
-        q = tree.drawn.over(p.shape[2], self.first_token)
-        drafted = (tree.tokens[:, 1:] - self.first_token)[:, :, None]
-        p_drafted = p[:, :-1].gather(2, drafted).squeeze(2)
-        q_drafted = q[:, 1:].gather(2, drafted).squeeze(2)
-        coins = scored.at_positions(self.coins)[:, 1:]
-        is_judged = (tree.depths() <= scored.deepest[:, None]) & tree.is_real
-        is_judged = is_judged[:, 1:]
-        stands = ((coins * q_drafted < p_drafted) & is_judged).cummin(dim=1).values
-        kept = stands.sum(dim=1)
-        bonus = self._replacement(scored, p, q, kept, is_judged)
-        own = torch.cat((tree.tokens[:, 1:], bonus[:, None]), dim=1)
-        own = own.scatter(1, kept[:, None], bonus[:, None])
-        steps = min(tree.num_nodes, scored.context.space.length)
-        return AcceptedPath(tree.depths()[:, :steps], kept, bonus, own[:, :steps])
+        return self._ratio_test(scored, scored.tree.drawn)
 
-    def _replacement(
-        self, scored: ScoredTree, p: Tensor, q: Tensor, kept: Tensor, is_judged: Tensor
-    ) -> Tensor:
-        """Draw the token behind the kept drafts: the residual where one fell, else p."""
-        rows = torch.arange(len(kept), device=kept.device)
-        p_here = p[rows, kept]
-        after = (kept + 1).clamp(max=q.shape[1] - 1)
-        residual = (p_here - q[rows, after]).clamp(min=0)
-        fell = is_judged.sum(dim=1) > kept
-        # Rounding can leave nothing of a residual whose mass is next to nothing; p is then as good.
-        has_residual = fell & (residual.sum(dim=1) > 0)
-        odds = torch.where(has_residual[:, None], residual, p_here)
-        places = (scored.num_committed + kept).clamp(max=self.noise.shape[1] - 1)
-        return (odds / self.noise[rows, places]).argmax(dim=1) + self.first_token
+    def _ratio_test(self, scored: ScoredTree, drawn: DrawnOdds) -> AcceptedPath:
+        """Walk down from the root: of the drafts behind a node the first whose coin allows stands.
+
+        `odds` are p, less what drafts that fell could have been: max(0, odds - q) / Z for each.
+        """
+        tree, rows = scored.tree, torch.arange(len(scored.num_committed), device=self.coins.device)
+        p = target_odds(scored.scores.logits, self.temperature)
+        q = drawn.over(p.shape[2], self.first_token)
+        is_judged = (tree.depths() <= scored.deepest[:, None]) & tree.is_real
+        at, depth, tries = (torch.zeros_like(scored.num_committed) for _ in range(3))
+        odds = p[:, 0]
+        for node in range(1, tree.num_nodes):
+            token = tree.tokens[:, node] - self.first_token
+            coin = self.coins[rows, self._place(scored, depth), tries.clamp(max=MOST_TRIES - 1)]
+            asked = (tree.parents[:, node] == at) & is_judged[:, node] & (tries < MOST_TRIES)
+            stands = asked & (coin * q[rows, node, token] < odds[rows, token])
+            left = _without_draft(odds, q[:, node])
+            odds = torch.where((asked & ~stands)[:, None], left, odds)
+            odds = torch.where(stands[:, None], p[:, node], odds)
+            at, depth = torch.where(stands, node, at), depth + stands
+            tries = torch.where(stands, 0, tries + asked)
+        noise = self.noise[rows, self._place(scored, depth)]
+        bonus = (odds / noise).argmax(dim=1) + self.first_token
+        walked = _walk(scored, at)
+        drafted = tree.tokens.gather(1, walked.path).roll(-1, dims=1)
+        own = drafted.scatter(1, depth[:, None], bonus[:, None])
+        return replace(walked, bonus=bonus, own=own)
+
+    def _place(self, scored: ScoredTree, depth: Tensor) -> Tensor:
+        """The position of the token behind a node of this depth, [row]."""
+        return (scored.num_committed + depth).clamp(max=self.noise.shape[1] - 1)
+
+
+def _without_draft(odds: Tensor, q: Tensor) -> Tensor:
+    """What is left of the target's odds when a draft drawn by q has fallen, [row, token]."""
+    residual = (odds - q).clamp(min=0)
+    mass = residual.sum(dim=1, keepdim=True)
+    # Rounding can leave nothing of a residual whose mass is next to nothing; the odds are as good.
+    return torch.where(mass > 0, residual / mass, odds)
 
 
 def longest_accepted_path(
@@ -129,10 +143,26 @@ def longest_accepted_path(
         return AcceptedPath(none, none[:, 0], scored.predictions[:, 0], scored.predictions)
     if scored.tree.is_chain and rule.is_exact:
         return _exact_chain(scored)
-    depths = scored.tree.depths()
-    accepted = rule.accepts(scored) & (depths <= scored.deepest.unsqueeze(1))
-    length = depths.masked_fill(~accepted, -1)
-    if rule.is_exact:  # equally long exact paths carry the same tokens
+    inside = scored.tree.depths() <= scored.deepest.unsqueeze(1)
+    return _longest(scored, rule.accepts(scored) & inside, rule.is_exact, tie_break)
+
+
+def longest_then_cut(scored: ScoredTree, rule: AcceptanceRule, tie_break: TieBreak) -> AcceptedPath:
+    """Take the longest path however deep it is, then cut it where the action ends (Spec-VLA).
+
+    So a long path may win by guesses beyond the end, before another that is better up to there.
+    """
+    chosen = _longest(scored, rule.accepts(scored), is_exact=False, tie_break=tie_break)
+    kept = torch.minimum(chosen.num_accepted, scored.deepest.clamp(min=0))
+    bonus = chosen.own.gather(1, kept[:, None]).squeeze(1)
+    return replace(chosen, num_accepted=kept, bonus=bonus)
+
+
+def _longest(
+    scored: ScoredTree, accepted: Tensor, is_exact: bool, tie_break: TieBreak
+) -> AcceptedPath:
+    length = scored.tree.depths().masked_fill(~accepted, -1)
+    if is_exact:  # equally long exact paths carry the same tokens
         return _walk(scored, length.argmax(dim=1))
     return _walk(scored, (length + 0.5 * _preference(scored, accepted, tie_break)).argmax(dim=1))
 

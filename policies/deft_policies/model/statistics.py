@@ -43,6 +43,9 @@ class ActionStatistics:
             )
         if not (np.isfinite(self.q01).all() and np.isfinite(self.q99).all()):
             raise ValueError("q01 and q99 must be finite")
+        swapped = np.flatnonzero(self.mask & (self.q01 > self.q99))
+        if swapped.size:
+            raise ValueError(f"q01 must not be above q99, as it is in dimensions {swapped}")
 
     @property
     def action_dim(self) -> int:
@@ -52,12 +55,12 @@ class ActionStatistics:
     @property
     def lowest(self) -> NDArray[np.float64]:
         """Smallest value each dimension of an action can take, [action_dim]."""
-        return np.where(self.mask, np.minimum(self.q01, self.q99), -1.0)
+        return np.where(self.mask, self.q01, -1.0)
 
     @property
     def highest(self) -> NDArray[np.float64]:
         """Largest value each dimension of an action can take, [action_dim]."""
-        return np.where(self.mask, np.maximum(self.q01, self.q99), 1.0)
+        return np.where(self.mask, self.q99, 1.0)
 
 
 def find_statistics_key(known: Sequence[str], key: str | None) -> str:

@@ -1,12 +1,12 @@
 """OFT behind the `Policy` interface: pictures, state and instruction in, a chunk of actions out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from deft_client.types import (
@@ -18,10 +18,11 @@ from deft_client.types import (
     PassTrace,
     ServerInfo,
 )
-from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.errors import (
     DeviceError,
+    NotFiniteError,
     RequestError,
     UnknownDecodingError,
     UnusableObservationError,
@@ -32,6 +33,7 @@ from deft_policies.oft.chunk_model import ChunkModel, ChunkValues
 from deft_policies.oft.ranges import RobotRanges
 from deft_policies.openvla.action_codec import ActionCodec
 from deft_policies.openvla.policy import PromptSource
+from deft_policies.self_test import self_test
 
 METHOD = "parallel"
 # What a camera's name contains if the model may look through it.
@@ -60,13 +62,11 @@ class OftSettings:
     details: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class OftSession:
-    """A robot that this policy remembers nothing of: a chunk depends on one observation alone."""
-
-
 class OftPolicy:
-    """Answers batches of observations in one pass, whatever their instructions."""
+    """Answers batches of observations in one pass, whatever their instructions.
+
+    Remembers nothing of a robot: a chunk depends on one observation alone.
+    """
 
     def __init__(self, parts: OftParts, settings: OftSettings | None = None) -> None:
         self._parts = parts
@@ -104,10 +104,6 @@ class OftPolicy:
             details=dict(self._settings.details),
         )
 
-    def open_session(self) -> Session:
-        """Return a memory with nothing in it."""
-        return OftSession()
-
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """The range of the statistics, which answers of a head may exceed.
 
@@ -116,8 +112,8 @@ class OftPolicy:
         ranges = self._parts.ranges[self.find_key(statistics_key)].action
         is_motion = np.arange(len(ranges.mask)) < len(ranges.mask) - 1
         return ActionLimits(
-            low=np.where(ranges.mask, np.minimum(ranges.low, ranges.high), -1.0),
-            high=np.where(ranges.mask, np.maximum(ranges.low, ranges.high), 1.0),
+            low=np.where(ranges.mask, ranges.low, -1.0),
+            high=np.where(ranges.mask, ranges.high, 1.0),
             is_motion=is_motion & (not self._parts.is_absolute),
             may_exceed=self._parts.model.parts.head is not None,
         )
@@ -154,8 +150,16 @@ class OftPolicy:
             for length in lengths:
                 prompts = model.lay_out([(ids + [ids[-1]] * length)[:length]])
                 model.answer(model.see(pixels, prompts), prompts, states)
+        self_test(self, None, complete=self._complete)  # a head may answer beyond the statistics
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def _complete(self, observation: Observation) -> Observation:
+        """Add the same picture for every wrist, and a state of zeros."""
+        shape = self._parts.model.shape
+        wrists = {f"{WRIST}_{index}": observation.image for index in range(shape.num_pictures - 1)}
+        state = None if shape.state_dim is None else np.zeros(shape.state_dim, np.float32)
+        return replace(observation, cameras=wrists, state=state)
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
         try:
             with torch.inference_mode():
@@ -163,7 +167,7 @@ class OftPolicy:
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"no memory for a batch of {len(batch)}: {error}") from error
 
-    def _answer(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def _answer(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         parts, model = self._parts, self._parts.model
         clock = StageClock(model.device)
         fitted = [
@@ -184,17 +188,19 @@ class OftPolicy:
         clock.lap(Stage.PREFILL)
         normalised = self._read_values(values)
         traces = _read_traces(values, texts)
-        actions = [one.action.unnormalise(row) for one, row in zip(ranges, normalised, strict=True)]
+        chunks = [one.action.unnormalise(row) for one, row in zip(ranges, normalised, strict=True)]
         clock.lap(Stage.FINISH)
         timings = clock.timings()
         return [
-            ActionChunk(chunk, timings, trace) for chunk, trace in zip(actions, traces, strict=True)
+            ActAnswer(ActionChunk(actions, timings, trace), request.memory)
+            for request, actions, trace in zip(batch, chunks, traces, strict=True)
         ]
 
     def _read_values(self, values: ChunkValues) -> NDArray[np.floating]:
         """Normalised actions [row, step, action_dim]: float32 of a head, float64 of tokens."""
         if values.actions is not None:
             found: NDArray[np.float32] = values.actions.cpu().numpy()
+            _require_finite(found)
             return found
         assert values.tokens is not None
         return self._codec.normalised(values.tokens.cpu().numpy())
@@ -246,6 +252,13 @@ class OftPolicy:
         return find_statistics_key(self._keys, given)
 
 
+def _require_finite(values: ArrayLike) -> None:
+    if not np.isfinite(values).all():
+        raise NotFiniteError(
+            "the model's answer holds NaN or infinity; its weights or its number format are broken"
+        )
+
+
 def _read_traces(
     values: ChunkValues, texts: Sequence[Sequence[int]]
 ) -> list[DecodeTrace] | list[None]:
@@ -253,6 +266,7 @@ def _read_traces(
     if values.tokens is None or values.margins is None:
         return [None] * len(texts)
     tokens, margins = values.tokens.flatten(1).tolist(), values.margins.flatten(1).tolist()
+    _require_finite(margins)  # the gap to the second-best of logits that are not is not either
     traces = []
     for text, row, gaps in zip(texts, tokens, margins, strict=True):
         one = PassTrace(True, (text[-1],), (-1,), ("",), (row[0],), (), row[0])

@@ -78,4 +78,6 @@ def _parse_block(data_set: JsonFields, name: str, scheme: RangeScheme) -> Ranges
         )
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise data_set.error(name, f"must hold finite numbers in {' and '.join(scheme.value)}")
+    if (mask & (low > high)).any():
+        raise data_set.error(name, f"must not have {scheme.value[0]} above {scheme.value[1]}")
     return Ranges(low, high, mask)

@@ -13,7 +13,8 @@ from deft_policies.decoding.drafts.eagle import load_head
 from deft_policies.decoding.drafts.medusa import is_medusa, load_medusa
 from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.drafts.small_model import self_draft_target
-from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.model.graphs import CapturedRunner, CudaCapturer

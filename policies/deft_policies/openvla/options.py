@@ -5,18 +5,22 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from deft_client.commands.methods import method_text
 from deft_client.image_chain import ImageChain
 from deft_policies.decoding.plan import (
+    OUR_KINDS,
     DraftKind,
     KeyMask,
     RopeOffset,
     TreeShape,
-    TreeTemplate,
+    read_kinds,
+    read_tree,
 )
 
 _METHODS = (  # as decoding/methods.py has them, which imports torch
-    "autoregressive, lossless, deft, spec-vla, spec-vla-strict, fly, lvspec, heisd-like, kerv- "
-    "like, ratio-test, within-bins, top-k, near-top, entropy-radius"
+    "autoregressive, lossless, deft, spec-vla, spec-vla-strict, spec-vla-long, "
+    "spec-vla-published, fly, lvspec, heisd-like, kerv-like, ratio-test, within-bins, top-k, "
+    "near-top, entropy-radius"
 )
 
 
@@ -60,7 +64,7 @@ class OpenVLAOptions(WeightOptions):
     """How to load and run an OpenVLA policy."""
 
     name: str = "openvla"  # what the policy calls itself
-    decoding: str = "lossless"
+    decoding: str = "lossless"  # a method as text: NAME:KNOB=VALUE,...
     draft_heads: tuple[Path, ...] = ()
     rope_offset: RopeOffset = RopeOffset.CORRECT
     key_mask: KeyMask = KeyMask.CAUSAL
@@ -82,7 +86,8 @@ def add_flags(group: _ArgumentGroup) -> None:
         "--decoding",
         default="lossless",
         metavar="METHOD",
-        help=f"one of {_METHODS}; default: lossless, the actions of plain decoding",
+        help=f"one of {_METHODS}; or NAME:KNOB=VALUE,..., or a file that ends in .toml; "
+        "default: lossless, the actions of plain decoding",
     )
     group.add_argument(
         "--draft-head",
@@ -187,7 +192,9 @@ def _add_drafting_flags(group: _ArgumentGroup) -> None:
         "--drafts",
         type=_draft_kinds,
         metavar="SOURCE[,SOURCE...]",
-        help="draft from these alone: " + ", ".join(kind.value for kind in DraftKind),
+        help="draft from these alone: "
+        + ", ".join(kind.value for kind in OUR_KINDS)
+        + ", or one that an installed package brings",
     )
     group.add_argument(
         "--draft-tree",
@@ -205,7 +212,7 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
     """Collect the flags that `add_flags` declared."""
     return OpenVLAOptions(
         **vars(read_weight_flags(namespace)),
-        decoding=namespace.decoding,
+        decoding=method_text(namespace.decoding),
         draft_heads=tuple(namespace.draft_head or ()),
         rope_offset=RopeOffset(namespace.draft_rope),
         key_mask=KeyMask(namespace.draft_key_mask),
@@ -267,25 +274,14 @@ def _share(text: str) -> float:
 
 
 def _draft_tree(text: str) -> TreeShape:
-    kind, _, rest = text.partition(":")
-    parts = [part for part in rest.split(",") if part.isdigit() and int(part) > 0]
-    numbers = tuple(int(part) for part in parts) if len(parts) == rest.count(",") + 1 else ()
-    if kind == "dynamic" and len(numbers) == 3:
-        return TreeShape(*numbers)
-    if kind == "template" and len(numbers) == 2:
-        return TreeShape.of_template(TreeTemplate.harmonic(*numbers))
-    if kind == "chain" and len(numbers) == 1:
-        return TreeShape.chain(*numbers)
-    raise ArgumentTypeError(
-        "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH or chain:LEVELS with "
-        f"numbers of at least 1, got {text!r}"
-    )
+    try:
+        return read_tree(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def _draft_kinds(text: str) -> tuple[DraftKind, ...]:
-    known = {kind.value: kind for kind in DraftKind}
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ArgumentTypeError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
-    return tuple(known[name] for name in dict.fromkeys(names))
+    try:
+        return read_kinds(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error

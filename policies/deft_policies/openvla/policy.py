@@ -17,8 +17,9 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_policies.base import ActionLimits, ActRequest, Session
+from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.decoder import (
     Decoder,
     DecodeRow,
@@ -26,12 +27,8 @@ from deft_policies.decoding.decoder import (
     build_decoder,
 )
 from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.methods import (
-    DEFAULT_METHOD,
-    METHOD_NAMES,
-    Method,
-    find_method,
-)
+from deft_policies.decoding.knobs import find_method, method_names, turned
+from deft_policies.decoding.methods import DEFAULT_METHOD, Method
 from deft_policies.decoding.records import Stage, StageClock
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts
@@ -40,6 +37,7 @@ from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics, find_statistics_key
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
 from deft_policies.openvla.target import OpenVLATarget
+from deft_policies.self_test import self_test
 
 # Ids of the prompts whose passes are captured beforehand, one for each bucket of usual lengths. The
 # longest comes first: a cache that grows later would cost those that were captured before.
@@ -100,19 +98,11 @@ class PolicySettings:
     name: str = "openvla"
 
 
-@dataclass(eq=False)
-class OpenVLASession:
-    """One robot's episode: what draft sources remember of it."""
-
-    history: ActionHistory = field(default_factory=ActionHistory)
-
-
 @dataclass(frozen=True)
 class _Row:
     """One request with everything looked up."""
 
     request: ActRequest
-    session: OpenVLASession
     key: str
     statistics: ActionStatistics
     decoder: Decoder
@@ -156,15 +146,11 @@ class OpenVLAPolicy:
             image_chain=self._parts.images.chain.value,
             image_chains=tuple(chain.value for chain in chains),
             decoding=self._settings.method.name,
-            decoding_methods=tuple(name for name in METHOD_NAMES if self.has_method(name)),
+            decoding_methods=tuple(name for name in method_names() if self.has_method(name)),
             instructions=self._parts.target.model.config.instructions,
             versions=dict(self._settings.versions),
-            details=dict(self._settings.details),
+            details={**dict(self._settings.details), **self._settings.method.described()},
         )
-
-    def open_session(self) -> Session:
-        """Return the memory of a robot that has just started an episode."""
-        return OpenVLASession()
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """The range of the statistics; the last dimension is the gripper."""
@@ -201,6 +187,7 @@ class OpenVLAPolicy:
         """Answer a black frame by every way the default method may take, in prompts of any length.
 
         Where passes are captured, this captures them; elsewhere the method learns what they cost.
+        Then known frames are answered as a test.
         """
         parts = self._parts
         size = parts.target.model.config.image.size
@@ -214,19 +201,21 @@ class OpenVLAPolicy:
                 prompt = (ids + [ids[-1]] * length)[:length]
                 prompts = parts.target.read(pixels, [prompt])
                 self._decoder_for(ActOptions()).warm_up(prompts, [space])
+        key = self._default_key or self._keys[0]
+        self_test(self, self.action_limits(key), plain_method=AUTOREGRESSIVE)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
-        """Answer a batch, in order. Where it raises, no session has changed."""
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        """Answer a batch, in order."""
         try:
             with torch.inference_mode():
                 return self._answer([self._look_up(request) for request in batch])
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"no memory for a batch of {len(batch)}: {error}") from error
 
-    def _answer(self, rows: list[_Row]) -> list[ActionChunk]:
+    def _answer(self, rows: list[_Row]) -> list[ActAnswer]:
         clock = StageClock(self._parts.target.device)
         prompts = self._parts.read([row.request.observation for row in rows], clock)
-        histories = [row.session.history.copy() for row in rows]
+        histories = [ActionHistory.of(row.request.memory) for row in rows]
         traces = self._decode(rows, histories, prompts, clock)
         clock.skip()
         actions = [
@@ -235,11 +224,9 @@ class OpenVLAPolicy:
         ]
         clock.lap(Stage.FINISH)
         timings = clock.timings()
-        for row, history in zip(rows, histories, strict=True):
-            row.session.history = history
         return [
-            ActionChunk(action, timings, trace)
-            for action, trace in zip(actions, traces, strict=True)
+            ActAnswer(ActionChunk(action, timings, trace), history.memory(row.request.memory))
+            for row, action, trace, history in zip(rows, actions, traces, histories, strict=True)
         ]
 
     def _decode(
@@ -265,11 +252,9 @@ class OpenVLAPolicy:
         return [traces[index] for index in range(len(rows))]
 
     def _look_up(self, request: ActRequest) -> _Row:
-        if not isinstance(request.session, OpenVLASession):
-            raise TypeError(f"expected a session of this policy, got {type(request.session)}")
         key = self.find_key(request.options.statistics_key)
         decoder = self._decoder_for(request.options)
-        return _Row(request, request.session, key, self._parts.statistics[key], decoder)
+        return _Row(request, key, self._parts.statistics[key], decoder)
 
     def _decoder_for(self, options: ActOptions) -> Decoder:
         """The decoder of what a request asks for, or of the default; may raise `RequestError`."""
@@ -279,7 +264,12 @@ class OpenVLAPolicy:
     def _build_decoder(self, name: str, radius: int | None) -> Decoder:
         """May run on any thread. What callers changed about the default is for that one alone."""
         settings = self._settings
-        method = settings.method if name == settings.method.name else find_method(name)
+        default = settings.method
+        base, _, knobs = name.partition(":")
+        if base == default.name.partition(":")[0]:
+            method = turned(default, knobs) if name != default.name else default
+        else:
+            method = find_method(name)
         if radius is not None:
             method = method.with_radius(radius)
         method = method.with_sampling(settings.sampling)

@@ -16,6 +16,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.commands.methods import with_knobs
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import find_format, read_dataset
@@ -25,6 +26,7 @@ from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError
+from deft_policies.memory import SessionMemory
 
 PROG = "deft replay"
 
@@ -89,7 +91,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--recorded-options",
         action="store_true",
-        help="decode each frame by the method and radius it was recorded with, not the policy's",
+        help="decode each frame by the method, radius and plan it was recorded with, not the "
+        "policy's",
     )
     parser.add_argument("--output", type=Path, metavar="JSONL", help="one line per frame")
     parser.add_argument(
@@ -137,15 +140,16 @@ def replay(
     """Yield every step, compared; the policy remembers what came before in the same episode."""
     policy.warm_up()
     for _, episode in groupby(steps, lambda step: step.episode):
-        session = policy.open_session()
+        memory = SessionMemory()
         for step in episode:
             options = _options(step, with_recorded_options)
-            request = ActRequest(step.observation, session, options)
+            request = ActRequest(step.observation, memory, options)
             policy.check(request.observation, options)
             started_s = time.perf_counter()
-            (chunk,) = policy.act([request])
+            (answer,) = policy.act([request])
             spent_ms = (time.perf_counter() - started_s) * 1000
-            yield compare(step, chunk, spent_ms)
+            memory = answer.memory
+            yield compare(step, answer.chunk, spent_ms)
 
 
 def compare(step: PastStep, chunk: ActionChunk, spent_ms: float) -> StepComparison:
@@ -210,9 +214,13 @@ def describe(summary: ReplaySummary) -> str:
 
 def _options(step: PastStep, with_recorded_options: bool) -> ActOptions:
     was = step.recorded.options if step.recorded and with_recorded_options else ActOptions()
+    trace = step.recorded.chunk.trace if step.recorded and with_recorded_options else None
+    decoding = was.decoding
+    if trace is not None and trace.plan:
+        decoding = with_knobs(trace.method, {"plan": trace.plan})
     return ActOptions(
         statistics_key=step.statistics_key,
-        decoding=was.decoding,
+        decoding=decoding,
         radius=was.radius,
         want_trace=True,
     )

@@ -1,7 +1,6 @@
 """`deft serve`: load a policy and answer observations until told to stop."""
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -22,28 +21,14 @@ from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import read_command
+from deft_server.hosting.allocator import keep_freed_memory
+from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.http.http_protocol import build_http_protocol
 from deft_server.http.websocket_protocol import build_websocket_protocol
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
-
-_KEPT_BYTES = 64 * 1024 * 1024
-_LARGEST_KEPT_BYTES = 32 * 1024 * 1024  # the most that glibc allows
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-def keep_freed_memory() -> bool:
-    """Tell the allocator; return whether it could be told (glibc only)."""
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl
-        return False
-    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES) == 1
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) == 1 and kept)
-
 
 SWITCH_INTERVAL_S = 0.0005
 BACKLOG = 2048
@@ -70,7 +55,8 @@ def main(arguments: list[str]) -> int:
     )
     try:
         command = read_command(parser, arguments, os.environ)
-        code = run(create_app(command.policy.load, command.settings))
+        recipe = PolicyRecipe("deft_policies.commands.parse:load_by_words", command.policy.words)
+        code = run(create_app(recipe, command.settings))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS

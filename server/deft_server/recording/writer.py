@@ -205,7 +205,7 @@ def build_recording(service: Service) -> SessionRecording | None:
     except OSError as error:
         raise SettingsError(f"cannot record to {settings.record}: {error}") from error
     metrics = RecordingMetrics(service.metrics.registry)
-    return SessionRecording(rules, service.events, metrics, lambda: service.info)
+    return SessionRecording(rules, service.events, metrics, lambda: service.last_info)
 
 
 def build_recording_router(recording: SessionRecording | None) -> APIRouter:

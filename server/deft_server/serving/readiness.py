@@ -1,6 +1,8 @@
 """Whether the server can answer frames, and if not, why."""
 
+from collections import Counter
 from enum import Enum
+from operator import itemgetter
 
 from deft_server.errors import NotReadyError
 
@@ -10,16 +12,23 @@ class ServerPhase(Enum):
 
     LOADING = "loading"
     READY = "ready"
-    FAILING = "failing"  # every recent batch failed; frames are still tried
+    FAILING = "failing"  # all recent batches failed or answers were unsafe; frames are still tried
     STUCK = "stuck"  # the policy does not come back
     BROKEN = "broken"  # the policy could not be loaded
     DRAINING = "draining"  # stopping: frames in hand are finished, new ones refused
 
 
+class Trouble(Enum):
+    """What, a few times in a row, makes a server not ready; frames are still tried."""
+
+    BATCHES = "batches failed"
+    ANSWERS = "answers were unsafe"
+
+
 _SENTENCES = {
     ServerPhase.LOADING: "the policy is loading",
     ServerPhase.READY: "ready",
-    ServerPhase.FAILING: "the policy failed on every recent batch",
+    ServerPhase.FAILING: "the policy fails",
     ServerPhase.STUCK: "the policy hangs",
     ServerPhase.BROKEN: "the policy could not be loaded",
     ServerPhase.DRAINING: "the server is stopping",
@@ -30,9 +39,12 @@ _TAKES_FRAMES = (ServerPhase.READY, ServerPhase.FAILING)
 class Readiness:
     """The phase the server is in. Draining is final."""
 
-    def __init__(self) -> None:
+    def __init__(self, unready_after: int) -> None:
+        """`unready_after` is how often in a row one kind of trouble is borne."""
+        self._unready_after = unready_after
         self._phase = ServerPhase.LOADING
         self._detail = ""
+        self._in_a_row: Counter[Trouble] = Counter()
 
     @property
     def phase(self) -> ServerPhase:
@@ -48,6 +60,19 @@ class Readiness:
         """Go to another phase, unless the server is stopping already."""
         if self._phase is not ServerPhase.DRAINING:
             self._phase, self._detail = phase, detail
+            self._in_a_row.clear()
+
+    def note(self, trouble: Trouble, is_over: bool) -> None:
+        """Count what went wrong, or start to count anew because it went well."""
+        if is_over:
+            del self._in_a_row[trouble]
+        else:
+            self._in_a_row[trouble] += 1
+        if self._phase in _TAKES_FRAMES:
+            worst, count = max(self._in_a_row.items(), key=itemgetter(1), default=(trouble, 0))
+            is_failing = count >= self._unready_after
+            self._phase = ServerPhase.FAILING if is_failing else ServerPhase.READY
+            self._detail = f"{count} {worst.value} in a row" if is_failing else ""
 
     def require(self) -> None:
         """Raise `NotReadyError` where no frame can be taken."""

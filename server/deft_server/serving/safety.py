@@ -1,6 +1,6 @@
 """Stands between the policy's answers and the robots: finite, in range, not too sudden.
 
-Knows nothing of HTTP or queues. What the range is, the policy says (`LimitedPolicy`).
+Knows nothing of HTTP or queues. What the range is, the policy says.
 """
 
 import math
@@ -11,9 +11,10 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_policies.base import ActionLimits, LimitedPolicy, Policy
+from deft_policies.base import ActionLimits
 from deft_policies.errors import RequestError
 from deft_server.errors import UnsafeAnswerError
+from deft_server.hosting.host import HostedPolicy
 from deft_server.serving.sessions import RobotSession
 from deft_server.settings import ActionRange, OnSuddenStep, Settings, SettingsError
 
@@ -32,8 +33,8 @@ class CheckedActions:
 class SafetyGuard:
     """Checks every answer of one policy."""
 
-    def __init__(self, policy: Policy, settings: Settings) -> None:
-        self._policy = policy if isinstance(policy, LimitedPolicy) else None
+    def __init__(self, policy: HostedPolicy, settings: Settings) -> None:
+        self._limits_by_key = policy.limits
         self._action_dim = policy.info.action_dim
         self._on_sudden_step = settings.on_sudden_step
         self._range = settings.range
@@ -67,7 +68,7 @@ class SafetyGuard:
         step_limit = _first_match(self._step_limits, session) if self._step_limits else None
         if step_limit is None:
             return CheckedActions(in_range, is_clamped=in_range is not actions)
-        safe = self._limit_steps(in_range, session.last_action, step_limit)
+        safe = self._limit_steps(in_range, _last_action(session), step_limit)
         return CheckedActions(safe, is_clamped=safe is not actions)
 
     def require_memory(self, session: RobotSession) -> None:
@@ -87,7 +88,7 @@ class SafetyGuard:
         limits = self._limits_of(statistics_key)
         if limits is None:
             return None
-        last = session.last_action
+        last = _last_action(session)
         if last is None:
             if not limits.is_motion.all():
                 return None
@@ -95,10 +96,10 @@ class SafetyGuard:
         return np.where(limits.is_motion, 0.0, last)[None, :]
 
     def _limits_of(self, statistics_key: str | None) -> ActionLimits | None:
-        if self._policy is None:
+        if self._limits_by_key is None:
             return None
         if statistics_key not in self._limits:
-            self._limits[statistics_key] = self._policy.action_limits(statistics_key)
+            self._limits[statistics_key] = self._limits_by_key(statistics_key)
         return self._limits[statistics_key]
 
     def _limit_range(
@@ -129,6 +130,11 @@ class SafetyGuard:
                 "a step of the policy's answer is larger than step_limits allow"
             )
         return limited
+
+
+def _last_action(session: RobotSession) -> NDArray[np.float64] | None:
+    last = session.memory.last_action
+    return None if last is None else np.array(last)
 
 
 def limit_steps(

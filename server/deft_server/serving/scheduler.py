@@ -1,4 +1,4 @@
-"""Carries out what the waiting line decides: frames in, batches to the policy thread, answers out.
+"""Carries out what the waiting line decides: frames in, batches to the policy's host, answers out.
 
 Lives on the event loop and never computes. All rules are in `waiting_line`.
 """
@@ -9,10 +9,11 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deft_client.types import ActionChunk
-from deft_policies.base import ActRequest, Policy, is_immediate
+from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.errors import PolicyError
 from deft_server.errors import (
     DeadlineError,
     NotReadyError,
@@ -20,25 +21,24 @@ from deft_server.errors import (
     RefusedFrameError,
     SupersededFrameError,
 )
+from deft_server.hosting.attempts import Attempts, Failure
+from deft_server.hosting.host import HostedPolicy, NewHost, PolicyHost
 from deft_server.serving.estimates import BatchLimit
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import (
-    Attempts,
-    Failure,
-    LoadPolicy,
-    PolicyThread,
-    answer_batch,
-)
-from deft_server.serving.readiness import Readiness, ServerPhase
+from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
+from deft_server.serving.sessions import RobotSession
 from deft_server.serving.waiting_line import (
     Admission,
     LineRules,
     Ticket,
     WaitingLine,
 )
-from deft_server.settings import OnHang, Settings
+from deft_server.settings import OnHang, Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0
+STEADY_S = 60.0  # a policy that was ready for so long has lasted
+LONGEST_PAUSE_S = 30.0  # before a lost policy is loaded again
+MAX_LOSSES_BEFORE_READY = 3
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,16 @@ class Answered:
 class _Frame:
     ticket: Ticket
     request: ActRequest
+    session: RobotSession
     answer: asyncio.Future[Answered]
     joined_s: float
+
+    def take(self, answer: ActAnswer, started_s: float, batch_size: int) -> None:
+        """Hand the answer out, unless it comes too late: then it changes nothing."""
+        if not self.answer.done():
+            self.session.learn(answer.memory)
+            queue_s = max(0.0, started_s - self.joined_s)
+            self.answer.set_result(Answered(answer.chunk, queue_s, batch_size))
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -65,19 +73,20 @@ class _Frame:
 
 
 class Scheduler:
-    """The frames that wait, and the batch that is with the policy thread.
+    """The frames that wait, and the batch that is with the policy.
 
-    `answers_at_once` is true where the policy is immediate: then nothing ever waits.
-    `on_ready` is called when the policy is loaded, `on_fatal` when only a new process can help.
+    `on_loaded` is called with every policy that is loaded, and may refuse it with `SettingsError`;
+    `on_ready` is called when frames are taken, `on_fatal` when only a new server can help.
     """
 
     def __init__(
-        self, load: LoadPolicy, settings: Settings, readiness: Readiness, metrics: Metrics
+        self, new_host: NewHost, settings: Settings, readiness: Readiness, metrics: Metrics
     ) -> None:
-        self.policy: Policy | None = None
+        self.policy: HostedPolicy | None = None
+        self.on_loaded: Callable[[HostedPolicy], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
-        self._load = load
+        self._new_host = new_host
         self._settings = settings
         self._readiness = readiness
         self._metrics = metrics
@@ -86,16 +95,22 @@ class Scheduler:
         self._frames: dict[int, _Frame] = {}
         self._batch: list[_Frame] = []
         self._numbers = itertools.count(1)
-        self.answers_at_once = False
-        self._num_failed_batches = 0
+        self._num_losses = 0
+        self._loaded_s: float | None = None  # when the policy now in use, or the last, was ready
         self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
-        self._thread: PolicyThread
+        self._host: PolicyHost
         self._wake: asyncio.TimerHandle | None = None
         self._hang_timer: asyncio.TimerHandle | None = None
+        self._restart: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self._line))
         metrics.in_flight.set_function(lambda: len(self._batch))
         metrics.max_batch.set(settings.max_batch)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether the policy takes no time: then nothing ever waits."""
+        return self.policy is not None and self.policy.answer_here is not None
 
     @property
     def num_waiting(self) -> int:
@@ -106,8 +121,8 @@ class Scheduler:
         """Begin to load the policy; call on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._settled.clear()
-        self._thread = PolicyThread(self._load, self, self._loop)
-        self._thread.start()
+        self._host = self._new_host(self)
+        self._host.start()
 
     async def settled(self) -> None:
         """Wait until the policy is loaded, or is known not to load."""
@@ -117,11 +132,15 @@ class Scheduler:
         """Return the number of the next frame."""
         return next(self._numbers)
 
-    async def answer(self, request: ActRequest, ticket: Ticket) -> Answered:
-        """Wait for the answer to a frame; cancelling gives up its place."""
+    async def answer(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
+        """Wait for the answer to a frame; cancelling gives up its place.
+
+        The session's memory is handed in when the frame's batch starts, not before: a frame ahead
+        of it may change it.
+        """
         if self.answers_at_once:
-            return self._answer_here(request, ticket)
-        frame = self._join(request, ticket)
+            return self._answer_here(request, ticket, session)
+        frame = self._join(request, ticket, session)
         timers = self._timers(frame)
         self._pump()
         try:
@@ -140,36 +159,56 @@ class Scheduler:
     async def close(self) -> None:
         """Refuse what still waits and end the policy thread, unless it hangs."""
         self._fail_all(NotReadyError("the server is stopping"))
-        for timer in (self._wake, self._hang_timer):
+        for timer in (self._wake, self._hang_timer, self._restart):
             if timer is not None:
                 timer.cancel()
         is_idle = not self._line.in_flight
         patience_s = STOP_TIMEOUT_S if is_idle else 0.0
-        if not await asyncio.to_thread(self._thread.stop, patience_s):
-            logger.warning("the policy thread is left behind: it is still busy")
+        if not await asyncio.to_thread(self._host.stop, patience_s):
+            logger.warning("the policy is left behind: it is still busy")
 
-    def policy_loaded(self, thread: PolicyThread, policy: Policy) -> None:
+    def policy_loaded(self, host: PolicyHost, policy: HostedPolicy) -> None:
         """Start to take frames."""
-        if thread is not self._thread:
+        if host is not self._host:
+            return
+        try:
+            self.on_loaded(policy)
+        except SettingsError as error:
+            logger.error("the policy does not fit the settings: %s", error)
+            self.policy_broken(host, error)
             return
         self.policy = policy
-        self.answers_at_once = is_immediate(policy)
+        self._loaded_s = time.monotonic()
         self._readiness.enter(ServerPhase.READY)
         self._settled.set()
         logger.info("ready: policy %s", policy.info.policy)
         self.on_ready()
 
-    def policy_broken(self, thread: PolicyThread, error: BaseException) -> None:
+    def policy_broken(self, host: PolicyHost, error: BaseException) -> None:
         """Give up: there is nothing to serve."""
-        if thread is not self._thread:
+        if host is not self._host:
+            return
+        if self._loaded_s is not None:  # it could be loaded before, so it may be again
+            self._load_again(f"it could not be loaded: {error}")
             return
         self._readiness.enter(ServerPhase.BROKEN, str(error))
         self._settled.set()
         self.on_fatal(ServerPhase.BROKEN)
 
-    def batch_finished(self, thread: PolicyThread, attempts: Attempts) -> None:
+    def policy_lost(self, host: PolicyHost, reason: str) -> None:
+        """Load it again, unless it was lost in loading as often as may be by accident."""
+        if host is not self._host:
+            return
+        logger.error("the policy is lost: %s", reason)
+        self._metrics.policy_failures.labels("lost").inc()
+        if self._loaded_s is None and self._num_losses >= MAX_LOSSES_BEFORE_READY:
+            self.policy_broken(host, PolicyError(f"it was lost again and again: {reason}"))
+        else:
+            self._load_again(reason)
+
+    def batch_finished(self, host: PolicyHost, attempts: Attempts) -> None:
         """Hand out the answers and start the next batch."""
-        if thread is not self._thread:
+        if host is not self._host:
             return
         assert self._hang_timer is not None
         self._hang_timer.cancel()
@@ -181,24 +220,25 @@ class Scheduler:
         for frame, answer in zip(batch, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
-            elif not frame.answer.done():
-                queue_s = max(0.0, started_s - frame.joined_s)
-                frame.answer.set_result(Answered(answer, queue_s, len(batch)))
+            else:
+                frame.take(answer, started_s, len(batch))
         self._pump()
 
-    def _answer_here(self, request: ActRequest, ticket: Ticket) -> Answered:
+    def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
         """Answer on the event loop, where the policy says that this takes no time."""
         assert self.policy is not None
+        assert self.policy.answer_here is not None
         if ticket.deadline_s <= time.monotonic():
             raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
-        attempts = answer_batch(self.policy, (request,))
+        attempts = self.policy.answer_here((replace(request, memory=session.memory),))
         self._note(attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return Answered(answer, 0.0, 1)
+        session.learn(answer.memory)
+        return Answered(answer.chunk, 0.0, 1)
 
-    def _join(self, request: ActRequest, ticket: Ticket) -> _Frame:
+    def _join(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> _Frame:
         now_s = time.monotonic()
         offer = self._line.offer(ticket, now_s)
         if offer.admission is not Admission.WAITS:
@@ -207,7 +247,7 @@ class Scheduler:
             self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
         if offer.displaced is not None:
             self._fail(offer.displaced, self._refusal(Admission.FULL, now_s))
-        frame = _Frame(ticket, request, self._loop.create_future(), now_s)
+        frame = _Frame(ticket, request, session, self._loop.create_future(), now_s)
         self._frames[ticket.number] = frame
         return frame
 
@@ -269,7 +309,9 @@ class Scheduler:
             self._held_since_s = None
             self._batch = [self._frames.pop(ticket.number) for ticket in decision.batch]
             self._hang_timer = self._loop.call_later(self._settings.hang_after_s, self._hang)
-            self._thread.submit([frame.request for frame in self._batch])
+            self._host.submit(
+                [replace(frame.request, memory=frame.session.memory) for frame in self._batch]
+            )
         elif decision.wake_s is not None:
             self._held_since_s = self._held_since_s or now_s
             self._wake = self._loop.call_later(decision.wake_s, self._pump)
@@ -290,34 +332,45 @@ class Scheduler:
             logger.warning("batches now have at most %d frames", self._limit.size)
             self._line.max_batch = self._limit.size
             self._metrics.max_batch.set(self._limit.size)
-        if attempts.failures or self._num_failed_batches:
-            self._judge(attempts)
-
-    def _judge(self, attempts: Attempts) -> None:
         broke = Failure.RAISED in attempts.failures or Failure.DEVICE in attempts.failures
-        if broke and all(isinstance(one, Exception) for one in attempts.answers):
-            self._num_failed_batches += 1
-            if self._num_failed_batches >= self._settings.unready_after_failures:
-                self._readiness.enter(ServerPhase.FAILING, f"{self._num_failed_batches} in a row")
-        elif self._num_failed_batches:
-            self._num_failed_batches = 0
-            self._readiness.enter(ServerPhase.READY)
+        has_failed = broke and all(isinstance(one, Exception) for one in attempts.answers)
+        self._readiness.note(Trouble.BATCHES, is_over=not has_failed)
 
     def _hang(self) -> None:
         """Leave a policy behind that does not come back."""
         detail = f"a batch of {len(self._batch)} took over {self._settings.hang_after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
+        if self._settings.on_hang is OnHang.RELOAD or self._host.is_disposable:
+            self._loop.run_in_executor(None, self._host.stop, 0.0)
+            self._load_again("it did not come back")
+            return
         self._readiness.enter(ServerPhase.STUCK, detail)
         self._fail_all(NotReadyError(f"the policy hangs: {detail}"))
         self._batch = []
-        if self._settings.on_hang is OnHang.EXIT:
-            self.on_fatal(ServerPhase.STUCK)
-            return
-        self._line.finish(time.monotonic())
+        self.on_fatal(ServerPhase.STUCK)
+
+    def _load_again(self, reason: str) -> None:
+        """Refuse what is in hand and load another policy: at once, then ever later.
+
+        One that lasted is replaced at once again.
+        """
+        now_s = time.monotonic()
+        if self._loaded_s is not None and now_s - self._loaded_s > STEADY_S:
+            self._num_losses = 0
+        self._num_losses += 1
+        pause_s = min(2.0 ** (self._num_losses - 2), LONGEST_PAUSE_S) if self._num_losses > 1 else 0
+        if self._hang_timer is not None:
+            self._hang_timer.cancel()
         self.policy = None
-        self._readiness.enter(ServerPhase.LOADING, "again, because it did not come back")
-        self.start()
+        self._readiness.enter(ServerPhase.LOADING, f"again, because {reason}")
+        retry_after_s = max(1.0, pause_s)
+        self._fail_all(NotReadyError(f"the policy is lost: {reason}", retry_after_s))
+        self._batch = []
+        if self._line.in_flight:
+            self._line.finish(now_s)
+        if self._readiness.phase is not ServerPhase.DRAINING:
+            self._restart = self._loop.call_later(pause_s, self.start)
 
 
 def _line_rules(settings: Settings) -> LineRules:

@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from deft_client.types import (
@@ -18,19 +19,22 @@ from deft_client.types import (
     ServerInfo,
     StageTimings,
 )
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
+from deft_server.hosting.host import HostedPolicy, NewHost
+from deft_server.hosting.process import PolicyProcess
+from deft_server.hosting.recipe import LoadPolicy, PolicyRecipe
+from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.policy_thread import LoadPolicy
-from deft_server.serving.readiness import Readiness, ServerPhase
+from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Answered, Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.serving.waiting_line import Ticket
-from deft_server.settings import Fallback, Settings
+from deft_server.settings import Fallback, Settings, SettingsError
 
 
 class _InHand:
@@ -58,17 +62,21 @@ class Service:
         )
         self.metrics = Metrics()
         self.events = EventBus()
-        self.readiness = Readiness()
+        self.readiness = Readiness(settings.unready_after_failures)
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
-        self.scheduler = Scheduler(self._guarded(load), settings, self.readiness, self.metrics)
+        self.scheduler = Scheduler(
+            _host_for(load, settings), settings, self.readiness, self.metrics
+        )
+        self.scheduler.on_loaded = self._prepare
         self._in_hand = _InHand()
         self._guard: SafetyGuard
+        self.last_info: ServerInfo  # of the policy that is served, or was until it was lost
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
         self.metrics.ready.set_function(lambda: self.readiness.phase is ServerPhase.READY)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> HostedPolicy:
         """The loaded policy, or `NotReadyError`."""
         self.readiness.require()
         policy = self.scheduler.policy
@@ -78,8 +86,8 @@ class Service:
     @property
     def info(self) -> ServerInfo:
         """What is served, or `NotReadyError`."""
-        info = self.policy.info
-        return replace(info, versions={**self._versions, **info.versions})
+        self.readiness.require()
+        return self.last_info
 
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
@@ -118,9 +126,9 @@ class Service:
         policy = self.policy
         self._check_options(options)
         policy.check(observation, options)
-        session = self.sessions.open(caller.name, options.session_id, now_s, policy.open_session)
+        session = self.sessions.open(caller.name, options.session_id, now_s)
         self._guard.require_memory(session)
-        request = ActRequest(observation, session.memory, self._asked(options))
+        request = ActRequest(observation, options=self._asked(options))
         ticket = self._ticket(session, caller, options, started_s)
         try:
             answered = await self._answer(request, session, ticket)
@@ -130,8 +138,7 @@ class Service:
             raise
         chunk = self._timed(answered, started_s, now_s)
         self._publish(session, request, chunk, answered.batch_size)
-        session.num_answers += 1
-        session.last_action = chunk.actions[-1]
+        session.sent(chunk.actions[-1])
         is_as_asked = options.want_trace or chunk.trace is None
         return chunk if is_as_asked else replace(chunk, trace=None)
 
@@ -167,15 +174,10 @@ class Service:
             self.reset(session_id, Caller(caller))
         return len(ended)
 
-    def _guarded(self, load: LoadPolicy) -> LoadPolicy:
-        """Return a loader that also puts the guard in place, on the policy thread."""
-
-        def load_both() -> Policy:
-            policy = load()
-            self._guard = SafetyGuard(policy, self.settings)
-            return policy
-
-        return load_both
+    def _prepare(self, policy: HostedPolicy) -> None:
+        self._guard = SafetyGuard(policy, self.settings)
+        versions = {**self._versions, **policy.info.versions}
+        self.last_info = replace(policy.info, versions=versions)
 
     def _check_options(self, options: ActOptions) -> None:
         if self.settings.allow_options:
@@ -210,13 +212,15 @@ class Service:
         """Return an answer that is safe to execute, if need be the one that holds the robot."""
         settings, key = self.settings, request.options.statistics_key
         try:
-            answered = await self.scheduler.answer(request, ticket)
+            answered = await self.scheduler.answer(request, ticket, session)
             checked = self._guard.check(answered.chunk.actions, session, key)
         except DeadlineError as error:
             return self._hold(session, key, settings.on_deadline_miss, error)
         except UnsafeAnswerError as error:
+            self.readiness.note(Trouble.ANSWERS, is_over=False)
             self.metrics.unsafe.inc()
             return self._hold(session, key, settings.on_unsafe_answer, error)
+        self.readiness.note(Trouble.ANSWERS, is_over=True)
         if not checked.is_clamped:
             return answered
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
@@ -268,3 +272,12 @@ class Service:
                 batch_size=batch_size,
             )
         )
+
+
+def _host_for(load: LoadPolicy, settings: Settings) -> NewHost:
+    """Return what makes the place where the policy is to live."""
+    if not settings.policy_process:
+        return partial(PolicyThread, load)
+    if not isinstance(load, PolicyRecipe):
+        raise SettingsError("policy_process needs a policy that is loaded by a PolicyRecipe")
+    return partial(PolicyProcess, load, settings)

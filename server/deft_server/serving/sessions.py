@@ -6,30 +6,37 @@ nobody can push out another's. Sessions of different callers never meet, even un
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_policies.base import Session
+from deft_policies.memory import SessionMemory
 
 
 @dataclass(eq=False)
 class RobotSession:
-    """One robot: the policy's memory of it, and what was last sent to it."""
+    """One robot. The memory is what its next frame is answered with."""
 
     caller: str
     session_id: str | None  # None for a frame that named no session: it ends with its answer
-    memory: Session
     used_s: float
+    memory: SessionMemory = SessionMemory()
     num_answers: int = 0
-    last_action: NDArray[np.float64] | None = None  # [action_dim]
 
     @property
     def flow(self) -> str:
         """The name of this session, or of its caller's unnamed frames, in the waiting line."""
         return flow_of(self.caller, self.session_id)
+
+    def learn(self, memory: SessionMemory) -> None:
+        """Take in what a policy remembers; what was sent last is the server's to say."""
+        self.memory = replace(memory, last_action=self.memory.last_action)
+
+    def sent(self, action: NDArray[np.float64]) -> None:
+        """Note the last action [action_dim] of an answer."""
+        self.num_answers += 1
+        self.memory = replace(self.memory, last_action=tuple(action.tolist()))
 
 
 def flow_of(caller: str, session_id: str | None) -> str:
@@ -51,17 +58,15 @@ class SessionStore:
     def __len__(self) -> int:
         return self._count
 
-    def open(
-        self, caller: str, session_id: str | None, now_s: float, remember: Callable[[], Session]
-    ) -> RobotSession:
-        """Return the session, made with `remember()` if it is new or expired."""
+    def open(self, caller: str, session_id: str | None, now_s: float) -> RobotSession:
+        """Return the session, a new one if there is none or it has expired."""
         if session_id is None:
-            return RobotSession(caller, None, remember(), now_s)
+            return RobotSession(caller, None, now_s)
         self.expire(now_s)
         own = self._sessions.setdefault(caller, OrderedDict())
         session = own.get(session_id)
         if session is None:
-            session = own[session_id] = RobotSession(caller, session_id, remember(), now_s)
+            session = own[session_id] = RobotSession(caller, session_id, now_s)
             self._count += 1
             if self._count > self._max_sessions:
                 most = max(self._sessions, key=lambda name: len(self._sessions[name]))

@@ -211,3 +211,65 @@ def test_a_missing_or_damaged_file_is_named(
 def test_a_processor_for_another_number_of_towers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="1 entries for 2 vision towers"):
         load_config(write_config(tmp_path, PUBLISHED, num_towers=1))
+
+
+def golden_with(directory: Path, section: str, name: str, value: object) -> Path:
+    """The golden checkpoint with one field of `config.json` changed."""
+    link_golden(directory)
+
+    def change(fields: dict[str, object]) -> None:
+        holder = fields
+        for part in section.split(".") if section else []:
+            holder = holder[part]  # type: ignore[assignment]
+        holder[name] = value
+
+    edit_json(directory / "config.json", change)
+    return directory
+
+
+@pytest.mark.parametrize("value", [0, -1, 10**9, 10**400])
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ("text_config", "vocab_size"),
+        ("text_config", "hidden_size"),
+        ("text_config", "intermediate_size"),
+        ("text_config", "num_hidden_layers"),
+        ("text_config", "num_attention_heads"),
+        ("text_config", "num_key_value_heads"),
+        ("text_config", "head_dim"),
+        ("text_config", "max_position_embeddings"),
+        ("vision_sizes.dinov2", "width"),
+        ("vision_sizes.dinov2", "depth"),
+        ("vision_sizes.siglip", "heads"),
+        ("vision_sizes.siglip", "mlp"),
+        ("vision_sizes.siglip", "patch_size"),
+    ],
+)
+def test_a_size_that_no_model_has_is_refused_before_anything_is_allocated(
+    tmp_path: Path, section: str, name: str, value: int
+) -> None:
+    """Nine zeros too many allocated for 25 seconds, and no heads divided by zero."""
+    with pytest.raises(CheckpointError, match=name):
+        load_config(golden_with(tmp_path / "c", section, name, value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 10**400])
+def test_numbers_of_the_configuration_are_finite_and_above_zero(
+    tmp_path: Path, value: float
+) -> None:
+    with pytest.raises(CheckpointError, match="rms_norm_eps"):
+        load_config(golden_with(tmp_path / "c", "text_config", "rms_norm_eps", value))
+
+
+@pytest.mark.parametrize(
+    ("low", "message"), [(2.0, "q01 must not be above q99"), (float("nan"), "finite")]
+)
+def test_statistics_that_are_swapped_or_not_finite_are_refused(
+    tmp_path: Path, low: float, message: str
+) -> None:
+    """Swapped, they once served actions far outside the robot's range."""
+    bad = {"robot": {"action": {"q01": [0.0] * 6 + [low], "q99": [1.0] * 7}}}
+    config = {**PUBLISHED, "norm_stats": bad}
+    with pytest.raises(CheckpointError, match=message):
+        load_config(write_config(tmp_path / "c", config))

@@ -295,3 +295,20 @@ def test_replacing_a_linked_file_leaves_the_golden_one_alone(tmp_path: Path) -> 
     assert (golden.TINY_OPENVLA / "config.json").stat().st_size > 2
     shutil.rmtree(directory)
     assert (golden.TINY_OPENVLA / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_weight_that_is_not_finite_is_refused_by_name(
+    tmp_path: Path, bad: float, dtype: torch.dtype
+) -> None:
+    """One NaN among the weights moved the arm almost fully in every dimension."""
+    link_golden(tmp_path / "c")
+    tensors = load_file(golden.TINY_OPENVLA / "model.safetensors")
+    tensors[GOLDEN_NAME] = tensors[GOLDEN_NAME].clone()
+    tensors[GOLDEN_NAME][3, 5] = bad
+    file = tmp_path / "c" / "model.safetensors"
+    file.unlink()
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=rf"{GOLDEN_NAME} holds NaN or infinity"):
+        load_model(open_checkpoint(str(tmp_path / "c")), CPU, dtype)

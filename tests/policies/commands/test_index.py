@@ -68,7 +68,7 @@ def test_a_frame_that_was_stored_takes_one_pass_and_gets_the_same_answer(
     for case in CASES:
         options = ActOptions(statistics_key=case.statistics_key)
         observation = Observation(case.image(), case.instruction)
-        trace = policy.act([ActRequest(observation, policy.open_session(), options)])[0].trace
+        trace = policy.act([ActRequest(observation, options=options)])[0].chunk.trace
         assert trace is not None
         assert trace.tokens == case.tokens
         # A recorded action cannot tell tokens apart that mean the same to the robot.

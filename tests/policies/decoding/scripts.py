@@ -77,6 +77,7 @@ class AnswerTarget:
     action_tokens = TokenRange(0, 99)
     vocabulary = TokenRange(0, 99)
     widest_tree = 64
+    num_tokens = 100
 
     def __init__(self) -> None:
         self.wanted: list[Sequence[int]] = []

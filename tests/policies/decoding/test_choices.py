@@ -10,7 +10,7 @@ import pytest
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.acceptance.distance import WithinBins
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import (
     DraftKind,
     KeyMask,
@@ -18,6 +18,7 @@ from deft_policies.decoding.plan import (
     TreeShape,
 )
 from deft_policies.errors import CheckpointError, RequestError
+from deft_policies.memory import SessionMemory
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions, add_flags, read_flags
 from deft_policies.openvla.policy import OpenVLAPolicy
@@ -81,10 +82,11 @@ def method_asked_for(policy: OpenVLAPolicy, options: ActOptions) -> str:
     """Everything of the trace that the method alone decides."""
     image = np.zeros((32, 32, 3), dtype=np.uint8)
     traces = []
-    session = policy.open_session()
+    memory = SessionMemory()
     for _ in range(2):
-        request = ActRequest(Observation(image, "lift it"), session, options)
-        trace = policy.act([request])[0].trace
+        request = ActRequest(Observation(image, "lift it"), memory, options)
+        (answer,) = policy.act([request])
+        memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None
         traces.append(trace)
     named = {name for one in traces[1].passes for name in one.sources if name}

@@ -11,12 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinDrift
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, DimensionGroup
+from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
+    ActionSpace,
+    DimensionGroup,
+    ExactMatch,
+)
 from deft_policies.decoding.decoder import Decoder
 from deft_policies.decoding.drafts.sources import Sources
-from deft_policies.decoding.history import STEPS_KEPT, ActionHistory
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
+from deft_policies.memory import STEPS_KEPT
 from tests.policies.decoding.scripts import (
     AnswerTarget,
     RepeatExecuted,
@@ -186,3 +192,29 @@ def test_actions_of_another_length_start_afresh() -> None:
     history.append((1, 2, 3), (1, 2, 3), leak=1.0)
     assert list(history.own) == [(1, 2, 3)]
     assert history.drift == (0.0, 0.0, 0.0)
+
+
+def test_the_budget_holds_over_a_session_that_changes_methods() -> None:
+    """Seen for real: plain decoding in between forgot the drift, and 500 bins passed for none."""
+    session, target = Session.of(1), AnswerTarget()
+    drafts = RepeatExecuted([session.rows[0].history])
+    plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    drifting = replace(
+        find_method("within-bins"),
+        rule=WithinDrift(WithinBins(5), move=0.0, turn=0.0, cap=BUDGET),
+        plans=(plan,),
+    )
+    methods = (drifting, find_method("autoregressive"), replace(drifting, rule=ExactMatch()))
+    decoders = [Decoder(target, method, Sources((drafts,), ())) for method in methods]
+    sums, largest, num_relaxed = [0] * LENGTH, 0, 0
+    for step in range(NUM_STEPS):
+        target.wanted = [[STILL + (step % 7) // 2] * LENGTH]
+        chosen = decoders[0] if step % 4 < 2 else decoders[step % 4 - 1]
+        trace = chosen.decode(blank_prompts(1), session.rows, clock())[0]
+        for place, (done, own) in enumerate(zip(trace.tokens, trace.predicted, strict=True)):
+            sums[place] += done - own
+            num_relaxed += done != own
+        largest = max(largest, *map(abs, sums))
+        assert list(session.rows[0].history.drift) == sums
+    assert num_relaxed > 20
+    assert largest <= BUDGET

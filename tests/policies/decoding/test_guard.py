@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deft_policies.decoding.decoder import DraftModels, build_decoder
 from deft_policies.decoding.guard import Choice, Guard, GuardSettings
 from deft_policies.decoding.history import Average, PassesNeeded
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
 from deft_policies.decoding.records import ActionCost
 from tests.policies.decoding.scripts import Session, clock, tokens_of
@@ -343,3 +343,13 @@ def test_an_unguarded_decoder_says_nothing() -> None:
     one = build_decoder(fast_target(decoder), method)
     trace = one.decode(random_prompts(decoder, [3]), Session.of(1).rows, clock())[0]
     assert trace.guard == ""
+
+
+def test_a_plan_that_is_hardly_cheaper_is_not_worth_leaving_plain_decoding() -> None:
+    """1% is within what clocks disagree about; 3% is not."""
+    for saved, expected in ((0.01, "plain"), (0.03, "head")):
+        truths = {"plain": PlanTruth(10.0, 2.0, PLAIN_PASSES)}
+        truths["head"] = PlanTruth(22.0 * (1 - saved) - 6.0, 2.0, 3.0)
+        one = World(truths, noise=0.0)
+        plans = [one.act().plan for _ in range(200)]
+        assert plans[-50:].count(expected) > 40, saved

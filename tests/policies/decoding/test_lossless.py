@@ -23,9 +23,11 @@ from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.drafts.small_model import first_layers
 from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method, find_method
+from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import (
+    OUR_KINDS,
     DraftKind,
     Plan,
     TreeShape,
@@ -96,7 +98,7 @@ LENGTH_CHOICES = ((5,), (2,), (3, 3), (1, 6), (4, 2, 7), (5, 5, 5, 5), (1, 7, 3,
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    kinds = draw(st.lists(st.sampled_from(list(DraftKind)), min_size=1, max_size=4, unique=True))
+    kinds = draw(st.lists(st.sampled_from(list(OUR_KINDS)), min_size=1, max_size=4, unique=True))
     shape = TreeShape(
         levels=draw(st.integers(1, 7)),
         top_k=draw(st.integers(1, 5)),

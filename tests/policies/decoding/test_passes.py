@@ -20,13 +20,8 @@ from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.drafts.sources import BatchDrafts, Seen, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import (
-    METHOD_NAMES,
-    METHODS,
-    Method,
-    find_method,
-    plan_of,
-)
+from deft_policies.decoding.knobs import find_method, method_names
+from deft_policies.decoding.methods import METHODS, Method, plan_of
 from deft_policies.decoding.plan import (
     PLAIN,
     DraftKind,
@@ -143,7 +138,7 @@ def recomputed(trace: DecodeTrace) -> tuple[tuple[int, ...], list[int], float]:
         assert one.bonus == one.predictions[above]
         tokens.append(one.bonus)
         lengths.append(kept)
-    return tuple(tokens), lengths, num_relaxed / len(tokens)
+    return tuple(tokens), lengths, num_relaxed / LENGTH
 
 
 def decode_by(method: Method, num_steps: int = 3) -> list[DecodeTrace]:
@@ -156,17 +151,17 @@ def decode_by(method: Method, num_steps: int = 3) -> list[DecodeTrace]:
     return traces
 
 
-@pytest.mark.parametrize("name", [name for name in METHOD_NAMES if name != "ratio-test"])
+@pytest.mark.parametrize("name", [name for name in method_names() if name != "ratio-test"])
 def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
     method = replace(find_method(name), is_guarded=False)
     traces = decode_by(method)
     rule = "" if name == AUTOREGRESSIVE else str(method.rule)
     for trace in traces:
         tokens, lengths, relaxed = recomputed(trace)
-        assert trace.tokens == tokens
+        assert trace.tokens == tokens[:LENGTH]
         assert list(trace.accepted_lengths) == lengths
         assert trace.relaxed_share == pytest.approx(relaxed)
-        assert sum(lengths) + trace.num_passes == LENGTH
+        assert sum(lengths) + trace.num_passes - LENGTH in (0, method.loop.num_behind)
         assert trace.passes[0].is_prefill
         assert not any(one.is_prefill for one in trace.passes[1:])
         assert (trace.method, trace.rule) == (name, rule)
@@ -223,7 +218,7 @@ def test_a_negative_radius_is_refused() -> None:
 
 
 def test_presets_carry_different_names_and_say_what_they_do() -> None:
-    assert len(set(METHOD_NAMES)) == len(METHOD_NAMES)
+    assert len(set(method_names())) == len(method_names())
     for method in METHODS:
         assert method.summary
         assert len({plan.name for plan in method.plans}) == len(method.plans)
@@ -280,3 +275,16 @@ def test_the_slow_target_decodes_alike() -> None:
         decoder = build_decoder(target, method, random_models())
         runs.append([tokens_of(decoder.decode(PROMPTS, session.rows, clock())) for _ in range(2)])
     assert runs[0] == runs[1]
+
+
+def test_the_trace_names_the_plan_that_a_replay_can_ask_for() -> None:
+    method = replace(find_method("lossless"), is_guarded=False)
+    session = Session.of(3)
+    decoder = build_decoder(TARGET, method, random_models())
+    found = [decoder.decode(PROMPTS, session.rows, clock())[0] for _ in range(2)]
+    assert {trace.plan for trace in found} == {"memory+tree"}
+    again = find_method(f"{found[0].method}:plan={found[0].plan}")
+    assert [plan.name for plan in again.plans] == ["memory+tree"]
+    assert not again.is_guarded
+    plain = build_decoder(TARGET, find_method("autoregressive"))
+    assert plain.decode(PROMPTS, session.rows, clock())[0].plan == "plain"

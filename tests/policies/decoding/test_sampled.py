@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deft_policies.decoding import verify
 from deft_policies.decoding.acceptance.rule import (
     ActionContext,
     ActionSpace,
@@ -13,15 +14,17 @@ from deft_policies.decoding.acceptance.rule import (
     SpaceTensors,
 )
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.decoder import DraftModels, build_decoder
+from deft_policies.decoding.decoder import DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.plan import DraftKind
-from deft_policies.decoding.sampling import Sampling, target_odds
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
+from deft_policies.decoding.sampling import MOST_TRIES, Sampling, Stream, target_odds
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
 from deft_policies.decoding.verify import SampledVerifier, TieBreak
 from deft_policies.errors import RequestError
+from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import Session, clock, tokens_of
 from tests.tiny_target import (
     CPU,
@@ -34,6 +37,8 @@ from tests.tiny_target import (
 
 NUM_DRAWS = 20_000
 NUM_TOKENS = 12
+# Three drafts of the next token, two behind the first of them, one behind that.
+TREE = TreeShape.of_template(TreeTemplate(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))))
 # The 99.9% quantiles of chi-square for 11 and for 9 * 11 degrees of freedom.
 BOUND_11 = 31.26
 BOUND_99 = 148.23
@@ -88,7 +93,7 @@ def scored_chains(tokens: torch.Tensor, odds: torch.Tensor | None) -> ScoredTree
 def verifier(temperature: float, num_rows: int, seed: int) -> SampledVerifier:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(num_rows, 3, NUM_TOKENS).exponential_(generator=generator)
-    coins = torch.rand(num_rows, 3, generator=generator)
+    coins = torch.rand(num_rows, 3, MOST_TRIES, generator=generator)
     return SampledVerifier(ExactMatch(), TieBreak.CLOSEST, 0, temperature, noise, coins)
 
 
@@ -125,32 +130,19 @@ def test_the_ratio_test_keeps_the_targets_odds(temperature: float) -> None:
     assert pooled < BOUND_99
 
 
-def test_a_residual_that_is_not_resampled_is_noticed() -> None:
+def test_a_residual_that_is_not_resampled_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails when a rejected draft is replaced by a draw from p itself."""
 
-    class WithoutResidual(SampledVerifier):
-        def _replacement(
-            self,
-            scored: ScoredTree,
-            p: torch.Tensor,
-            q: torch.Tensor,
-            kept: torch.Tensor,
-            is_judged: torch.Tensor,
-        ) -> torch.Tensor:
-            return super()._replacement(scored, p, q * 0, kept, is_judged)
-
+    monkeypatch.setattr(verify, "_without_draft", lambda odds, q: odds)
     target, draft = logits_and_draft_logits()
     q = target_odds(draft, 1.0)
     generator = torch.Generator().manual_seed(11)
     first = torch.multinomial(q[NUM_TOKENS], NUM_DRAWS, replacement=True, generator=generator)
     odds = torch.stack((q[first] * 0, q[NUM_TOKENS].expand(NUM_DRAWS, -1), q[first]), dim=1)
     scored = scored_chains(torch.stack((first, first), dim=1), odds)
-    right = verifier(1.0, NUM_DRAWS, seed=5)
-    broken = WithoutResidual(
-        right.rule, right.tie_break, 0, right.temperature, right.noise, right.coins
-    )
+    found = outputs(scored, verifier(1.0, NUM_DRAWS, seed=5))
     p = target_odds(target, 1.0).double()
-    assert chi_square(counted(outputs(scored, broken)[:, 0]), p[NUM_TOKENS]) > BOUND_11
+    assert chi_square(counted(found[:, 0]), p[NUM_TOKENS]) > BOUND_11
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
@@ -216,3 +208,138 @@ def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
 def test_relaxed_methods_refuse_to_sample() -> None:
     with pytest.raises(RequestError, match="cannot sample"):
         find_method("deft").with_sampling(Sampling(0.5))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+def test_several_drafts_of_one_token_keep_the_targets_odds(temperature: float) -> None:
+    """Three draws from q behind the root: the first that stands, or what is left of p."""
+    target, draft = logits_and_draft_logits()
+    q = target_odds(draft, temperature)[NUM_TOKENS]
+    generator = torch.Generator().manual_seed(12)
+    drafts = torch.multinomial(q.expand(NUM_DRAWS, -1), 3, replacement=True, generator=generator)
+    odds = torch.cat((torch.zeros(1, 1, NUM_TOKENS), q.expand(1, 3, -1)), dim=1)
+    chains = scored_chains(drafts[:, :2], None)
+    tokens = torch.cat((torch.zeros(NUM_DRAWS, 1, dtype=torch.int64), drafts), dim=1)
+    parents = torch.tensor([-1, 0, 0, 0]).expand(NUM_DRAWS, -1)
+    blank = torch.zeros(NUM_DRAWS, 4)
+    drawn = DrawnOdds(odds.expand(NUM_DRAWS, -1, -1), 0)
+    tree = DraftTree(tokens, parents, parents >= -1, blank, parents, drawn=drawn)
+    contexts = torch.cat((torch.full((NUM_DRAWS, 1), NUM_TOKENS), drafts), dim=1)
+    logits = target[contexts]
+    scored = replace(
+        chains, tree=tree, scores=Scores(logits, logits), predictions=logits.argmax(dim=2)
+    )
+    accepted = verifier(temperature, NUM_DRAWS, seed=7).judge(scored)
+    first, second = accepted.own[:, 0], accepted.own[:, 1]
+    p = target_odds(target, temperature).double()
+    assert chi_square(counted(first), p[NUM_TOKENS]) < BOUND_11
+    kept = accepted.num_accepted > 0
+    assert kept.double().mean() > 0.5
+    # Behind a draft that stood comes the target's own token, by its odds after that draft.
+    likely = p[NUM_TOKENS].argsort(descending=True)[:9].tolist()
+    behind = [second[kept & (first == one)] for one in likely]
+    pooled = [chi_square(counted(found), p[one]) for found, one in zip(behind, likely, strict=True)]
+    assert sum(pooled) < BOUND_99
+    # Which of the siblings stood says that each was tried: later ones stand less often.
+    places = accepted.path[kept, 1]
+    shares = [float((places == one).double().mean()) for one in (1, 2, 3)]
+    assert shares[0] > shares[1] > shares[2] > 0
+
+
+def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
+    """One token is far likelier than drafted, some a little, the others less: 80,000 draws.
+
+    Only what is a little likelier is left to chance when a first draft has fallen.
+    """
+    num_draws, p = 4 * NUM_DRAWS, torch.tensor([0.4, *[0.1] * 5, *[0.1 / 6] * 6])
+    q = torch.full((NUM_TOKENS,), 1 / NUM_TOKENS)
+    generator = torch.Generator().manual_seed(13)
+    drafts = torch.randint(0, NUM_TOKENS, (num_draws, 3), generator=generator)
+    tokens = torch.cat((torch.zeros(num_draws, 1, dtype=torch.int64), drafts), dim=1)
+    parents = torch.tensor([-1, 0, 0, 0]).expand(num_draws, -1)
+    odds = torch.stack((q * 0, q, q, q)).expand(num_draws, -1, -1)
+    blank = torch.zeros(num_draws, 4)
+    tree = DraftTree(tokens, parents, parents >= -1, blank, parents, drawn=DrawnOdds(odds, 0))
+    logits = p.log().expand(num_draws, 4, -1)
+    scored = replace(
+        scored_chains(drafts[:, :2], None),
+        tree=tree,
+        scores=Scores(logits, logits),
+        predictions=tokens * 0,
+    )
+    found = counted(verifier(1.0, num_draws, seed=8).judge(scored).own[:, 0])
+    groups = [slice(0, 1), slice(1, 6), slice(6, 12)]
+    counts, wanted = (torch.stack([x[one].sum() for one in groups]) for x in (found, p.double()))
+    assert chi_square(counts, wanted) < 13.82  # the 99.9% quantile for 2 degrees of freedom
+
+
+NUM_ROWS = 500
+SHORT = 4  # tokens of an action whose odds can be summed over all that comes before
+
+
+def exact_odds(
+    decoder: LlamaDecoder, prompt: torch.Tensor, temperature: float
+) -> list[torch.Tensor]:
+    """The odds of tokens 1, 2 and 3 by adding up over every way to get there."""
+    words = decoder.embedding.weight
+
+    def after(tokens: torch.Tensor) -> torch.Tensor:
+        embeds = torch.cat((prompt.expand(len(tokens), -1, -1), words[tokens]), dim=1)
+        return (decoder.head(decoder(embeds)[:, -1]).double() / temperature).softmax(dim=1)
+
+    first = after(torch.zeros(1, 0, dtype=torch.int64))[0]
+    every = torch.arange(len(words))
+    second = after(every[:, None])
+    pairs = torch.cartesian_prod(every, every)
+    third = torch.cat([after(part) for part in pairs.split(1024)])
+    joint = (first[:, None] * second).flatten()
+    return [first, first @ second, joint @ third]
+
+
+@pytest.mark.parametrize("shape", [TreeShape.chain(3), TREE], ids=["chains", "trees"])
+def test_drawn_drafts_keep_the_odds_of_whole_actions(shape: TreeShape) -> None:
+    """20,000 actions with a head's own draws, over several passes, bonus tokens included."""
+    decoder, temperature = tiny_decoder(), 3.0
+    target = fast_target(decoder)
+    torch.manual_seed(0)
+    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    method = find_method("ratio-test").with_sampling(Sampling(temperature, seed=4))
+    drawn = build_decoder(target, method.with_shape(shape), DraftModels(head=head))
+    one = random_prompts(decoder, [3])
+    prompts = replace(
+        one,
+        embeds=one.embeds.expand(NUM_ROWS, -1, -1),
+        lengths=one.lengths.expand(NUM_ROWS),
+        last_tokens=one.last_tokens.expand(NUM_ROWS),
+        features=None,
+    )
+    space, found, kept = ActionSpace.in_bins(SHORT), [], 0
+    for batch in range(NUM_DRAWS // NUM_ROWS):
+        numbers = range(batch * NUM_ROWS, (batch + 1) * NUM_ROWS)
+        rows = [DecodeRow(ActionHistory(num_draws=number), space) for number in numbers]
+        traces = drawn.decode(prompts, rows, clock())
+        found += tokens_of(traces)
+        kept += sum(sum(trace.accepted_lengths) for trace in traces)
+    assert 0.1 < kept / NUM_DRAWS < 1.9  # some stand and some fall
+    counts = torch.tensor(found)
+    for place, odds in enumerate(exact_odds(decoder, one.embeds[0], temperature)):
+        tokens = torch.bincount(counts[:, place], minlength=len(odds)).double()
+        rare = odds * NUM_DRAWS < 8
+        folded = [torch.cat((x[~rare], x[rare].sum()[None])) for x in (tokens, odds)]
+        # The 99.9% quantile of chi-square lies below this for 10 to 80 degrees of freedom.
+        degrees = len(folded[1]) - 1
+        bound = degrees + 3.1 * (2 * degrees) ** 0.5 + 7
+        assert chi_square(folded[0][folded[1] > 0], folded[1][folded[1] > 0]) < bound, place
+
+
+def test_the_noise_of_drafts_and_of_answers_never_meets() -> None:
+    """Seen for real: one seed for both, and the target drew the draft's token a position later."""
+    firsts = set()
+    for seed in range(3):
+        for stream in (Stream.ACTION, Stream.DRAFT):
+            for number in (0, 1, 1_000_003, 2_000_006):
+                generator = Sampling(1.0, seed).generator(stream, number, CPU)
+                firsts.add(
+                    float(torch.empty(1, dtype=torch.float64).exponential_(generator=generator))
+                )
+    assert len(firsts) == 3 * 2 * 4

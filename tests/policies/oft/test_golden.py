@@ -65,7 +65,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
 def request_for(case: OftCase) -> ActRequest:
     """A case as a robot sends it."""
     options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
-    return ActRequest(case.observation(), None, options)
+    return ActRequest(case.observation(), options=options)
 
 
 def answer(policies: Policies, case: OftCase) -> ActionChunk:
@@ -73,7 +73,7 @@ def answer(policies: Policies, case: OftCase) -> ActionChunk:
     if not case.fields["center_crop"]:
         policy = with_chain(policy, ImageChain.OFT_UNCROPPED)
     policy.check(request.observation, request.options)
-    return policy.act([request])[0]
+    return policy.act([request])[0].chunk
 
 
 def with_chain(policy: OftPolicy, chain: ImageChain) -> OftPolicy:
@@ -271,7 +271,7 @@ def test_a_batch_of_different_prompts_is_answered_like_its_frames_alone(
         policy = OftPolicy(replace(parts, model=model))
     cases = [case for case in CASES if case.variant.name == name and case.fields["center_crop"]]
     assert len({len(case.fields["prompt_ids"]) for case in cases[:3]}) > 1
-    chunks = policy.act([request_for(case) for case in cases[:3]])
+    chunks = [one.chunk for one in policy.act([request_for(case) for case in cases[:3]])]
     for case, chunk in zip(cases, chunks, strict=False):
         if case.variant.has_head:
             np.testing.assert_allclose(chunk.actions, case.actions, rtol=0, atol=TOLERANCE)

@@ -279,10 +279,8 @@ def test_an_observation_without_what_the_model_reads_is_refused(tmp_path: Path) 
     options = ActOptions(statistics_key="libero_10")
     whole = Observation(frame, "lift", {"side": frame, "left_wrist": frame}, state)
     policy.check(whole, options)
-    assert policy.act([ActRequest(whole, policy.open_session(), options)])[0].actions.shape == (
-        8,
-        7,
-    )
+    (answer,) = policy.act([ActRequest(whole, options=options)])
+    assert answer.chunk.actions.shape == (8, 7)
     for observation, field in (
         (Observation(frame, "lift", {"side": frame}, state), "cameras"),
         (Observation(frame, "lift", {"wrist": frame, "wrist2": frame}, state), "cameras"),
@@ -310,6 +308,7 @@ def test_random_weights_answer_without_a_checkpoint() -> None:
     seen = Observation(frame, "lift it", {"wrist": frame}, np.zeros(8, dtype=np.float32))
     policy.check(seen, ActOptions())
     policy.warm_up()
-    (chunk,) = policy.act([ActRequest(seen, policy.open_session())])
+    (answer,) = policy.act([ActRequest(seen)])
+    chunk = answer.chunk
     assert chunk.actions.shape == (8, 7)
     assert np.isfinite(chunk.actions).all()

@@ -14,7 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes, save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
-from deft_policies.decoding.methods import METHOD_NAMES
+from deft_policies.decoding.methods import METHODS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.openvla.load import load_float32_twin, load_policy
 from deft_policies.openvla.options import (
@@ -41,7 +41,7 @@ def tokens_of(policy: OpenVLAPolicy, decoding: str | None = None) -> tuple[int, 
     case = golden.cases_with_image()[0]
     options = ActOptions(statistics_key=case.statistics_key, decoding=decoding)
     observation = Observation(case.image(), case.instruction)
-    trace = policy.act([ActRequest(observation, policy.open_session(), options)])[0].trace
+    trace = policy.act([ActRequest(observation, options=options)])[0].chunk.trace
     assert trace is not None
     return trace.tokens
 
@@ -56,7 +56,7 @@ def test_the_help_names_every_method() -> None:
     parser = ArgumentParser()
     add_flags(parser.add_argument_group())
     shown = " ".join(parser.format_help().split())
-    assert f"one of {', '.join(METHOD_NAMES)};" in shown.replace("- ", "-")
+    assert f"one of {', '.join(one.name for one in METHODS)};" in shown.replace("- ", "-")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_random_weights_repeat_themselves_by_seed_and_need_no_files() -> None:
     assert tokens_of(load_policy(replace(RANDOM, seed=1))) != first
     small = load_policy(replace(RANDOM, random_weights="small"))
     observation = Observation(np.zeros((64, 64, 3), np.uint8), "lift the cup")
-    chunk = small.act([ActRequest(observation, small.open_session())])[0]
+    chunk = small.act([ActRequest(observation)])[0].chunk
     assert np.isfinite(chunk.actions).all()
 
 

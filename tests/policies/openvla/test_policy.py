@@ -7,16 +7,18 @@ import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
-from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_policies.base import ActRequest, LimitedPolicy
-from deft_policies.decoding.methods import find_method
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.errors import (
     DeviceError,
+    NotFiniteError,
     RequestError,
     UnknownDecodingError,
     UnknownStatisticsKeyError,
 )
+from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
@@ -25,7 +27,6 @@ from deft_policies.model.random_weights import WordIds
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.policy import (
     OpenVLAPolicy,
-    OpenVLASession,
     PolicyParts,
     PolicySettings,
 )
@@ -60,22 +61,21 @@ def tiny_policy(
 
 
 def request_for(
-    policy: OpenVLAPolicy, seed: int = 0, options: ActOptions | None = None, text: str = "lift it"
+    seed: int = 0, options: ActOptions | None = None, text: str = "lift it"
 ) -> ActRequest:
     image = np.random.default_rng(seed).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-    return ActRequest(Observation(image, text), policy.open_session(), options or ActOptions())
+    return ActRequest(Observation(image, text), options=options or ActOptions())
 
 
-def tokens_of(chunks: list[ActionChunk]) -> list[tuple[int, ...]]:
-    return [chunk.trace.tokens for chunk in chunks if chunk.trace is not None]
+def tokens_of(answers: list[ActAnswer]) -> list[tuple[int, ...]]:
+    return [one.chunk.trace.tokens for one in answers if one.chunk.trace is not None]
 
 
-def golden_requests(policy: OpenVLAPolicy) -> list[ActRequest]:
+def golden_requests() -> list[ActRequest]:
     return [
         ActRequest(
             Observation(case.image(), case.instruction),
-            policy.open_session(),
-            ActOptions(statistics_key=case.statistics_key, want_trace=True),
+            options=ActOptions(statistics_key=case.statistics_key, want_trace=True),
         )
         for case in golden.cases_with_image()
     ]
@@ -84,11 +84,12 @@ def golden_requests(policy: OpenVLAPolicy) -> list[ActRequest]:
 @pytest.mark.parametrize("method", ["autoregressive", "lossless"])
 def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
     policy = golden_policy(PolicySettings(method=find_method(method)))
-    requests = golden_requests(policy)
+    requests = golden_requests()
     assert len(requests) >= 12
     for case, request in zip(golden.cases_with_image(), requests, strict=True):
-        chunk = policy.act([request])[0]
-        assert tokens_of([chunk]) == [case.tokens]
+        answer = policy.act([request])[0]
+        chunk = answer.chunk
+        assert tokens_of([answer]) == [case.tokens]
         assert chunk.actions.tobytes() == case.action.tobytes()
         assert chunk.trace is not None
         np.testing.assert_allclose(chunk.trace.margins, case.margins, atol=1e-3)
@@ -100,42 +101,43 @@ def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> No
     policy = golden_policy(PolicySettings("libero_spatial", PLAIN), runner)
     policy.warm_up()
     num_captured = capturer.num_captured
-    requests = golden_requests(policy)
+    requests = golden_requests()
     for case, request in zip(golden.cases_with_image(), requests, strict=True):
         assert tokens_of(policy.act([request])) == [case.tokens]
     assert capturer.num_captured == num_captured
     three = [case.tokens for case in golden.cases_with_image()[:3]]
-    assert tokens_of(policy.act(golden_requests(policy)[:3])) == three
+    assert tokens_of(policy.act(golden_requests()[:3])) == three
 
 
 def test_golden_cases_answered_in_batches_are_the_same() -> None:
     policy = golden_policy()
     cases = golden.cases_with_image()
     for size in (2, 3, 4):
-        requests = golden_requests(policy)
+        requests = golden_requests()
         for start in range(0, len(cases), size):
-            chunks = policy.act(requests[start : start + size])
+            answers = policy.act(requests[start : start + size])
             expected = [case.tokens for case in cases[start : start + size]]
-            assert tokens_of(chunks) == expected
+            assert tokens_of(answers) == expected
 
 
 def test_rows_of_one_batch_may_use_different_methods() -> None:
     policy = tiny_policy()
     options = [ActOptions(decoding=name) for name in ("autoregressive", "lossless", "fly")]
-    requests = [request_for(policy, seed, one) for seed, one in enumerate(options)]
-    chunks = policy.act(requests)
-    methods = [chunk.trace.method for chunk in chunks if chunk.trace is not None]
+    requests = [request_for(seed, one) for seed, one in enumerate(options)]
+    answers = policy.act(requests)
+    methods = [one.chunk.trace.method for one in answers if one.chunk.trace is not None]
     assert methods == ["autoregressive", "lossless", "fly"]
-    alone = [policy.act([request_for(policy, seed)])[0] for seed in range(2)]
-    assert tokens_of(chunks)[:2] == tokens_of(alone)
+    alone = [policy.act([request_for(seed)])[0] for seed in range(2)]
+    assert tokens_of(answers)[:2] == tokens_of(alone)
 
 
 def test_the_second_frame_of_a_session_is_drafted_from_the_first() -> None:
     policy = tiny_policy(PolicySettings(method=find_method("within-bins").with_radius(0)))
-    request = request_for(policy)
-    first = policy.act([request])[0]
-    second = policy.act([request])[0]
-    assert tokens_of([first]) == tokens_of([second])
+    request = request_for()
+    found = policy.act([request])[0]
+    again = policy.act([dataclasses.replace(request, memory=found.memory)])[0]
+    assert tokens_of([found]) == tokens_of([again])
+    first, second = found.chunk, again.chunk
     assert first.trace is not None
     assert second.trace is not None
     assert second.trace.num_passes == 1 < first.trace.num_passes
@@ -144,7 +146,7 @@ def test_the_second_frame_of_a_session_is_drafted_from_the_first() -> None:
 
 def test_timings_cover_every_stage_and_add_up() -> None:
     policy = tiny_policy()
-    timings = policy.act([request_for(policy)])[0].timings
+    timings = policy.act([request_for()])[0].chunk.timings
     parts = [timings.prepare_ms, timings.vision_ms, timings.prefill_ms, timings.verify_ms]
     assert all(part > 0.0 for part in parts)
     assert timings.total_ms == pytest.approx(
@@ -154,16 +156,21 @@ def test_timings_cover_every_stage_and_add_up() -> None:
 
 def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one() -> None:
     policy = tiny_policy(PolicySettings(method=PLAIN, sampling=Sampling(2.0, seed=5)))
-    request = request_for(policy)
-    draws = [tokens_of(policy.act([request]))[0] for _ in range(3)]
-    again = request_for(policy)
-    assert [tokens_of(policy.act([again]))[0] for _ in range(3)] == draws
-    assert len(set(draws)) > 1
+    episodes = []
+    for _ in range(2):
+        draws, memory = [], SessionMemory()
+        for _ in range(3):
+            answer = policy.act([dataclasses.replace(request_for(), memory=memory)])[0]
+            draws += tokens_of([answer])
+            memory = answer.memory
+        episodes.append(draws)
+    assert episodes[0] == episodes[1]
+    assert len(set(episodes[0])) > 1
 
 
 def test_unknown_keys_methods_and_unfitting_radii_are_refused_before_the_model_is_touched() -> None:
     policy = golden_policy()
-    observation = golden_requests(policy)[0].observation
+    observation = golden_requests()[0].observation
     with pytest.raises(UnknownStatisticsKeyError, match="known keys: libero_spatial, bridge_orig"):
         policy.check(observation, ActOptions())
     with pytest.raises(UnknownStatisticsKeyError, match="unknown statistics_key 'nowhere'"):
@@ -180,7 +187,7 @@ def test_unknown_keys_methods_and_unfitting_radii_are_refused_before_the_model_i
 
 def test_an_instruction_that_does_not_fit_is_refused_with_its_length() -> None:
     policy = tiny_policy()
-    request = request_for(policy, text="stack the cups " * 700)
+    request = request_for(text="stack the cups " * 700)
     with pytest.raises(RequestError, match="the prompt has 264. tokens, at most 2028 fit"):
         policy.check(request.observation, request.options)
 
@@ -203,12 +210,12 @@ def test_answers_stay_inside_the_limits_the_policy_names() -> None:
     policy = tiny_policy()
     assert isinstance(policy, LimitedPolicy)
     limits = policy.action_limits(None)
-    actions = policy.act([request_for(policy)])[0].actions[0]
+    actions = policy.act([request_for()])[0].chunk.actions[0]
     assert ((limits.low <= actions) & (actions <= limits.high)).all()
     assert limits.is_motion.tolist() == [True] * 6 + [False]
 
 
-def test_a_failed_batch_changes_no_session_and_lack_of_memory_is_a_device_error() -> None:
+def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> None:
     class Exhausted(OpenVLATarget):
         is_full = False
 
@@ -222,23 +229,26 @@ def test_a_failed_batch_changes_no_session_and_lack_of_memory_is_a_device_error(
     images = ImageProcessor(target.model.config.image, ImageChain.NONE)
     parts = PolicyParts(target, WordIds(300), images, target.model.config.statistics)
     policy = OpenVLAPolicy(parts, PolicySettings(method=find_method("lossless")))
-    request = request_for(policy)
-    policy.act([request])
-    session = request.session
-    assert isinstance(session, OpenVLASession)
-    before = (session.history, session.history.num_steps)
+    memory = policy.act([request_for()])[0].memory
     target.is_full = True
-    other = dataclasses.replace(request_for(policy, seed=9), session=session)
+    other = dataclasses.replace(request_for(seed=9), memory=memory)
     with pytest.raises(DeviceError, match="no memory for a batch of 1"):
         policy.act([other])
-    assert (session.history, session.history.num_steps) == before
     target.is_full = False
-    policy.act([other])
-    assert session.history.num_steps == 2
+    assert policy.act([other])[0].memory.num_steps == 2
 
 
 def test_warming_up_leaves_no_trace() -> None:
     policy = tiny_policy(PolicySettings(method=find_method("lossless")))
-    fresh = tokens_of(policy.act([request_for(policy)]))
+    fresh = tokens_of(policy.act([request_for()]))
     policy.warm_up()
-    assert tokens_of(policy.act([request_for(policy)])) == fresh
+    assert tokens_of(policy.act([request_for()])) == fresh
+
+
+def test_a_policy_whose_model_is_broken_does_not_warm_up() -> None:
+    """A weight went bad after it was read, or the device computes wrongly."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.decoder.head.weight[3, 3] = float("nan")
+    with pytest.raises(NotFiniteError):
+        tiny_policy(model=model).warm_up()

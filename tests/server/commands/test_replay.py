@@ -1,6 +1,7 @@
 """`deft replay` runs a recording through a policy and says how far it is from what was done."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from deft_client.recordings import (
     encode_step,
 )
 from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.commands.replay import (
     PastStep,
@@ -86,19 +88,19 @@ def test_tokens_are_compared_where_both_sides_have_them() -> None:
 
 
 def test_parts_of_one_episode_share_a_session(tmp_path: Path) -> None:
-    class Counting(TalkativePolicy):
-        opened = 0
+    class Noting(TalkativePolicy):
+        steps: list[int] = []
 
-        def open_session(self) -> object:
-            self.opened += 1
-            return super().open_session()
+        def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+            self.steps += [one.memory.num_steps for one in batch]
+            return super().act(batch)
 
     for directory in (tmp_path / "a", tmp_path / "b"):
         for part in range(2):
             record(directory, np.zeros(7), part=part)
-    policy = Counting()
+    policy = Noting()
     assert len(list(replay(policy, read_steps(tmp_path)))) == 12
-    assert policy.opened == 2
+    assert policy.steps == [0, 1, 2, 3, 4, 5] * 2
 
 
 def test_demonstrations_are_compared_by_their_clean_actions(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from deft_client.types import (
     Observation,
     ServerInfo,
 )
-from deft_policies.base import ActRequest, Session
-from deft_policies.constant import ConstantPolicy, ConstantSession
+from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import UnknownStatisticsKeyError
 from deft_server.app import DeftApp, create_app
 from deft_server.settings import Settings
+from tests.server.fakes import counted
 
 KEYS = ("libero_spatial", "lab_arm_no_noops", "bridge")
 
@@ -47,18 +48,15 @@ class ThreeDatasets:
             default_statistics_key=self.default_key,
         )
 
-    def open_session(self) -> Session:
-        self.num_sessions += 1
-        return ConstantSession()
-
     def check(self, observation: Observation, options: ActOptions) -> None:
         self._key(options)
 
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
-        return [self._answer(one) for one in batch]
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        self.num_sessions += sum(one.memory.num_steps == 0 for one in batch)
+        return [ActAnswer(self._answer(one), counted(one.memory)) for one in batch]
 
     def _answer(self, request: ActRequest) -> ActionChunk:
         if self.gate is not None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,19 +15,13 @@ from deft_client.types import (
     ServerInfo,
     StageTimings,
 )
-from deft_policies.base import ActRequest, Session
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
+from tests.server.fakes import counted
 
 LENGTH = 7
 FIRST_TOKEN = 500
 SOURCES = ("previous", "head", "extrapolation")
-
-
-@dataclass
-class Steps:
-    """How many frames a robot has sent."""
-
-    count: int = 0
 
 
 class TalkativePolicy:
@@ -48,27 +42,21 @@ class TalkativePolicy:
             decoding_methods=("lossless", "relaxed", "autoregressive"),
         )
 
-    def open_session(self) -> Session:
-        return Steps()
-
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Everything goes."""
 
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         if self._busy_s:
             time.sleep(self._busy_s * len(batch))
-        return [self._answer(one) for one in batch]
+        return [ActAnswer(self._answer(one), counted(one.memory)) for one in batch]
 
     def _answer(self, request: ActRequest) -> ActionChunk:
-        steps = request.session
-        assert isinstance(steps, Steps)
-        steps.count += 1
         method = request.options.decoding or "lossless"
         trace = self._decode(method)
-        phase = steps.count / 12
+        phase = counted(request.memory).num_steps / 12
         action = 0.4 * np.sin(phase * np.arange(1, 8) / 2)
         action[-1] = 1.0 if np.sin(phase / 2) > 0 else 0.0
         verify = sum(one.pass_ms for one in trace.passes if not one.is_prefill)

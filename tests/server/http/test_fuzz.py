@@ -91,7 +91,8 @@ def test_no_damaged_body_is_the_servers_fault(content_type: str, caplog: pytest.
     rng = random.Random(0)
 
     async def fuzz() -> None:
-        app = create_app(FakePolicy())
+        policy = FakePolicy()
+        app = create_app(policy)
         app.service.start()
         await app.service.scheduler.settled()
         before = 0
@@ -101,10 +102,10 @@ def test_no_damaged_body_is_the_servers_fault(content_type: str, caplog: pytest.
             assert status < 500, damaged
             if number == NUM_MESSAGES // 4:
                 app.service.reset_all()
-                app.service.scheduler.policy.batches.clear()  # type: ignore[union-attr]
+                policy.batches.clear()
                 before = num_objects()
         app.service.reset_all()
-        app.service.scheduler.policy.batches.clear()  # type: ignore[union-attr]
+        policy.batches.clear()
         assert num_objects() < before + KEPT_OBJECTS
         assert await post(app, content_type, BODIES[content_type][0]) == 200
         await app.service.close()
@@ -117,7 +118,8 @@ def test_no_damaged_frame_is_the_streams_fault():
     statuses: list[int] = []
 
     async def fuzz() -> None:
-        app = create_app(FakePolicy())
+        policy = FakePolicy()
+        app = create_app(policy)
         app.service.start()
         await app.service.scheduler.settled()
         frames = iter(range(NUM_MESSAGES))

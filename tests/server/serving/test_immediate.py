@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deft_client.types import ActionChunk
-from deft_policies.base import ActRequest, immediate, is_immediate
+from deft_policies.base import ActAnswer, ActRequest, immediate, is_immediate
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import DeadlineError, PolicyFailedError, UnsafeAnswerError
 from deft_server.serving.readiness import ServerPhase
@@ -21,15 +21,15 @@ class HerePolicy(FakePolicy):
     says: Exception | float = 0.5
 
     @immediate
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         self.thread = threading.current_thread()
         if isinstance(self.says, Exception):
             raise self.says
-        return [ActionChunk(np.full((1, 7), self.says)) for _ in batch]
+        return [ActAnswer(ActionChunk(np.full((1, 7), self.says))) for _ in batch]
 
 
 class SlowHerePolicy(HerePolicy):
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         return super().act(batch)
 
 

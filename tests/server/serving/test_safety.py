@@ -5,6 +5,7 @@ import pytest
 
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import UnsafeAnswerError
+from deft_server.hosting.host import HostedPolicy
 from deft_server.serving.safety import SafetyGuard, limit_steps
 from deft_server.serving.sessions import RobotSession
 from deft_server.settings import ActionRange, OnSuddenStep, Settings, SettingsError
@@ -14,11 +15,22 @@ ZERO = np.zeros((1, 7))
 
 
 def session(last: np.ndarray | None = None, session_id: str = "arm-1") -> RobotSession:
-    return RobotSession("lab", session_id, None, 0.0, last_action=last)  # type: ignore[arg-type]
+    one = RobotSession("lab", session_id, 0.0)
+    if last is not None:
+        one.sent(last)
+    return one
+
+
+def plain_guard() -> SafetyGuard:
+    return SafetyGuard(HostedPolicy.of(ConstantPolicy()), Settings())
 
 
 def guard(**settings: object) -> SafetyGuard:
-    return SafetyGuard(LimitedFake(), Settings(**settings))  # type: ignore[arg-type]
+    return SafetyGuard(HostedPolicy.of(LimitedFake()), Settings(**settings))  # type: ignore[arg-type]
+
+
+def free_guard(settings: Settings) -> SafetyGuard:
+    return SafetyGuard(HostedPolicy.of(LimitedFake(may_exceed=True)), settings)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -26,7 +38,7 @@ def test_an_answer_that_is_not_finite_is_withheld(bad: float):
     actions = ZERO.copy()
     actions[0, 3] = bad
     with pytest.raises(UnsafeAnswerError, match="NaN or infinity"):
-        SafetyGuard(ConstantPolicy(), Settings()).check(actions, session(), None)
+        plain_guard().check(actions, session(), None)
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (1, 6), (2, 8)])
@@ -48,7 +60,7 @@ def test_the_ends_of_the_range_are_inside_whatever_the_rounding():
 
 
 def test_an_answer_of_a_policy_that_may_exceed_the_statistics_is_clamped_and_marked():
-    free = SafetyGuard(LimitedFake(may_exceed=True), Settings())
+    free = free_guard(Settings())
     actions = np.array([[0.5, 1.2, -1.5, 0.0, 0.0, 0.0, 1.001]])
     checked = free.check(actions, session(), None)
     assert checked.is_clamped
@@ -60,7 +72,7 @@ def test_an_answer_of_a_policy_that_may_exceed_the_statistics_is_clamped_and_mar
 
 def test_what_was_clamped_to_the_statistics_still_obeys_the_limits_per_step():
     settings = Settings(step_limits={"*": (0.3,) * 7})
-    free = SafetyGuard(LimitedFake(may_exceed=True), settings)
+    free = free_guard(settings)
     checked = free.check(np.full((1, 7), 1.5), session(np.full(7, 0.9)), None)
     assert checked.is_clamped  # by the statistics alone: the step to their end is small enough
     np.testing.assert_array_equal(checked.actions, np.ones((1, 7)))
@@ -69,17 +81,17 @@ def test_what_was_clamped_to_the_statistics_still_obeys_the_limits_per_step():
 def test_on_request_it_is_sent_as_it_is_but_faults_are_still_withheld():
     raw = Settings(range=ActionRange.PEER)
     actions = np.full((1, 7), 1.2)
-    checked = SafetyGuard(LimitedFake(may_exceed=True), raw).check(actions, session(), None)
+    checked = free_guard(raw).check(actions, session(), None)
     assert (checked.actions is actions, checked.is_clamped) == (True, False)
     with pytest.raises(UnsafeAnswerError, match="1.2 in dimension 0"):
-        SafetyGuard(LimitedFake(), raw).check(actions, session(), None)
+        guard(range=ActionRange.PEER).check(actions, session(), None)
     with pytest.raises(UnsafeAnswerError, match="NaN"):
-        SafetyGuard(LimitedFake(may_exceed=True), raw).check(actions * np.nan, session(), None)
+        free_guard(raw).check(actions * np.nan, session(), None)
 
 
 def test_a_policy_that_tells_no_limits_is_checked_for_finiteness_only():
     actions = np.full((1, 7), 1e6)
-    checked = SafetyGuard(ConstantPolicy(), Settings()).check(actions, session(), None)
+    checked = plain_guard().check(actions, session(), None)
     assert checked.actions is actions
 
 
@@ -134,7 +146,7 @@ def test_nobody_can_hold_a_gripper_that_was_never_commanded():
 
 
 def test_nobody_can_hold_a_robot_whose_actions_are_not_known():
-    assert SafetyGuard(ConstantPolicy(), Settings()).hold(session(ZERO[0]), None) is None
+    assert plain_guard().hold(session(ZERO[0]), None) is None
 
 
 def test_no_step_is_ever_larger_than_the_limit():

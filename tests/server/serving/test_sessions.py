@@ -3,27 +3,23 @@
 from deft_server.serving.sessions import SessionStore, flow_of
 
 
-class Memory:
-    """A policy's memory of one robot."""
-
-
 def test_a_session_keeps_its_memory_until_it_is_reset():
     store = SessionStore(ttl_s=60, max_sessions=10)
-    first = store.open("arm", "a", 0.0, Memory)
-    assert store.open("arm", "a", 1.0, Memory) is first
+    first = store.open("arm", "a", 0.0)
+    assert store.open("arm", "a", 1.0) is first
     assert store.reset("arm", "a")
-    assert store.open("arm", "a", 2.0, Memory).memory is not first.memory
+    assert store.open("arm", "a", 2.0) is not first
     assert not store.reset("arm", "b")
 
 
 def test_two_callers_never_share_a_session():
     store = SessionStore(ttl_s=60, max_sessions=10)
-    ours = store.open("arm-1", "a", 0.0, Memory)
-    theirs = store.open("arm-2", "a", 0.0, Memory)
-    assert ours.memory is not theirs.memory
+    ours = store.open("arm-1", "a", 0.0)
+    theirs = store.open("arm-2", "a", 0.0)
+    assert ours is not theirs
     assert ours.flow != theirs.flow
     store.reset("arm-2", "a")
-    assert store.open("arm-1", "a", 1.0, Memory) is ours
+    assert store.open("arm-1", "a", 1.0) is ours
 
 
 def test_no_choice_of_names_makes_two_callers_flows_equal():
@@ -33,39 +29,39 @@ def test_no_choice_of_names_makes_two_callers_flows_equal():
 
 def test_a_frame_that_names_no_session_leaves_nothing_behind():
     store = SessionStore(ttl_s=60, max_sessions=10)
-    first = store.open("arm", None, 0.0, Memory)
-    assert store.open("arm", None, 0.0, Memory).memory is not first.memory
+    first = store.open("arm", None, 0.0)
+    assert store.open("arm", None, 0.0) is not first
     assert len(store) == 0
 
 
 def test_a_session_without_frames_ends():
     store = SessionStore(ttl_s=60, max_sessions=10)
-    idle = store.open("arm", "idle", 0.0, Memory)
-    busy = store.open("arm", "busy", 0.0, Memory)
-    assert store.open("arm", "busy", 50.0, Memory) is busy
-    assert store.open("arm", "busy", 61.0, Memory) is busy
+    idle = store.open("arm", "idle", 0.0)
+    busy = store.open("arm", "busy", 0.0)
+    assert store.open("arm", "busy", 50.0) is busy
+    assert store.open("arm", "busy", 61.0) is busy
     assert len(store) == 1
-    assert store.open("arm", "idle", 62.0, Memory) is not idle
+    assert store.open("arm", "idle", 62.0) is not idle
 
 
 def test_the_least_recently_used_session_makes_room():
     store = SessionStore(ttl_s=60, max_sessions=2)
-    kept = store.open("arm", "a", 0.0, Memory)
-    store.open("arm", "b", 1.0, Memory)
-    store.open("arm", "a", 2.0, Memory)
-    store.open("arm", "c", 3.0, Memory)
+    kept = store.open("arm", "a", 0.0)
+    store.open("arm", "b", 1.0)
+    store.open("arm", "a", 2.0)
+    store.open("arm", "c", 3.0)
     assert len(store) == 2
-    assert store.open("arm", "a", 4.0, Memory) is kept
+    assert store.open("arm", "a", 4.0) is kept
     assert [session_id for _, session_id in store.names()] == ["c", "a"]
 
 
 def test_a_caller_with_many_sessions_pushes_out_its_own_and_nobody_elses():
     """Once another key could open 1,100 sessions and have a robot's limits forgotten."""
     store = SessionStore(ttl_s=60, max_sessions=10)
-    ours = store.open("robot", "a", 0.0, Memory)
+    ours = store.open("robot", "a", 0.0)
     for number in range(50):
-        store.open("other", str(number), 1.0, Memory)
-    assert store.open("robot", "a", 2.0, Memory) is ours
+        store.open("other", str(number), 1.0)
+    assert store.open("robot", "a", 2.0) is ours
     assert len(store) == 10
     assert ("other", "49") in store.names()
     store.expire(62.5)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from deft_client.commands.connection import UsageError, add_connection_options, connection_settings
+from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.errors import DeftError
 from deft_client.libero.errors import (
@@ -59,7 +60,7 @@ def read_options(arguments: list[str]) -> EvaluationOptions:
         tasks=options.tasks,
         trials=options.trials,
         num_episodes=options.episodes,
-        decodings=tuple(dict.fromkeys(options.decoding or (None,))),
+        decodings=tuple(dict.fromkeys(map(method_text, options.decoding or ()))) or (None,),
         pacings=pacings,
         step_limit=options.step_limit,
         seed=options.seed,
@@ -120,7 +121,10 @@ def _add_policy(group: Group) -> None:
         help="answer in this process instead of asking a server: expert, or module:function",
     )  # fmt: skip
     group.add_argument(
-        "--decoding", nargs="+", metavar="NAME", help="decoding methods to compare, a run each"
+        "--decoding",
+        nargs="+",
+        metavar="METHOD",
+        help="decoding methods to compare, a run each: NAME, NAME:KNOB=VALUE,... or a .toml file",
     )
     group.add_argument("--radius", type=int, metavar="BINS", help="their acceptance radius")
     group.add_argument("--statistics-key", metavar="KEY", help="(default: the suite's)")

@@ -147,6 +147,7 @@ def _answer_record(chunk: ActionChunk, asked_step: int, used_step: int) -> Answe
         num_tokens=len(trace.tokens),
         num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
         method=trace.method,
+        guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
     )
 
 

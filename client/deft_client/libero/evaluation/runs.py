@@ -115,9 +115,10 @@ def _settings(
     pacing: Pacing,
     info: ServerInfo | None,
 ) -> WorkerSettings:
-    if decoding is not None and info is not None and decoding not in info.decoding_methods:
+    name = None if decoding is None else decoding.partition(":")[0]  # knobs the server judges
+    if name is not None and info is not None and name not in info.decoding_methods:
         known = ", ".join(info.decoding_methods) or "none"
-        raise ProfileError(f"the server has no decoding {decoding!r}; it has: {known}")
+        raise ProfileError(f"the server has no decoding {name!r}; it has: {known}")
     source, profile = asked.source, asked.source.profile
     key = choose_statistics_key(source.options.statistics_key, suite, info)
     options = replace(source.options, decoding=decoding, statistics_key=key)

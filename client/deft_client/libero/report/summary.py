@@ -63,13 +63,17 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class SpeculationSummary:
-    """What speculation did, over all answers that came with a trace."""
+    """What speculation did, over all answers that came with a trace.
+
+    Accepted and committed lengths are those of passes that checked drafts; positions count from 0,
+    and a pass stands at that of its first draft.
+    """
 
     num_answers: int
     num_passes: int
     num_tokens: int
     num_relaxed: int
-    committed_by_position: Mapping[int, Percentiles]  # committed length of passes that start there
+    committed_by_position: Mapping[int, Percentiles]  # of checked passes that start there
     accepted_counts: Mapping[int, int]  # accepted length -> passes
 
     @property
@@ -79,8 +83,11 @@ class SpeculationSummary:
 
     @property
     def committed_length(self) -> float:
-        """Mean committed length: tokens per pass."""
-        return self.num_tokens / self.num_passes
+        """Mean committed length of the passes that checked drafts; 1 where none did."""
+        num_checked = sum(self.accepted_counts.values())
+        if num_checked == 0:
+            return 1.0
+        return 1 + sum(n * count for n, count in self.accepted_counts.items()) / num_checked
 
     @property
     def relaxed_share(self) -> float:
@@ -183,11 +190,12 @@ def _speculation(answers: Sequence[AnswerRecord]) -> SpeculationSummary | None:
     accepted_counts: dict[int, int] = defaultdict(int)
     for answer in traced:
         position = 0
-        for accepted in answer.accepted:
-            committed = min(accepted + 1, answer.num_tokens - position)
-            by_position[position].append(committed)
-            accepted_counts[accepted] += 1
-            position += committed
+        counted = answer.guesses or (1,) * len(answer.accepted)
+        for accepted, guesses in zip(answer.accepted, counted, strict=True):
+            if guesses and position < answer.num_tokens:
+                by_position[position].append(accepted + 1)
+                accepted_counts[accepted] += 1
+            position += accepted + 1
     return SpeculationSummary(
         num_answers=len(traced),
         num_passes=sum(len(answer.accepted) for answer in traced),

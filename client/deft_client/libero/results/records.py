@@ -54,7 +54,7 @@ class AnswerRecord:
 
     `asked_step` is the step whose frame was sent, `used_step` the first step that executed the
     answer; in lock-step they are equal. `accepted` has the accepted length of every pass and is
-    empty when the server sent no trace.
+    empty when the server sent no trace. Passes without guesses checked nothing.
     """
 
     asked_step: int
@@ -64,6 +64,7 @@ class AnswerRecord:
     num_tokens: int = 0
     num_relaxed: int = 0
     method: str = ""
+    guesses: tuple[int, ...] = ()  # of every pass; empty in runs that did not count them
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +148,7 @@ def _encode_answers(answers: tuple[AnswerRecord, ...]) -> dict[str, Any]:
         columns["num_tokens"] = [one.num_tokens for one in answers]
         columns["num_relaxed"] = [one.num_relaxed for one in answers]
         methods = [one.method for one in answers]
+        columns["guesses"] = [list(one.guesses) for one in answers]
         columns["method"] = methods[0] if len(set(methods)) == 1 else methods
     return columns
 
@@ -163,6 +165,7 @@ def _decode_answers(columns: dict[str, Any]) -> tuple[AnswerRecord, ...]:
         columns.get("num_tokens", [0] * count),
         columns.get("num_relaxed", [0] * count),
         [method] * count if isinstance(method, str) else method,
+        columns.get("guesses", [()] * count),
         *(columns[stage] for stage in stages),
         strict=True,
     )
@@ -170,11 +173,12 @@ def _decode_answers(columns: dict[str, Any]) -> tuple[AnswerRecord, ...]:
         AnswerRecord(
             asked_step=row[0],
             used_step=row[1],
-            timings=StageTimings(**dict(zip(stages, row[6:], strict=True))),
+            timings=StageTimings(**dict(zip(stages, row[7:], strict=True))),
             accepted=tuple(row[2]),
             num_tokens=row[3],
             num_relaxed=row[4],
             method=row[5],
+            guesses=tuple(row[6]),
         )
         for row in rows
     )

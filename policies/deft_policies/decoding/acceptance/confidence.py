@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
-from deft_policies.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -16,14 +15,13 @@ class TopK(AcceptanceRule):
 
     k: int
 
+    def __post_init__(self) -> None:
+        _at_least_one("k", self.k)
+
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Likely enough by rank all the way."""
         ranked = scored.drafted_log_probs() >= _kth_largest(scored, self.k)
         return scored.whole_paths(scored.is_equal | (ranked & scored.is_relaxable))
-
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """There is no radius."""
-        raise _no_radius("top-k")
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,9 @@ class NearTop(AcceptanceRule):
     n: int
     delta: float
 
+    def __post_init__(self) -> None:
+        _at_least_one("n", self.n)
+
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Nearly as likely as the target's own token all the way."""
         drafted = scored.drafted_log_probs()
@@ -40,10 +41,6 @@ class NearTop(AcceptanceRule):
         near = drafted.exp() >= best.exp() - self.delta
         ranked = drafted >= _kth_largest(scored, self.n)
         return scored.whole_paths(scored.is_equal | (near & ranked & scored.is_relaxable))
-
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """There is no radius."""
-        raise _no_radius("near-top")
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,10 @@ class EntropyRadius(AcceptanceRule):
     low: int
     high: int
     full: float
+
+    def __post_init__(self) -> None:
+        if self.full <= 0:
+            raise ValueError(f"full must be above 0, got {self.full}")
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near enough for the target's certainty all the way."""
@@ -74,6 +75,9 @@ class EntropyRadius(AcceptanceRule):
 class DeferredWindow(AcceptanceRule):
     """A miss at depth j stands if h_j >= theta and the next min(W, left) drafts match (FLy).
 
+    h is the target's entropy over its whole vocabulary, as a share of the largest there can be.
+    Without the gate every miss is deferred; with a window of 0 the gate alone decides (FLy-).
+
     FLy waits W tokens to see whether the target corrects itself, and rejects a miss whose window
     runs off the draft. An action has seven tokens, so the window is clipped to what is left of it:
     only a draft that stops short of the action's end makes a miss fail for want of evidence.
@@ -83,10 +87,13 @@ class DeferredWindow(AcceptanceRule):
     theta: float
     window: int
     cap: int | None = None
+    gate: bool = True
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Every miss on the path gated, and its window on the path clean."""
-        gated = (scored.entropy >= self.theta) & scored.is_relaxable
+        gated = scored.is_relaxable
+        if self.gate:
+            gated = gated & (scored.whole_entropy >= self.theta)
         if self.cap is not None:
             gated = gated & (scored.deviations.abs() <= self.cap)
         missed = ~scored.is_equal & (scored.tree.parents >= 0)
@@ -120,15 +127,20 @@ class VisualRelevance(AcceptanceRule):
     A_i = mean of the N largest cos(h_i, v) over the image patches v, with h_i and v the target's
     last hidden states (eq. 8). Of the K drafts of the pass, the floor(lambda K) with the smallest
     A_i are loose (eq. 9-10). With `shift_tolerant`, a miss also stands when the target's own token
-    appears on a common path of the tree, before or after it (eq. 11). For a chain this is the paper
-    to the letter. `cap`, if given, also bounds |d - t|; LVSpec has no such bound, and without it a
-    loose token may be any action token at all.
+    appears on a common path of the tree, before or after it (eq. 11), and |d - t| is at most
+    `shift_cap`: an action's tokens are different dimensions, so that the same token drafted four
+    dimensions later excuses nothing. `cap`, if given, bounds |d - t| of every miss. With neither,
+    for a chain, this is the paper to the letter, and a loose token may be any action token at all.
     """
 
     num_patches: int
     share: float
     shift_tolerant: bool
     cap: int | None = None
+    shift_cap: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one("num_patches", self.num_patches)
 
     @property
     def needs_patches(self) -> bool:
@@ -139,7 +151,10 @@ class VisualRelevance(AcceptanceRule):
         """Equal, loose or merely shifted all the way."""
         fine = self._is_loose(scored)
         if self.shift_tolerant:
-            fine = fine | _is_shifted(scored)
+            shifted = _is_shifted(scored)
+            if self.shift_cap is not None:
+                shifted = shifted & (scored.deviations.abs() <= self.shift_cap)
+            fine = fine | shifted
         if self.cap is not None:
             fine = fine & (scored.deviations.abs() <= self.cap)
         return scored.whole_paths(scored.is_equal | (fine & scored.is_relaxable))
@@ -167,15 +182,16 @@ class VisualRelevance(AcceptanceRule):
         return replace(self, cap=radius)
 
 
+def _at_least_one(name: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{name} must be 1 or more, got {count}")
+
+
 def _kth_largest(scored: ScoredTree, k: int) -> Tensor:
     """The k-th largest log-probability where each node's token was predicted, [row, node]."""
     log_probs = scored.action_log_probs
     kth = log_probs.topk(min(k, log_probs.shape[2]), dim=2).values[:, :, -1]
     return kth.gather(1, scored.parents)
-
-
-def _no_radius(rule: str) -> RequestError:
-    return RequestError("radius", f"the {rule} rule measures likelihood and has no radius")
 
 
 def _is_shifted(scored: ScoredTree) -> Tensor:

@@ -61,6 +61,10 @@ class ScheduledRadius(AcceptanceRule):
     tau: float
     beta: float
 
+    def __post_init__(self) -> None:
+        if self.tau <= 0:
+            raise ValueError(f"tau must be above 0 steps, got {self.tau}")
+
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near all the way, by the radius of this step."""
         steps = scored.context.num_steps.float()
@@ -154,6 +158,12 @@ class WithinDrift(AcceptanceRule):
     turn: float
     cap: int
     leak: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.leak > 1:
+            raise ValueError(
+                f"leak is the share of the drift that stays, at most 1, got {self.leak}"
+            )
 
     @property
     def needs_patches(self) -> bool:

@@ -51,6 +51,14 @@ class ActionSpace:
         """Tokens of one action."""
         return len(self.groups)
 
+    def with_more(self, positions: int) -> "ActionSpace":
+        """The space with further positions behind, which are like its last one."""
+        return ActionSpace(
+            self.groups + self.groups[-1:] * positions,
+            self.unit_per_bin + self.unit_per_bin[-1:] * positions,
+            self.class_boundary + self.class_boundary[-1:] * positions,
+        )
+
     @staticmethod
     def in_bins(length: int) -> "ActionSpace":
         """A space whose units are unknown: every limit is then a number of bins."""
@@ -129,6 +137,11 @@ class ScoredTree:
     vocabulary: TokenRange
     action_tokens: TokenRange
     context: ActionContext
+    num_tokens: int = 0  # of the model's whole vocabulary; 0: `vocabulary` is all of it
+
+    def __post_init__(self) -> None:
+        if self.num_tokens == 0:
+            object.__setattr__(self, "num_tokens", len(self.vocabulary))
 
     @cached_property
     def parents(self) -> Tensor:
@@ -193,6 +206,17 @@ class ScoredTree:
         return rows.log_softmax(dim=2)
 
     @cached_property
+    def whole_entropy(self) -> Tensor:
+        """Entropy of the expected token over every token scored, [row, node].
+
+        As a share of the largest that the model's whole vocabulary allows, so that it means the
+        same where only action rows are scored: what is left out has next to no odds.
+        """
+        log_probs = self.scores.logits.log_softmax(dim=2)
+        here = -(log_probs.exp() * log_probs).nansum(dim=2) / math.log(self.num_tokens)
+        return here.gather(1, self.parents)
+
+    @cached_property
     def entropy(self) -> Tensor:
         """Entropy of the expected token's distribution, 0..1, [row, node].
 
@@ -235,9 +259,9 @@ class AcceptanceRule(ABC):
     def accepts(self, scored: ScoredTree) -> Tensor:
         """True where the whole path from the root to the node may be committed, [row, node]."""
 
-    @abstractmethod
     def with_radius(self, radius: int) -> "AcceptanceRule":
         """Return the rule with its radius in bins replaced; `RequestError` if it has none."""
+        raise RequestError("radius", f"{type(self).__name__} has no radius in bins, got {radius}")
 
 
 @dataclass(frozen=True)

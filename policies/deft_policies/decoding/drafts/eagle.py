@@ -82,13 +82,22 @@ class EagleHead(nn.Module):
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width)
         self.rotary = RotaryTable(llama)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Teacher-forced: guess f_{t+1} at every position of whole sequences, for training.
 
         `embeds` is e_{t+1} and `hidden` is f_t, both [row, position, width]. Causal unless a mask
-        [row, 1, position, position] says otherwise; see `key_mask`.
+        [row, 1, position, position] says otherwise; see `key_mask`. Rotary `positions` [row,
+        position] count from 0 where none are given.
         """
-        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)
+            positions = positions.expand(hidden.shape[:2])
         context = PassContext(self.rotary(positions, hidden), mask=mask, is_causal=mask is None)
         return self.run(embeds, hidden, context, None)
 

@@ -120,7 +120,7 @@ def _best_of(levels: Sequence[Candidates], num_guesses: int, start: GrowthStart)
 
 def _fill(template: TreeTemplate, start: GrowthStart, go_on: GoOn) -> DraftTree:
     """Put tokens on the paths of a template."""
-    indices = _indices_of(template, start.roots.device)
+    indices = indices_of(template, start.roots.device)
     odds, scores = start.log_probs[:, None], torch.zeros_like(start.log_probs[:, :1])
     tokens, totals = [], []
     for depth, level in enumerate(indices.levels, start=1):
@@ -167,7 +167,7 @@ class TemplateIndices:
 
 
 @lru_cache(maxsize=64)
-def _indices_of(template: TreeTemplate, device: torch.device) -> TemplateIndices:
+def indices_of(template: TreeTemplate, device: torch.device) -> TemplateIndices:
     """Indices of every level; remembered, so that nothing is copied to the device twice."""
     numbers = {(): 0} | {path: index for index, path in enumerate(template.paths, start=1)}
     with torch.inference_mode(False):

@@ -6,15 +6,22 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.drafts.eagle import EagleHead
-from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
+from deft_policies.decoding.drafts.growth import (
+    GrowthStart,
+    OpenNodes,
+    TemplateIndices,
+    grow_tree,
+    indices_of,
+)
 from deft_policies.decoding.plan import (
     DraftKind,
     KeyMask,
     RopeOffset,
     TreeShape,
+    TreeTemplate,
 )
 from deft_policies.decoding.records import BatchProgress, PassResult
-from deft_policies.decoding.sampling import Sampling, target_odds
+from deft_policies.decoding.sampling import Sampling, Stream, target_odds
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
 from deft_policies.model.kv_cache import Append, KVCache
@@ -79,7 +86,7 @@ class HeadDrafts:
         grown = self._runner.run(
             ("grow", shape, len(start.out), self._room),
             step,
-            (start.roots, start.out, start.length, start.position, start.deepest),
+            (start.roots, start.out, start.length, start.position, start.deepest, start.prefix),
         )
         if self._runner.has_fixed_shapes:  # the next tree overwrites what a captured step put out
             grown = tuple(tensor.clone() for tensor in grown)
@@ -93,7 +100,8 @@ class HeadDrafts:
         deepest = progress.length - 1 - progress.num_committed
         if shape.is_full_depth:
             deepest = torch.full_like(deepest, shape.levels)
-        start = HeadStart(progress.roots, out, self._length, self._tree_position(), deepest)
+        prefix = self._features.lengths
+        start = HeadStart(progress.roots, out, self._length, self._tree_position(), deepest, prefix)
         self._is_first = False
         return start
 
@@ -133,7 +141,7 @@ class HeadDrafts:
             first = torch.zeros_like(self._length)
             start = self._length
         end = start + last.accepted.num_accepted  # position of the last pair
-        mask = self._visible(end[:, None])
+        mask = self._visible(end[:, None], self._features.lengths)
         context = PassContext(
             self.head.rotary(positions, hidden),
             mask=mask[:, None],
@@ -158,11 +166,14 @@ class HeadDrafts:
                 self.head.fc.weight,
             )
 
-    def _visible(self, last: Tensor) -> Tensor:
-        """Committed slots that queries at positions `last` [row, query] see, [row, query, slot]."""
-        assert self._features is not None
+    def _visible(self, last: Tensor, prefix: Tensor) -> Tensor:
+        """Committed slots that queries at positions `last` [row, query] see, [row, query, slot].
+
+        `prefix` is the prompts' lengths [row]. What is recorded may read its inputs alone, so they
+        are handed in.
+        """
         if self._options.key_mask is KeyMask.PREFIX_ONLY:
-            last = (self._features.lengths - 2)[:, None].expand_as(last)
+            last = (prefix - 2)[:, None].expand_as(last)
         return torch.arange(self._room, device=last.device) <= last[:, :, None]
 
     def _grow_step(self, shape: TreeShape, start: "HeadStart") -> DraftTree:
@@ -184,7 +195,7 @@ class HeadDrafts:
         ancestors = nodes.ancestors
         num_rows, width = nodes.tokens.shape
         slot = self._room + ancestors.shape[2] - width
-        committed = self._visible((start.length - 1)[:, None]).expand(-1, width, -1)
+        committed = self._visible((start.length - 1)[:, None], start.prefix).expand(-1, width, -1)
         if self._options.key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
         positions = (start.position + nodes.depth - 1)[:, None].expand(-1, width)
@@ -208,44 +219,57 @@ class HeadStart:
     length: Tensor  # committed positions
     position: Tensor  # rotary, of the roots' children
     deepest: Tensor  # levels that are of use
+    prefix: Tensor  # positions of the prompt
 
 
 class DrawnHeadDrafts(HeadDrafts):
-    """A head whose chains are drawn at the target's temperature, odds and all."""
+    """A head whose trees are drawn at the target's temperature, odds and all.
+
+    Siblings are drawn from the same odds, each for itself, so two of them may be equal.
+    """
 
     def __init__(
         self, head: EagleHead, target: TargetModel, options: HeadOptions, sampling: Sampling
     ) -> None:
         super().__init__(head, target, options)
         self._temperature = sampling.temperature
-        self._generator = torch.Generator(head.fc.weight.device)
-        self._generator.manual_seed(sampling.seed)
+        self._generator = sampling.generator(Stream.DRAFT, 0, head.fc.weight.device)
 
     @torch.no_grad()
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
-        """Draw a chain behind the roots."""
-        start = self.take_in(progress, TreeShape.chain(shape.levels))
-        levels = min(shape.levels, progress.depth)
-        tokens, odds = [start.roots[:, None]], []
-        hidden = start.out[:, None]
-        for level in range(1, levels + 1):
-            logits = self._target.logits(hidden[:, 0], self._drafted)
-            odds.append(target_odds(logits, self._temperature))
+        """Draw a tree behind the roots: of the shape's template, or a chain."""
+        template = shape.template or TreeTemplate.harmonic(shape.levels, 1)
+        start = self.take_in(progress, TreeShape.of_template(template))
+        indices = indices_of(template.cut(progress.depth), start.roots.device)
+        hidden, tokens, every = start.out[:, None], [], []
+        for depth, level in enumerate(indices.levels, start=1):
+            odds = target_odds(self._target.logits(hidden, self._drafted), self._temperature)
+            odds = odds[:, level.above]
             # The largest of p / noise is an exact draw; multinomial() would make the host wait.
-            noise = torch.empty_like(odds[-1]).exponential_(generator=self._generator)
-            drawn = (odds[-1] / noise).argmax(dim=1, keepdim=True)
-            tokens.append(drawn + self._drafted.first)
-            if level < levels:
-                everything = drawn.new_ones(len(drawn), 1, level, dtype=torch.bool)
-                nodes = OpenNodes(level, tokens[-1], torch.zeros_like(drawn), everything)
-                hidden = self.extend(nodes, hidden, start)
-        chain = DraftTree.chain(torch.cat(tokens, dim=1), self.kind.number)
-        every = torch.stack((torch.zeros_like(odds[0]), *odds), dim=1)
-        return replace(
-            chain,
-            is_real=chain.depths() <= start.deepest.clamp(min=0)[:, None],
-            drawn=DrawnOdds(every, self._drafted.first),
-        )
+            noise = torch.empty_like(odds).exponential_(generator=self._generator)
+            tokens.append((odds / noise).argmax(dim=2) + self._drafted.first)
+            every.append(odds)
+            if depth < len(indices.levels):
+                above = level.open_above.expand(len(odds), -1)
+                ancestors = level.ancestors.expand(len(odds), -1, -1)
+                nodes = OpenNodes(depth, tokens[-1][:, level.open], above, ancestors)
+                hidden = self.extend(nodes, hidden[:, level.open_above], start)
+        drawn = torch.cat(tokens, dim=1), torch.cat(every, dim=1)
+        return self._tree(indices, start, *drawn)
+
+    def _tree(
+        self, indices: TemplateIndices, start: HeadStart, tokens: Tensor, odds: Tensor
+    ) -> DraftTree:
+        is_real = indices.depths <= start.deepest.clamp(min=0)[:, None]
+        tree = DraftTree(
+            tokens=tokens,
+            parents=indices.parents.expand_as(tokens),
+            is_real=is_real,
+            log_probs=torch.zeros_like(tokens, dtype=torch.float32),
+            sources=torch.full_like(tokens, self.kind.number),
+        ).below(start.roots)
+        odds = torch.cat((torch.zeros_like(odds[:, :1]), odds), dim=1)
+        return replace(tree, drawn=DrawnOdds(odds, self._drafted.first))
 
 
 def _behind(prompt: Tensor, pairs: Tensor, start: Tensor) -> Tensor:

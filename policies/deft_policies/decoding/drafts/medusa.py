@@ -5,17 +5,14 @@ language-model head turns what comes out into tokens, so heads are small. Shared
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.checkpoint.tensor_file import write_tensors
+from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.records import BatchProgress
@@ -76,10 +73,7 @@ def load_medusa(directory: Path, width: int, like: Tensor) -> MedusaHeads:
     path = directory / _WEIGHTS
     if not is_medusa(directory):
         raise CheckpointError(f"{directory}/config.json does not describe Medusa heads")
-    try:
-        tensors: Mapping[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
+    tensors = read_tensors(path)
     if set(tensors) != {"weight", "bias"}:
         raise CheckpointError(f"{path} must hold 'weight' and 'bias', got {sorted(tensors)}")
     num_heads, found = tensors["weight"].shape[0], tensors["weight"].shape[-1]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from deft_policies.checkpoint.tensor_file import write_tensors
+from deft_policies.checkpoint.tensor_file import require_finite, write_tensors
 from deft_policies.decoding.drafts.sources import Guesses
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.plan import DraftKind
@@ -104,6 +104,7 @@ def load_index(path: Path, fingerprint: str, device: torch.device) -> RetrievalI
             keys, actions = file.get_tensor("keys"), file.get_tensor("actions")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a retrieval index: {error}") from error
+    require_finite("keys", keys, path)
     if metadata.get("fingerprint") != fingerprint:
         raise CheckpointError(
             f"{path} was built with model {metadata.get('fingerprint')!r}, but this one is "

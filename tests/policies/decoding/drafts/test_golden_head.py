@@ -11,7 +11,8 @@ from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.decoder import DraftModels, build_decoder
 from deft_policies.decoding.drafts.eagle import EagleHead, load_head
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import (
     DraftKind,
     Plan,

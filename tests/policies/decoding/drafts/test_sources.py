@@ -39,7 +39,7 @@ from deft_policies.decoding.drafts.small_model import (
 )
 from deft_policies.decoding.drafts.sources import Guesser, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import (
     DraftKind,
     Plan,

@@ -1,13 +1,12 @@
 """A batch through a policy that fails: nobody suffers for somebody else's frame."""
 
-import numpy as np
 import pytest
 
-from deft_client.types import ActionChunk
-from deft_policies.base import ActRequest
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.errors import DeviceError, RequestError
+from deft_policies.memory import SessionMemory
 from deft_server.errors import PolicyFailedError
-from deft_server.serving.policy_thread import Failure, answer_batch
+from deft_server.hosting.attempts import Failure, answer_batch
 from tests.server.fakes import (
     FakePolicy,
     PickyPolicy,
@@ -19,39 +18,36 @@ from tests.server.fakes import (
 )
 
 
-def batch_of(policy: FakePolicy, *instructions: str) -> list[ActRequest]:
-    return [
-        ActRequest(frame(instruction=instruction), policy.open_session())
-        for instruction in instructions
-    ]
+def batch_of(*instructions: str) -> list[ActRequest]:
+    return [ActRequest(frame(instruction=instruction)) for instruction in instructions]
 
 
 def test_a_good_batch_is_answered_in_one_call():
     policy = FakePolicy()
-    attempts = answer_batch(policy, batch_of(policy, "a", "b", "c"))
-    assert [type(one) for one in attempts.answers] == [ActionChunk] * 3
+    attempts = answer_batch(policy, batch_of("a", "b", "c"))
+    assert [type(one) for one in attempts.answers] == [ActAnswer] * 3
     assert attempts.failures == []
     assert policy.sizes == [3]
 
 
 def test_a_policy_that_raises_once_answers_everybody_on_the_second_try():
     policy = RaisingPolicy(error=fails_times(1, ValueError("hiccup")))
-    attempts = answer_batch(policy, batch_of(policy, "a", "b"))
-    assert [type(one) for one in attempts.answers] == [ActionChunk] * 2
+    attempts = answer_batch(policy, batch_of("a", "b"))
+    assert [type(one) for one in attempts.answers] == [ActAnswer] * 2
     assert attempts.failures == [Failure.RAISED]
 
 
 def test_one_bad_frame_fails_alone():
     policy = RaisingPolicy(error=dislikes("bad", ValueError("no")))
-    attempts = answer_batch(policy, batch_of(policy, "a", "bad", "c"))
+    attempts = answer_batch(policy, batch_of("a", "bad", "c"))
     kinds = [type(one) for one in attempts.answers]
-    assert kinds == [ActionChunk, PolicyFailedError, ActionChunk]
+    assert kinds == [ActAnswer, PolicyFailedError, ActAnswer]
     assert policy.sizes == [3, 1, 1, 1]
 
 
 def test_a_frame_that_fails_alone_is_not_tried_again():
     policy = RaisingPolicy(error=dislikes("bad", ValueError("no")))
-    attempts = answer_batch(policy, batch_of(policy, "bad"))
+    attempts = answer_batch(policy, batch_of("bad"))
     assert isinstance(attempts.answers[0], PolicyFailedError)
     assert "no" not in str(attempts.answers[0]), "the text of an unexpected error stays in the log"
     assert policy.sizes == [1]
@@ -59,29 +55,29 @@ def test_a_frame_that_fails_alone_is_not_tried_again():
 
 def test_when_memory_runs_out_the_batch_is_halved_once():
     policy = RaisingPolicy(error=out_of_memory_above(4))
-    attempts = answer_batch(policy, batch_of(policy, *"abcdefg"))
-    assert [type(one) for one in attempts.answers] == [ActionChunk] * 7
+    attempts = answer_batch(policy, batch_of(*"abcdefg"))
+    assert [type(one) for one in attempts.answers] == [ActAnswer] * 7
     assert policy.sizes == [7, 4, 3]
     assert attempts.failures == [Failure.DEVICE]
 
 
 def test_when_half_is_still_too_much_the_frames_of_that_half_fail():
     policy = RaisingPolicy(error=out_of_memory_above(3))
-    attempts = answer_batch(policy, batch_of(policy, *"abcdefg"))
-    assert [type(one) for one in attempts.answers] == [DeviceError] * 4 + [ActionChunk] * 3
+    attempts = answer_batch(policy, batch_of(*"abcdefg"))
+    assert [type(one) for one in attempts.answers] == [DeviceError] * 4 + [ActAnswer] * 3
     assert policy.sizes == [7, 4, 3]
 
 
 def test_a_single_frame_gets_a_second_chance_when_memory_runs_out():
     policy = RaisingPolicy(error=fails_times(1, DeviceError("CUDA out of memory")))
-    attempts = answer_batch(policy, batch_of(policy, "a"))
-    assert isinstance(attempts.answers[0], ActionChunk)
+    attempts = answer_batch(policy, batch_of("a"))
+    assert isinstance(attempts.answers[0], ActAnswer)
 
 
 def test_a_frame_the_policy_refuses_late_is_its_callers_fault_only():
     policy = PickyPolicy()
-    attempts = answer_batch(policy, batch_of(policy, "a", "refuse"))
-    assert isinstance(attempts.answers[0], ActionChunk)
+    attempts = answer_batch(policy, batch_of("a", "refuse"))
+    assert isinstance(attempts.answers[0], ActAnswer)
     assert isinstance(attempts.answers[1], RequestError)
 
 
@@ -93,13 +89,11 @@ class Forgetful(FakePolicy):
 @pytest.mark.parametrize("size", [1, 3])
 def test_too_few_answers_are_never_given_to_the_wrong_robot(size: int):
     policy = Forgetful()
-    attempts = answer_batch(policy, batch_of(policy, *"abc"[:size]))
+    attempts = answer_batch(policy, batch_of(*"abc"[:size]))
     assert [type(one) for one in attempts.answers] == [PolicyFailedError] * size
 
 
 def test_answers_stay_in_order():
-    policy = FakePolicy()
-    batch = batch_of(policy, "a", "b")
-    policy.answer(batch[1])
-    chunks = answer_batch(policy, batch).answers
-    assert [np.asarray(one.actions)[0, 0] for one in chunks] == [1.0, 2.0]  # type: ignore[union-attr]
+    batch = [ActRequest(frame(), SessionMemory(num_steps=count)) for count in (1, 0)]
+    answers = answer_batch(FakePolicy(), batch).answers
+    assert [one.chunk.actions[0, 0] for one in answers] == [2.0, 1.0]  # type: ignore[union-attr]

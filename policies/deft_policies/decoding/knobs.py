@@ -1,0 +1,148 @@
+"""Methods from text: NAME:KNOB=VALUE,KNOB=VALUE. Knobs of the method, and those of its rule.
+
+Texts come with requests, so that every value is checked here and has a limit.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from types import MappingProxyType
+from typing import get_args, get_type_hints
+
+from deft_client.commands.methods import with_knobs
+from deft_policies.decoding.acceptance.rule import AcceptanceRule
+from deft_policies.decoding.methods import Method, known_methods, rule_method
+from deft_policies.decoding.plan import (
+    PLAIN,
+    Loop,
+    read_kinds,
+    read_tree,
+)
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.verify import TieBreak
+from deft_policies.errors import RequestError, UnknownDecodingError
+
+LARGEST = 10_000.0  # of any number of a rule
+_SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
+Turn = Callable[[Method, str], Method]
+
+
+def find_method(text: str) -> Method:
+    """The method that a text describes, named by it; raises `RequestError` where none is."""
+    name, _, knobs = text.partition(":")
+    return turned(_base(name), knobs)
+
+
+def turned(method: Method, knobs: str) -> Method:
+    """The method with KNOB=VALUE,... applied in order, which its name tells."""
+    if not knobs:
+        return method
+    name = with_knobs(method.name, dict(_split(part) for part in knobs.split(",")))
+    for part in knobs.split(","):
+        method = _turned(method, *_split(part))
+    return replace(method, name=name)
+
+
+def _split(part: str) -> tuple[str, str]:
+    key, _, value = part.partition("=")
+    return key.strip(), value.strip()
+
+
+def method_names() -> tuple[str, ...]:
+    """Every name that a text may begin with."""
+    return tuple(known_methods())
+
+
+def _base(name: str) -> Method:
+    found = known_methods().get(name)
+    if found is None:
+        raise UnknownDecodingError(name, method_names())
+    return found if isinstance(found, Method) else rule_method(found)
+
+
+def _turned(method: Method, key: str, value: str) -> Method:
+    turn = _METHOD_KNOBS.get(key)
+    try:
+        if turn is not None:
+            return turn(method, value)
+        return replace(method, rule=_turned_rule(method, method.rule, key, value))
+    except ValueError as error:
+        raise RequestError("decoding", f"{method.name!r}, knob {key!r}: {error}") from error
+
+
+def _turned_rule(method: Method, rule: AcceptanceRule, key: str, value: str) -> AcceptanceRule:
+    """The rule with one of its fields changed; `inner.key` reaches into a rule that it wraps."""
+    field, _, inner = key.partition(".")
+    hints = get_type_hints(type(rule))
+    names: list[str] = [one.name for one in fields(rule)] if is_dataclass(rule) else []
+    if field not in names:
+        known = ", ".join((*names, *_METHOD_KNOBS))
+        raise RequestError("decoding", f"{method.name!r} has no knob {key!r}; it has: {known}")
+    old = getattr(rule, field)
+    if isinstance(old, AcceptanceRule):
+        new: object = _turned_rule(method, old, inner, value)
+    else:
+        new = _number(hints[field], value)
+    return replace(rule, **{field: new})  # type: ignore[type-var]
+
+
+def _number(hint: object, text: str) -> object:
+    """A value of a rule's field, by the field's type."""
+    kinds = get_args(hint) or (hint,)
+    if type(None) in kinds and text == "none":
+        return None
+    if bool in kinds:
+        return _switch(text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"expected a number, got {text!r}") from None
+    if not 0 <= number <= LARGEST or (int in kinds and number != math.floor(number)):
+        kind = "a whole number" if int in kinds else "a number"
+        raise ValueError(f"expected {kind} from 0 to {LARGEST:g}, got {text!r}")
+    return int(number) if int in kinds else number
+
+
+def _switch(text: str) -> bool:
+    if text not in _SWITCH:
+        raise ValueError(f"expected on or off, got {text!r}")
+    return _SWITCH[text]
+
+
+def _with_plan(method: Method, name: str) -> Method:
+    """With one of the method's own plans and no other, whatever it costs."""
+    found = [plan for plan in (*method.plans, PLAIN) if plan.name == name]
+    if not found:
+        known = ", ".join(plan.name for plan in (*method.plans, PLAIN))
+        raise ValueError(f"expected one of its plans, {known}, got {name!r}")
+    return replace(method, plans=(found[0],), is_guarded=False)
+
+
+def _with_temperature(method: Method, text: str) -> Method:
+    temperature = _number(float, text)
+    assert isinstance(temperature, float)
+    return method.with_sampling(Sampling(temperature, method.sampling.seed))
+
+
+def _with_radius(method: Method, text: str) -> Method:
+    radius = _number(int, text)
+    assert isinstance(radius, int)
+    return method.with_radius(radius)
+
+
+_METHOD_KNOBS: Mapping[str, Turn] = MappingProxyType(
+    {
+        "radius": _with_radius,
+        "rule": lambda method, name: replace(method, rule=_base(name).rule),
+        "drafts": lambda method, text: method.with_drafts(read_kinds(text)),
+        "tree": lambda method, text: method.with_shape(read_tree(text)),
+        "plan": _with_plan,
+        "guard": lambda method, text: replace(
+            method, is_guarded=_switch(text) and len(method.plans) > 1
+        ),
+        "ties": lambda method, text: replace(method, tie_break=TieBreak(text)),
+        "loop": lambda method, text: replace(method, loop=Loop(text)),
+        "whole_vocabulary": lambda method, text: replace(method, whole_vocabulary=_switch(text)),
+        "temperature": _with_temperature,
+    }
+)

@@ -1,0 +1,70 @@
+"""Whether a loaded policy can be trusted with a robot: it answers known frames before anybody asks.
+
+Finds what no look at the files can: numbers that are each in order and together are not, a library
+or a device that computes wrongly.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActionLimits, ActRequest, Policy
+from deft_policies.errors import SelfTestError
+
+_INSTRUCTION = "pick up the cup"
+_ROUNDING = 1e-6  # of the range
+
+Same = Callable[[Observation], Observation]
+
+
+def self_test(
+    policy: Policy,
+    limits: ActionLimits | None,
+    plain_method: str | None = None,
+    complete: Same = lambda observation: observation,
+) -> None:
+    """Raise `SelfTestError` unless every answer is finite, inside the limits, and repeats itself.
+
+    Repeated are answers by `plain_method`, because others may take another way the second time.
+    `complete` adds what the policy asks of an observation beside the frame.
+    """
+    info = policy.info
+    key = info.default_statistics_key or info.statistics_keys[0]
+    by_default = ActOptions(statistics_key=key)
+    plainly = ActOptions(statistics_key=key, decoding=plain_method)
+    for name, image in _known_frames(info.image_height, info.image_width).items():
+        observation = complete(Observation(image, _INSTRUCTION))
+        answers = [
+            policy.act([ActRequest(observation, options=options)])[0].chunk.actions
+            for options in (plainly, plainly, by_default)
+        ]
+        for actions in answers:
+            _check(name, actions, limits)
+        if not np.array_equal(answers[0], answers[1]):
+            raise SelfTestError(
+                f"the {name} frame was answered with {answers[0].tolist()} and then with "
+                f"{answers[1].tolist()}; this device does not compute reliably"
+            )
+
+
+def _known_frames(height: int, width: int) -> dict[str, NDArray[np.uint8]]:
+    across, down = np.linspace(0, 255, width), np.linspace(0, 255, height)
+    red, green = np.meshgrid(across, down)
+    smooth = np.stack([red, green, np.full_like(red, 128)], axis=2).astype(np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    return {"smooth": smooth, "noisy": noise}
+
+
+def _check(name: str, actions: NDArray[np.float64], limits: ActionLimits | None) -> None:
+    found = f"the {name} frame was answered with {actions.tolist()}"
+    if not actions.size or not np.isfinite(actions).all():
+        raise SelfTestError(f"{found}; expected finite actions")
+    if limits is None:
+        return
+    slack = _ROUNDING * (limits.high - limits.low)
+    if ((actions < limits.low - slack) | (actions > limits.high + slack)).any():
+        raise SelfTestError(
+            f"{found}; the statistics allow {limits.low.tolist()} to {limits.high.tolist()}"
+        )

@@ -1,0 +1,19 @@
+"""Has the allocator keep freed memory: fresh pages for every frame cost more than its copies."""
+
+import ctypes
+import sys
+
+_KEPT_BYTES = 64 * 1024 * 1024
+_LARGEST_KEPT_BYTES = 32 * 1024 * 1024  # the most that glibc allows
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> bool:
+    """Tell the allocator; return whether it could be told (glibc only)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl
+        return False
+    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES) == 1
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) == 1 and kept)

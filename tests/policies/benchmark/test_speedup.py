@@ -1,0 +1,117 @@
+"""The formula for speculation beside a simulation of it, and what a benchmark makes of traces."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from deft_client.libero.results.statistics import Percentiles
+from deft_client.types import DecodeTrace, PassTrace
+from deft_policies.benchmark.host_waits import find_wait
+from deft_policies.benchmark.speedup import Speedup, depth_of, expected_speedup, expected_tokens
+from deft_policies.benchmark.summary import Speed
+from deft_policies.benchmark.tables import batch_table
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
+from deft_policies.decoding.methods import METHODS
+
+
+def simulated(acceptance: float, length: int, seed: int = 0) -> float:
+    rng = random.Random(seed)
+    total = 0
+    for _ in range(20_000):
+        kept = 0
+        while kept < length and rng.random() < acceptance:
+            kept += 1
+        total += kept + 1
+    return total / 20_000
+
+
+@pytest.mark.parametrize(("acceptance", "length"), [(0.7, 5), (0.4, 3), (0.95, 6), (0.0, 4)])
+def test_the_formula_is_what_a_simulation_counts(acceptance: float, length: int) -> None:
+    assert expected_tokens(acceptance, length) == pytest.approx(
+        simulated(acceptance, length), abs=0.05
+    )
+
+
+def test_the_usual_example_commits_less_than_three_tokens() -> None:
+    """alpha = 0.7 and K = 5: 2.94 tokens, not 3.77; at a cost of 0.2 each 1.47 times as fast."""
+    assert expected_tokens(0.7, 5) == pytest.approx(2.9412, abs=1e-4)
+    assert expected_speedup(0.7, 5, 0.2) == pytest.approx(1.4706, abs=1e-4)
+    assert expected_tokens(1.0, 5) == 6
+
+
+def one_pass(num_drafts: int, kept: int, draft_ms: float, pass_ms: float) -> PassTrace:
+    nodes = range(num_drafts + 1)
+    return PassTrace(
+        is_prefill=False,
+        tokens=tuple(nodes),
+        parents=tuple(node - 1 for node in nodes),
+        sources=("head",) * len(nodes),
+        predictions=tuple(nodes),
+        path=tuple(range(1, kept + 1)),
+        bonus=9,
+        draft_ms=draft_ms,
+        pass_ms=pass_ms,
+    )
+
+
+def test_speedup_is_read_off_passes_that_checked_drafts() -> None:
+    plain = DecodeTrace("plain", (), (), (), (one_pass(0, 0, 0.0, 10.0),) * 3)
+    passes = (one_pass(4, 4, 2.0, 10.0), one_pass(4, 1, 2.0, 10.0), one_pass(0, 0, 0.0, 10.0))
+    found = Speedup.of([DecodeTrace("fast", (), (), (), passes)], [plain])
+    assert found is not None
+    assert (found.acceptance, found.length) == (5 / 6, 4.0)
+    assert found.cost == pytest.approx(0.05)
+    assert found.predicted == pytest.approx(expected_speedup(5 / 6, 4, 0.05))
+    assert found.measured == pytest.approx(7 / 2.4)
+    assert Speedup.of([plain], [plain]) is None
+
+
+def test_a_tree_is_as_long_as_it_is_deep() -> None:
+    tree = PassTrace(False, (1, 2, 3, 4), (-1, 0, 0, 1), ("",) * 4, (1, 2, 3, 4), (), 5)
+    assert depth_of(tree) == 2
+
+
+def speed(name: str, size: int, ms: float) -> Speed:
+    return Speed(name, size, 9, Percentiles(ms, ms, ms, ms, 9), {})
+
+
+def test_batches_are_compared_with_plain_decoding_of_the_same_size() -> None:
+    text = batch_table(
+        [
+            speed("autoregressive", 1, 10.0),
+            speed("lossless", 1, 5.0),
+            speed("autoregressive x4", 4, 20.0),
+            speed("lossless x4", 4, 25.0),
+        ],
+        "autoregressive",
+    )
+    assert "100.0 (1.00)" in text
+    assert "200.0 (2.00)" in text
+    assert "160.0 (0.80)" in text
+    assert batch_table([speed("autoregressive", 1, 10.0)], "autoregressive") == ""
+
+
+@dataclass(frozen=True)
+class Asks(AcceptanceRule):
+    """A rule that wants to know before it answers."""
+
+    def accepts(self, scored: ScoredTree) -> Tensor:
+        if bool((scored.deviations == 0).all()):  # here the host waits
+            return scored.is_equal
+        return torch.zeros_like(scored.is_equal)
+
+
+def test_the_line_where_a_rule_makes_the_host_wait_is_named() -> None:
+    found = find_wait(Asks())
+    assert found is not None
+    assert found.startswith("test_speedup.py:")
+    assert "if bool((scored.deviations == 0).all())" in found
+
+
+def test_none_of_our_rules_makes_the_host_wait() -> None:
+    assert {method.name: find_wait(method.rule) for method in METHODS} == dict.fromkeys(
+        method.name for method in METHODS
+    )

@@ -1,0 +1,71 @@
+"""Logits that are not finite are an error, whichever way an action is decoded.
+
+One NaN among the weights once moved a robot almost fully in every dimension: the largest of NaNs is
+a token like any other, and its action lies inside the statistics.
+"""
+
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from deft_policies.decoding.decoder import build_decoder
+from deft_policies.decoding.llama_target import LlamaTarget, Room
+from deft_policies.decoding.methods import METHODS, Method
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import NotFiniteError
+from tests.policies.decoding.scripts import Session, clock
+from tests.policies.decoding.test_passes import DECODER, PROMPTS, random_models
+from tests.tiny_target import ACTIONS
+
+ROW = 1
+
+
+class Broken(LlamaTarget):
+    """One logit of one row in one pass is not a number that can be compared."""
+
+    def __init__(self, bad: float, broken_pass: int) -> None:
+        super().__init__(DECODER, ACTIONS, room=Room(16, 64))
+        self._bad, self._passes_left = bad, broken_pass
+
+    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
+        scores, features = super().prefill(prompts, tree)
+        return replace(scores, logits=self._spoil(scores.logits)), features
+
+    def score(self, tree: DraftTree) -> Scores:
+        scores = super().score(tree)
+        return replace(scores, logits=self._spoil(scores.logits))
+
+    def _spoil(self, logits: Tensor) -> Tensor:
+        self._passes_left -= 1
+        if self._passes_left == -1:
+            logits = logits.clone()
+            logits[ROW, -1, -1] = self._bad
+        return logits
+
+
+@pytest.mark.parametrize("broken_pass", [0, 1], ids=["prefill", "round"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
+def test_one_logit_that_is_not_finite_withholds_the_action(
+    method: Method, bad: float, broken_pass: int
+) -> None:
+    decoder = build_decoder(
+        Broken(bad, broken_pass), replace(method, is_guarded=False), random_models()
+    )
+    session = Session.of(3)
+    with pytest.raises(NotFiniteError, match=rf"rows \[{ROW}\] of 3"):
+        decoder.decode(PROMPTS, session.rows, clock())
+    assert [row.history.num_steps for row in session.rows] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "lossless"])
+def test_the_same_where_tokens_are_drawn(name: str) -> None:
+    method = next(one for one in METHODS if one.name == name).with_sampling(Sampling(1.0))
+    decoder = build_decoder(
+        Broken(float("nan"), 1), replace(method, is_guarded=False), random_models()
+    )
+    with pytest.raises(NotFiniteError):
+        decoder.decode(PROMPTS, Session.of(3).rows, clock())

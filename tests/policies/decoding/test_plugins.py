@@ -1,0 +1,200 @@
+"""Rules and sources of an installed package are asked for by name, from server to report."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deft_client.commands.methods import MethodFileError, read_method, tomllib
+from deft_policies.decoding.decoder import build_decoder
+from deft_policies.decoding.knobs import find_method, method_names
+from deft_policies.decoding.methods import known_methods
+from deft_policies.decoding.plan import Loop, TreeShape, TreeTemplate, source_kinds
+from deft_policies.errors import RequestError
+from tests.policies.decoding.scripts import Session, clock
+from tests.repository import ROOT
+from tests.tiny_target import fast_target, random_prompts, tiny_decoder
+
+PLUGINS = ROOT / "docs" / "plugins"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The package of docs/plugins, as an installer would leave it."""
+    install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for cache in (known_methods, source_kinds):
+        cache.cache_clear()
+    yield tmp_path
+    for cache in (known_methods, source_kinds):
+        cache.cache_clear()
+    for name in ("steady_rule", "middle_source"):
+        sys.modules.pop(name, None)
+
+
+def install(folder: Path) -> None:
+    for module in PLUGINS.glob("*.py"):
+        (folder / module.name).write_text(module.read_text())
+    project = tomllib.loads((PLUGINS / "pyproject.toml").read_text())["project"]
+    about = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    about.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (about / "METADATA").write_text(metadata)
+    groups = project["entry-points"].items()
+    lines = [
+        line
+        for group, names in groups
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in names.items()))
+    ]
+    (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def test_each_plugin_is_short() -> None:
+    for module in PLUGINS.glob("*.py"):
+        assert len(module.read_text().splitlines()) <= 30, module.name
+
+
+def test_a_rule_and_a_source_of_another_package_decode(installed: Path) -> None:
+    assert "steady" in method_names()
+    method = find_method("steady:limit=7,drafts=middle+previous")
+    assert str(method.rule) == "SteadyRule(limit=7, steps=40)"
+    decoder = tiny_decoder()
+    session, seen = Session.of(2), set()
+    drafted = build_decoder(fast_target(decoder), method)
+    for step in range(3):
+        for trace in drafted.decode(random_prompts(decoder, [2, 5], step), session.rows, clock()):
+            assert trace.method == "steady:limit=7,drafts=middle+previous"
+            assert trace.rule == "SteadyRule(limit=7, steps=40)"
+            seen |= {name for one in trace.passes for name in one.sources}
+    assert seen == {"", "middle", "previous"}
+
+
+def test_without_the_package_its_names_are_unknown() -> None:
+    with pytest.raises(RequestError, match="unknown decoding 'steady'; known: .*lossless"):
+        find_method("steady")
+    with pytest.raises(RequestError, match="unknown source 'middle'; known: head"):
+        find_method("lossless:drafts=middle")
+
+
+def test_a_file_says_what_a_line_says(tmp_path: Path) -> None:
+    text = read_method(PLUGINS / "steady.toml")
+    assert text == "steady:limit=6,drafts=previous+middle"
+    path = tmp_path / "mine.toml"
+    path.write_text('method = "fly"\ntheta = 0.5\ngate = false\ntree = "dynamic:3,2,8"\n')
+    assert read_method(path) == "fly:theta=0.5,gate=off,tree=dynamic:3+2+8"
+    assert find_method(read_method(path)).plans[0].shape == TreeShape(3, 2, 8)
+    path.write_text("theta = 0.5\n")
+    with pytest.raises(MethodFileError, match='expected method = "NAME"'):
+        read_method(path)
+
+
+def test_knobs_reach_the_rule_and_the_method() -> None:
+    fly = find_method("fly:theta=0.5,window=3,gate=off").rule
+    assert (fly.theta, fly.window, fly.gate) == (0.5, 3, False)  # type: ignore[attr-defined]
+    lvspec = find_method("lvspec:share=0.4,num_patches=5,shift_tolerant=off,tree=branches:2+6")
+    assert str(lvspec.rule).startswith("VisualRelevance(num_patches=5, share=0.4, shift_tolerant=F")
+    assert lvspec.plans[0].shape == TreeShape.of_template(TreeTemplate.branches(2, 6))
+    assert find_method("lvspec:shift_cap=none").rule.shift_cap is None  # type: ignore[attr-defined]
+    deft = find_method("deft:rule.move=1.5,cap=12").rule
+    assert (deft.rule.move, deft.cap) == (1.5, 12)  # type: ignore[attr-defined]
+    spec_vla = find_method("spec-vla:radius=5,loop=published")
+    assert spec_vla.loop is Loop.PUBLISHED
+    assert str(find_method("spec-vla:rule=top-k,k=3").rule) == "TopK(k=3)"
+    assert find_method("lossless:plan=memory").plans[0].name == "memory"
+    assert not find_method("lossless:plan=memory").is_guarded
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fly:thetta=0.5", "'fly' has no knob 'thetta'; it has: theta, window"),
+        ("fly:theta=-1", "knob 'theta': expected a number from 0 to 10000, got '-1'"),
+        ("fly:theta=nan", "knob 'theta': expected a number from 0"),
+        ("fly:window=1.5", "expected a whole number from 0"),
+        ("top-k:k=0", "k must be 1 or more, got 0"),
+        ("lvspec:num_patches=0", "num_patches must be 1 or more"),
+        ("lvspec:shift_tolerant=maybe", "expected on or off"),
+        ("entropy-radius:full=0", "full must be above 0"),
+        ("lossless:plan=nothing", "expected one of its plans, memory\\+tree"),
+        ("lossless:tree=dynamic+99+8+9", "dynamic takes numbers up to 16, 32, 256"),
+        ("lossless:tree=bush", "expected dynamic:LEVELS"),
+        ("deft:temperature=1", "cannot sample"),
+        ("lossless:limit", "has no knob 'limit'"),
+        ("nobody:x=1", "unknown decoding 'nobody'"),
+    ],
+)
+def test_a_wrong_knob_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        find_method(text)
+
+
+def test_evaluation_report_and_server_show_a_plugin_with_its_parameters(tmp_path: Path) -> None:
+    """The product as it is installed: a server, `deft-client eval` and the report it writes."""
+    install(tmp_path)
+    paths = [str(tmp_path), *(str(ROOT / one) for one in ("client", "server", "policies"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "deft_server", "serve", "--policy", "openvla", "--port", "0"]
+        + ["--checkpoint", str(ROOT / "tests/golden/tiny_openvla")]
+        + ["--statistics-key", "libero_spatial", "--threads", "1"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        url = listening(server)
+        methods = [str(PLUGINS / "steady.toml"), "lossless:plan=memory"]
+        played = subprocess.run(
+            [sys.executable, "-m", "deft_client", "eval", "point_world"]
+            + ["--environment", "point_world", "--url", url, "--trials", "40", "--tasks", "0"]
+            + ["--step-limit", "3", "--statistics-key", "libero_spatial", "--out"]
+            + [str(tmp_path / "out"), "--decoding", *methods],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert played.returncode == 0, played.stderr + played.stdout
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+    text = "steady:limit=6,drafts=previous+middle"
+    assert text in played.stdout
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/run.json")]
+    assert {run["options"]["decoding"] for run in runs} == {text, "lossless:plan=memory"}
+    page = tmp_path / "report.html"
+    subprocess.run(
+        [sys.executable, "-m", "deft_client", "report", str(tmp_path / "out"), "--out", str(page)],
+        env=environment,
+        check=True,
+        timeout=120,
+    )
+    assert text in page.read_text()
+
+
+def listening(server: subprocess.Popen[str]) -> str:
+    assert server.stderr is not None
+    said = []
+    for line in server.stderr:
+        said.append(line)
+        found = re.search(r"http://[\d.]+:\d+", line)
+        if found:
+            wait_until_ready(found[0])
+            return found[0]
+    raise AssertionError("".join(said))
+
+
+def wait_until_ready(url: str) -> None:
+    pause = threading.Event()
+    for _ in range(600):
+        if httpx.get(url + "/readyz").status_code == 200:
+            return
+        pause.wait(0.1)
+    raise AssertionError(f"{url} did not get ready")

@@ -1,0 +1,245 @@
+"""Spec-VLA's own loop, beside one written from its description with lists and nothing else.
+
+The twin keeps a sequence and a pending root, looks at leaves one by one and counts as the released
+code does: the longest row wins, the first of equals, and only then is it cut at the seventh token.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from deft_client.types import DecodeTrace
+from deft_policies.benchmark.published import (
+    PUBLISHED_SHARES,
+    fit_acceptance,
+    predicted_shares,
+)
+from deft_policies.decoding.acceptance.distance import WithinIds
+from deft_policies.decoding.decoder import Decoder
+from deft_policies.decoding.drafts.sources import Sources
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.plan import Loop
+from deft_policies.decoding.target import Prompts, Scores, TargetModel
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.verify import TieBreak, longest_accepted_path, longest_then_cut
+from deft_policies.model.llama import LlamaDecoder
+from tests.policies.decoding.scripts import (
+    AnswerTarget,
+    Guess,
+    ScriptedDrafts,
+    Session,
+    blank_prompts,
+    clock,
+)
+from tests.policies.decoding.trees import random_scored
+from tests.tiny_target import (
+    LENGTH,
+    TinyTarget,
+    fast_target,
+    next_token,
+    one_row,
+    random_prompts,
+    tiny_decoder,
+)
+
+LEVELS, RADIUS = 5, 4
+
+
+def guesses_of(seed: int, answer: tuple[int, ...]) -> Guess:
+    """Two or three guesses everywhere, some right, some near, some wrong; the same for the same."""
+
+    def guess(row: int, position: int, before: tuple[int, ...]) -> list[int]:
+        rng = random.Random(f"{seed} {row} {position} {before}")
+        right = answer[min(position, LENGTH - 1)]
+        return [max(0, min(71, right + rng.choice([0, 0, 2, -3, 4, 9, -30]))) for _ in range(2)]
+
+    return guess
+
+
+def published(
+    decoder: LlamaDecoder, prompt: Tensor, guess: Guess, radius: int
+) -> tuple[list[int], list[int]]:
+    """Tokens and accepted lengths, counted as the released code counts them."""
+
+    def wanted(tokens: list[int]) -> int:
+        return next_token(decoder, prompt, tokens)
+
+    committed: list[int] = []  # "new_token" is its length
+    root, lengths = wanted([]), []
+    while len(committed) <= LENGTH - 1:
+        tree = grown(guess, (*committed, root))
+        rows = [path for node, path in enumerate(tree) if is_leaf(tree, node)]
+        kept = [agreeing(wanted, [*committed, root], path_of(tree, row), radius) for row in rows]
+        best = kept.index(max(kept))
+        num = kept[best]
+        if len(committed) + num > LENGTH - 1:
+            num = max(LENGTH - 1 - len(committed), 0)
+        path = path_of(tree, rows[best])[:num]
+        committed += [root, *path]
+        lengths.append(num)
+        root = wanted(committed) if len(committed) < LENGTH else -1
+    return committed[:LENGTH], lengths
+
+
+Node = tuple[int, int]  # token, parent
+
+
+def grown(guess: Guess, committed: tuple[int, ...]) -> list[Node]:
+    nodes: list[Node] = [(committed[-1], -1)]
+    paths: list[tuple[int, ...]] = [()]
+    index = 0
+    while index < len(nodes) and len(nodes) < 24:
+        if len(paths[index]) < LEVELS:
+            place = len(committed) + len(paths[index])
+            for token in guess(0, place, committed + paths[index]):
+                if len(nodes) < 24:
+                    nodes.append((token, index))
+                    paths.append((*paths[index], token))
+        index += 1
+    return nodes
+
+
+def is_leaf(tree: list[Node], node: int) -> bool:
+    return node > 0 and all(parent != node for _, parent in tree)
+
+
+def path_of(tree: list[Node], node: Node) -> list[int]:
+    path = []
+    while node[1] >= 0:
+        path.append(node[0])
+        node = tree[node[1]]
+    return path[::-1]
+
+
+def agreeing(
+    wanted: Callable[[list[int]], int], before: list[int], path: list[int], radius: int
+) -> int:
+    for depth, token in enumerate(path):
+        if abs(wanted(before + path[:depth]) - token) > radius:
+            return depth
+    return len(path)
+
+
+@pytest.mark.parametrize("radius", [0, RADIUS])
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow target"])
+def test_the_published_loop_equals_its_twin_case_by_case(radius: int, slow: bool) -> None:
+    decoder = tiny_decoder()
+    target = TinyTarget(decoder) if slow else fast_target(decoder)
+    seen_last = 0
+    for seed in range(6 if slow else 24):
+        prompts = random_prompts(decoder, [3], seed=seed)
+        prompt = one_row(prompts, 0).embeds[0]
+        answer = plain(decoder, prompt)
+        guess = guesses_of(seed, answer)
+        tokens, lengths = published(decoder, prompt, guess, radius)
+        trace = decode(target, prompts, guess, radius)
+        assert list(trace.tokens) == tokens, seed
+        assert list(trace.accepted_lengths[1:]) == lengths, seed
+        assert trace.passes[0].accepted_length == 0
+        seen_last += sum(trace.accepted_lengths) + len(lengths) == LENGTH and lengths[-1] > 0
+    assert seen_last > 0  # drafts of the seventh token did count
+
+
+def plain(decoder: LlamaDecoder, prompt: Tensor) -> tuple[int, ...]:
+    tokens: list[int] = []
+    while len(tokens) < LENGTH:
+        tokens.append(next_token(decoder, prompt, tokens))
+    return tuple(tokens)
+
+
+def decode(target: TargetModel, prompts: Prompts, guess: Guess, radius: int) -> DecodeTrace:
+    method = replace(find_method("spec-vla-published"), rule=WithinIds(radius))
+    drafts = ScriptedDrafts(guess, max_depth=LEVELS)
+    decoder = Decoder(target, method, Sources((), (drafts,)))
+    return decoder.decode(prompts, Session.of(1).rows, clock())[0]
+
+
+def test_the_seventh_token_may_be_a_draft_and_a_pass_commits_it_otherwise() -> None:
+    """All guesses right: 1 + 5 + 1 tokens take two passes with drafts. None right: seven."""
+    right = (1, 2, 3, 4, 5, 6, 7)
+    for is_right, expected in ((True, [5, 0]), (False, [0] * 7)):
+        target = AnswerTarget()
+        target.wanted = [right]
+        told = right if is_right else (90,) * LENGTH
+        guess = partial(told_token, told)
+        trace = decode(target, blank_prompts(1), guess, radius=0)
+        assert list(trace.accepted_lengths[1:]) == expected
+        assert trace.tokens == right
+        assert trace.relaxed_share == 0
+
+
+def told_token(told: tuple[int, ...], row: int, place: int, before: tuple[int, ...]) -> list[int]:
+    return [told[min(place, LENGTH - 1)]]
+
+
+def test_our_loop_never_drafts_for_the_last_token_and_needs_no_pass_for_it() -> None:
+    assert find_method("spec-vla").loop is Loop.LEAN
+    assert find_method("spec-vla-published").loop is Loop.PUBLISHED
+
+
+def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
+    """5 of 7 committed; leaf 33 stands within 9 of 30, beside the exact path 30-31-32."""
+    tokens = torch.tensor([[29, 33, 30, 31, 32]])
+    parents = torch.tensor([[-1, 0, 0, 2, 3]])
+    tree = DraftTree(tokens, parents, parents >= -1, torch.zeros(1, 5), parents * 0)
+    wanted = torch.tensor([[30, 50, 31, 32, 40]])
+    scored = replace(
+        random_scored(0, num_rows=1),
+        tree=tree,
+        scores=Scores(torch.zeros(1, 5, 60), torch.zeros(1, 5, 8)),
+        predictions=wanted,
+        num_committed=torch.tensor([5]),
+    )
+    ours = longest_accepted_path(scored, WithinIds(9), TieBreak.FIRST_ROW)
+    theirs = longest_then_cut(scored, WithinIds(9), TieBreak.FIRST_ROW)
+    assert int(tree.tokens[0, ours.path[0, 1]]) == 33
+    assert int(tree.tokens[0, theirs.path[0, 1]]) == 30
+    assert (int(ours.bonus[0]), int(theirs.bonus[0])) == (50, 31)
+    assert int(theirs.num_accepted[0]) == 1
+
+
+@pytest.mark.parametrize("suite", list(PUBLISHED_SHARES))
+def test_the_published_loop_explains_the_strict_rows_of_table_2(suite: str) -> None:
+    """Six chances, one per token, fitted to six shares."""
+    shares = PUBLISHED_SHARES[suite]
+    chances, deviation = fit_acceptance(shares, Loop.PUBLISHED)
+    assert all(0.0 <= chance <= 1.0 for chance in chances)
+    assert deviation < 0.002
+
+
+def test_predicted_shares_are_what_the_loops_do() -> None:
+    """alpha = 0.4 and a gripper that is nearly always guessed, as the tables say."""
+    chances = (0.4, 0.4, 0.4, 0.4, 0.4, 0.98)
+    shares = predicted_shares(chances, Loop.PUBLISHED)
+    assert shares[0] == pytest.approx(0.5166, abs=1e-4)
+    assert sum(share * (1 + n) for n, share in enumerate(shares)) == pytest.approx(1.737, abs=1e-3)
+    lean = predicted_shares(chances, Loop.LEAN)
+    assert lean[0] == pytest.approx(0.66, abs=1e-3)
+
+
+def test_predicted_shares_equal_counted_ones() -> None:
+    """The decode loop itself, with scripted guesses that are right by these chances."""
+    chances, num_actions = (0.3, 0.6, 0.5, 0.8, 0.4, 0.9), 400
+    target, rng = AnswerTarget(), random.Random(5)
+    target.wanted = [(1, 2, 3, 4, 5, 6, 7)]
+    for loop in Loop:
+        method = replace(find_method("spec-vla-published"), rule=WithinIds(0), loop=loop)
+
+        def guess(row: int, place: int, before: tuple[int, ...]) -> list[int]:
+            return [place + 1 if place < 7 and rng.random() < chances[place - 1] else 90]
+
+        drafts = ScriptedDrafts(guess, max_depth=LEVELS)
+        decoder = Decoder(target, method, Sources((), (drafts,)))
+        counts = torch.zeros(LEVELS + 1)
+        for _ in range(num_actions):
+            trace = decoder.decode(blank_prompts(1), Session.of(1).rows, clock())[0]
+            for one in trace.checked_passes:
+                counts[one.accepted_length] += 1
+        found = counts / counts.sum()
+        expected = torch.tensor(predicted_shares(chances, loop))
+        assert float((found - expected).abs().max()) < 0.04
