@@ -150,10 +150,10 @@ class OftPolicy:
             for length in lengths:
                 prompts = model.lay_out([(ids + [ids[-1]] * length)[:length]])
                 model.answer(model.see(pixels, prompts), prompts, states)
-        self_test(self, None, complete=self._complete)  # a head may answer beyond the statistics
+        self_test(self, None, complete=self.complete)  # a head may answer beyond the statistics
 
-    def _complete(self, observation: Observation) -> Observation:
-        """Add the same picture for every wrist, and a state of zeros."""
+    def complete(self, observation: Observation) -> Observation:
+        """Add what the model reads beside a frame: it again for every wrist, a state of zeros."""
         shape = self._parts.model.shape
         wrists = {f"{WRIST}_{index}": observation.image for index in range(shape.num_pictures - 1)}
         state = None if shape.state_dim is None else np.zeros(shape.state_dim, np.float32)
