@@ -146,7 +146,8 @@ def _read_colour_frame(value: object, field: str, limits: WireLimits) -> Image:
     """Return a picture with three channels: OFT's server, unlike OpenVLA's, takes no others."""
     image = read_frame(value, field, limits)
     if image is not value:
-        found = list(np.shape(value))  # type: ignore[arg-type]
+        assert isinstance(value, np.ndarray)  # nothing else is read as a picture
+        found = list(value.shape)
         raise UnusableValueError(field, f"must be uint8 [height, width, 3], got {found}")
     return image
 
