@@ -115,6 +115,20 @@ class Settings(BaseModel):
         default=5,
         description="batches that fail, or unsafe answers, in a row before /readyz gives 503",
     )
+    replicas: Count | None = Field(
+        default=None, description="start so many replicas of the policy with Ray Serve"
+    )
+    ray: str | None = Field(
+        default=None,
+        description="address of a Ray cluster; without replicas, serve those already there",
+    )
+    replica_cpus: Positive = Field(
+        default=1.0, description="processor cores that Ray sets aside for a replica"
+    )
+    replica_gpus: float = Field(
+        default=0.0, ge=0, description="GPUs that Ray sets aside for a replica; 0.5 is half of one"
+    )
+
     drain_s: Positive = Field(
         default=30.0, description="longest wait for frames in hand when stopping"
     )
@@ -215,6 +229,9 @@ class Settings(BaseModel):
     )
 
     log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
+    log_batches: bool = Field(
+        default=False, description="log size and time of every batch, for deft plan --log"
+    )
     log_format: LogFormat = Field(
         default=LogFormat.AUTO,
         description="how log lines look; auto: text on a terminal, else JSON",
