@@ -42,6 +42,13 @@ class OnSuddenStep(Enum):
     ERROR = "error"
 
 
+class ActionRange(Enum):
+    """What to do about an answer beyond the statistics, of a policy that may exceed them."""
+
+    CLAMP = "clamp"  # go to the end of the range
+    PEER = "peer"  # send it as it is, as other projects' servers do
+
+
 class ActProfile(Enum):
     """Which of OpenVLA's two servers `POST /act` stands in for."""
 
@@ -137,6 +144,10 @@ class Settings(BaseModel):
     )
     on_sudden_step: OnSuddenStep = Field(
         default=OnSuddenStep.CLAMP, description="what to do about a step beyond step_limits"
+    )
+    range: ActionRange = Field(
+        default=ActionRange.CLAMP,
+        description="answers beyond the statistics, where a policy may exceed them: clamp or peer",
     )
     step_limits: dict[str, tuple[float, ...]] = Field(
         default_factory=dict,

@@ -152,10 +152,11 @@ def _unpack_answer(kind: str, first: Any, second: Any) -> Answer:
 
 
 def _pack_limits(limits: ActionLimits) -> list[bytes]:
-    return [limits.low.tobytes(), limits.high.tobytes(), limits.is_motion.tobytes()]
+    rows = (limits.low, limits.high, limits.is_motion)
+    return [*(row.tobytes() for row in rows), bytes([limits.may_exceed])]
 
 
 def _unpack_limits(packed: Sequence[bytes]) -> ActionLimits:
-    low, high, is_motion = packed
+    low, high, is_motion, may_exceed = packed
     moves: NDArray[np.bool_] = np.frombuffer(is_motion, np.bool_)
-    return ActionLimits(np.frombuffer(low), np.frombuffer(high), moves)
+    return ActionLimits(np.frombuffer(low), np.frombuffer(high), moves, may_exceed == b"\x01")

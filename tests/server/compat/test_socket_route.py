@@ -83,6 +83,11 @@ def test_the_gripper_is_closed_with_plus_one() -> None:
     assert actions[0, -1] == 0.0
 
 
+def test_joints_of_two_arms_have_no_gripper_at_their_end() -> None:
+    actions = np.linspace(-1.0, 1.0, 28).reshape(2, 14)
+    np.testing.assert_array_equal(in_convention(actions, OPENPI), actions)
+
+
 def test_an_openpi_error_is_a_text_frame_and_close_code_1011(client: TestClient) -> None:
     with client.websocket_connect("/") as socket:
         receive(socket)
