@@ -44,16 +44,21 @@ def main(arguments: list[str]) -> int:
 def _read(arguments: list[str]) -> tuple[argparse.Namespace, ServiceTimes]:
     """Parse the command line and find out the service times it speaks of."""
     parser = _parser()
-    first, rest = parser.parse_known_args(arguments)
-    if first.service_ms is None and first.log is None:
-        command = parse_command(parser, arguments)
-        given = command.namespace
-        sizes = [size for size in _MEASURED_SIZES if size < given.max_batch] + [given.max_batch]
-        sys.stderr.write(f"measuring {given.policy} in batches of {_words(sizes)}\n")
-        return given, measure(command.load(), sizes, given.rounds)
-    if rest:
-        parser.error(f"with --service-ms or --log nothing is loaded; leave out {' '.join(rest)}")
-    return first, parse(first.service_ms) if first.service_ms else read_log(first.log)
+    if not {"-h", "--help"} & set(arguments):  # the help is that with the policy's flags
+        first, rest = parser.parse_known_args(arguments)
+        if rest and (first.service_ms or first.log):
+            parser.error(
+                f"with --service-ms or --log nothing is loaded; leave out {' '.join(rest)}"
+            )
+        if first.service_ms:
+            return first, parse(first.service_ms)
+        if first.log:
+            return first, read_log(first.log)
+    command = parse_command(parser, arguments)
+    given = command.namespace
+    sizes = [size for size in _MEASURED_SIZES if size < given.max_batch] + [given.max_batch]
+    sys.stderr.write(f"measuring {given.policy} in batches of {_words(sizes)}\n")
+    return given, measure(command.load(), sizes, given.rounds)
 
 
 def _parser() -> ArgumentParser:
