@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from deft_client.image_chain import ImageChain
+from deft_client.types import Observation
 from tests import golden
 
 OFT = golden.GOLDEN / "oft"
@@ -83,6 +85,15 @@ class OftCase:
 
     def images(self) -> list[NDArray[np.uint8]]:
         return [golden.load_rgb(picture_path(name)) for name in self.fields["images"]]
+
+    def observation(self) -> Observation:
+        """What OFT's client sends: its pictures, or what its own chain makes of them."""
+        image, *wrists = self.images()
+        if "client_images_sha256" in self.fields:
+            image, *wrists = (ImageChain.LIBERO_UNCROPPED.apply(one) for one in (image, *wrists))
+        cameras = {f"wrist_{index}": one for index, one in enumerate(wrists)}
+        state = None if self.state is None else self.state.astype(np.float32)
+        return Observation(image, self.instruction, cameras, state)
 
     def array(self, name: str) -> NDArray[np.float32]:
         """An intermediate result: `hidden`, `normalised`, `proprio_embedding`, ..."""

@@ -10,7 +10,7 @@ import pytest
 
 from deft_client import PolicyClient
 from deft_client.types import Observation
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.knobs import find_method
 from deft_policies.openvla.policy import PolicySettings
 from deft_server.app import create_app
 from tests.client.samples import frame

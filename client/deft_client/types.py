@@ -168,7 +168,7 @@ class Intervention(Enum):
     """What a server did to keep a robot safe, in place of sending what the policy said."""
 
     HOLD = "hold"  # stay where you are: zero motion, the gripper as it was
-    CLAMP = "clamp"  # the policy's action, as far as the robot's limits per step allow
+    CLAMP = "clamp"  # the policy's action, as far as the statistics and the limits per step allow
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,5 +208,7 @@ class ServerInfo:
     decoding: str
     decoding_methods: tuple[str, ...]
     instructions: tuple[str, ...] = ()  # those it was trained on; empty where nobody noted them
+    num_pictures: int = 1  # the frame, and cameras whose names contain "wrist"
+    state_dim: int | None = None  # numbers of the robot's state it reads; None: it reads none
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)

@@ -93,6 +93,26 @@ PANELS = (
             "requests in hand": _now("deft_requests_in_hand"),
         },
     ),
+    Panel("Replicas", "short", {"{{instance}}": _now("deft_replicas")}),
+    Panel(
+        "Busy share of each replica",
+        "percentunit",
+        {"{{replica}}": _rate("deft_replica_seconds_total", "replica")},
+    ),
+    Panel(
+        "Batches per second of each replica",
+        "ops",
+        {"{{replica}}": _rate("deft_replica_batches_total", "replica")},
+        stacked=True,
+    ),
+    Panel(
+        "Time of a batch by replica",
+        "s",
+        {
+            "{{replica}}": f"{_rate('deft_replica_seconds_total', 'replica')}"
+            f" / {_rate('deft_replica_batches_total', 'replica')}"
+        },
+    ),
     Panel("Sessions", "short", {"{{instance}}": _now("deft_sessions")}),
     Panel(
         "Frames not answered",

@@ -86,12 +86,14 @@ class ActionLimits:
     """What any action of a robot must look like, so that a server can refuse one that does not.
 
     Where `is_motion` is true, zero means "do not move"; elsewhere (a gripper) staying as one is
-    means repeating the last command.
+    means repeating the last command. Where the policy `may_exceed` the range, an answer beyond it
+    is no sign of a fault.
     """
 
     low: NDArray[np.float64]  # [action_dim]
     high: NDArray[np.float64]  # [action_dim]
     is_motion: NDArray[np.bool_]  # [action_dim]
+    may_exceed: bool = False
 
 
 @runtime_checkable

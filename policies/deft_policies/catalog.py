@@ -4,14 +4,15 @@ A policy brings its own command-line flags, so that whoever starts one (`deft se
 `deft bench`) accepts exactly the flags it understands and refuses the rest.
 """
 
-from argparse import Namespace, _ArgumentGroup
+import math
+from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from deft_policies import tiny_libero as bundle
 from deft_policies.base import Finding, Policy
-from deft_policies.constant import ConstantPolicy
+from deft_policies.constant import ConstantPolicy, SleepingPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.oft import options as oft_options
 from deft_policies.oft.recognition import has_head
@@ -81,6 +82,31 @@ def _load_constant(_: Namespace) -> Policy:
     return ConstantPolicy()
 
 
+def _add_sleeping_flags(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--sleep-ms",
+        type=_milliseconds,
+        default=50.0,
+        metavar="MS",
+        help="time of every batch [%(default)s]",
+    )
+
+
+def _milliseconds(text: str) -> float:
+    """Read a flag that is a time; raises `ArgumentTypeError`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{text!r} is no time in milliseconds: give 0 or more")
+    return value
+
+
+def _load_sleeping(namespace: Namespace) -> Policy:
+    return SleepingPolicy(sleep_s=namespace.sleep_ms / 1000)
+
+
 def _load_openvla(namespace: Namespace) -> Policy:
     # Imported here: it brings torch along.
     from deft_policies.openvla.load import load_policy
@@ -121,6 +147,11 @@ def _examine_tiny(namespace: Namespace) -> Sequence[Finding]:
 CATALOG: dict[str, CatalogEntry] = {
     "constant": CatalogEntry(
         "answers every frame with the same action; no model", _no_flags, _load_constant
+    ),
+    "sleeping": CatalogEntry(
+        "answers like constant, but takes a given time over every batch; no model",
+        _add_sleeping_flags,
+        _load_sleeping,
     ),
     "openvla": CatalogEntry(
         "OpenVLA with speculative decoding",

@@ -1,7 +1,8 @@
-"""A policy with no model, for trying the server and its clients without a GPU."""
+"""Policies with no model, for trying the server and its clients without a GPU."""
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,3 +58,20 @@ class ConstantPolicy:
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Return the fixed actions."""
         return [ActAnswer(ActionChunk(self.actions), request.memory) for request in batch]
+
+
+@dataclass(frozen=True, eq=False)
+class SleepingPolicy(ConstantPolicy):
+    """Takes a fixed time over every batch and no processor: to measure what surrounds a policy."""
+
+    sleep_s: float = 0.05
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server advertises."""
+        return replace(super().info, policy="sleeping")
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        """Return the fixed actions after the sleep, however many frames the batch has."""
+        time.sleep(self.sleep_s)
+        return super().act(batch)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from deft_client import PolicyClient
 from deft_client.peers.arrays import pack
 from deft_client.stream import StreamClient
 from deft_policies.base import ActAnswer, ActRequest
-from deft_policies.constant import ConstantPolicy
+from deft_policies.constant import ConstantPolicy, SleepingPolicy
 from deft_server.app import create_app
 from deft_server.commands import serve
 from deft_server.settings import LogFormat, LogLevel, Settings
@@ -60,14 +61,6 @@ class HandedOverPolicy(ConstantPolicy):
         return super().act(batch)
 
 
-class SleepingPolicy(ConstantPolicy):
-    """Takes as long for a batch as for one frame, like a GPU that is not full."""
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        time.sleep(POLICY_MS / 1000)
-        return super().act(batch)
-
-
 class SpinningPolicy(ConstantPolicy):
     """Computes for a second in Python, and so holds the interpreter whenever it can."""
 
@@ -81,7 +74,7 @@ class SpinningPolicy(ConstantPolicy):
 POLICIES = {
     "constant": ConstantPolicy,
     "handed over": HandedOverPolicy,
-    "sleeping": SleepingPolicy,
+    "sleeping": partial(SleepingPolicy, sleep_s=POLICY_MS / 1000),
     "spinning": SpinningPolicy,
 }
 

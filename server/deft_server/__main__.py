@@ -7,6 +7,7 @@ COMMANDS = {
     "doctor": Command(
         "deft_server.commands.doctor", "say whether serving would work on this machine"
     ),
+    "plan": Command("deft_server.commands.plan", "say how many replicas a fleet of robots needs"),
     "key": Command("deft_server.commands.key", "make an API key for a robot or an administrator"),
     "act": Command("deft_policies.commands.act", "answer pictures without a server"),
     "bench": Command("deft_policies.benchmark.command", "measure where the time of an answer goes"),

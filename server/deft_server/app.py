@@ -16,6 +16,7 @@ from deft_server.compat.groot import GrootSocket
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_route
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
+from deft_server.hosting.host import Elsewhere
 from deft_server.hosting.recipe import LoadPolicy
 from deft_server.http.bounds import build_bounds
 from deft_server.http.frame_bodies import FrameDecoder
@@ -80,20 +81,24 @@ class DeftApp(FastAPI):
         return super().openapi()
 
 
-def create_app(policy: Policy | LoadPolicy, settings: Settings | None = None) -> DeftApp:
-    """Build the app around a policy, or around a function that loads one.
+def create_app(
+    policy: Policy | LoadPolicy | Elsewhere, settings: Settings | None = None
+) -> DeftApp:
+    """Build the app around a policy, a function that loads one, or one that lives elsewhere.
 
     A policy is warm before the first request is taken; a function is called on the policy thread
     while the app already answers /healthz.
     """
     settings = settings or Settings()
-    load: LoadPolicy = policy if callable(policy) else lambda: policy
+    load: LoadPolicy | Elsewhere = (
+        policy if isinstance(policy, Elsewhere) or callable(policy) else lambda: policy
+    )
     service = Service(load, settings)
     decoder = FrameDecoder(settings.wire_limits)
     recording = build_recording(service)
     groot = None if settings.groot_port is None else GrootSocket(service, settings.groot_port)
     companions = [one for one in (decoder, recording, groot) if one is not None]
-    app = DeftApp(service, companions, starts_loaded=not callable(policy))
+    app = DeftApp(service, companions, starts_loaded=load is not policy)
     app.router.routes += [
         build_act_route(service, decoder),
         build_stream_route(service, decoder),

@@ -42,6 +42,13 @@ class OnSuddenStep(Enum):
     ERROR = "error"
 
 
+class ActionRange(Enum):
+    """What to do about an answer beyond the statistics, of a policy that may exceed them."""
+
+    CLAMP = "clamp"  # go to the end of the range
+    PEER = "peer"  # send it as it is, as other projects' servers do
+
+
 class ActProfile(Enum):
     """Which of OpenVLA's two servers `POST /act` stands in for."""
 
@@ -108,6 +115,20 @@ class Settings(BaseModel):
         default=5,
         description="batches that fail, or unsafe answers, in a row before /readyz gives 503",
     )
+    replicas: Count | None = Field(
+        default=None, description="start so many replicas of the policy with Ray Serve"
+    )
+    ray: str | None = Field(
+        default=None,
+        description="address of a Ray cluster; without replicas, serve those already there",
+    )
+    replica_cpus: Positive = Field(
+        default=1.0, description="processor cores that Ray sets aside for a replica"
+    )
+    replica_gpus: float = Field(
+        default=0.0, ge=0, description="GPUs that Ray sets aside for a replica; 0.5 is half of one"
+    )
+
     drain_s: Positive = Field(
         default=30.0, description="longest wait for frames in hand when stopping"
     )
@@ -123,6 +144,10 @@ class Settings(BaseModel):
     )
     on_sudden_step: OnSuddenStep = Field(
         default=OnSuddenStep.CLAMP, description="what to do about a step beyond step_limits"
+    )
+    range: ActionRange = Field(
+        default=ActionRange.CLAMP,
+        description="answers beyond the statistics, where a policy may exceed them: clamp or peer",
     )
     step_limits: dict[str, tuple[float, ...]] = Field(
         default_factory=dict,
@@ -204,6 +229,9 @@ class Settings(BaseModel):
     )
 
     log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
+    log_batches: bool = Field(
+        default=False, description="log size and time of every batch, for deft plan --log"
+    )
     log_format: LogFormat = Field(
         default=LogFormat.AUTO,
         description="how log lines look; auto: text on a terminal, else JSON",

@@ -6,13 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_client.errors import UnsupportedMessageError, WireError
-from deft_policies.memory import (
-    STEPS_KEPT,
-    PlanPasses,
-    SessionMemory,
-    decode_memory,
-    encode_memory,
-)
+from deft_policies.memory import STEPS_KEPT, PlanPasses, SessionMemory
+from deft_policies.memory_codec import decode_memory, encode_memory
 
 FULL = SessionMemory(
     own=((31_999,) * 7,) * STEPS_KEPT,

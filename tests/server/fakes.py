@@ -145,12 +145,14 @@ class LimitedFake(FakePolicy):
     """Answers with what the test puts into `next_actions`; six motions and a gripper."""
 
     next_actions: NDArray[np.float64] = field(default_factory=lambda: np.zeros((1, 7)))
+    may_exceed: bool = False
 
     def answer(self, request: ActRequest) -> ActionChunk:
         return ActionChunk(self.next_actions)
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
-        return ActionLimits(low=np.full(7, -1.0), high=np.full(7, 1.0), is_motion=np.arange(7) < 6)
+        ones = np.ones(7)
+        return ActionLimits(-ones, ones, np.arange(7) < 6, self.may_exceed)
 
 
 @dataclass(eq=False)

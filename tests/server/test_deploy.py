@@ -23,7 +23,7 @@ from deft_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-LONG_RUNNING = {"server", "server-cpu", "prometheus", "grafana"}
+LONG_RUNNING = {"server", "server-cpu", "server-ray", "prometheus", "grafana"}
 
 
 class Strict(BaseModel):
@@ -64,6 +64,7 @@ class Service(Strict):
     cap_drop: list[Literal["ALL"]]
     security_opt: list[str]
     restart: str
+    shm_size: str = ""
     stop_grace_period: str = ""
     healthcheck: Healthcheck | None = None
     depends_on: dict[str, Dependency] = {}
@@ -121,7 +122,7 @@ def test_servers_are_reached_from_this_machine_only_unless_told_otherwise(
             assert port.startswith(("127.0.0.1:", "${DEFT_BIND:-127.0.0.1}:")), port
 
 
-@pytest.mark.parametrize("name", ["server", "server-cpu", "libero", "libero-gpu"])
+@pytest.mark.parametrize("name", ["server", "server-cpu", "server-ray", "libero", "libero-gpu"])
 def test_commands_use_flags_that_exist(
     compose: Compose, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ def connect(server: ServerProcess) -> socket.socket:
 
 def head(length: int, path: str = "/v1/act") -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/msgpack\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/msgpack\r\n"
         f"content-length: {length}\r\n\r\n"
     ).encode()
 
@@ -114,7 +114,8 @@ def test_a_thousand_idle_streams_do_not_disturb_anybody(server: ServerProcess):
         pytest.skip(f"this system allows {hard} open files only")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * IDLE_SOCKETS), hard))
     handshake = (
-        "GET /v1/stream HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        "GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nupgrade: websocket\r\n"
+        "connection: upgrade\r\n"
         f"sec-websocket-version: 13\r\nsec-websocket-key: {_WEBSOCKET_KEY}\r\n\r\n"
     ).encode()
     idle: list[socket.socket] = []

@@ -85,7 +85,9 @@ def read_frame(value: object, field: str, limits: WireLimits) -> Image:
 
 
 def read_state(value: object, field: str, limits: WireLimits) -> NDArray[np.float32]:
-    """Return a vector of finite numbers."""
+    """Return a vector of finite numbers, which may come as a list."""
+    if isinstance(value, list) and len(value) <= limits.max_state_dim:
+        value = _as_vector(value)
     if not isinstance(value, np.ndarray) or value.ndim > 1 or value.dtype.kind not in "iuf":
         raise UnusableValueError(field, f"must be a vector of numbers, got {brief(value)}")
     if value.size > limits.max_state_dim:
@@ -97,6 +99,16 @@ def read_state(value: object, field: str, limits: WireLimits) -> NDArray[np.floa
     if not np.isfinite(state).all():
         raise UnusableValueError(field, "must be finite in float32, got NaN or infinity")
     return state
+
+
+def _as_vector(numbers: list[object]) -> object:
+    """Return a list of numbers as an array, and any other list as it is."""
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
+        return numbers
+    try:
+        return np.array(numbers, dtype=np.float64)
+    except OverflowError:  # an integer of hundreds of digits
+        return numbers
 
 
 def read_actions(value: object, field: str, num_axes: int) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ from deft_client.peers.arrays import (
     read_text,
     take,
 )
-from deft_client.types import ActOptions, Observation
+from deft_client.types import ActOptions, Image, Observation
 from deft_client.wire.fields import (
     DEFAULT_LIMITS,
     WireLimits,
@@ -133,13 +133,23 @@ def openvla_fields(observation: Observation, statistics_key: str | None) -> dict
 
 def oft_request(fields: Mapping[str, object], limits: WireLimits) -> ActMessage:
     """Read what OpenVLA-OFT's server takes: every field with `wrist` in its name is a camera."""
-    image = read_frame(take(fields, "full_image"), "full_image", limits)
+    image = _read_colour_frame(take(fields, "full_image"), "full_image", limits)
     instruction = read_text(take(fields, "instruction"), "instruction", limits)
     wrists = [name for name in fields if "wrist" in name]
     check_camera_count(len(wrists), limits)
-    cameras = {name: read_frame(fields[name], name, limits) for name in wrists}
+    cameras = {name: _read_colour_frame(fields[name], name, limits) for name in wrists}
     state = read_state(fields["state"], "state", limits) if "state" in fields else None
     return ActMessage(Observation(image, instruction, cameras, state))
+
+
+def _read_colour_frame(value: object, field: str, limits: WireLimits) -> Image:
+    """Return a picture with three channels: OFT's server, unlike OpenVLA's, takes no others."""
+    image = read_frame(value, field, limits)
+    if image is not value:
+        assert isinstance(value, np.ndarray)  # nothing else is read as a picture
+        found = list(value.shape)
+        raise UnusableValueError(field, f"must be uint8 [height, width, 3], got {found}")
+    return image
 
 
 def oft_fields(observation: Observation) -> dict[str, object]:

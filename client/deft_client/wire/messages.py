@@ -268,6 +268,7 @@ INFO = record_of(
     ServerInfo,
     {
         **dict.fromkeys(("action_dim", "chunk_length", "image_height", "image_width"), _COUNT),
+        **dict.fromkeys(("num_pictures", "state_dim"), _COUNT),
         "instructions": list_of(SENTENCE),
     },
     is_open=True,

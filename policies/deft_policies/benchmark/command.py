@@ -12,6 +12,7 @@ from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
+from deft_policies.benchmark.chunk_cost import ChunkCostModel
 from deft_policies.benchmark.host_waits import find_wait
 from deft_policies.benchmark.replay import (
     Contender,
@@ -31,6 +32,8 @@ from deft_policies.benchmark.transformers_baseline import BaselineLoop, Transfor
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.knobs import find_method
+from deft_policies.errors import PolicyError
+from deft_policies.oft.policy import OftPolicy
 from deft_policies.openvla.load import load_float32_twin, load_policy
 from deft_policies.openvla.options import Precision, read_flags
 from deft_policies.openvla.policy import OpenVLAPolicy
@@ -151,12 +154,13 @@ def main(arguments: list[str]) -> int:
         except ValueError as error:
             parser.error(str(error))
         policy = command.load()
-        frames = with_statistics_key(read_frames(options), policy)
+        frames = with_statistics_key(read_frames(options, policy), policy)
         if isinstance(policy, OpenVLAPolicy):
             report = measure_openvla(policy, frames, options)
             if options.has_audit:
                 report = replace(report, audit=run_audit(command.namespace, frames))
         else:
+            require_plain(policy, options)
             report = measure_any(policy, frames, options)
         sys.stdout.write(report.render() + "\n")
         if options.json_path is not None:
@@ -166,21 +170,53 @@ def main(arguments: list[str]) -> int:
     return run_command(PROG, run)
 
 
-def read_frames(options: BenchOptions) -> list[ReplayFrame]:
+def read_frames(options: BenchOptions, policy: Policy) -> list[ReplayFrame]:
     """The observations asked for."""
     if options.recording is not None:
         return read_stored(options.recording, options.num_frames, options.cameras)
     if options.pictures is not None:
         return read_pictures(options.pictures, options.num_frames)
-    return generate_frames(options.num_frames)
+    frames = generate_frames(options.num_frames)
+    if not isinstance(policy, OftPolicy):
+        return frames
+    return [replace(one, observation=policy.complete(one.observation)) for one in frames]
+
+
+def require_plain(policy: Policy, options: BenchOptions) -> None:
+    """Raise `PolicyError` for a comparison that only OpenVLA's decoding can be part of."""
+    asked = {
+        "--decoding": options.sweep.methods,
+        "--radius": options.sweep.radii,
+        "--against": options.has_baseline,
+        "--scripted-drafts": options.scripts,
+        "--audit": options.has_audit,
+    }
+    if wrong := [name for name, value in asked.items() if value]:
+        raise PolicyError(
+            f"{', '.join(wrong)}: not for {policy.info.policy}, which decodes in one way; "
+            "leave it out"
+        )
 
 
 def measure_any(policy: Policy, frames: Sequence[ReplayFrame], options: BenchOptions) -> Report:
-    """Only times, for a policy that nothing else is known of."""
-    name = policy.info.policy
-    contenders = [Contender(name, policy, batch_size=size) for size in options.batch_sizes]
+    """Times of a policy that decodes in one way; of OFT's also its limits."""
+    info = policy.info
+    contenders = [
+        Contender(_name(info.policy, None, size), policy, batch_size=size)
+        for size in options.batch_sizes
+    ]
     runs = _replay(contenders, frames, options)
-    return Report(dict(policy.info.details), tuple(map(summarise_speed, runs)), None)
+    report = Report(
+        details={**info.details, **info.versions, "frames": str(len(frames))},
+        speeds=tuple(map(summarise_speed, runs)),
+        baseline=None,
+    )
+    if not isinstance(policy, OftPolicy):
+        return report
+    weight = policy.parts.model.model.decoder.embedding.weight
+    model = ChunkCostModel(policy, measure_rates(weight.device, weight.dtype))
+    rooflines = tuple(model.roofline(run, frames) for run in runs)
+    return replace(report, rooflines=rooflines, rates=model.rates)
 
 
 def measure_openvla(

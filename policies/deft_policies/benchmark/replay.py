@@ -15,7 +15,7 @@ from tqdm import tqdm
 from deft_client.datasets.formats import read_dataset
 from deft_client.types import ActionChunk, ActOptions, Image, Observation
 from deft_policies.base import ActRequest, Policy
-from deft_policies.commands.act import load_image, read_cases
+from deft_policies.commands.act import observe, read_cases
 from deft_policies.errors import PolicyError
 from deft_policies.memory import SessionMemory
 
@@ -47,7 +47,7 @@ def read_pictures(path: Path, limit: int) -> list[ReplayFrame]:
     """The pictures that the lines of a file name, as for `deft act`."""
     return [
         ReplayFrame(
-            Observation(load_image(case.image), case.instruction),
+            observe(case),
             case.session_id or f"line {number}",
             case.statistics_key,
         )

@@ -1,7 +1,7 @@
 """Limits of a replay on this device: what its passes must read and compute, over measured rates."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,9 +89,13 @@ class WeightBytes:
     @staticmethod
     def of(policy: OpenVLAPolicy) -> "WeightBytes":
         """As the policy's weights lie in memory."""
-        weight = policy.parts.target.decoder.embedding.weight
+        return WeightBytes.at(policy.parts.target.decoder.embedding.weight, policy.info.details)
+
+    @staticmethod
+    def at(weight: torch.Tensor, details: Mapping[str, str]) -> "WeightBytes":
+        """As weights lie in memory beside one of them; `details` are what a policy says of them."""
         size = float(weight.dtype.itemsize)
-        quantization = Quantization(policy.info.details.get("quantization", "none"))
+        quantization = Quantization(details.get("quantization", "none"))
         if quantization is Quantization.NONE:
             return WeightBytes(size, size)
         # On a CPU int4 values are kept in a byte each.
@@ -200,15 +204,15 @@ class CostModel:
         prefill, decode = [], []
         for frame, answer in zip(frames, run.answers, strict=True):
             passes = self._passes(frame, answer.chunk.trace, run.contender.batch_size)
-            prefill.append(self._limit(passes[:1]))
-            decode.append(self._limit(passes[1:]))
+            prefill.append(stage_limit(passes[:1], self.rates))
+            decode.append(stage_limit(passes[1:], self.rates))
         config = self.policy.parts.target.model.config
         vision = vision_cost(config, run.contender.batch_size, self.weights)
         return Roofline(
             {
-                "vision": self._limit([vision]),
-                "prefill": _mean(prefill),
-                "decode": _mean(decode),
+                "vision": stage_limit([vision], self.rates),
+                "prefill": mean_limit(prefill),
+                "decode": mean_limit(decode),
             }
         )
 
@@ -232,13 +236,15 @@ class CostModel:
             before += committed
         return costs
 
-    def _limit(self, costs: Sequence[Cost]) -> StageLimit:
-        rates = self.rates
-        floor = sum(cost.floor_ms(rates.bytes_per_s, rates.flops_per_s) for cost in costs)
-        return StageLimit(sum(costs, _NOTHING), floor)
+
+def stage_limit(costs: Sequence[Cost], rates: DeviceRates) -> StageLimit:
+    """The limit of passes that follow each other."""
+    floor = sum(cost.floor_ms(rates.bytes_per_s, rates.flops_per_s) for cost in costs)
+    return StageLimit(sum(costs, _NOTHING), floor)
 
 
-def _mean(limits: Sequence[StageLimit]) -> StageLimit:
+def mean_limit(limits: Sequence[StageLimit]) -> StageLimit:
+    """The limit of one action, from those of several."""
     return StageLimit(
         Cost(
             float(np.mean([limit.cost.num_bytes for limit in limits])),

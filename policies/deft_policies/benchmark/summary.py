@@ -34,11 +34,12 @@ class Speed:
     num_answers: int
     total: Percentiles
     stages: dict[str, Percentiles]
+    chunk_length: int = 1
 
     @property
     def actions_per_s(self) -> float:
-        """At the median."""
-        return 1e3 * self.batch_size / self.total.p50
+        """At the median, if whole chunks are executed."""
+        return 1e3 * self.batch_size * self.chunk_length / self.total.p50
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def summarise_speed(run: Replay) -> Speed:
             stage: percentiles([getattr(timing, field) for timing in timings])
             for stage, field in STAGES
         },
+        chunk_length=len(run.answers[0].chunk.actions),
     )
 
 

@@ -64,7 +64,7 @@ def render(headings: Sequence[str], rows: Rows) -> str:
 
 def speed_table(speeds: Sequence[Speed], baseline: Speed | None) -> str:
     """All contenders, one row each; ratios are how many times faster than the baseline."""
-    headings = ["ms per action", "batch", "p50", "p95", "p99", "mean", "actions/s"]
+    headings = ["ms per answer", "batch", "p50", "p95", "p99", "mean", "actions/s"]
     if baseline is not None:
         headings.append(f"x {baseline.name}")
     rows = []

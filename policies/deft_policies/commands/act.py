@@ -94,6 +94,13 @@ def load_image(path: Path) -> Image:
         raise CaseError(f"{path} cannot be read as a picture: {error}") from None
 
 
+def observe(case: Case) -> Observation:
+    """Read the pictures that a case names."""
+    wrists = {f"wrist_{index}": load_image(path) for index, path in enumerate(case.wrist_images)}
+    state = None if case.state is None else np.array(case.state, dtype=np.float32)
+    return Observation(load_image(case.image), case.instruction, wrists, state)
+
+
 def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iterator[str]:
     """Yield one JSON line per case, in order."""
     memories: dict[str | None, SessionMemory] = {}
@@ -146,10 +153,7 @@ def _request(case: Case, memories: Mapping[str | None, SessionMemory]) -> ActReq
     is_new = case.session_id is None or case.session_id not in memories
     memory = SessionMemory() if is_new else memories[case.session_id]
     options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
-    wrists = {f"wrist_{index}": load_image(path) for index, path in enumerate(case.wrist_images)}
-    state = None if case.state is None else np.array(case.state, dtype=np.float32)
-    observation = Observation(load_image(case.image), case.instruction, wrists, state)
-    return ActRequest(observation, memory, options)
+    return ActRequest(observe(case), memory, options)
 
 
 def _describe(chunk: ActionChunk) -> dict[str, object]:

@@ -98,6 +98,8 @@ class OftPolicy:
             image_chains=tuple(chain.value for chain in type(parts.images.chain)),
             decoding=METHOD,
             decoding_methods=(METHOD,),
+            num_pictures=shape.num_pictures,
+            state_dim=shape.state_dim,
             versions=dict(self._settings.versions),
             details=dict(self._settings.details),
         )
@@ -113,6 +115,7 @@ class OftPolicy:
             low=np.where(ranges.mask, ranges.low, -1.0),
             high=np.where(ranges.mask, ranges.high, 1.0),
             is_motion=is_motion & (not self._parts.is_absolute),
+            may_exceed=self._parts.model.parts.head is not None,
         )
 
     def check(self, observation: Observation, options: ActOptions) -> None:
@@ -147,10 +150,10 @@ class OftPolicy:
             for length in lengths:
                 prompts = model.lay_out([(ids + [ids[-1]] * length)[:length]])
                 model.answer(model.see(pixels, prompts), prompts, states)
-        self_test(self, None, complete=self._complete)  # a head may answer beyond the statistics
+        self_test(self, None, complete=self.complete)  # a head may answer beyond the statistics
 
-    def _complete(self, observation: Observation) -> Observation:
-        """Add the same picture for every wrist, and a state of zeros."""
+    def complete(self, observation: Observation) -> Observation:
+        """Add what the model reads beside a frame: it again for every wrist, a state of zeros."""
         shape = self._parts.model.shape
         wrists = {f"{WRIST}_{index}": observation.image for index in range(shape.num_pictures - 1)}
         state = None if shape.state_dim is None else np.zeros(shape.state_dim, np.float32)

@@ -12,19 +12,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 
 import uvicorn
 
 from deft_client.commands.program import CommandParser
 from deft_client.types import ServerInfo
+from deft_policies.commands.parse import PolicyCommand
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
-from deft_server.commands.settings_sources import read_command
+from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.hosting.allocator import keep_freed_memory
+from deft_server.hosting.host import Elsewhere
 from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.http.http_protocol import build_http_protocol
 from deft_server.http.websocket_protocol import build_websocket_protocol
+from deft_server.replicas.host import ReplicaHost
+from deft_server.replicas.ray_serve import Deployment, RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
@@ -55,14 +60,44 @@ def main(arguments: list[str]) -> int:
     )
     try:
         command = read_command(parser, arguments, os.environ)
-        recipe = PolicyRecipe("deft_policies.commands.parse:load_by_words", command.policy.words)
-        code = run(create_app(recipe, command.settings))
+        code = run(build_app(command))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS
     if code is ExitCode.POLICY_HANGS:
         os._exit(code)  # its thread might keep the interpreter from ending
     return code
+
+
+def build_app(command: ServeCommand) -> DeftApp:
+    """Build the app around a policy of this machine, or around replicas of it."""
+    settings = command.settings
+    recipe = PolicyRecipe("deft_policies.commands.parse:load_by_words", command.policy.words)
+    if settings.replicas is None and settings.ray is None:
+        return create_app(recipe, settings)
+    deployment = None
+    if settings.replicas is not None:
+        deployment = Deployment(
+            recipe,
+            _version(command.policy),
+            settings.replicas,
+            settings.replica_cpus,
+            settings.replica_gpus,
+            settings.hang_after_s,
+        )
+    import_ray()
+    cluster = RayCluster(settings.ray, deployment, settings.hang_after_s)
+    return create_app(Elsewhere(partial(ReplicaHost, cluster)), settings)
+
+
+def _version(policy: PolicyCommand) -> str:
+    """Return what tells one deployment from another: the flags of its policy."""
+    ours = {*Settings.model_fields, "config"}
+    return str(
+        sorted(
+            (name, str(value)) for name, value in vars(policy.namespace).items() if name not in ours
+        )
+    )
 
 
 def run(app: DeftApp) -> ExitCode:

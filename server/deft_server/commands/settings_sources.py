@@ -161,6 +161,12 @@ class ServeCommand:
     settings: Settings
 
 
+def policy_of_flags(options: Mapping[str, object]) -> PolicyCommand:
+    """Return the policy that a table describes: `policy` is its name, the rest are its flags."""
+    flags = _as_flags({name.replace("-", "_"): value for name, value in options.items()})
+    return parse_command(ArgumentParser(allow_abbrev=False), list(flags))
+
+
 def read_command(
     parser: ArgumentParser, arguments: list[str], environment: Mapping[str, str]
 ) -> ServeCommand:

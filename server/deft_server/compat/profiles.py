@@ -92,6 +92,7 @@ def conventions(settings: Settings, info: ServerInfo) -> dict[str, str]:
     }
 
 
+ARM_DIMENSIONS = 7  # position, rotation and gripper: the only layout whose gripper is known
 _STAYS_S = 10.0
 
 
@@ -113,8 +114,11 @@ def prepare(message: ActMessage, chain: ImageChain, size: int) -> ActMessage:
 
 
 def in_convention(actions: NDArray[np.float64], profile: PeerProfile) -> NDArray[np.float64]:
-    """Return actions [step, action_dim] with the gripper as the profile's clients expect it."""
-    if profile.gripper is Gripper.POLICY:
+    """Return actions [step, action_dim] with the gripper as the profile's clients expect it.
+
+    Actions of another layout than one arm's (joints of two arms) are sent as the policy says them.
+    """
+    if profile.gripper is Gripper.POLICY or actions.shape[1] != ARM_DIMENSIONS:
         return actions
     converted = actions.copy()
     # Quicker than numpy for so few.

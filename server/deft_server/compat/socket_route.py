@@ -36,7 +36,14 @@ from deft_client.types import ActionChunk, ActOptions, ServerInfo
 from deft_client.wire.fields import WireLimits, brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import OPENPI, VLA_EVAL, in_convention, prepare, staying
+from deft_server.compat.profiles import (
+    ARM_DIMENSIONS,
+    OPENPI,
+    VLA_EVAL,
+    in_convention,
+    prepare,
+    staying,
+)
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of
@@ -49,7 +56,6 @@ _ROTATION = {"name": "rotation", "dims": 3, "format": "axis_angle", "range": [-3
 _GRIPPER = {"name": "gripper", "dims": 1, "format": "binary_close_positive", "range": [-1, 1]}
 _IMAGE = {"name": "image", "dims": 0, "format": "rgb_hwc_uint8"}
 _LANGUAGE = {"name": "language", "dims": 0, "format": "language"}
-_ARM_DIMENSIONS = 7  # position, rotation and gripper: the only layout these specs describe
 
 
 def greeting(info: ServerInfo, session_id: str, version: str) -> bytes:
@@ -59,10 +65,13 @@ def greeting(info: ServerInfo, session_id: str, version: str) -> bytes:
         "protocol_version": PROTOCOL_VERSION,
         "model_server": info.policy,
         "capabilities": {},
-        "observation_params": {"send_wrist_image": False, "send_state": False},
+        "observation_params": {
+            "send_wrist_image": info.num_pictures > 1,
+            "send_state": info.state_dim is not None,
+        },
         "observation_spec": {"image": _IMAGE, "language": _LANGUAGE},
     }
-    if info.action_dim == _ARM_DIMENSIONS:
+    if info.action_dim == ARM_DIMENSIONS:
         payload["action_spec"] = {
             "position": _POSITION,
             "rotation": _ROTATION,

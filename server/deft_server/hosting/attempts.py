@@ -24,15 +24,20 @@ class Failure(Enum):
     RAISED = "raised"
     DEVICE = "device"
     REQUEST = "request"
+    LOST = "lost"  # the replica did not come back
 
 
 @dataclass
 class Attempts:
-    """The answers of one batch, in order, what went wrong on the way, and the seconds it took."""
+    """The answers of one batch, in order, what went wrong on the way, and the seconds it took.
+
+    `replica` is who answered, where there are several.
+    """
 
     answers: list[Answer]
     failures: list[Failure]
     service_s: float
+    replica: str = "0"
 
 
 def answer_batch(policy: Policy, batch: Sequence[ActRequest]) -> Attempts:

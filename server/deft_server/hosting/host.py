@@ -1,7 +1,7 @@
 """The seam behind the scheduler: where a policy lives, and what a server knows of it there.
 
-A thread of this process, a process of its own and a replica elsewhere are the same from here: one
-batch at a time goes in, its answers come back on the event loop. A policy keeps nothing of any
+A thread of this process, a process of its own and replicas elsewhere are the same from here: a
+numbered batch goes in, its answers come back on the event loop. A policy keeps nothing of any
 robot, so it can be lost and loaded again at any time.
 """
 
@@ -45,8 +45,10 @@ class HostedPolicy:
 class Listener(Protocol):
     """Who is told, on the event loop, what becomes of a policy and its batches."""
 
-    def policy_loaded(self, host: "PolicyHost", policy: HostedPolicy) -> None:
-        """The policy is loaded and warm."""
+    def policy_loaded(
+        self, host: "PolicyHost", policy: HostedPolicy, num_replicas: int = 1
+    ) -> None:
+        """The policy is loaded and warm, and takes so many batches at a time; may come again."""
 
     def policy_broken(self, host: "PolicyHost", error: BaseException) -> None:
         """The policy could not be loaded or warmed up; trying again would not help."""
@@ -54,7 +56,7 @@ class Listener(Protocol):
     def policy_lost(self, host: "PolicyHost", reason: str) -> None:
         """The policy is gone, whatever it was doing, and so is the host; another may do better."""
 
-    def batch_finished(self, host: "PolicyHost", attempts: Attempts) -> None:
+    def batch_finished(self, host: "PolicyHost", number: int, attempts: Attempts) -> None:
         """A batch came back."""
 
 
@@ -65,17 +67,28 @@ class PolicyHost(Protocol):
     def is_disposable(self) -> bool:
         """Whether `stop` ends even a policy that hangs, with all that it holds."""
 
+    @property
+    def watches_itself(self) -> bool:
+        """Whether it ends batches that take too long by itself."""
+
     def start(self) -> None:
         """Begin to load the policy and warm it; must not wait."""
 
-    def submit(self, batch: Sequence[ActRequest]) -> None:
-        """Have a batch answered; the next one may come when this one is finished."""
+    def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
+        """Have a batch answered, under a number; at most `num_replicas` are given at a time."""
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the batch in hand, for so long, and end; return whether the policy ended.
+        """Finish the batches in hand, for so long, and end; return whether the policy ended.
 
         Blocks. Nothing is told to the listener any more.
         """
 
 
 NewHost = Callable[[Listener], PolicyHost]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Stands for a policy that this process does not load: `new_host` knows where it lives."""
+
+    new_host: NewHost

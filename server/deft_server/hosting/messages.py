@@ -20,7 +20,7 @@ from deft_client.wire.fields import MAX_DECODABLE_PIXELS, WireLimits
 from deft_client.wire.messages import ActMessage
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.errors import DeviceError, PolicyError, RequestError
-from deft_policies.memory import decode_memory, encode_memory
+from deft_policies.memory_codec import decode_memory, encode_memory
 from deft_server.errors import PolicyFailedError
 from deft_server.hosting.attempts import Answer, Attempts, Failure
 from deft_server.hosting.frame_block import FrameBlock
@@ -152,10 +152,11 @@ def _unpack_answer(kind: str, first: Any, second: Any) -> Answer:
 
 
 def _pack_limits(limits: ActionLimits) -> list[bytes]:
-    return [limits.low.tobytes(), limits.high.tobytes(), limits.is_motion.tobytes()]
+    rows = (limits.low, limits.high, limits.is_motion)
+    return [*(row.tobytes() for row in rows), bytes([limits.may_exceed])]
 
 
 def _unpack_limits(packed: Sequence[bytes]) -> ActionLimits:
-    low, high, is_motion = packed
+    low, high, is_motion, may_exceed = packed
     moves: NDArray[np.bool_] = np.frombuffer(is_motion, np.bool_)
-    return ActionLimits(np.frombuffer(low), np.frombuffer(high), moves)
+    return ActionLimits(np.frombuffer(low), np.frombuffer(high), moves, may_exceed == b"\x01")

@@ -38,6 +38,7 @@ class PolicyProcess:
     """Owns the process, from `start` to `stop` or until it is lost."""
 
     is_disposable = True
+    watches_itself = False
 
     def __init__(self, recipe: PolicyRecipe, settings: Settings, listener: Listener) -> None:
         self._recipe = recipe
@@ -45,6 +46,7 @@ class PolicyProcess:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
+        self._number = 0  # of the batch in hand: there is one at a time
         self._is_over = False  # nothing is to be told any more
         self._is_gone = False  # the process has hung up, or was hung up on
         self._block: FrameBlock
@@ -66,10 +68,11 @@ class PolicyProcess:
         self._channel.setblocking(False)
         self._loop.add_reader(self._channel, self._receive)
 
-    def submit(self, batch: Sequence[ActRequest]) -> None:
+    def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
         """Hand a batch over. Where the process is gone, that will be told soon."""
         if self._is_gone:
             return
+        self._number = number
         message = framed(write_batch(batch, self._block))
         try:
             self._channel.sendall(message)
@@ -116,7 +119,7 @@ class PolicyProcess:
         if isinstance(message, PolicyFacts):
             self._listener.policy_loaded(self, hosted(message))
         elif isinstance(message, Attempts):
-            self._listener.batch_finished(self, message)
+            self._listener.batch_finished(self, self._number, message)
         else:
             self._is_over = True
             self._listener.policy_broken(self, message)

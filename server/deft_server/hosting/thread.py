@@ -21,12 +21,13 @@ class PolicyThread:
     """Owns a policy. One that hangs can only be left behind."""
 
     is_disposable = False
+    watches_itself = False
 
     def __init__(self, load: LoadPolicy, listener: Listener) -> None:
         self._load = load
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._batches: SimpleQueue[Sequence[ActRequest] | None] = SimpleQueue()
+        self._batches: SimpleQueue[tuple[int, Sequence[ActRequest]] | None] = SimpleQueue()
         # A daemon, because a policy that hangs can only be left behind, never stopped.
         self._thread = Thread(target=self._run, name="policy", daemon=True)
 
@@ -34,9 +35,9 @@ class PolicyThread:
         """Begin to load."""
         self._thread.start()
 
-    def submit(self, batch: Sequence[ActRequest]) -> None:
+    def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
         """Have a batch answered; the listener hears of it."""
-        self._batches.put(batch)
+        self._batches.put((number, batch))
 
     def stop(self, timeout_s: float) -> bool:
         """End after the batch in hand; a thread that does not is left behind."""
@@ -59,9 +60,10 @@ class PolicyThread:
         self._serve(policy)
 
     def _serve(self, policy: Policy) -> None:
-        while (batch := self._batches.get()) is not None:
+        while (work := self._batches.get()) is not None:
+            number, batch = work
             attempts = answer_batch(policy, batch)
-            self._report(partial(self._listener.batch_finished, self, attempts))
+            self._report(partial(self._listener.batch_finished, self, number, attempts))
 
     def _report(self, tell: Callable[[], None]) -> None:
         try:

@@ -179,7 +179,9 @@ class Gate:
             host = headers.get(b"host", b"").decode("latin-1")
             access.check_origin(origin.decode("latin-1"), host)
         address = scope["client"][0] if scope.get("client") else ""
-        is_open = path in self._open_paths or path.startswith(PAGES_PREFIX)
+        # The WebSocket at `/` is a robot's; only the page there is open.
+        is_page = scope["type"] == "http" and path in self._open_paths
+        is_open = is_page or path.startswith(PAGES_PREFIX)
         if is_open or method == "OPTIONS":
             scope[_CALLER] = Caller(address=address)
             return

@@ -55,6 +55,16 @@ class Metrics:
         self.max_batch = Gauge(
             "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
         )
+        self.replicas = Gauge("deft_replicas", "Replicas that take batches", registry=registry)
+        self.replica_batches = Counter(
+            "deft_replica_batches", "Batches by replica", ("replica",), registry=registry
+        )
+        self.replica_seconds = Counter(
+            "deft_replica_seconds",
+            "Seconds a replica had a batch, with the way there and back",
+            ("replica",),
+            registry=registry,
+        )
         self.stage_seconds = Counter(
             "deft_stage_seconds", "Seconds of policy time by stage", ("stage",), registry=registry
         )
@@ -98,6 +108,11 @@ class Metrics:
     def count_request(self, route: str, status: int) -> None:
         """Count one HTTP request."""
         self._once(self.requests, route, str(status)).inc()
+
+    def count_batch(self, replica: str, seconds: float) -> None:
+        """Count one batch and its time for the replica that answered it."""
+        self._once(self.replica_batches, replica).inc()
+        self._once(self.replica_seconds, replica).inc(seconds)
 
     def observe_answer(
         self,

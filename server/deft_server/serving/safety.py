@@ -16,7 +16,7 @@ from deft_policies.errors import RequestError
 from deft_server.errors import UnsafeAnswerError
 from deft_server.hosting.host import HostedPolicy
 from deft_server.serving.sessions import RobotSession
-from deft_server.settings import OnSuddenStep, Settings, SettingsError
+from deft_server.settings import ActionRange, OnSuddenStep, Settings, SettingsError
 
 # Actions are computed from the same statistics as the range; only rounding may set them apart.
 ROUNDING = 1e-6
@@ -37,6 +37,7 @@ class SafetyGuard:
         self._limits_by_key = policy.limits
         self._action_dim = policy.info.action_dim
         self._on_sudden_step = settings.on_sudden_step
+        self._range = settings.range
         self._step_limits = {
             pattern: np.array(row) for pattern, row in settings.step_limits.items()
         }
@@ -63,12 +64,12 @@ class SafetyGuard:
         if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
             raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
         limits = self._limits_of(statistics_key)
-        if limits is not None:
-            _check_range(actions, limits)
+        in_range = actions if limits is None else self._limit_range(actions, limits)
         step_limit = _first_match(self._step_limits, session) if self._step_limits else None
         if step_limit is None:
-            return CheckedActions(actions)
-        return self._limit_steps(actions, _last_action(session), step_limit)
+            return CheckedActions(in_range, is_clamped=in_range is not actions)
+        safe = self._limit_steps(in_range, _last_action(session), step_limit)
+        return CheckedActions(safe, is_clamped=safe is not actions)
 
     def require_memory(self, session: RobotSession) -> None:
         """Raise `RequestError` where steps are limited, but nobody knows the action before."""
@@ -101,20 +102,34 @@ class SafetyGuard:
             self._limits[statistics_key] = self._limits_by_key(statistics_key)
         return self._limits[statistics_key]
 
+    def _limit_range(
+        self, actions: NDArray[np.float64], limits: ActionLimits
+    ) -> NDArray[np.float64]:
+        """Return the same array where nothing is beyond the range, or where that may be."""
+        slack = ROUNDING * (limits.high - limits.low)
+        outside = (actions < limits.low - slack) | (actions > limits.high + slack)
+        if not outside.any():
+            return actions
+        if not limits.may_exceed:
+            raise _beyond(actions, outside, limits)
+        if self._range is ActionRange.PEER:
+            return actions
+        return np.clip(actions, limits.low, limits.high)
+
     def _limit_steps(
         self,
         actions: NDArray[np.float64],
         last: NDArray[np.float64] | None,
         limit: NDArray[np.float64],  # [action_dim]
-    ) -> CheckedActions:
+    ) -> NDArray[np.float64]:
         limited = limit_steps(actions, last, limit)
         if np.array_equal(limited, actions):
-            return CheckedActions(actions)
+            return actions
         if self._on_sudden_step is OnSuddenStep.ERROR:
             raise UnsafeAnswerError(
                 "a step of the policy's answer is larger than step_limits allow"
             )
-        return CheckedActions(limited, is_clamped=True)
+        return limited
 
 
 def _last_action(session: RobotSession) -> NDArray[np.float64] | None:
@@ -135,16 +150,15 @@ def limit_steps(
     return limited
 
 
-def _check_range(actions: NDArray[np.float64], limits: ActionLimits) -> None:
-    slack = ROUNDING * (limits.high - limits.low)
-    outside = (actions < limits.low - slack) | (actions > limits.high + slack)
-    if outside.any():
-        step, dimension = np.argwhere(outside)[0]
-        raise UnsafeAnswerError(
-            f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} of "
-            f"step {step}; the statistics allow {limits.low[dimension]:.6g} to "
-            f"{limits.high[dimension]:.6g}; it was withheld"
-        )
+def _beyond(
+    actions: NDArray[np.float64], outside: NDArray[np.bool_], limits: ActionLimits
+) -> UnsafeAnswerError:
+    step, dimension = np.argwhere(outside)[0]
+    return UnsafeAnswerError(
+        f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} of "
+        f"step {step}; the statistics allow {limits.low[dimension]:.6g} to "
+        f"{limits.high[dimension]:.6g}; it was withheld"
+    )
 
 
 def _first_match(

@@ -9,10 +9,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from deft_client.types import ActionChunk
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
 from deft_server.errors import (
     DeadlineError,
@@ -25,6 +24,7 @@ from deft_server.hosting.attempts import Attempts, Failure
 from deft_server.hosting.host import HostedPolicy, NewHost, PolicyHost
 from deft_server.serving.estimates import BatchLimit
 from deft_server.serving.metrics import Metrics
+from deft_server.serving.pending import Answered, PendingBatch, PendingFrame
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.sessions import RobotSession
 from deft_server.serving.waiting_line import (
@@ -43,37 +43,8 @@ MAX_LOSSES_BEFORE_READY = 3
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Answered:
-    """One frame's answer, and how long it waited for its batch."""
-
-    chunk: ActionChunk
-    queue_s: float
-    batch_size: int
-
-
-@dataclass(eq=False)
-class _Frame:
-    ticket: Ticket
-    request: ActRequest
-    session: RobotSession
-    answer: asyncio.Future[Answered]
-    joined_s: float
-
-    def take(self, answer: ActAnswer, started_s: float, batch_size: int) -> None:
-        """Hand the answer out, unless it comes too late: then it changes nothing."""
-        if not self.answer.done():
-            self.session.learn(answer.memory)
-            queue_s = max(0.0, started_s - self.joined_s)
-            self.answer.set_result(Answered(answer.chunk, queue_s, batch_size))
-
-    def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
 class Scheduler:
-    """The frames that wait, and the batch that is with the policy.
+    """The frames that wait, and the batches that are with the policy.
 
     `on_loaded` is called with every policy that is loaded, and may refuse it with `SettingsError`;
     `on_ready` is called when frames are taken, `on_fatal` when only a new server can help.
@@ -92,8 +63,8 @@ class Scheduler:
         self._metrics = metrics
         self._line = WaitingLine(_line_rules(settings))
         self._limit = BatchLimit(settings.max_batch)
-        self._frames: dict[int, _Frame] = {}
-        self._batch: list[_Frame] = []
+        self._frames: dict[int, PendingFrame] = {}
+        self._batches: dict[int, PendingBatch] = {}
         self._numbers = itertools.count(1)
         self._num_losses = 0
         self._loaded_s: float | None = None  # when the policy now in use, or the last, was ready
@@ -101,11 +72,11 @@ class Scheduler:
         self._settled = asyncio.Event()
         self._host: PolicyHost
         self._wake: asyncio.TimerHandle | None = None
-        self._hang_timer: asyncio.TimerHandle | None = None
         self._restart: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self._line))
-        metrics.in_flight.set_function(lambda: len(self._batch))
+        metrics.in_flight.set_function(lambda: len(self._line.in_flight))
         metrics.max_batch.set(settings.max_batch)
+        metrics.replicas.set_function(lambda: self._line.num_replicas if self.policy else 0)
 
     @property
     def answers_at_once(self) -> bool:
@@ -159,7 +130,9 @@ class Scheduler:
     async def close(self) -> None:
         """Refuse what still waits and end the policy thread, unless it hangs."""
         self._fail_all(NotReadyError("the server is stopping"))
-        for timer in (self._wake, self._hang_timer, self._restart):
+        for batch in self._batches.values():
+            batch.unwatch()
+        for timer in (self._wake, self._restart):
             if timer is not None:
                 timer.cancel()
         is_idle = not self._line.in_flight
@@ -167,22 +140,31 @@ class Scheduler:
         if not await asyncio.to_thread(self._host.stop, patience_s):
             logger.warning("the policy is left behind: it is still busy")
 
-    def policy_loaded(self, host: PolicyHost, policy: HostedPolicy) -> None:
-        """Start to take frames."""
+    def policy_loaded(self, host: PolicyHost, policy: HostedPolicy, num_replicas: int = 1) -> None:
+        """Start to take frames, or go on with more or fewer replicas."""
         if host is not self._host:
             return
+        is_new = self.policy is not policy
         try:
-            self.on_loaded(policy)
+            if is_new:
+                self.on_loaded(policy)
         except SettingsError as error:
             logger.error("the policy does not fit the settings: %s", error)
             self.policy_broken(host, error)
             return
+        self._line.num_replicas = num_replicas
+        if not num_replicas:
+            self._readiness.enter(ServerPhase.LOADING, "no replica is running")
+            self._fail_waiting(NotReadyError("no replica is running"))
+            return
         self.policy = policy
-        self._loaded_s = time.monotonic()
         self._readiness.enter(ServerPhase.READY)
         self._settled.set()
-        logger.info("ready: policy %s", policy.info.policy)
-        self.on_ready()
+        if is_new:
+            self._loaded_s = time.monotonic()
+            logger.info("ready: policy %s", policy.info.policy)
+            self.on_ready()
+        self._pump()
 
     def policy_broken(self, host: PolicyHost, error: BaseException) -> None:
         """Give up: there is nothing to serve."""
@@ -206,22 +188,21 @@ class Scheduler:
         else:
             self._load_again(reason)
 
-    def batch_finished(self, host: PolicyHost, attempts: Attempts) -> None:
+    def batch_finished(self, host: PolicyHost, number: int, attempts: Attempts) -> None:
         """Hand out the answers and start the next batch."""
         if host is not self._host:
             return
-        assert self._hang_timer is not None
-        self._hang_timer.cancel()
-        batch, self._batch = self._batch, []
+        batch = self._batches.pop(number)
+        batch.unwatch()
         now_s = time.monotonic()
-        self._line.finish(now_s, None if attempts.failures else attempts.service_s)
+        self._line.finish(now_s, None if attempts.failures else attempts.service_s, batch.line)
         self._note(attempts)
         started_s = now_s - attempts.service_s
-        for frame, answer in zip(batch, attempts.answers, strict=True):
+        for frame, answer in zip(batch.frames, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
             else:
-                frame.take(answer, started_s, len(batch))
+                frame.take(answer, started_s, len(batch.frames))
         self._pump()
 
     def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
@@ -238,7 +219,7 @@ class Scheduler:
         session.learn(answer.memory)
         return Answered(answer.chunk, 0.0, 1)
 
-    def _join(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> _Frame:
+    def _join(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> PendingFrame:
         now_s = time.monotonic()
         offer = self._line.offer(ticket, now_s)
         if offer.admission is not Admission.WAITS:
@@ -247,11 +228,11 @@ class Scheduler:
             self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
         if offer.displaced is not None:
             self._fail(offer.displaced, self._refusal(Admission.FULL, now_s))
-        frame = _Frame(ticket, request, session, self._loop.create_future(), now_s)
+        frame = PendingFrame(ticket, request, session, self._loop.create_future(), now_s)
         self._frames[ticket.number] = frame
         return frame
 
-    def _leave(self, frame: _Frame) -> None:
+    def _leave(self, frame: PendingFrame) -> None:
         if self._frames.pop(frame.ticket.number, None) is not None:
             self._line.withdraw(frame.ticket.number)
 
@@ -264,7 +245,7 @@ class Scheduler:
             retry_after_s,
         )
 
-    def _timers(self, frame: _Frame) -> list[asyncio.TimerHandle]:
+    def _timers(self, frame: PendingFrame) -> list[asyncio.TimerHandle]:
         """Have a frame fail when its time is over."""
         ticket, now_s = frame.ticket, frame.joined_s
         timers = []
@@ -275,7 +256,7 @@ class Scheduler:
             timers.append(self._loop.call_later(left_s, self._give_up, ticket))
         return timers
 
-    def _miss(self, frame: _Frame) -> None:
+    def _miss(self, frame: PendingFrame) -> None:
         frame.fail(DeadlineError("no answer was ready at the deadline"))
 
     def _give_up(self, ticket: Ticket) -> None:
@@ -290,37 +271,52 @@ class Scheduler:
             frame.fail(error)
 
     def _fail_all(self, error: Exception) -> None:
-        for frame in [*self._frames.values(), *self._batch]:
+        self._fail_waiting(error)
+        for batch in self._batches.values():
+            batch.fail(error)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        for frame in self._frames.values():
             self._line.withdraw(frame.ticket.number)
             frame.fail(error)
         self._frames.clear()
 
     def _pump(self) -> None:
-        """Start a batch if the line says so, or look again when it says."""
+        """Start the batches that the line wants started, or look again when it says."""
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
         now_s = time.monotonic()
-        decision = self._line.decide(now_s)
-        for ticket in decision.expired:
-            self._fail(ticket, DeadlineError("waited too long; nothing was computed"))
-        if decision.batch:
-            self._metrics.company_seconds.observe(now_s - (self._held_since_s or now_s))
-            self._held_since_s = None
-            self._batch = [self._frames.pop(ticket.number) for ticket in decision.batch]
-            self._hang_timer = self._loop.call_later(self._settings.hang_after_s, self._hang)
-            self._host.submit(
-                [replace(frame.request, memory=frame.session.memory) for frame in self._batch]
-            )
-        elif decision.wake_s is not None:
+        while True:
+            decision = self._line.decide(now_s)
+            for ticket in decision.expired:
+                self._fail(ticket, DeadlineError("waited too long; nothing was computed"))
+            if not decision.batch:
+                break
+            self._start_batch(decision.batch, now_s)
+        if decision.wake_s is not None:
             self._held_since_s = self._held_since_s or now_s
             self._wake = self._loop.call_later(decision.wake_s, self._pump)
+
+    def _start_batch(self, line: tuple[Ticket, ...], now_s: float) -> None:
+        self._metrics.company_seconds.observe(now_s - (self._held_since_s or now_s))
+        self._held_since_s = None
+        number = line[0].number
+        frames = tuple(self._frames.pop(ticket.number) for ticket in line)
+        timer = None
+        if not self._host.watches_itself:
+            timer = self._loop.call_later(self._settings.hang_after_s, self._hang, number)
+        batch = self._batches[number] = PendingBatch(frames, line, timer)
+        self._host.submit(number, batch.requests)
 
     def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
         size = len(attempts.answers)
         self._metrics.batch_size.observe(size)
         self._metrics.batch_seconds.observe(attempts.service_s)
+        self._metrics.count_batch(attempts.replica, attempts.service_s)
+        if self._settings.log_batches and not attempts.failures:
+            logger.info("a batch of %d took %.3f ms", size, attempts.service_s * 1000)
         if attempts.failures:
             for failure in attempts.failures:
                 self._metrics.policy_failures.labels(failure.value).inc()
@@ -336,9 +332,10 @@ class Scheduler:
         has_failed = broke and all(isinstance(one, Exception) for one in attempts.answers)
         self._readiness.note(Trouble.BATCHES, is_over=not has_failed)
 
-    def _hang(self) -> None:
+    def _hang(self, number: int) -> None:
         """Leave a policy behind that does not come back."""
-        detail = f"a batch of {len(self._batch)} took over {self._settings.hang_after_s:g} s"
+        size, after_s = len(self._batches[number].frames), self._settings.hang_after_s
+        detail = f"a batch of {size} took over {after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
         if self._settings.on_hang is OnHang.RELOAD or self._host.is_disposable:
@@ -347,7 +344,6 @@ class Scheduler:
             return
         self._readiness.enter(ServerPhase.STUCK, detail)
         self._fail_all(NotReadyError(f"the policy hangs: {detail}"))
-        self._batch = []
         self.on_fatal(ServerPhase.STUCK)
 
     def _load_again(self, reason: str) -> None:
@@ -360,15 +356,14 @@ class Scheduler:
             self._num_losses = 0
         self._num_losses += 1
         pause_s = min(2.0 ** (self._num_losses - 2), LONGEST_PAUSE_S) if self._num_losses > 1 else 0
-        if self._hang_timer is not None:
-            self._hang_timer.cancel()
         self.policy = None
         self._readiness.enter(ServerPhase.LOADING, f"again, because {reason}")
         retry_after_s = max(1.0, pause_s)
         self._fail_all(NotReadyError(f"the policy is lost: {reason}", retry_after_s))
-        self._batch = []
-        if self._line.in_flight:
-            self._line.finish(now_s)
+        for batch in self._batches.values():
+            batch.unwatch()
+            self._line.finish(now_s, batch=batch.line)
+        self._batches.clear()
         if self._readiness.phase is not ServerPhase.DRAINING:
             self._restart = self._loop.call_later(pause_s, self.start)
 

@@ -22,16 +22,17 @@ from deft_client.types import (
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.hosting.host import HostedPolicy, NewHost
+from deft_server.hosting.host import Elsewhere, HostedPolicy, NewHost
 from deft_server.hosting.process import PolicyProcess
 from deft_server.hosting.recipe import LoadPolicy, PolicyRecipe
 from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.metrics import Metrics
+from deft_server.serving.pending import Answered
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.safety import SafetyGuard
-from deft_server.serving.scheduler import Answered, Scheduler
+from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.serving.waiting_line import Ticket
 from deft_server.settings import Fallback, Settings, SettingsError
@@ -53,7 +54,7 @@ class _InHand:
 class Service:
     """The server without its protocols."""
 
-    def __init__(self, load: LoadPolicy, settings: Settings) -> None:
+    def __init__(self, load: LoadPolicy | Elsewhere, settings: Settings) -> None:
         self.settings = settings
         self.version = version("deft-vla")
         self._versions = {"deft-vla": self.version, "deft-client": version("deft-client")}
@@ -274,8 +275,10 @@ class Service:
         )
 
 
-def _host_for(load: LoadPolicy, settings: Settings) -> NewHost:
+def _host_for(load: LoadPolicy | Elsewhere, settings: Settings) -> NewHost:
     """Return what makes the place where the policy is to live."""
+    if isinstance(load, Elsewhere):
+        return load.new_host
     if not settings.policy_process:
         return partial(PolicyThread, load)
     if not isinstance(load, PolicyRecipe):

@@ -19,11 +19,14 @@ an address where there are none; its flows share what it gets. The rules:
   place from the frames of other flows, and they take none from it;
 - a frame that cannot meet its deadline is refused at once, or dropped before its batch starts;
 - a batch that is not full waits up to `max_wait`, and no longer than it takes itself, for a session
-  that is about to send.
+  that is about to send, unless a replica would be free for that, too.
+
+The policy is there once, or in replicas that each take one batch at a time.
 
 Times are seconds on any one monotonic clock.
 """
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -45,6 +48,7 @@ class LineRules:
     max_waiting: int = 64
     newcomer_batches: int = 2
     patience_s: float = 0.2
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,14 @@ class Ticket:
     def has_deadline(self) -> bool:
         """Does the caller say when the answer is of no more use?"""
         return self.deadline_s < math.inf
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A batch that is with the policy, and since when."""
+
+    batch: tuple[Ticket, ...]
+    started_s: float
 
 
 @dataclass(frozen=True, order=True)
@@ -109,11 +121,11 @@ class WaitingLine:
     def __init__(self, rules: LineRules) -> None:
         self.rules = rules
         self.max_batch = rules.max_batch
+        self.num_replicas = rules.num_replicas
         self.service_time = ServiceTime()
         self._waiting: dict[int, Ticket] = {}
         self._turns: dict[int, _Turn] = {}
-        self._in_flight: tuple[Ticket, ...] = ()
-        self._started_s = -math.inf
+        self._flights: list[_Flight] = []  # the oldest first
         self._measured_s = -math.inf
         self._share_used_s: dict[str, float] = {}
         self._shares = OwnerShares()
@@ -126,7 +138,7 @@ class WaitingLine:
     @property
     def in_flight(self) -> tuple[Ticket, ...]:
         """The frames that are with the policy."""
-        return self._in_flight
+        return tuple(ticket for flight in self._flights for ticket in flight.batch)
 
     def offer(self, ticket: Ticket, now_s: float) -> Offer:
         """Let a frame join the line, or say why it may not."""
@@ -165,8 +177,11 @@ class WaitingLine:
         return waiting
 
     def decide(self, now_s: float) -> Decision:
-        """Choose the next batch if the policy is free; a chosen batch is in flight from then on."""
-        if self._in_flight or not self._waiting:
+        """Choose the next batch if a replica is free; a chosen batch is in flight from then on.
+
+        Where there are replicas, ask again after a batch: another may be free.
+        """
+        if len(self._flights) >= self.num_replicas or not self._waiting:
             return Decision()
         chosen, expired = self._choose(now_s)
         for ticket in expired:
@@ -176,26 +191,30 @@ class WaitingLine:
             return Decision(expired=expired, wake_s=wait_s)
         for ticket in chosen:
             self.withdraw(ticket.number)
-        self._in_flight, self._started_s = chosen, now_s
         if chosen:
+            self._flights.append(_Flight(chosen, now_s))
             self._note_places(chosen)
         return Decision(batch=chosen, expired=expired)
 
-    def finish(self, now_s: float, service_s: float | None = None) -> None:
-        """Take in that the policy is free again; `service_s` is what the batch took, if it was
-        answered in one go."""
+    def finish(
+        self, now_s: float, service_s: float | None = None, batch: tuple[Ticket, ...] | None = None
+    ) -> None:
+        """Take in that a replica is free again; `service_s` is what its batch took, if it was
+        answered in one go. Without `batch` it is the one that was started first."""
+        index = 0 if batch is None else [one.batch for one in self._flights].index(batch)
+        done = self._flights.pop(index).batch
         if service_s is not None:
-            self.service_time.observe(len(self._in_flight), service_s)
+            self.service_time.observe(len(done), service_s)
             self._measured_s = now_s
-        for ticket in self._in_flight:
+        for ticket in done:
             if ticket.is_session:
                 self._rhythm.answered(ticket.flow, now_s)
-        self._in_flight = ()
 
     def clears_in_s(self, now_s: float) -> float:
         """Return the seconds until all that waits now will have been answered."""
         batches = math.ceil((len(self._waiting) + 1) / self.max_batch)
-        return self._busy_s(now_s) + batches * self.service_time.expect(self.max_batch)
+        last_s = self._free_s(batches - 1, now_s)
+        return last_s - now_s + self.service_time.expect(self.max_batch)
 
     def _waiting_of(self, ticket: Ticket) -> Ticket | None:
         return next((one for one in self._waiting.values() if one.flow == ticket.flow), None)
@@ -217,7 +236,7 @@ class WaitingLine:
 
     def _spend_share(self, flow: str, now_s: float) -> None:
         """Take one frame's part of the policy's time off what a flow may still ask for."""
-        share_s = self.service_time.expect(self.max_batch) / self.max_batch
+        share_s = self.service_time.expect(self.max_batch) / self._capacity
         self._share_used_s[flow] = self._fair_start_s(flow, now_s) + share_s
         if len(self._share_used_s) > 2 * self.rules.max_waiting:
             kept = {name: used for name, used in self._share_used_s.items() if used > now_s}
@@ -227,12 +246,10 @@ class WaitingLine:
         """Would a frame be answered after its deadline, as far as fresh measurements tell?"""
         if ticket.deadline_s <= now_s:
             return True
-        if now_s - self._measured_s > STALE_AFTER_S and not self._in_flight:
+        if now_s - self._measured_s > STALE_AFTER_S and not self._flights:
             return False
         ahead = self._num_before(ticket, turn)
-        full_batches = ahead // self.max_batch
-        ready_s = now_s + self._busy_s(now_s)
-        ready_s += full_batches * self.service_time.expect(self.max_batch)
+        ready_s = self._free_s(ahead // self.max_batch, now_s)
         ready_s += self.service_time.expect(ahead % self.max_batch + 1)
         return ready_s > ticket.deadline_s
 
@@ -244,12 +261,23 @@ class WaitingLine:
             (one.owner in ahead, self._turns[one.number]) < place for one in self._waiting.values()
         )
 
-    def _busy_s(self, now_s: float) -> float:
-        """Return the seconds until the policy is free."""
-        if not self._in_flight:
-            return 0.0
-        expected_s = self.service_time.expect(len(self._in_flight))
-        return max(0.0, self._started_s + expected_s - now_s)
+    @property
+    def _capacity(self) -> int:
+        """How many frames can be with the policy at a time."""
+        return self.max_batch * max(1, self.num_replicas)
+
+    def _free_s(self, batches_ahead: int, now_s: float) -> float:
+        """Return when a replica is free for one more batch, after so many full ones."""
+        free_s = [
+            max(now_s, one.started_s + self.service_time.expect(len(one.batch)))
+            for one in self._flights
+        ]
+        free_s += [now_s] * (max(1, self.num_replicas) - len(free_s))
+        heapq.heapify(free_s)
+        full_s = self.service_time.expect(self.max_batch)
+        for _ in range(batches_ahead):
+            heapq.heapreplace(free_s, free_s[0] + full_s)
+        return free_s[0]
 
     def _is_full_for(self, ticket: Ticket) -> bool:
         if ticket.stays_until_s is not None:
@@ -259,7 +287,7 @@ class WaitingLine:
         )
         if ticket.is_running:
             return taken >= self.rules.max_waiting
-        return taken >= min(self.rules.max_waiting, self.rules.newcomer_batches * self.max_batch)
+        return taken >= min(self.rules.max_waiting, self.rules.newcomer_batches * self._capacity)
 
     def _displaced_by(self, ticket: Ticket) -> Ticket | None:
         """Return the frame that loses its place to a newcomer, if one should."""
@@ -309,6 +337,7 @@ class WaitingLine:
     def _choose(self, now_s: float) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Return the batch to start now, and the frames whose deadline cannot be met any more."""
         ordered = self._in_order(now_s)
+        flying = {one.flow for one in self.in_flight if one.is_session}
         chosen: list[Ticket] = []
         expired: list[Ticket] = []
         tightest_s = math.inf
@@ -317,6 +346,8 @@ class WaitingLine:
             if ticket.deadline_s < alone_s or ticket.deadline_s <= now_s:
                 expired.append(ticket)
                 continue
+            if ticket.flow in flying:
+                continue  # its memory is with another replica
             if len(chosen) == self.max_batch:
                 break
             limit_s = min(tightest_s, ticket.deadline_s)
@@ -333,6 +364,8 @@ class WaitingLine:
     def _worth_waiting_s(self, chosen: Sequence[Ticket], now_s: float) -> float:
         """Return how much longer a batch should wait for company."""
         if not chosen or len(chosen) >= self.max_batch:
+            return 0.0
+        if len(self._flights) + 1 < self.num_replicas:
             return 0.0
         # Never longer than a batch takes: beyond that, going twice is quicker.
         patience_s = min(self.rules.max_wait_s, self.service_time.expect(len(chosen) + 1))

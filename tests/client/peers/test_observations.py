@@ -130,8 +130,35 @@ def test_unusable_openvla_fields_are_named(fields: dict[str, object], field: str
     assert caught.value.field == field
 
 
+def test_oft_takes_a_state_as_a_list_as_its_own_server_does() -> None:
+    fields = {"full_image": np.zeros((4, 4, 3), np.uint8), "instruction": "x", "state": [1, 0.5]}
+    state = oft_request(fields, LIMITS).observation.state
+    assert state is not None
+    assert state.tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 1), (4, 5, 4)])
+def test_oft_takes_no_grey_and_no_transparent_picture(shape: tuple[int, ...]) -> None:
+    fields = {"full_image": np.zeros(shape, np.uint8), "instruction": "x"}
+    with pytest.raises(WireError, match="full_image"):
+        oft_request(fields, LIMITS)
+
+
 @pytest.mark.parametrize(
-    "state", [np.array([np.nan]), np.array([1e300]), np.zeros((2, 2)), np.array([True]), "1", [1]]
+    "state",
+    [
+        np.array([np.nan]),
+        np.array([1e300]),
+        np.zeros((2, 2)),
+        np.array([True]),
+        "1",
+        [[1]],
+        [True],
+        [10**400],
+        [1e300],
+        ["1"],
+        [0] * 5000,
+    ],
 )
 def test_a_state_that_is_no_vector_of_finite_numbers_is_refused(state: object) -> None:
     with pytest.raises(WireError, match="state"):

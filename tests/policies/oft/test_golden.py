@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deft_client.image_chain import ImageChain
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.types import ActionChunk, ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.tensor_file import read_tensors
@@ -63,14 +63,9 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
 
 
 def request_for(case: OftCase) -> ActRequest:
-    """A case as a robot sends it; uncropped where the golden answer is."""
-    image, *wrists = case.images()
-    if "client_images_sha256" in case.fields:
-        image, *wrists = (ImageChain.LIBERO_UNCROPPED.apply(one) for one in (image, *wrists))
-    cameras = {f"wrist_{index}": one for index, one in enumerate(wrists)}
-    state = None if case.state is None else case.state.astype(np.float32)
+    """A case as a robot sends it."""
     options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
-    return ActRequest(Observation(image, case.instruction, cameras, state), options=options)
+    return ActRequest(case.observation(), options=options)
 
 
 def answer(policies: Policies, case: OftCase) -> ActionChunk:

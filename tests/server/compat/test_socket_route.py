@@ -3,12 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from starlette.testclient import WebSocketTestSession
+from starlette.testclient import WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 from websockets.sync.client import connect
 
@@ -80,6 +81,11 @@ def test_the_gripper_is_closed_with_plus_one() -> None:
     actions[:, -1] = [0.0, 0.49, 0.996]
     assert in_convention(actions, OPENPI)[:, -1].tolist() == [1.0, 1.0, -1.0]
     assert actions[0, -1] == 0.0
+
+
+def test_joints_of_two_arms_have_no_gripper_at_their_end() -> None:
+    actions = np.linspace(-1.0, 1.0, 28).reshape(2, 14)
+    np.testing.assert_array_equal(in_convention(actions, OPENPI), actions)
 
 
 def test_an_openpi_error_is_a_text_frame_and_close_code_1011(client: TestClient) -> None:
@@ -242,3 +248,17 @@ def until(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.005)
     raise AssertionError("it never came true")
+
+
+def test_it_asks_for_a_key_although_the_page_at_its_address_is_open(
+    policy: ThreeDatasets, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[arm]\nkey = "a-key-of-some-robot-arm"\n')
+    with client_of(build_app(policy, Settings(keys_file=keys))) as client:
+        assert client.get("/", follow_redirects=False).status_code == 307
+        with pytest.raises(WebSocketDenialResponse), client.websocket_connect("/"):
+            pass
+        known = {"authorization": "Bearer a-key-of-some-robot-arm"}
+        with client.websocket_connect("/", headers=known) as socket:
+            assert socket.receive_bytes()

@@ -90,7 +90,7 @@ def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
 def test_the_bare_address_leads_to_the_dashboard_without_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[boss]\nkey = "a-key-of-the-administrator"\nadmin = true\n')
-    with TestClient(build_app(Settings(keys_file=keys))) as client:
+    with client_of(build_app(Settings(keys_file=keys))) as client:
         assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard"
         assert client.get("/docs").status_code == 200
 

@@ -8,7 +8,7 @@ from deft_server.errors import UnsafeAnswerError
 from deft_server.hosting.host import HostedPolicy
 from deft_server.serving.safety import SafetyGuard, limit_steps
 from deft_server.serving.sessions import RobotSession
-from deft_server.settings import OnSuddenStep, Settings, SettingsError
+from deft_server.settings import ActionRange, OnSuddenStep, Settings, SettingsError
 from tests.server.fakes import LimitedFake
 
 ZERO = np.zeros((1, 7))
@@ -27,6 +27,10 @@ def plain_guard() -> SafetyGuard:
 
 def guard(**settings: object) -> SafetyGuard:
     return SafetyGuard(HostedPolicy.of(LimitedFake()), Settings(**settings))  # type: ignore[arg-type]
+
+
+def free_guard(settings: Settings) -> SafetyGuard:
+    return SafetyGuard(HostedPolicy.of(LimitedFake(may_exceed=True)), settings)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -53,6 +57,36 @@ def test_an_answer_beyond_the_statistics_is_withheld_and_the_culprit_named():
 def test_the_ends_of_the_range_are_inside_whatever_the_rounding():
     actions = np.array([[1.0 + 1e-9] * 7, [-1.0 - 1e-9] * 7])
     assert guard().check(actions, session(), None).actions is actions
+
+
+def test_an_answer_of_a_policy_that_may_exceed_the_statistics_is_clamped_and_marked():
+    free = free_guard(Settings())
+    actions = np.array([[0.5, 1.2, -1.5, 0.0, 0.0, 0.0, 1.001]])
+    checked = free.check(actions, session(), None)
+    assert checked.is_clamped
+    np.testing.assert_array_equal(checked.actions, [[0.5, 1.0, -1.0, 0.0, 0.0, 0.0, 1.0]])
+    inside = np.full((2, 7), 0.9)
+    checked = free.check(inside, session(), None)
+    assert (checked.actions is inside, checked.is_clamped) == (True, False)
+
+
+def test_what_was_clamped_to_the_statistics_still_obeys_the_limits_per_step():
+    settings = Settings(step_limits={"*": (0.3,) * 7})
+    free = free_guard(settings)
+    checked = free.check(np.full((1, 7), 1.5), session(np.full(7, 0.9)), None)
+    assert checked.is_clamped  # by the statistics alone: the step to their end is small enough
+    np.testing.assert_array_equal(checked.actions, np.ones((1, 7)))
+
+
+def test_on_request_it_is_sent_as_it_is_but_faults_are_still_withheld():
+    raw = Settings(range=ActionRange.PEER)
+    actions = np.full((1, 7), 1.2)
+    checked = free_guard(raw).check(actions, session(), None)
+    assert (checked.actions is actions, checked.is_clamped) == (True, False)
+    with pytest.raises(UnsafeAnswerError, match="1.2 in dimension 0"):
+        guard(range=ActionRange.PEER).check(actions, session(), None)
+    with pytest.raises(UnsafeAnswerError, match="NaN"):
+        free_guard(raw).check(actions * np.nan, session(), None)
 
 
 def test_a_policy_that_tells_no_limits_is_checked_for_finiteness_only():

@@ -15,7 +15,7 @@ from deft_client.libero.results.store import ResultsStore, RunHeader, load_run
 from tests.golden import GOLDEN
 
 OLD = GOLDEN / "evaluation_folder"
-COMMAND = ["libero_object", "--policy", "expert"]
+COMMAND = ["libero_object", "--policy", "expert", "--assets", "stand-in"]
 
 
 @pytest.fixture

@@ -1,0 +1,237 @@
+"""Runs the server's own waiting line against robots that do not exist, faster than time passes.
+
+What decides is `serving.waiting_line` itself; invented are only the robots, who send at a fixed
+rate whatever they are answered, and the policy, whose times are drawn from recorded ones.
+"""
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_server.planning.service_times import ServiceTimes
+from deft_server.serving.waiting_line import Admission, LineRules, Ticket, WaitingLine
+
+QUANTILE_STEPS = 1024
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Robots that send frames at a fixed rate, each at a random moment of its period."""
+
+    num_robots: int
+    rate_hz: float
+    deadline_s: float = math.inf
+    jitter: float = 0.1  # of a period: how far a frame may be early or late
+    seconds: float = 20.0
+    warm_up_s: float = 2.0  # what is sent before this is not counted
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Who answers: one front that takes `front_s` of its only core per frame, and replicas.
+
+    `added_s` is what else a frame spends on its way there and back, without keeping anybody busy.
+    """
+
+    service: ServiceTimes
+    rules: LineRules
+    front_s: float = 0.0
+    added_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """What became of the frames, and how busy the policy and the front were."""
+
+    num_sent: int
+    latencies_s: NDArray[np.float64]  # [answered frame], from being sent to being answered
+    num_superseded: int
+    num_refused: int  # too many waiting
+    num_missed: int  # could not, or did not, meet the deadline
+    mean_batch: float
+    replica_load: float  # share of the time, 0 to 1
+    front_load: float  # above 1 the front cannot keep up, and latency grows without end
+
+    def at(self, quantile: float) -> float:
+        """Return the seconds that this share of the answers stays within; infinite without any."""
+        return float(np.quantile(self.latencies_s, quantile)) if self.num_answered else math.inf
+
+    @property
+    def num_answered(self) -> int:
+        """Frames that were answered in time."""
+        return len(self.latencies_s)
+
+    @property
+    def answered_share(self) -> float:
+        """Of the frames that were sent."""
+        return self.num_answered / max(1, self.num_sent)
+
+
+class Simulation:
+    """One run; `simulate` makes, runs and forgets it."""
+
+    def __init__(self, fleet: Fleet, capacity: Capacity) -> None:
+        self._fleet = fleet
+        self._capacity = capacity
+        self._line = WaitingLine(capacity.rules)
+        self._random = np.random.default_rng(fleet.seed)
+        self._quantiles = [
+            np.array([capacity.service.at(size, q) for q in np.linspace(0, 1, QUANTILE_STEPS)])
+            for size in range(1, capacity.rules.max_batch + 1)
+        ]
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._numbers = itertools.count(1)
+        self._front_free_s = 0.0
+        self._front_busy_s = 0.0
+        self._replica_busy_s = 0.0
+        self._answered: set[str] = set()
+        self._fates: Counter[str] = Counter()
+        self._latencies_s: list[float] = []
+        self._batches: list[int] = []
+
+    def run(self) -> Forecast:
+        """Play the whole time and sum up."""
+        for robot in range(self._fleet.num_robots):
+            phase_s = self._random.random() / self._fleet.rate_hz
+            self._robot(f"robot {robot}", phase_s)
+        while self._events:
+            now_s, _, event = heapq.heappop(self._events)
+            event(now_s)
+        fleet = self._fleet
+        return Forecast(
+            num_sent=self._fates["sent"],
+            latencies_s=np.array(self._latencies_s),
+            num_superseded=self._fates["superseded"],
+            num_refused=self._fates["refused"],
+            num_missed=self._fates["missed"],
+            mean_batch=float(np.mean(self._batches)) if self._batches else 0.0,
+            replica_load=self._replica_busy_s / (fleet.seconds * self._line.num_replicas),
+            front_load=self._front_busy_s / fleet.seconds,
+        )
+
+    def _at(self, when_s: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._order), event))
+
+    def _robot(self, name: str, phase_s: float) -> None:
+        """Have a robot send every period, a little early or late."""
+        fleet = self._fleet
+        period_s = 1 / fleet.rate_hz
+        for beat in range(int(fleet.seconds * fleet.rate_hz)):
+            late_s = fleet.jitter * period_s * (self._random.random() - 0.5)
+            sent_s = max(0.0, phase_s + beat * period_s + late_s)
+            self._at(sent_s, lambda now_s, sent_s=sent_s: self._send(name, sent_s))  # type: ignore[misc]
+
+    def _send(self, name: str, sent_s: float) -> None:
+        """Let the front take its time over a frame; then it joins the line."""
+        self._count("sent", sent_s)
+        self._front_free_s = max(self._front_free_s, sent_s) + self._capacity.front_s
+        self._front_busy_s += self._capacity.front_s
+        ticket = Ticket(
+            next(self._numbers), name, sent_s, sent_s + self._fleet.deadline_s, is_session=True
+        )
+        self._at(self._front_free_s, lambda now_s: self._join(ticket, now_s))
+
+    def _join(self, ticket: Ticket, now_s: float) -> None:
+        ticket = replace(ticket, is_running=ticket.flow in self._answered)
+        offer = self._line.offer(ticket, now_s)
+        if offer.admission is not Admission.WAITS:
+            too_late = offer.admission is Admission.TOO_LATE
+            self._count("missed" if too_late else "refused", ticket.arrived_s)
+        for leaving, fate in ((offer.superseded, "superseded"), (offer.displaced, "refused")):
+            if leaving is not None:
+                self._count(fate, leaving.arrived_s)
+        self._pump(now_s)
+
+    def _pump(self, now_s: float) -> None:
+        """Start what the line wants started, as the scheduler does."""
+        while True:
+            decision = self._line.decide(now_s)
+            for ticket in decision.expired:
+                self._count("missed", ticket.arrived_s)
+            if not decision.batch:
+                break
+            self._start(decision.batch, now_s)
+        if decision.wake_s is not None:
+            self._at(now_s + decision.wake_s, self._pump)
+
+    def _start(self, batch: tuple[Ticket, ...], now_s: float) -> None:
+        quantiles = self._quantiles[len(batch) - 1]
+        service_s = float(quantiles[self._random.integers(QUANTILE_STEPS)])
+        self._replica_busy_s += max(0.0, min(service_s, self._fleet.seconds - now_s))
+        self._batches.append(len(batch))
+        self._at(now_s + service_s, lambda then_s: self._finish(batch, service_s, then_s))
+
+    def _finish(self, batch: tuple[Ticket, ...], service_s: float, now_s: float) -> None:
+        self._line.finish(now_s, service_s, batch)
+        for ticket in batch:
+            self._answered.add(ticket.flow)
+            latency_s = now_s + self._capacity.added_s - ticket.arrived_s
+            if now_s > ticket.deadline_s:
+                self._count("missed", ticket.arrived_s)
+            elif ticket.arrived_s >= self._fleet.warm_up_s:
+                self._latencies_s.append(latency_s)
+        self._pump(now_s)
+
+    def _count(self, fate: str, sent_s: float) -> None:
+        self._fates[fate] += sent_s >= self._fleet.warm_up_s
+
+
+def simulate(fleet: Fleet, capacity: Capacity) -> Forecast:
+    """Return what would become of a fleet's frames."""
+    return Simulation(fleet, capacity).run()
+
+
+@dataclass(frozen=True)
+class FleetGoal:
+    """What has to hold: a quantile of the answers' times, and the share that is answered."""
+
+    p99_s: float
+    answered_share: float = 0.999
+
+    def is_met(self, forecast: Forecast) -> bool:
+        """Does a forecast reach it?"""
+        return (
+            forecast.at(0.99) <= self.p99_s
+            and forecast.answered_share >= self.answered_share
+            and forecast.front_load < 1
+        )
+
+
+@dataclass(frozen=True)
+class Search:
+    """The fewest replicas that meet a goal, None where none do, and every forecast on the way."""
+
+    num_replicas: int | None
+    forecasts: dict[int, Forecast] = field(default_factory=dict)
+
+
+def fewest_replicas(fleet: Fleet, capacity: Capacity, goal: FleetGoal, most: int) -> Search:
+    """Find how many replicas a fleet needs: doubled until it holds, then narrowed down."""
+    seen: dict[int, Forecast] = {}
+
+    def holds(count: int) -> bool:
+        rules = replace(capacity.rules, num_replicas=count)
+        seen[count] = simulate(fleet, replace(capacity, rules=rules))
+        return goal.is_met(seen[count])
+
+    enough = 1
+    while not holds(enough):
+        if enough >= most:
+            return Search(None, seen)
+        enough = min(most, 2 * enough)
+    too_few = max((count for count in seen if count < enough), default=0)
+    while enough - too_few > 1:
+        middle = (enough + too_few) // 2
+        if holds(middle):
+            enough = middle
+        else:
+            too_few = middle
+    return Search(enough, seen)

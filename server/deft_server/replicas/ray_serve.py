@@ -1,0 +1,199 @@
+"""Replicas as a Ray Serve deployment. The only place that knows Ray, imported where it is used.
+
+Ray places the replicas, restarts those that die or hang, and replaces them one by one when a new
+version is deployed. Frames do not pass through Ray's proxies: our own server holds the handle.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from deft_policies.base import ActRequest
+from deft_server.errors import NotReadyError
+from deft_server.hosting.messages import PolicyFacts
+from deft_server.hosting.recipe import LoadPolicy
+from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
+from deft_server.replicas.remote import Replica, ReplicaAnswers
+from deft_server.settings import SettingsError
+
+APPLICATION = "deft"
+DEPLOYMENT = "PolicyReplica"
+HEALTH_EVERY_S = 2.0
+STOP_S = 5.0
+# How Ray's own documentation says to serve where latency counts; read when Ray is imported. The
+# processes of a cluster need the same, see deploy/ray.
+ENVIRONMENT = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # Nobody calls a replica over HTTP; with it, every replica that stops first waits for half a
+    # minute in case somebody does.
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyReplica:
+    """One replica. Ray calls it on an event loop; the policy has a thread of its own."""
+
+    def __init__(self, load: LoadPolicy, version: str, hang_after_s: float) -> None:
+        from ray import serve
+
+        name = str(serve.get_replica_context().rank.rank)
+        self._hang_after_s = hang_after_s
+        self._busy_since_s: float | None = None
+        self._thread = ThreadPoolExecutor(1, "policy")
+        self._replica = self._thread.submit(Replica, load, version, name).result()
+
+    async def look(self) -> tuple[str, PolicyFacts]:
+        """Return the version of the policy, and what a server has to know of it."""
+        return self._replica.version, self._replica.facts
+
+    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+        """Answer a batch."""
+        loop = asyncio.get_running_loop()
+        self._busy_since_s = time.monotonic()
+        try:
+            return await loop.run_in_executor(self._thread, self._replica.answer, frames)
+        finally:
+            self._busy_since_s = None
+
+    def check_health(self) -> None:
+        """Raise where the policy hangs: Ray then starts another replica in its place."""
+        since_s = self._busy_since_s
+        if since_s is not None and time.monotonic() - since_s > self._hang_after_s:
+            raise NotReadyError(f"a batch took over {self._hang_after_s:g} s")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What to start, and with how much of a machine for each replica."""
+
+    load: LoadPolicy
+    version: str
+    num_replicas: int
+    cpus: float = 1.0
+    gpus: float = 0.0
+    hang_after_s: float = 60.0
+
+
+def build_application(deployment: Deployment) -> Any:
+    """Return the Serve application; `serve.run` and Serve's own configuration take it."""
+    from ray import serve
+
+    options = serve.deployment(
+        name=DEPLOYMENT,
+        num_replicas=deployment.num_replicas,
+        max_ongoing_requests=1,
+        health_check_period_s=HEALTH_EVERY_S,
+        ray_actor_options={"num_cpus": deployment.cpus, "num_gpus": deployment.gpus},
+    )
+    return options(PolicyReplica).bind(deployment.load, deployment.version, deployment.hang_after_s)
+
+
+@dataclass(eq=False)
+class RayCluster:
+    """A `Cluster`: replicas that were there already, or those of `deployment`."""
+
+    address: str | None
+    deployment: Deployment | None
+    hang_after_s: float = 60.0
+    _handle: Any = None
+    _errors: tuple[type[Exception], ...] = field(default=())
+
+    def connect(self) -> None:
+        """Reach the cluster, or start one here, and have the replicas run."""
+        ray, serve = import_ray()
+        self._errors = (ray.exceptions.RayError, serve.exceptions.RayServeException)
+        try:
+            self._start(ray, serve)
+        except (ConnectionError, RuntimeError, ValueError, serve.exceptions.RayServeException) as e:
+            where = self.address or "this machine"
+            raise SettingsError(f"no replicas on {where}: {e}") from e
+
+    async def look(self) -> tuple[str, PolicyFacts]:
+        """Ask a replica what the policy is."""
+        try:
+            found: tuple[str, PolicyFacts] = await self._handle.look.remote()
+        except self._errors as error:
+            raise ReplicaLostError(_first_line(error)) from error
+        return found
+
+    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+        """Have a free replica answer."""
+        response = self._handle.answer.remote(frames)
+        try:
+            answers: ReplicaAnswers = await asyncio.wait_for(response, self.hang_after_s)
+        except asyncio.TimeoutError as error:
+            raise ReplicaHangsError(f"no answer within {self.hang_after_s:g} s") from error
+        except self._errors as error:
+            raise ReplicaLostError(_first_line(error)) from error
+        return answers
+
+    def count(self) -> int:
+        """Return how many replicas are running."""
+        _, serve = import_ray()
+        application = serve.status().applications.get(APPLICATION)
+        if application is None:
+            return 0
+        return int(application.deployments[DEPLOYMENT].replica_states.get("RUNNING", 0))
+
+    def close(self) -> None:
+        """Leave the cluster. One that was started here ends; on another the replicas stay."""
+        import_ray()[0].shutdown()
+
+    def _start(self, ray: Any, serve: Any) -> None:
+        cpus = None
+        if self.address is None and self.deployment is not None:
+            wanted = self.deployment.num_replicas * self.deployment.cpus
+            cpus = max(os.cpu_count() or 1, int(wanted + 1))
+        if not ray.is_initialized():
+            ray.init(
+                address=self.address or "local",
+                num_cpus=cpus,
+                include_dashboard=None if self.address else False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+            )
+        serve.start(proxy_location="Disabled")
+        if self.deployment is None:
+            self._handle = serve.get_app_handle(APPLICATION)
+        else:
+            application = build_application(self.deployment)
+            self._handle = serve.run(application, name=APPLICATION, route_prefix=None)
+
+
+def import_ray() -> tuple[Any, Any]:
+    """Return `ray` and `ray.serve`, or raise `SettingsError` where the extra is not installed."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise SettingsError('replicas need Ray: pip install "deft-vla[ray]"') from error
+    return ray, serve
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def application(arguments: Mapping[str, str]) -> Any:
+    """Build the application from the `args` of a Serve configuration: `policy` and its flags.
+
+    `version` marks a change that the flags do not show, such as new files in the same folder.
+    """
+    from deft_server.commands.settings_sources import policy_of_flags
+
+    given = dict(arguments)
+    version = given.pop("version", "")
+    command = policy_of_flags(given)
+    return build_application(
+        Deployment(command.load, f"{version} {sorted(given.items())}".strip(), 1)
+    )

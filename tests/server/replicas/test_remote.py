@@ -1,0 +1,312 @@
+"""Replicas without Ray: what travels, what returns, and what happens when one is lost."""
+
+import asyncio
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+
+from deft_client.types import ActOptions
+from deft_policies import tiny_libero as bundle
+from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_policies.benchmark.replay import generate_frames, with_statistics_key
+from deft_policies.constant import ConstantPolicy
+from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
+from deft_policies.memory import SessionMemory
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions
+from deft_server.errors import NotReadyError, PolicyFailedError
+from deft_server.hosting.attempts import Failure
+from deft_server.hosting.host import Elsewhere, HostedPolicy
+from deft_server.hosting.messages import PolicyFacts
+from deft_server.hosting.process import hosted
+from deft_server.replicas.host import ReplicaHangsError, ReplicaHost, ReplicaLostError
+from deft_server.replicas.remote import Replica, ReplicaAnswers
+from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.service import Service
+from deft_server.settings import Settings, SettingsError
+from tests.server.fakes import (
+    CALLER,
+    FakePolicy,
+    LimitedFake,
+    RaisingPolicy,
+    dislikes,
+    frame,
+)
+
+
+def replica_of(policy: Policy, version: str = "1", name: str = "0") -> Replica:
+    return Replica(lambda: policy, version, name)
+
+
+def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequest:
+    return ActRequest(frame(instruction=instruction), memory)
+
+
+def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Exception]:
+    """Answer a batch as a replica far away would: everything crosses as bytes."""
+    returned = replica.answer(pickle.loads(pickle.dumps(requests)))
+    return list(pickle.loads(pickle.dumps(returned)).attempts(0.01).answers)
+
+
+def number_of(answer: ActAnswer | Exception) -> float:
+    assert isinstance(answer, ActAnswer)
+    return float(answer.chunk.actions[0, 0])
+
+
+def test_any_host_goes_on_where_another_stopped():
+    replicas = [replica_of(FakePolicy(), name=str(number)) for number in range(3)]
+    memory, counted = SessionMemory(), []
+    for step in range(6):
+        (answer,) = travelled(replicas[step % 3], request(memory))
+        counted.append(number_of(answer))
+        memory = answer.memory
+    assert counted == [1, 2, 3, 4, 5, 6]
+    both = travelled(replicas[0], request(SessionMemory()), request(memory))
+    assert list(map(number_of, both)) == [1, 7]
+
+
+def test_replicas_of_a_real_policy_answer_to_the_bit_as_one_thread_does():
+    options = bundle.complete(OpenVLAOptions(device="cpu", is_guarded=False))
+    policies = [load_policy(options), load_policy(options)]
+    replicas = [replica_of(policy) for policy in policies]
+    frames = with_statistics_key(generate_frames(8), policies[0])
+    memories = [SessionMemory(), SessionMemory()]
+    for step, shown in enumerate(frames):
+        options = ActOptions(statistics_key=shown.statistics_key)
+        requests = [ActRequest(shown.observation, one, options) for one in memories]
+        (here,) = policies[0].act(requests[:1])
+        (there,) = travelled(replicas[step % 2], requests[1])
+        assert isinstance(there, ActAnswer)
+        assert there.chunk.actions.tobytes() == here.chunk.actions.tobytes()
+        memories = [here.memory, there.memory]
+        assert memories[0].own == memories[1].own
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (RequestError("instruction", "too odd"), RequestError),
+        (DeviceError("no memory"), DeviceError),
+        (ValueError("a bug"), PolicyFailedError),
+    ],
+)
+def test_only_the_culprit_of_a_batch_fails(error, known):
+    replica = replica_of(RaisingPolicy(error=dislikes("bad", error)))
+    first, second = travelled(
+        replica, request(SessionMemory()), request(SessionMemory(), instruction="bad")
+    )
+    assert number_of(first) == 1
+    assert isinstance(second, known)
+
+
+def test_a_frame_that_the_policy_refuses_names_its_field_and_does_not_touch_the_others():
+    odd = ActRequest(frame(), options=ActOptions(decoding="nonsense"))
+    first, second = travelled(replica_of(FakePolicy()), odd, request(SessionMemory()))
+    assert isinstance(first, RequestError)
+    assert first.field == "decoding"
+    assert number_of(second) == 1
+
+
+def test_the_server_knows_info_and_limits_without_the_policy():
+    policy = hosted(pickle.loads(pickle.dumps(replica_of(LimitedFake()).facts)))
+    assert policy.info == ConstantPolicy().info
+    assert policy.limits is not None
+    assert policy.limits(None).high.tolist() == [1.0] * 7
+    assert hosted(replica_of(FakePolicy()).facts).limits is None
+    with pytest.raises(UnknownStatisticsKeyError):
+        policy.check(frame(), ActOptions(statistics_key="elsewhere"))
+
+
+@dataclass(eq=False)
+class FakeCluster:
+    """Hosts in this process; `events` makes calls of `answer` fail, one after the other."""
+
+    replicas: list[Replica] = field(default_factory=lambda: [replica_of(FakePolicy())])
+    events: list[Exception] = field(default_factory=list)
+    look_fails: list[Exception] = field(default_factory=list)
+    on_connect: Callable[[], None] = lambda: None
+    num_running: int = 1
+    num_answers: int = 0
+    most_at_once: int = 0
+    gate: asyncio.Event | None = None
+    _at_once: int = 0
+
+    def connect(self) -> None:
+        self.on_connect()
+
+    async def look(self) -> tuple[str, PolicyFacts]:
+        if self.look_fails:
+            raise self.look_fails.pop(0)
+        return self.replicas[0].version, self.replicas[0].facts
+
+    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+        self.num_answers += 1
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.events:
+                raise self.events.pop(0)
+            return self.replicas[self.num_answers % len(self.replicas)].answer(frames)
+        finally:
+            self._at_once -= 1
+
+    def count(self) -> int:
+        return self.num_running
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+async def serving(cluster: FakeCluster) -> Service:
+    settings = Settings(max_batch=1)
+    service = Service(Elsewhere(partial(ReplicaHost, cluster)), settings)
+    service.start()
+    await service.scheduler.settled()
+    return service
+
+
+async def ask(service: Service, session_id: str = "a") -> float:
+    chunk = await service.act(frame(), ActOptions(session_id=session_id), CALLER)
+    return float(chunk.actions[0, 0])
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came to hold")
+
+
+def test_a_session_goes_from_replica_to_replica():
+    async def story() -> list[float]:
+        service = await serving(FakeCluster([replica_of(FakePolicy()), replica_of(FakePolicy())]))
+        counted = [await ask(service) for _ in range(4)]
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == [1, 2, 3, 4]
+
+
+def test_a_batch_whose_replica_dies_is_answered_by_another():
+    async def story() -> tuple[list[float], int]:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        counted = [await ask(service)]
+        cluster.events.append(ReplicaLostError("killed"))
+        counted += [await ask(service), await ask(service)]
+        await service.close()
+        return counted, cluster.num_answers
+
+    assert asyncio.run(story()) == ([1, 2, 3], 4)
+
+
+def test_a_batch_that_is_lost_twice_is_told_to_come_again_and_the_session_is_as_before():
+    async def story() -> float:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        await ask(service)
+        cluster.events += [ReplicaLostError("killed"), ReplicaLostError("killed")]
+        with pytest.raises(NotReadyError, match="the replica was lost"):
+            await ask(service)
+        assert service.readiness.phase is ServerPhase.READY
+        failures = service.metrics.policy_failures.labels(Failure.LOST.value)
+        assert failures._value.get() == 1
+        counted = await ask(service)
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == 2
+
+
+def test_a_batch_that_hangs_is_not_sent_again():
+    async def story() -> int:
+        cluster = FakeCluster(events=[ReplicaHangsError("no answer")])
+        service = await serving(cluster)
+        with pytest.raises(NotReadyError):
+            await ask(service)
+        await service.close()
+        return cluster.num_answers
+
+    assert asyncio.run(story()) == 1
+
+
+def test_as_many_batches_are_out_as_replicas_run_and_a_session_is_in_one_of_them():
+    async def story() -> int:
+        cluster = FakeCluster(num_running=2)
+        service = await serving(cluster)
+        cluster.gate = asyncio.Event()
+        asked = [asyncio.create_task(ask(service, name)) for name in ("a", "b", "c", "d")]
+        await until(lambda: cluster.most_at_once == 2)
+        cluster.gate.set()
+        await asyncio.gather(*asked)
+        await service.close()
+        return cluster.most_at_once
+
+    assert asyncio.run(story()) == 2
+
+
+def test_without_a_replica_frames_are_refused_until_one_is_back():
+    async def story() -> float:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        cluster.num_running = 0
+        await until(lambda: service.readiness.phase is ServerPhase.LOADING)
+        with pytest.raises(NotReadyError, match="no replica is running"):
+            await ask(service)
+        cluster.num_running = 3
+        await until(lambda: service.readiness.phase is ServerPhase.READY)
+        counted = await ask(service)
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == 1
+
+
+def test_a_new_version_is_guarded_by_its_own_limits():
+    async def story() -> HostedPolicy:
+        cluster = FakeCluster([replica_of(FakePolicy())])
+        service = await serving(cluster)
+        await ask(service)
+        cluster.replicas = [replica_of(LimitedFake(next_actions=np.full((1, 7), 0.5)), "2")]
+        await ask(service)
+        policy = service.policy
+        await service.close()
+        return policy
+
+    assert asyncio.run(story()).limits is not None
+
+
+def test_replicas_that_do_not_start_end_the_server_with_the_reason():
+    def refuse() -> None:
+        raise SettingsError("no cluster there")
+
+    async def story() -> str:
+        service = await serving(FakeCluster(on_connect=refuse))
+        sentence = service.readiness.sentence
+        await service.close()
+        return sentence
+
+    assert asyncio.run(story()) == "the policy could not be loaded: no cluster there"
+
+
+def test_a_new_version_that_cannot_be_looked_at_loses_the_batch_and_not_its_replica():
+    async def story() -> list[float]:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        counted = [await ask(service)]
+        cluster.replicas = [replica_of(FakePolicy(), "2")]
+        cluster.look_fails = [ReplicaLostError("killed"), ReplicaLostError("killed")]
+        with pytest.raises(NotReadyError):
+            await ask(service)
+        counted.append(await ask(service))
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == [1, 2]

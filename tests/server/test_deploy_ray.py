@@ -1,0 +1,287 @@
+"""The files for Ray and Kubernetes are of the right shape, and agree with each other and with us.
+
+The shapes are written out here as far as our files go; anything else in them is an error.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from deft_policies.constant import SleepingPolicy
+from deft_policies.openvla import options as openvla_options
+from deft_server.app import create_app
+from deft_server.commands.settings_sources import policy_of_flags
+from deft_server.replicas import ray_serve
+from deft_server.settings import Settings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+Quantity = Annotated[str, Field(pattern=r"^\d+(Gi|Mi|m)?$")]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ActorOptions(Part):
+    num_cpus: float
+    num_gpus: float
+
+
+class ServeDeployment(Part):
+    name: Literal["PolicyReplica"]
+    num_replicas: int
+    max_ongoing_requests: Literal[1]
+    graceful_shutdown_wait_loop_s: float
+    graceful_shutdown_timeout_s: float
+    health_check_period_s: float
+    ray_actor_options: ActorOptions
+
+
+class ServeApplication(Part):
+    name: Literal["deft"]
+    route_prefix: None
+    import_path: str
+    args: dict[str, str]
+    deployments: list[ServeDeployment]
+
+
+class ServeConfig(Part):
+    proxy_location: Literal["Disabled"]
+    applications: list[ServeApplication]
+
+
+class Variable(Part):
+    name: str
+    value: str
+
+
+class ContainerPort(Part):
+    containerPort: int  # noqa: N815
+    name: Name
+
+
+class HttpGet(Part):
+    path: str
+    port: str
+
+
+class Probe(Part):
+    httpGet: HttpGet  # noqa: N815
+    periodSeconds: int  # noqa: N815
+    failureThreshold: int  # noqa: N815
+
+
+class Resources(Part):
+    requests: dict[str, Quantity] = {}
+    limits: dict[str, Quantity] = {}
+
+
+class Mount(Part):
+    name: Name
+    mountPath: str  # noqa: N815
+    readOnly: Literal[True]  # noqa: N815
+
+
+class Container(Part):
+    name: Name
+    image: str
+    args: list[str] = []
+    env: list[Variable]
+    ports: list[ContainerPort] = []
+    startupProbe: Probe | None = None  # noqa: N815
+    readinessProbe: Probe | None = None  # noqa: N815
+    livenessProbe: Probe | None = None  # noqa: N815
+    resources: Resources
+    volumeMounts: list[Mount] = []  # noqa: N815
+
+
+class Volume(Part):
+    name: Name
+    secret: dict[str, str] | None = None
+    persistentVolumeClaim: dict[str, str] | None = None  # noqa: N815
+
+
+class PodSpec(Part):
+    containers: list[Container]
+    volumes: list[Volume] = []
+    terminationGracePeriodSeconds: int = 30  # noqa: N815
+    securityContext: dict[str, int | bool] = {}  # noqa: N815
+
+
+class Metadata(Part):
+    name: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class Pod(Part):
+    metadata: Metadata = Metadata()
+    spec: PodSpec
+
+
+class HeadGroup(Part):
+    rayStartParams: dict[str, str]  # noqa: N815
+    template: Pod
+
+
+class WorkerGroup(HeadGroup):
+    groupName: Name  # noqa: N815
+    replicas: int
+    minReplicas: int  # noqa: N815
+    maxReplicas: int  # noqa: N815
+
+
+class RayClusterConfig(Part):
+    rayVersion: str  # noqa: N815
+    headGroupSpec: HeadGroup  # noqa: N815
+    workerGroupSpecs: list[WorkerGroup]  # noqa: N815
+
+
+class RayServiceSpec(Part):
+    serveConfigV2: str  # noqa: N815
+    rayClusterConfig: RayClusterConfig  # noqa: N815
+
+
+class RayService(Part):
+    apiVersion: Literal["ray.io/v1"]  # noqa: N815
+    kind: Literal["RayService"]
+    metadata: Metadata
+    spec: RayServiceSpec
+
+
+class FrontSpec(Part):
+    replicas: int
+    strategy: dict[str, dict[str, int]]
+    selector: dict[str, dict[str, str]]
+    template: Pod
+
+
+class FrontDeployment(Part):
+    apiVersion: Literal["apps/v1"]  # noqa: N815
+    kind: Literal["Deployment"]
+    metadata: Metadata
+    spec: FrontSpec
+
+
+class Rule(Part):
+    alert: str
+    expr: str
+    for_: str = Field(default="0s", alias="for")
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+
+class RuleGroup(Part):
+    name: str
+    rules: list[Rule]
+
+
+class RuleFile(Part):
+    groups: list[RuleGroup]
+
+
+@pytest.fixture
+def serve_config() -> ServeConfig:
+    return ServeConfig.model_validate(yaml.safe_load((DEPLOY / "ray/serve.yaml").read_text()))
+
+
+@pytest.fixture
+def ray_service() -> RayService:
+    text = (DEPLOY / "kubernetes/rayservice.yaml").read_text()
+    return RayService.model_validate(yaml.safe_load(text))
+
+
+@pytest.fixture
+def front() -> FrontDeployment:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/front.yaml").read_text()))
+    assert [one["kind"] for one in documents] == ["Deployment", "Service", "PodDisruptionBudget"]
+    for other in documents[1:]:
+        selector = other["spec"]["selector"]
+        labels = selector.get("matchLabels", selector)
+        assert labels == documents[0]["spec"]["template"]["metadata"]["labels"]
+    assert documents[1]["spec"]["sessionAffinity"] == "ClientIP"
+    return FrontDeployment.model_validate(documents[0])
+
+
+def test_what_serve_is_told_to_import_is_our_application(serve_config: ServeConfig) -> None:
+    (application,) = serve_config.applications
+    module, _, function = application.import_path.partition(":")
+    assert module == ray_serve.__name__
+    assert callable(getattr(ray_serve, function))
+    assert application.name == ray_serve.APPLICATION
+    assert application.deployments[0].name == ray_serve.DEPLOYMENT
+
+
+def test_the_flags_in_the_configuration_are_those_of_the_policy(serve_config: ServeConfig) -> None:
+    given = dict(serve_config.applications[0].args)
+    assert given.pop("version")
+    flags = openvla_options.read_flags(policy_of_flags(given).namespace)
+    assert flags.checkpoint == given["checkpoint"]
+    assert flags.statistics_key == given["statistics_key"]
+
+
+def test_a_policy_is_loaded_from_a_table_of_its_flags() -> None:
+    policy = policy_of_flags({"policy": "sleeping", "sleep_ms": "20"}).load()
+    assert isinstance(policy, SleepingPolicy)
+    assert policy.sleep_s == 0.02
+
+
+def test_kuberay_deploys_what_serve_deploys(
+    ray_service: RayService, serve_config: ServeConfig
+) -> None:
+    config = ServeConfig.model_validate(yaml.safe_load(ray_service.spec.serveConfigV2))
+    assert config == serve_config
+    wanted = config.applications[0].deployments[0]
+    (group,) = ray_service.spec.rayClusterConfig.workerGroupSpecs
+    limits = group.template.spec.containers[0].resources.limits
+    assert wanted.num_replicas * wanted.ray_actor_options.num_gpus <= group.replicas * int(
+        limits["nvidia.com/gpu"]
+    )
+    assert group.minReplicas <= group.replicas <= group.maxReplicas
+
+
+def test_every_process_of_the_cluster_serves_for_latency(
+    ray_service: RayService, front: FrontDeployment
+) -> None:
+    cluster = ray_service.spec.rayClusterConfig
+    pods = [cluster.headGroupSpec.template, cluster.workerGroupSpecs[0].template]
+    for pod in [*pods, front.spec.template]:
+        (container,) = pod.spec.containers
+        environment = {one.name: one.value for one in container.env}
+        assert environment.items() >= ray_serve.ENVIRONMENT.items()
+        assert container.image == "deft/server-ray:0.1.0"
+        mounted = {one.name for one in container.volumeMounts}
+        assert mounted == {one.name for one in pod.spec.volumes}
+
+
+def test_the_front_uses_flags_and_probes_that_exist(front: FrontDeployment) -> None:
+    (container,) = front.spec.template.spec.containers
+    command, *flags = container.args
+    assert command == "serve"
+    names = {flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in flags}
+    assert names <= set(Settings.model_fields)
+    assert front.spec.template.spec.securityContext["runAsNonRoot"] is True
+    drain_s = next(float(flag.partition("=")[2]) for flag in flags if "drain" in flag)
+    assert front.spec.template.spec.terminationGracePeriodSeconds > drain_s
+    routes = {getattr(route, "path", "") for route in create_app(SleepingPolicy()).routes}
+    for probe in (container.startupProbe, container.readinessProbe, container.livenessProbe):
+        assert probe is not None
+        assert probe.httpGet.path in create_app(SleepingPolicy()).openapi()["paths"] or (
+            probe.httpGet.path in routes
+        )
+
+
+def test_the_rules_speak_of_metrics_that_exist(tmp_path: Path) -> None:
+    rules = RuleFile.model_validate(yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text()))
+    page = create_app(SleepingPolicy(), Settings(record=tmp_path)).service.metrics.page().decode()
+    families = set(re.findall(r"^# TYPE (\w+)", page, re.M))
+    for rule in rules.groups[0].rules:
+        for metric in re.findall(r"\bdeft_\w+", rule.expr):
+            assert {metric, re.sub("_(bucket|sum|count)$", "", metric)} & families, metric
+        assert rule.labels["severity"] in {"page", "warn"}
+        assert rule.annotations["summary"]
