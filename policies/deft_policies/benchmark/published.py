@@ -27,7 +27,7 @@ PUBLISHED_SHARES: Mapping[str, tuple[float, ...]] = MappingProxyType(
 )
 # Table 2, relaxed, LIBERO-Goal.
 RELAXED_GOAL = (0.2301, 0.1898, 0.3999, 0.1541, 0.0253, 0.0008)
-_FIT_STEPS = 500
+_PER_CENT_SQUARED = 1e4  # so that the fit does not end at once, with losses near zero
 
 
 def predicted_shares(chances: Sequence[float], loop: Loop) -> tuple[float, ...]:
@@ -42,12 +42,18 @@ def predicted_shares(chances: Sequence[float], loop: Loop) -> tuple[float, ...]:
 def fit_acceptance(shares: Sequence[float], loop: Loop) -> tuple[tuple[float, ...], float]:
     """Chances of tokens 2 to 7 under which the loop shows these shares; the largest deviation."""
     wanted = torch.tensor(shares, dtype=torch.float64)
-    logits = torch.zeros(ACTION_LENGTH - 1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.1)
-    for _ in range(_FIT_STEPS):
+    # Unequal at first: from equal chances nothing but rounding would part them.
+    start = torch.linspace(0.5, -0.5, ACTION_LENGTH - 1, dtype=torch.float64)
+    logits = start.requires_grad_(True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=200, line_search_fn="strong_wolfe")
+
+    def misfit() -> Tensor:
         optimizer.zero_grad()
-        (_shares(logits.sigmoid(), loop) - wanted).square().sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        loss = _PER_CENT_SQUARED * (_shares(logits.sigmoid(), loop) - wanted).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(misfit)  # type: ignore[no-untyped-call]
     chances = logits.detach().sigmoid()
     deviation = float((_shares(chances, loop) - wanted).abs().max())
     return tuple(chances.tolist()), deviation
