@@ -10,12 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_client.image_chain import (
-    ImageChain,
-    crop_centre,
-    resize_lanczos3,
-    round_trip_jpeg,
-)
+from deft_client.image_chain import ImageChain, crop_centre, resize_lanczos3, round_trip_jpeg
 from deft_policies.checkpoint.config import load_config
 from deft_policies.model.image import ImageProcessor
 from tests import slow_image_chain

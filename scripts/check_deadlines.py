@@ -20,13 +20,7 @@ from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import DeftError
 from deft_client.stream import AsyncStreamClient, StreamClient
 from deft_client.types import ActOptions, Observation
-from scripts.hostile_servers import (
-    HTTP_MANNERS,
-    STREAM_MANNERS,
-    Manner,
-    holding_up,
-    withholding,
-)
+from scripts.hostile_servers import HTTP_MANNERS, STREAM_MANNERS, Manner, holding_up, withholding
 
 DEADLINE_MS = 500.0
 CALL_MAY_TAKE_S = 0.7

@@ -15,12 +15,7 @@ from deft_client import PolicyClient, control_loop
 from scripts.hostile_servers import dripping, frozen, holding_up, withholding
 from scripts.local_server import local_server
 from tests.client.samples import frame
-from tests.repository import (
-    ROOT,
-    documented_commands,
-    documents,
-    name_of,
-)
+from tests.repository import ROOT, documented_commands, documents, name_of
 
 COMMANDS = documented_commands()
 MODULES = {"deft": "deft_server.__main__", "deft-client": "deft_client.__main__"}

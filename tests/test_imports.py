@@ -6,12 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.repository import (
-    PACKAGES,
-    ROOT,
-    name_of,
-    tracked,
-)
+from tests.repository import PACKAGES, ROOT, name_of, tracked
 
 HEAVY = {"torch", "transformers", "fastapi", "pydantic", "starlette", "uvicorn"}
 SIMULATOR = {"libero", "robosuite", "mujoco", "bddl"}

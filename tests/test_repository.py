@@ -7,16 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.repository import (
-    PACKAGES,
-    ROOT,
-    code,
-    identifiers,
-    name_of,
-    texts,
-    tracked,
-    words,
-)
+from tests.repository import PACKAGES, ROOT, code, identifiers, name_of, texts, tracked, words
 
 if sys.version_info >= (3, 11):
     import tomllib

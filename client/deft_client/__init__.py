@@ -11,19 +11,9 @@ if TYPE_CHECKING:
     from deft_client.actions import ActionQueue, ActionRules
     from deft_client.client import AsyncPolicyClient, PolicyClient
     from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
-    from deft_client.errors import (
-        DeftError,
-        ProblemError,
-        TransportError,
-        WireError,
-    )
+    from deft_client.errors import DeftError, ProblemError, TransportError, WireError
     from deft_client.recorder import Recorder
-    from deft_client.settings import (
-        ClientSettings,
-        Retries,
-        Timeouts,
-        TlsFiles,
-    )
+    from deft_client.settings import ClientSettings, Retries, Timeouts, TlsFiles
     from deft_client.stream import AsyncStreamClient, StreamClient
     from deft_client.types import (
         ActionChunk,

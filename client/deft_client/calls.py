@@ -22,12 +22,7 @@ from deft_client.errors import (
     problem_error,
 )
 from deft_client.settings import ClientSettings, Retries
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.messages import ActMessage
 

@@ -36,12 +36,7 @@ from deft_client.errors import (
     TransportError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings, check_url
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 
 ResultT = TypeVar("ResultT")
 REQUEST_ID = "x-request-id"

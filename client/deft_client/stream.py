@@ -25,12 +25,7 @@ from websockets.protocol import OPEN
 from websockets.uri import parse_uri
 
 from deft_client.calls import ACT_PATH, HttpReply, HttpRequest
-from deft_client.client import (
-    SHORTEST_WAIT_S,
-    AsyncPolicyClient,
-    PolicyClient,
-    transport_error,
-)
+from deft_client.client import SHORTEST_WAIT_S, AsyncPolicyClient, PolicyClient, transport_error
 from deft_client.deadlines import READ_SHARE, ending_at
 from deft_client.errors import (
     AnswerTimeoutError,
@@ -40,12 +35,7 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings
-from deft_client.wire.fields import (
-    Json,
-    Kind,
-    record,
-    whole,
-)
+from deft_client.wire.fields import Json, Kind, record, whole
 from deft_client.wire.json_codec import decode
 
 STREAM_PATH = "/v1/stream"

@@ -8,12 +8,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_policies.memory import SessionMemory
 
 

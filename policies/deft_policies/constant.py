@@ -7,12 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActRequest, immediate
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 

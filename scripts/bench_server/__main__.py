@@ -41,12 +41,7 @@ from scripts.bench_server.load import (
     sequential,
     sessions,
 )
-from scripts.bench_server.peers import (
-    FASTAPI,
-    WEBSOCKETS,
-    openvla_body,
-    peer,
-)
+from scripts.bench_server.peers import FASTAPI, WEBSOCKETS, openvla_body, peer
 
 SIZE = 256  # pixels: 196,608 bytes a frame
 POLICY_MS = 20.0

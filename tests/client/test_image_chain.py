@@ -7,12 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deft_client.image_chain import (
-    ImageChain,
-    crop_centre,
-    resize_lanczos3,
-    round_trip_jpeg,
-)
+from deft_client.image_chain import ImageChain, crop_centre, resize_lanczos3, round_trip_jpeg
 from tests import golden, slow_image_chain
 
 

@@ -23,13 +23,7 @@ from deft_client.recordings import (
     read_episode,
     read_header,
 )
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    DecodeTrace,
-    Observation,
-    PassTrace,
-)
+from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, PassTrace
 from deft_client.wire.images import ImageEncoding
 
 HEADER = EpisodeHeader("arm-1", 1_700_000_000.5, "constant", "lab", 0, {"version": "0.1.0"})

@@ -15,12 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_draft_training.errors import (
-    DataError,
-    ResumeError,
-    StorageError,
-    TrainingError,
-)
+from deft_draft_training.errors import DataError, ResumeError, StorageError, TrainingError
 from deft_draft_training.heads.data import RecordedSamples, split_by_episode
 from deft_draft_training.heads.evaluate import DraftSetup, evaluate, held_out_frames
 from deft_draft_training.heads.export import export_head, load_any_head

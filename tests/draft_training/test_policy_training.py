@@ -25,12 +25,7 @@ from deft_draft_training.policy.fit import (
     token_loss,
 )
 from deft_draft_training.policy.growth import deepened
-from deft_draft_training.policy.model import (
-    PolicyModelConfig,
-    PolicyNet,
-    build_config,
-    initialise,
-)
+from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics

@@ -18,12 +18,7 @@ from deft_policies.openvla.options import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 from tests.draft_training.test_head_fit import CONFIG as HEAD_CONFIG
 from tests.draft_training.test_head_fit import values
-from tests.draft_training.test_policy_training import (
-    CONFIG,
-    PROMPTS,
-    fit_config,
-    made_up_samples,
-)
+from tests.draft_training.test_policy_training import CONFIG, PROMPTS, fit_config, made_up_samples
 
 pytestmark = pytest.mark.gpu
 

@@ -9,12 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest

@@ -15,12 +15,7 @@ from deft_client.commands.connection import (
 )
 from deft_client.commands.program import CommandParser
 from deft_client.errors import WireError
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Image,
-    Observation,
-)
+from deft_client.types import ActionChunk, ActOptions, Image, Observation
 from deft_client.wire.images import ImageEncoding, decode_image
 from deft_client.wire.json_codec import encode_answer
 

@@ -7,13 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deft_client.errors import DeftError
-from deft_client.settings import (
-    DEFAULT_URL,
-    ClientSettings,
-    Timeouts,
-    TlsFiles,
-    check_url,
-)
+from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts, TlsFiles, check_url
 from deft_client.wire.images import ImageEncoding
 
 API_KEY_VARIABLE = "DEFT_API_KEY"

@@ -23,12 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
-from deft_client.datasets.episodes import (
-    DatasetError,
-    StoredEpisode,
-    StoredStep,
-    pick_cameras,
-)
+from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep, pick_cameras
 from deft_client.datasets.libero_hdf5 import from_robosuite
 from deft_client.types import Image, Observation
 

@@ -20,14 +20,7 @@ from deft_client.errors import (
     UnusableValueError,
 )
 from deft_client.types import Image
-from deft_client.wire.fields import (
-    DEFAULT_LIMITS,
-    NAME,
-    SENTENCE,
-    Terms,
-    WireLimits,
-    brief,
-)
+from deft_client.wire.fields import DEFAULT_LIMITS, NAME, SENTENCE, Terms, WireLimits, brief
 from deft_client.wire.images import array_over, check_image_size, decode_image, read_shape
 from deft_client.wire.msgpack_codec import UNREADABLE, check_bytes, counter
 

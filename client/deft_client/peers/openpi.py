@@ -18,12 +18,7 @@ from deft_client.peers.arrays import (
     read_text,
     take,
 )
-from deft_client.types import (
-    ActionChunk,
-    Image,
-    Observation,
-    StageTimings,
-)
+from deft_client.types import ActionChunk, Image, Observation, StageTimings
 from deft_client.wire.fields import WireLimits, brief
 from deft_client.wire.messages import ActMessage
 

@@ -25,12 +25,7 @@ from deft_client.peers.arrays import (
     take,
 )
 from deft_client.types import ActOptions, Image, Observation
-from deft_client.wire.fields import (
-    DEFAULT_LIMITS,
-    WireLimits,
-    brief,
-    decode_base64,
-)
+from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits, brief, decode_base64
 from deft_client.wire.messages import ActMessage
 
 _MARKER = "__numpy__"

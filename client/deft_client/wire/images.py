@@ -16,11 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.errors import (
-    MessageTooLargeError,
-    UnsupportedMessageError,
-    UnusableValueError,
-)
+from deft_client.errors import MessageTooLargeError, UnsupportedMessageError, UnusableValueError
 from deft_client.types import Image
 from deft_client.wire.fields import (
     BINARY,

@@ -9,12 +9,7 @@ import json
 from dataclasses import replace
 from typing import TypeVar
 
-from deft_client.errors import (
-    MalformedMessageError,
-    MessageTooLargeError,
-    Problem,
-    WireError,
-)
+from deft_client.errors import MalformedMessageError, MessageTooLargeError, Problem, WireError
 from deft_client.types import ActionChunk, ServerInfo
 from deft_client.wire.fields import (
     DEFAULT_LIMITS,

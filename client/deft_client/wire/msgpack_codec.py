@@ -12,20 +12,9 @@ import msgpack
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, WireError
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import (
-    DEFAULT_LIMITS,
-    Terms,
-    WireLimits,
-    unique_map,
-)
+from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits, unique_map
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
-from deft_client.wire.messages import (
-    ANSWER,
-    REQUEST,
-    ActMessage,
-    answer_fields,
-    request_fields,
-)
+from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 
 T = TypeVar("T")
 CONTENT_TYPE = "application/msgpack"

@@ -27,12 +27,7 @@ from deft_draft_training.heads.target import (
     target_flags,
 )
 from deft_policies.benchmark.summary import drafted_by_position
-from deft_policies.decoding.decoder import (
-    Decoder,
-    DecodeRow,
-    DraftModels,
-    build_decoder,
-)
+from deft_policies.decoding.decoder import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.drafts.medusa import MedusaHeads
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method

@@ -17,18 +17,8 @@ from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
 from deft_client.libero.commands.demos import add_recording_flags, read_recording_flags
-from deft_client.libero.demonstrations.play import (
-    Actor,
-    DemoKey,
-    DemosSettings,
-    episode_keys,
-)
-from deft_client.libero.demonstrations.pool import (
-    DemoResult,
-    DemosJob,
-    missing_keys,
-    record,
-)
+from deft_client.libero.demonstrations.play import Actor, DemoKey, DemosSettings, episode_keys
+from deft_client.libero.demonstrations.pool import DemoResult, DemosJob, missing_keys, record
 from deft_client.libero.errors import SelectionError, SimulationError
 from deft_client.libero.expert.pick import Label
 from deft_client.libero.simulator.conventions import METRES_PER_UNIT, to_robosuite

@@ -26,11 +26,7 @@ from deft_policies.benchmark.replay import (
     with_statistics_key,
 )
 from deft_policies.benchmark.roofline import CostModel, measure_rates
-from deft_policies.benchmark.scripted import (
-    Script,
-    ScriptedPolicy,
-    find_answers,
-)
+from deft_policies.benchmark.scripted import Script, ScriptedPolicy, find_answers
 from deft_policies.benchmark.summary import summarise_speed
 from deft_policies.benchmark.tables import render
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.reader import (
-    CheckpointReader,
-    Shape,
-    list_names,
-    read_header,
-)
+from deft_policies.checkpoint.reader import CheckpointReader, Shape, list_names, read_header
 from deft_policies.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"

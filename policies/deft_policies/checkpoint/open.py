@@ -16,12 +16,7 @@ from deft_policies.checkpoint.config import CONFIG_FILE, load_config
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.lora import ADAPTER_CONFIG_FILE, LoraAdapter, is_adapter
 from deft_policies.checkpoint.memory import check_memory, estimate_memory
-from deft_policies.checkpoint.reader import (
-    CheckpointReader,
-    Shape,
-    StoredTensor,
-    list_names,
-)
+from deft_policies.checkpoint.reader import CheckpointReader, Shape, StoredTensor, list_names
 from deft_policies.checkpoint.tensor_file import require_finite
 from deft_policies.checkpoint.tensor_names import TensorPlace, tensor_places
 from deft_policies.errors import CheckpointError

@@ -7,12 +7,7 @@ copies rows to tensor, training and LoRA find a weight under its published name.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deft_policies.model.sizes import (
-    LlamaConfig,
-    OpenVLAConfig,
-    ProjectorKind,
-    TowerConfig,
-)
+from deft_policies.model.sizes import LlamaConfig, OpenVLAConfig, ProjectorKind, TowerConfig
 
 Shape = tuple[int, ...]
 

@@ -14,13 +14,7 @@ from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
 from deft_client.commands.program import CommandParser
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Image,
-    Observation,
-    StageTimings,
-)
+from deft_client.types import ActionChunk, ActOptions, Image, Observation, StageTimings
 from deft_policies.base import ActRequest, Policy
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command

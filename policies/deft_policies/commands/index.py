@@ -13,10 +13,7 @@ from deft_client.datasets.formats import read_dataset
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.decoding.drafts.retrieval import save_index
 from deft_policies.errors import PolicyError
-from deft_policies.openvla.indexing import (
-    StoredActions,
-    index_frames,
-)
+from deft_policies.openvla.indexing import StoredActions, index_frames
 from deft_policies.openvla.policy import OpenVLAPolicy
 
 PROG = "deft index"

@@ -7,13 +7,7 @@ from torch import Tensor
 
 from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.decoding.records import Stage, StageClock, require_finite
-from deft_policies.decoding.sampling import (
-    Greedy,
-    TokenChooser,
-    all_finite,
-    first_maximum,
-    top_gap,
-)
+from deft_policies.decoding.sampling import Greedy, TokenChooser, all_finite, first_maximum, top_gap
 from deft_policies.decoding.target import Prompts, Scores, TargetModel
 from deft_policies.decoding.tree import DraftTree
 

@@ -22,14 +22,7 @@ from deft_policies.decoding.acceptance.distance import (
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
-from deft_policies.decoding.plan import (
-    OUR_KINDS,
-    PLAIN,
-    DraftKind,
-    Loop,
-    Plan,
-    TreeShape,
-)
+from deft_policies.decoding.plan import OUR_KINDS, PLAIN, DraftKind, Loop, Plan, TreeShape
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.verify import TieBreak
 from deft_policies.errors import RequestError

@@ -22,12 +22,7 @@ from deft_policies.decoding.records import (
     StageClock,
 )
 from deft_policies.decoding.sampling import all_finite, first_maximum, top_gap
-from deft_policies.decoding.target import (
-    PromptFeatures,
-    Prompts,
-    Scores,
-    TargetModel,
-)
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath, Verifier
 

@@ -11,23 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    DecodeTrace,
-    Image,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Image, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
-from deft_policies.decoding.decoder import (
-    Decoder,
-    DecodeRow,
-    DraftModels,
-    build_decoder,
-)
+from deft_policies.decoding.decoder import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method, method_names, turned
 from deft_policies.decoding.methods import DEFAULT_METHOD, Method

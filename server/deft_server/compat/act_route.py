@@ -30,12 +30,7 @@ from deft_client.types import ActionChunk
 from deft_client.wire.fields import WireLimits
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import (
-    ACT_PROFILES,
-    in_convention,
-    prepare,
-    staying,
-)
+from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.caller_watch import CallerWatch
 from deft_server.http.gate import caller_of

@@ -31,13 +31,7 @@ from deft_client.peers.arrays import (
     read_text,
     unpack_maps,
 )
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Image,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Image, Observation, ServerInfo
 from deft_client.wire.fields import WireLimits, brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError

@@ -14,12 +14,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deft_server.errors import (
-    BodyTooLargeError,
-    BodyTooSlowError,
-    CallerGoneError,
-    MissingKeyError,
-)
+from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
 from deft_server.http.bounds import SMALL_BODY_BYTES, ConnectionBounds
 from deft_server.http.caller_watch import Cancellation
 from deft_server.http.key_watch import KeyWatch

@@ -8,14 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from deft_client.wire.fields import SENTENCE, Json, WireLimits
-from deft_client.wire.messages import (
-    ANSWER,
-    INFO,
-    OPTIONS,
-    PROBLEM,
-    REQUEST,
-    RESET,
-)
+from deft_client.wire.messages import ANSWER, INFO, OPTIONS, PROBLEM, REQUEST, RESET
 
 _ERRORS = {
     "400": "malformed message",

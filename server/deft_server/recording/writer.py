@@ -23,18 +23,8 @@ from deft_client.recordings import RecordedStep
 from deft_client.types import ServerInfo
 from deft_server.errors import NotReadyError
 from deft_server.http.gate import ADMIN_PREFIX
-from deft_server.recording.files import (
-    EpisodeFiles,
-    RecordedSession,
-    RecordingRules,
-    TimedStep,
-)
-from deft_server.serving.events import (
-    Event,
-    EventBus,
-    FinishedAction,
-    SessionEnded,
-)
+from deft_server.recording.files import EpisodeFiles, RecordedSession, RecordingRules, TimedStep
+from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
 from deft_server.serving.service import Service
 from deft_server.settings import SettingsError
 

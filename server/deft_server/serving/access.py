@@ -24,12 +24,7 @@ from fnmatch import fnmatchcase
 from ipaddress import ip_address
 from pathlib import Path
 
-from deft_server.errors import (
-    ForbiddenError,
-    MissingKeyError,
-    OverloadedError,
-    WrongHostError,
-)
+from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError, WrongHostError
 
 if sys.version_info >= (3, 11):
     import tomllib

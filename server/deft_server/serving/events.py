@@ -7,12 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Intervention,
-    Observation,
-)
+from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.datasets.episodes import (
-    DatasetError,
-    StoredEpisode,
-    StoredStep,
-)
+from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep
 from deft_client.datasets.formats import read_dataset
 from deft_client.datasets.lerobot_export import write_lerobot
 from deft_client.types import Observation

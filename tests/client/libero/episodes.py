@@ -2,12 +2,7 @@
 
 import numpy as np
 
-from deft_client.libero.results.records import (
-    AnswerRecord,
-    EpisodeRecord,
-    Outcome,
-    TrialKey,
-)
+from deft_client.libero.results.records import AnswerRecord, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import RunHeader
 from deft_client.types import StageTimings
 

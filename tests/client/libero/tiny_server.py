@@ -17,19 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import Problem
-from deft_client.types import (
-    ActionChunk,
-    Image,
-    ServerInfo,
-    StageTimings,
-)
+from deft_client.types import ActionChunk, Image, ServerInfo, StageTimings
 from deft_client.wire import json_codec
-from deft_client.wire.msgpack_codec import (
-    CONTENT_TYPE,
-    ActMessage,
-    decode_request,
-    encode_answer,
-)
+from deft_client.wire.msgpack_codec import CONTENT_TYPE, ActMessage, decode_request, encode_answer
 from tests.client.libero.fakes import trace_of
 
 INFO = ServerInfo(

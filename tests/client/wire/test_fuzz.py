@@ -14,12 +14,7 @@ from deft_client.errors import WireError
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, decode_image
 from deft_client.wire.json_codec import decode_info, decode_problem, decode_reset
-from tests.client.samples import (
-    frame,
-    full_answer,
-    full_message,
-    saved,
-)
+from tests.client.samples import frame, full_answer, full_message, saved
 
 FUZZ = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None

@@ -8,11 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from deft_client.errors import (
-    MessageTooLargeError,
-    UnsupportedMessageError,
-    UnusableValueError,
-)
+from deft_client.errors import MessageTooLargeError, UnsupportedMessageError, UnusableValueError
 from deft_client.wire.fields import WireLimits
 from deft_client.wire.images import ImageEncoding, decode_image, encode_image
 from tests.client.samples import frame, saved

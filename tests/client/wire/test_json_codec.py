@@ -18,12 +18,7 @@ from deft_client.types import ServerInfo
 from deft_client.wire import json_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_client.wire.images import ImageEncoding
-from tests.client.samples import (
-    assert_same_answer,
-    assert_same_message,
-    full_answer,
-    full_message,
-)
+from tests.client.samples import assert_same_answer, assert_same_message, full_answer, full_message
 
 PIXELS = [[[0, 1, 2], [3, 4, 5]]]
 INFO = ServerInfo(

@@ -17,13 +17,7 @@ from deft_client.types import ActionChunk, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_client.wire.images import ImageEncoding
-from deft_client.wire.messages import (
-    ANSWER,
-    REQUEST,
-    ActMessage,
-    answer_fields,
-    request_fields,
-)
+from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 from tests.client.samples import (
     assert_same_answer,
     assert_same_message,

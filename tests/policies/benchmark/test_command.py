@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from deft_client.libero.results.statistics import percentiles
-from deft_client.recordings import (
-    EpisodeHeader,
-    RecordedStep,
-    encode_header,
-    encode_step,
-)
+from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
 from deft_client.types import (
     ActionChunk,
     ActOptions,
@@ -34,12 +29,7 @@ from deft_policies.benchmark.replay import (
     read_stored,
     replay,
 )
-from deft_policies.benchmark.roofline import (
-    PassTokens,
-    WeightBytes,
-    decoder_cost,
-    vision_cost,
-)
+from deft_policies.benchmark.roofline import PassTokens, WeightBytes, decoder_cost, vision_cost
 from deft_policies.benchmark.summary import summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import length_table, render
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy

@@ -13,13 +13,7 @@ from deft_policies.benchmark import limits
 from deft_policies.benchmark.limits import GOALS, Measured, judge, verdicts
 from deft_policies.benchmark.published import RELAXED_GOAL
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
-from deft_policies.benchmark.scripted import (
-    Dice,
-    Script,
-    ScriptedPolicy,
-    find_answers,
-    spoil,
-)
+from deft_policies.benchmark.scripted import Dice, Script, ScriptedPolicy, find_answers, spoil
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor

@@ -7,18 +7,8 @@ import pytest
 
 from deft_client.datasets.formats import read_dataset
 from deft_client.datasets.lerobot_export import write_lerobot
-from deft_client.recordings import (
-    EpisodeHeader,
-    RecordedStep,
-    encode_header,
-    encode_step,
-)
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Intervention,
-    Observation,
-)
+from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
+from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.openvla.load import load_policy

@@ -11,12 +11,7 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.acceptance.distance import WithinBins
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import (
-    DraftKind,
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-)
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_policies.openvla.load import load_policy

@@ -21,26 +21,13 @@ from deft_policies.decoding.drafts.sources import BatchDrafts, Seen
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
-from deft_policies.decoding.plan import (
-    OUR_KINDS,
-    PLAIN,
-    DraftKind,
-    Plan,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.plan import OUR_KINDS, PLAIN, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.verify import Verifier
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import clock
-from tests.tiny_target import (
-    ACTIONS,
-    LENGTH,
-    NUM_PATCHES,
-    WIDTH,
-    tiny_decoder,
-)
+from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
 
 META = torch.device("meta")
 NUM_ROWS = 2

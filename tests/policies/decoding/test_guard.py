@@ -14,12 +14,7 @@ from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
 from deft_policies.decoding.records import ActionCost
 from tests.policies.decoding.scripts import Session, clock, tokens_of
-from tests.tiny_target import (
-    fast_target,
-    greedy,
-    random_prompts,
-    tiny_decoder,
-)
+from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
 
 PLAIN_PASSES = 6
 

@@ -26,29 +26,12 @@ from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
-from deft_policies.decoding.plan import (
-    OUR_KINDS,
-    DraftKind,
-    Plan,
-    TreeShape,
-    TreeTemplate,
-)
-from deft_policies.decoding.target import (
-    PromptFeatures,
-    Prompts,
-    Scores,
-    TargetModel,
-)
+from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath, Verifier
 from deft_policies.model.llama import LlamaDecoder
-from tests.policies.decoding.scripts import (
-    Guess,
-    ScriptedDrafts,
-    Session,
-    clock,
-    tokens_of,
-)
+from tests.policies.decoding.scripts import Guess, ScriptedDrafts, Session, clock, tokens_of
 from tests.tiny_target import (
     ACTIONS,
     LENGTH,

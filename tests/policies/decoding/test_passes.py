@@ -22,21 +22,11 @@ from deft_policies.decoding.drafts.sources import BatchDrafts, Seen, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.knobs import find_method, method_names
 from deft_policies.decoding.methods import METHODS, Method, plan_of
-from deft_policies.decoding.plan import (
-    PLAIN,
-    DraftKind,
-    Plan,
-    TreeShape,
-)
+from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
 from deft_policies.decoding.speculative import RunState, run_actions
 from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError
-from tests.policies.decoding.scripts import (
-    ScriptedDrafts,
-    Session,
-    clock,
-    tokens_of,
-)
+from tests.policies.decoding.scripts import ScriptedDrafts, Session, clock, tokens_of
 from tests.tiny_target import (
     CPU,
     LENGTH,

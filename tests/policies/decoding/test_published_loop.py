@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace
-from deft_policies.benchmark.published import (
-    PUBLISHED_SHARES,
-    fit_acceptance,
-    predicted_shares,
-)
+from deft_policies.benchmark.published import PUBLISHED_SHARES, fit_acceptance, predicted_shares
 from deft_policies.decoding.acceptance.distance import WithinIds
 from deft_policies.decoding.decoder import Decoder
 from deft_policies.decoding.drafts.sources import Sources

@@ -26,14 +26,7 @@ from deft_policies.decoding.verify import SampledVerifier, TieBreak
 from deft_policies.errors import RequestError
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import Session, clock, tokens_of
-from tests.tiny_target import (
-    CPU,
-    LENGTH,
-    WIDTH,
-    fast_target,
-    random_prompts,
-    tiny_decoder,
-)
+from tests.tiny_target import CPU, LENGTH, WIDTH, fast_target, random_prompts, tiny_decoder
 
 NUM_DRAWS = 20_000
 NUM_TOKENS = 12

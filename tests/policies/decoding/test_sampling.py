@@ -5,12 +5,7 @@ from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.llama_target import LlamaTarget
 from deft_policies.decoding.records import StageClock
 from deft_policies.decoding.sampling import Sampling
-from tests.tiny_openvla import (
-    CPU,
-    one_row,
-    random_prompts,
-    tiny_model,
-)
+from tests.tiny_openvla import CPU, one_row, random_prompts, tiny_model
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
 

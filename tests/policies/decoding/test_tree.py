@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deft_policies.decoding.drafts.sources import (
-    Guesses,
-    cut,
-    tree_of_guesses,
-    trimmed,
-)
+from deft_policies.decoding.drafts.sources import Guesses, cut, tree_of_guesses, trimmed
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.tree import DraftTree

@@ -14,12 +14,7 @@ from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import tensor_shapes
-from tests.tiny_openvla import (
-    CPU,
-    golden_model,
-    tiny_config,
-    tiny_model,
-)
+from tests.tiny_openvla import CPU, golden_model, tiny_config, tiny_model
 
 WITH_PIXELS = (1, 4)
 

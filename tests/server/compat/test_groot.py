@@ -16,12 +16,7 @@ from deft_server.compat.groot import GrootSocket, read_call, read_observations
 from deft_server.settings import Settings
 from tests.client.peers.mutations import mutate
 from tests.server.compat.fakes import ThreeDatasets
-from tests.server.compat.groot_messages import (
-    FLAT,
-    FRAME,
-    OBSERVATION,
-    packed,
-)
+from tests.server.compat.groot_messages import FLAT, FRAME, OBSERVATION, packed
 from tests.server.running import running
 
 zmq = pytest.importorskip("zmq")

@@ -20,12 +20,7 @@ from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.http.frame_bodies import decode_body
 from deft_server.settings import Settings
-from tests.server.fakes import (
-    MSGPACK,
-    FakePolicy,
-    frame,
-    packed,
-)
+from tests.server.fakes import MSGPACK, FakePolicy, frame, packed
 from tests.server.running import client_of
 
 JSON = {"content-type": json_codec.CONTENT_TYPE}

@@ -13,13 +13,7 @@ from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import DeviceError
 from deft_server.app import create_app
-from tests.server.fakes import (
-    FakePolicy,
-    RaisingPolicy,
-    dislikes,
-    frame,
-    packed,
-)
+from tests.server.fakes import FakePolicy, RaisingPolicy, dislikes, frame, packed
 from tests.server.running import client_of
 
 IN_SESSION = packed(ActOptions(session_id="a"))

@@ -14,18 +14,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deft_client.recordings import (
-    Ending,
-    RecordedStep,
-    find_episodes,
-    read_episode,
-)
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Intervention,
-    Observation,
-)
+from deft_client.recordings import Ending, RecordedStep, find_episodes, read_episode
+from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
 from deft_client.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
 from deft_server.recording.files import (

@@ -28,14 +28,7 @@ from deft_server.replicas.remote import Replica, ReplicaAnswers
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
-from tests.server.fakes import (
-    CALLER,
-    FakePolicy,
-    LimitedFake,
-    RaisingPolicy,
-    dislikes,
-    frame,
-)
+from tests.server.fakes import CALLER, FakePolicy, LimitedFake, RaisingPolicy, dislikes, frame
 
 
 def replica_of(policy: Policy, version: str = "1", name: str = "0") -> Replica:

@@ -10,12 +10,7 @@ from tqdm import tqdm
 from deft_client.commands.program import CommandParser
 from deft_client.libero.demonstrations.files import find_demonstrations, load_header, write_hdf5
 from deft_client.libero.demonstrations.play import DemosSettings, episode_keys
-from deft_client.libero.demonstrations.pool import (
-    DemoResult,
-    DemosJob,
-    missing_keys,
-    record,
-)
+from deft_client.libero.demonstrations.pool import DemoResult, DemosJob, missing_keys, record
 from deft_client.libero.errors import SelectionError, SimulationError
 from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.expert.motion import NoiseSettings

@@ -16,12 +16,7 @@ from deft_client.errors import (
     RefusedRequestError,
     UnknownEndpointError,
 )
-from deft_client.libero.errors import (
-    EvaluationError,
-    PeerAnswerError,
-    SimulationError,
-    VideoError,
-)
+from deft_client.libero.errors import EvaluationError, PeerAnswerError, SimulationError, VideoError
 from deft_client.libero.evaluation import selection
 from deft_client.libero.evaluation.episode import (
     EpisodeLog,

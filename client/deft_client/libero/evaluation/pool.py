@@ -16,12 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from deft_client.libero.evaluation.player import (
-    Player,
-    Report,
-    Warned,
-    WorkerSettings,
-)
+from deft_client.libero.evaluation.player import Player, Report, Warned, WorkerSettings
 from deft_client.libero.processes import end_with_parent
 from deft_client.libero.results.records import TrialKey
 

@@ -13,30 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deft_client.libero.errors import SimulationError
-from deft_client.libero.expert.fixtures import (
-    Handle,
-    PullDrawer,
-    PushPlate,
-    PushShut,
-    TurnKnob,
-)
+from deft_client.libero.expert.fixtures import Handle, PullDrawer, PushPlate, PushShut, TurnKnob
 from deft_client.libero.expert.geometry import build_clouds, pinch
 from deft_client.libero.expert.grasps import GraspFinder, category
 from deft_client.libero.expert.motion import Aim, steer
-from deft_client.libero.expert.pick import (
-    Label,
-    Phase,
-    PickAndPlace,
-    Place,
-)
+from deft_client.libero.expert.pick import Label, Phase, PickAndPlace, Place
 from deft_client.libero.simulator.assets import libero_folder
 from deft_client.libero.simulator.environment import LiberoEnvironment
-from deft_client.libero.simulator.scene import (
-    Goal,
-    Pose,
-    Scene,
-    Vector,
-)
+from deft_client.libero.simulator.scene import Goal, Pose, Scene, Vector
 from deft_client.libero.simulator.suites import Task
 
 _PREDICATE = re.compile(r"\((\w+)\s+(\w+)(?:\s+(\w+))?\s*\)")

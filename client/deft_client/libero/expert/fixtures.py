@@ -9,14 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deft_client.libero.expert.geometry import TIP, Points
-from deft_client.libero.expert.motion import (
-    UP,
-    Aim,
-    downward,
-    pointing,
-    steer,
-    turn_to,
-)
+from deft_client.libero.expert.motion import UP, Aim, downward, pointing, steer, turn_to
 from deft_client.libero.expert.pick import Label, Phase, funnel
 from deft_client.libero.simulator.scene import Scene, Vector
 

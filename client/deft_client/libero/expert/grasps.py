@@ -9,14 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from deft_client.libero.expert.geometry import (
-    TIP,
-    Cloud,
-    Points,
-    hits_around,
-    hits_hand,
-    in_frame,
-)
+from deft_client.libero.expert.geometry import TIP, Cloud, Points, hits_around, hits_hand, in_frame
 from deft_client.libero.expert.motion import downward
 from deft_client.libero.simulator.scene import Pose, Scene, Vector
 

@@ -11,22 +11,9 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.expert.geometry import (
-    TIP,
-    Points,
-    in_frame,
-    pinch,
-    tallest_on_way,
-)
+from deft_client.libero.expert.geometry import TIP, Points, in_frame, pinch, tallest_on_way
 from deft_client.libero.expert.grasps import Grasp, GraspFinder
-from deft_client.libero.expert.motion import (
-    UP,
-    Aim,
-    downward,
-    steer,
-    tipped,
-    yaw_error,
-)
+from deft_client.libero.expert.motion import UP, Aim, downward, steer, tipped, yaw_error
 from deft_client.libero.simulator.scene import Pose, Scene, Vector
 
 _OPEN_ENOUGH = 0.066  # fingers at least this far apart before the hand comes down

@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 from deft_client.client import transport_error
 from deft_client.errors import Problem, WireError, problem_error
 from deft_client.libero.errors import PeerAnswerError
-from deft_client.peers.openvla import (
-    decode_json,
-    oft_fields,
-    openvla_fields,
-    read_answer,
-)
+from deft_client.peers.openvla import decode_json, oft_fields, openvla_fields, read_answer
 from deft_client.types import ActionChunk, Observation, StageTimings
 
 _CONNECT_RETRIES = 2

@@ -12,12 +12,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.libero.errors import PeerAnswerError, ProfileError
 from deft_client.libero.evaluation.episode import EpisodePolicy
 from deft_client.libero.simulator import conventions
-from deft_client.types import (
-    ActionChunk,
-    Image,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, Image, Observation, ServerInfo
 
 
 class Protocol(Enum):

@@ -27,12 +27,7 @@ from deft_client.libero.policies.profiles import (
 from deft_client.libero.simulator.environment import Environment
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.stream import StreamClient
-from deft_client.types import (
-    ActionChunk,
-    ActOptions,
-    Observation,
-    ServerInfo,
-)
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 
 PROBE_TIMEOUT_S = 2.0
 

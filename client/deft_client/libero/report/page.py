@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from deft_client.libero.errors import EvaluationError
-from deft_client.libero.report.chart import (
-    Bar,
-    BarPlot,
-    Line,
-    LinePlot,
-    axis_of,
-    tick_text,
-)
+from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
 from deft_client.libero.report.summary import (
     RunSummary,
     SpeculationSummary,
@@ -34,12 +27,7 @@ from deft_client.libero.report.tables import (
     comparison_cells,
     interval_text,
 )
-from deft_client.libero.results.records import (
-    STAGES,
-    EpisodeRecord,
-    Outcome,
-    TrialKey,
-)
+from deft_client.libero.results.records import STAGES, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.statistics import percentiles
 from deft_client.libero.results.store import RunResults
 

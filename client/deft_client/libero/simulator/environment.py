@@ -34,12 +34,7 @@ from deft_client.libero.simulator.camera import Camera, Look
 from deft_client.libero.simulator.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.simulator.init_states import draw_shifts, footprint, load_initial_states
 from deft_client.libero.simulator.mujoco_version import warning
-from deft_client.libero.simulator.scene import (
-    Box,
-    Goal,
-    Pose,
-    Scene,
-)
+from deft_client.libero.simulator.scene import Box, Goal, Pose, Scene
 from deft_client.libero.simulator.stepping import LeanStepper
 from deft_client.libero.simulator.suites import Task
 from deft_client.types import Image

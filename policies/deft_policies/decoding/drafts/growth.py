@@ -12,12 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.plan import (
-    DraftKind,
-    Path,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate
 from deft_policies.decoding.tree import DraftTree
 
 

@@ -13,13 +13,7 @@ from deft_policies.decoding.drafts.growth import (
     grow_tree,
     indices_of,
 )
-from deft_policies.decoding.plan import (
-    DraftKind,
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape, TreeTemplate
 from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.sampling import Sampling, Stream, target_odds
 from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
-from deft_client.errors import (
-    AnswerTimeoutError,
-    DeftError,
-    NotReadyError,
-    ServerUnreachableError,
-)
+from deft_client.errors import AnswerTimeoutError, DeftError, NotReadyError, ServerUnreachableError
 from deft_client.libero.errors import PeerAnswerError, ProfileError
 from deft_client.libero.policies.openpi import OpenPiPolicy
 from deft_client.libero.policies.openvla import OftServerPolicy, OpenVlaPolicy

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from deft_client.calls import next_pause_s
-from deft_client.errors import (
-    DeftError,
-    Problem,
-    ServerUnreachableError,
-    problem_error,
-)
+from deft_client.errors import DeftError, Problem, ServerUnreachableError, problem_error
 from deft_client.libero.evaluation.player import Player, WorkerSettings
 from deft_client.libero.evaluation.point_world import SUITE, find_suite, open_environment
 from deft_client.libero.policies.source import PolicySource, build_policy

@@ -13,12 +13,7 @@ from deft_client.libero.report.page import stage_parts
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import compare
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.store import (
-    ResultsStore,
-    RunHeader,
-    RunResults,
-    load_run,
-)
+from deft_client.libero.results.store import ResultsStore, RunHeader, RunResults, load_run
 from tests.client.libero.episodes import header, record
 
 

@@ -16,12 +16,7 @@ from deft_client.libero.errors import (
     ResultsMismatchError,
     ResultsWriteError,
 )
-from deft_client.libero.results.records import (
-    EpisodeRecord,
-    Outcome,
-    decode_record,
-    encode_record,
-)
+from deft_client.libero.results.records import EpisodeRecord, Outcome, decode_record, encode_record
 from deft_client.libero.results.store import ResultsStore, load_run
 from tests.client.libero.episodes import header, record
 

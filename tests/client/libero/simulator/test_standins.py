@@ -10,12 +10,7 @@ import pytest
 
 from deft_client.libero.errors import AssetsError
 from deft_client.libero.simulator.assets import AssetsKind, describe_assets, stand_in_assets
-from deft_client.libero.simulator.standins.build import (
-    MARKER,
-    build,
-    build_in_cache,
-    generate,
-)
+from deft_client.libero.simulator.standins.build import MARKER, build, build_in_cache, generate
 from deft_client.libero.simulator.standins.model import read_asset
 from deft_client.libero.simulator.standins.shapes import Part
 

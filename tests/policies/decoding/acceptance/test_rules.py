@@ -33,13 +33,7 @@ from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import RequestError
-from tests.policies.decoding.trees import (
-    SPACE,
-    Step,
-    is_real_path,
-    random_scored,
-    steps_to,
-)
+from tests.policies.decoding.trees import SPACE, Step, is_real_path, random_scored, steps_to
 from tests.tiny_target import LENGTH
 
 # (scored, row, path) -> may the whole path be committed?

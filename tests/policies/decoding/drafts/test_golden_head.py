@@ -13,12 +13,7 @@ from deft_policies.decoding.drafts.eagle import EagleHead, load_head
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import (
-    DraftKind,
-    Plan,
-    RopeOffset,
-    TreeShape,
-)
+from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TreeShape
 from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree

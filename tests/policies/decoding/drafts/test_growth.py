@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
-from deft_policies.decoding.plan import (
-    DraftKind,
-    Path,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.openvla.options import _draft_tree
 from tests.policies.decoding.trees import num_real, paths_of

@@ -19,12 +19,7 @@ from deft_policies.decoding.drafts.eagle import (
     save_head,
 )
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
-from deft_policies.decoding.plan import (
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
 from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
 from deft_policies.decoding.tree import DraftTree

@@ -40,12 +40,7 @@ from deft_policies.decoding.drafts.small_model import (
 from deft_policies.decoding.drafts.sources import Guesser, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import (
-    DraftKind,
-    Plan,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange

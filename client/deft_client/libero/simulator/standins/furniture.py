@@ -7,14 +7,7 @@ names of the two textures, so both must name a file.
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 
-from deft_client.libero.simulator.standins.model import (
-    Asset,
-    Body,
-    Joint,
-    Site,
-    rgba,
-    to_bytes,
-)
+from deft_client.libero.simulator.standins.model import Asset, Body, Joint, Site, rgba, to_bytes
 from deft_client.libero.simulator.standins.shapes import Part
 
 _DRAWERS = (("top", 0.18563), ("middle", 0.1169), ("bottom", 0.04701))

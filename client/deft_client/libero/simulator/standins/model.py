@@ -5,12 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from deft_client.libero.simulator.standins.shapes import (
-    Geom,
-    Mesh,
-    Numbers,
-    Part,
-)
+from deft_client.libero.simulator.standins.shapes import Geom, Mesh, Numbers, Part
 
 RING_NAME = "stand_in_ring"  # begins the names of meshes
 
