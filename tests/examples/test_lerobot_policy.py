@@ -10,7 +10,7 @@ import pytest
 
 from deft_client.datasets.lerobot_export import write_lerobot
 from deft_client.types import ActionChunk, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from tests.client.datasets.test_lerobot import episodes
@@ -29,9 +29,11 @@ class Watching(ConstantPolicy):
         super().__init__()
         self.seen: list[Observation] = []
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActionChunk]:
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         self.seen += [one.observation for one in batch]
-        return [ActionChunk(np.full((1, 7), one.observation.image.mean() / 255)) for one in batch]
+        means = [one.observation.image.mean() / 255 for one in batch]
+        chunks = [ActionChunk(np.full((1, 7), mean)) for mean in means]
+        return [ActAnswer(chunk, one.memory) for chunk, one in zip(chunks, batch, strict=True)]
 
 
 @pytest.mark.timeout(600)  # installing takes a minute or two, once

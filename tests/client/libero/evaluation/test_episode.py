@@ -78,7 +78,9 @@ def test_a_part_of_a_chunk_is_executed_where_the_profile_says_so() -> None:
 def test_latency_passes_and_accepted_lengths_are_kept_for_every_answer() -> None:
     log = _play(CountingEnvironment(), EchoPolicy(trace=trace_of((3, 1, 0), relaxed=2)))
     timings = StageTimings(total_ms=5.0, round_trip_ms=6.0)
-    assert log.answers[4] == AnswerRecord(4, 4, timings, (3, 1, 0), 7, 2, "lossless")
+    assert log.answers[4] == AnswerRecord(
+        4, 4, timings, (3, 1, 0), 7, 2, "lossless", guesses=(3, 1, 0)
+    )
 
 
 def test_global_generators_are_seeded_anew_for_every_episode() -> None:
