@@ -63,9 +63,14 @@ def _call(policy: Policy, batch: Sequence[ActRequest], failures: list[Failure]) 
     """Return the policy's answers, or its failure once for every frame."""
     try:
         answers = policy.act(batch)
-        if len(answers) == len(batch):
+        strange = [type(one).__name__ for one in answers if not isinstance(one, ActAnswer)]
+        if len(answers) == len(batch) and not strange:
             return list(answers)
-        error: Exception = PolicyFailedError(f"{len(answers)} answers to {len(batch)} frames")
+        error: Exception = PolicyFailedError(
+            f"the policy answered with {strange[0]}; ActAnswer was expected"
+            if strange
+            else f"{len(answers)} answers to {len(batch)} frames"
+        )
         failures.append(Failure.RAISED)
     except DeviceError as device_error:
         logger.warning("the device gave up on a batch of %d: %s", len(batch), device_error)

@@ -97,3 +97,16 @@ def test_answers_stay_in_order():
     batch = [ActRequest(frame(), SessionMemory(num_steps=count)) for count in (1, 0)]
     answers = answer_batch(FakePolicy(), batch).answers
     assert [one.chunk.actions[0, 0] for one in answers] == [2.0, 1.0]  # type: ignore[union-attr]
+
+
+class BareChunks(FakePolicy):
+    """A policy that was written for an earlier interface: actions, and no memory with them."""
+
+    def act(self, batch):
+        return [answer.chunk for answer in super().act(batch)]
+
+
+def test_answers_of_another_kind_are_the_policys_fault_and_nobody_waits_for_them():
+    attempts = answer_batch(BareChunks(), batch_of("a", "b"))
+    assert [type(one) for one in attempts.answers] == [PolicyFailedError] * 2
+    assert "ActionChunk" in str(attempts.answers[0])
