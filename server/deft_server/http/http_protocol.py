@@ -82,7 +82,6 @@ class _CountedConnection:
         if self.tls is None:
             self._open(transport)
         else:
-            transport.pause_reading()  # at once: what came before the handshake reads would be lost
             self._handshake = self.loop.create_task(self._shake_hands(transport, self.tls))
 
     def data_received(self, data: bytes) -> None:
@@ -106,6 +105,7 @@ class _CountedConnection:
         self.bounds.connections.leave(self._address)
 
     async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        transport.pause_reading()  # until the handshake reads
         timeout_s = self.bounds.header_timeout_s
         secured = None
         try:
