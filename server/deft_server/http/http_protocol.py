@@ -5,9 +5,10 @@ a clock on the headers, and the bytes and number of headers, trailers and pipeli
 import asyncio
 import logging
 import ssl
+from asyncio.sslproto import SSLProtocol
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from deft_server.http.bounds import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES, ConnectionBounds
 
@@ -68,10 +69,11 @@ class _CountedConnection:
     _raw: asyncio.Transport | None = None
     _address: str
     _is_open = False
-    _early = b""
-    _handshake: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
+        if self._raw is not None:  # the second time, by TLS: the handshake ended well
+            self._open(transport)
+            return
         self._address = peer_of(transport)
         if not self.bounds.connections.enter(self._address):
             if self.tls is None:
@@ -82,47 +84,43 @@ class _CountedConnection:
         if self.tls is None:
             self._open(transport)
         else:
-            self._handshake = self.loop.create_task(self._shake_hands(transport, self.tls))
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_open:
-            super().data_received(data)  # type: ignore[misc]
-        elif self._raw is not None:
-            self._early += data  # came in one packet with the end of the handshake
+            self._shake_hands(transport, self.tls)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._is_open:
             super().connection_lost(error)  # type: ignore[misc]
-        if self._raw is not None and self._handshake is None:
-            self._leave()
+        self._leave()
 
     def _open(self, transport: asyncio.Transport) -> None:
         self._is_open = True
         super().connection_made(transport)  # type: ignore[misc]
 
     def _leave(self) -> None:
-        self._raw = None
-        self.bounds.connections.leave(self._address)
+        if self._raw is not None:
+            self._raw = None
+            self.bounds.connections.leave(self._address)
 
-    async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
-        transport.pause_reading()  # until the handshake reads
-        timeout_s = self.bounds.header_timeout_s
-        secured = None
-        try:
-            secured = await self.loop.start_tls(
-                transport, self, tls, server_side=True, ssl_handshake_timeout=timeout_s
-            )
-        except (OSError, asyncio.TimeoutError) as error:
+    def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        """Begin at once: under uvloop, what comes before a later `start_tls` would be lost."""
+        ended = self.loop.create_future()
+        ended.add_done_callback(self._handshake_ended)
+        secure = SSLProtocol(
+            self.loop,
+            cast(asyncio.Protocol, self),
+            tls,
+            ended,
+            server_side=True,
+            ssl_handshake_timeout=self.bounds.header_timeout_s,  # type: ignore[arg-type]
+        )
+        transport.set_protocol(secure)
+        secure.connection_made(transport)
+
+    def _handshake_ended(self, ended: "asyncio.Future[None]") -> None:
+        error = ended.exception()
+        if not self._is_open and self._raw is not None:
             logger.debug("a TLS handshake failed: %r", error)
-        self._handshake = None
-        if secured is None or secured.is_closing():
-            transport.abort()
+            self._raw.abort()
             self._leave()
-            return
-        self._open(secured)
-        early, self._early = self._early, b""
-        if early:
-            self.data_received(early)
 
 
 class _HeaderClock:
