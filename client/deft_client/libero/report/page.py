@@ -87,7 +87,7 @@ def build_views(runs: Sequence[RunResults], link_from: Path) -> list[View]:
     views = []
     for number, run in enumerate(runs):
         baseline = baseline_of(run, runs)
-        compared = baseline and compare(baseline, run, names[id(baseline)], names[id(run)])
+        compared = compare(baseline, run, names[id(baseline)], names[id(run)]) if baseline else None
         summary, style = summarise(run), f"run{number % NUM_COLOURS}"
         speedup = speedup_of(run, baseline)
         views.append(View(run, summary, style, names[id(run)], link_from, speedup, compared))
