@@ -79,7 +79,7 @@ class PolicyReplica:
         return {"waiting": self._backlogs.total(time.monotonic())}
 
 
-def replicas_wanted(context: Any) -> tuple[int, dict[str, Any]]:
+def replicas_wanted(context: Any) -> tuple[int, dict[str, object]]:
     """Scale by waiting frames: one replica for each batch that is at one, or waits at a front.
 
     Ray calls it with its `AutoscalingContext`, and keeps the answer within the bounds it was given.
@@ -106,7 +106,7 @@ def build_application(deployment: Deployment) -> Any:
     """Return the Serve application; `serve.run` and Serve's own configuration take it."""
     from ray import serve
 
-    size: dict[str, Any] = {"num_replicas": deployment.num_replicas}
+    size: dict[str, object] = {"num_replicas": deployment.num_replicas}
     if deployment.most_replicas is not None:
         bounds = {
             "min_replicas": deployment.num_replicas,
