@@ -49,8 +49,9 @@ _WHOLE = ("total_ms", "round_trip_ms")
 # Colours: one per stage, then what the server did besides, then what lies outside the server.
 _STAGE_STYLES = {
     "wire": "stage0", "queue": "stage1", "prepare": "stage2", "vision": "stage3",
-    "prefill": "stage4", "draft": "stage5", "verify": "stage6", "commit": "stage7",
-    "finish": "stage8", "rest of the server": "stage9", "network and client": "stage10",
+    "prefill": "stage4", "draft": "stage5", "verify": "stage6", "judge": "stage11",
+    "commit": "stage7", "finish": "stage8", "rest of the server": "stage9",
+    "network and client": "stage10",
 }  # fmt: skip
 
 
