@@ -82,6 +82,7 @@ def build_app(command: ServeCommand) -> DeftApp:
             recipe,
             _version(command.policy),
             settings.replicas,
+            settings.most_replicas,
             settings.replica_cpus,
             settings.replica_gpus,
             settings.hang_after_s,
