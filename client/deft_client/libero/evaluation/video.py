@@ -15,14 +15,13 @@ from PIL import ImageDraw, ImageFont
 from deft_client.files import replacing
 from deft_client.libero.errors import VideoError
 from deft_client.libero.evaluation.episode import EpisodeLog
-from deft_client.libero.results.records import AnswerRecord, Outcome
+from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, Outcome
 from deft_client.types import Image
 
-FPS = 30  # as the published evaluations; the robot moves at 20 steps a second
 PICTURE = 512  # pixels; camera frames are scaled up to it
 PANEL = 112
 SIZE = (PICTURE, PICTURE + PANEL)
-_LAST_FRAME_REPEATS = FPS  # the outcome stays on the screen for a second
+_LAST_FRAME_REPEATS = VIDEO_FPS  # the outcome stays on the screen for a second
 
 _INK, _MUTED, _PAPER = (240, 240, 236), (150, 152, 158), (22, 24, 29)
 _DRAFTED, _OWN = (64, 180, 166), (92, 96, 106)
@@ -55,7 +54,7 @@ def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
         writer = imageio_ffmpeg.write_frames(
             str(beside),
             SIZE,
-            fps=FPS,
+            fps=VIDEO_FPS,
             quality=None,
             output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
             ffmpeg_log_level="error",
