@@ -54,6 +54,12 @@ _TOO_MANY_CONNECTIONS = _refusal(
 )
 
 
+class _Secure(SSLProtocol):
+    """asyncio's, with less to hold for a connection that may never say a word."""
+
+    max_size = 16 * 1024  # read at a time, kept from the first moment; 256 kB there
+
+
 class _CountedConnection:
     """Counts a connection from its first moment, and shakes hands where there is TLS.
 
@@ -104,7 +110,7 @@ class _CountedConnection:
         """Begin at once: under uvloop, what comes before a later `start_tls` would be lost."""
         ended = self.loop.create_future()
         ended.add_done_callback(self._handshake_ended)
-        secure = SSLProtocol(
+        secure = _Secure(
             self.loop,
             cast(asyncio.Protocol, self),
             tls,
