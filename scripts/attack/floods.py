@@ -218,6 +218,20 @@ def many_pictures(port: int, until_s: float, rng: random.Random) -> None:
                 key.data.sendall(request)
 
 
+def many_requests(port: int, until_s: float, rng: random.Random) -> None:
+    """Ask over a thousand connections at once, again and again."""
+    request = _POST + b"content-length: 1\r\n\r\n\xc1"
+    with contextlib.ExitStack() as held, selectors.DefaultSelector() as answered:
+        for _ in range(1000):
+            opened = held.enter_context(_connection(port))
+            answered.register(opened, selectors.EVENT_READ, opened)
+        while time.monotonic() < until_s:
+            for key in answered.get_map().values():
+                key.data.sendall(request)
+            for key, _ in answered.select(0.1):
+                key.data.recv(65536)
+
+
 _TRAILERS = _POST + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
 _ZEROS = b'{"image": [' + b"0," * 8_000_000
 FLOODS: dict[str, Attack] = {
@@ -235,6 +249,7 @@ FLOODS: dict[str, Attack] = {
     "idle connections": idle_connections,
     "large resets": _posted(lambda _: b'{"session_id": "' + b"a" * 15_000_000, b"/v1/reset"),
     "nonsense": _posted(_nonsense),
+    "1000 connections at once": many_requests,
     "JPEGs of 4000 scans": _posted(lambda _: _jpeg()),
     "PNGs of 8000 profiles": _posted(lambda _: _png()),
     "large pictures, 200 connections": many_pictures,
