@@ -38,7 +38,8 @@ NUM_COLOURS = 6
 _NOTEWORTHY_LATE_SHARE = 0.05
 _MAX_VIDEOS = 12
 _DIMENSIONS = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
-_MARKS = {Outcome.SUCCEEDED: "✓", Outcome.FAILED: "×", Outcome.ERRORED: "!"}
+_MARKS = {Outcome.SUCCEEDED: "✓", Outcome.FAILED: "×", Outcome.ERRORED: "!",
+          Outcome.REPLAYED: "·"}  # fmt: skip
 _WHOLE = ("total_ms", "round_trip_ms")
 # Colours: one per stage, then what the server did besides, then what lies outside the server.
 _STAGE_STYLES = {

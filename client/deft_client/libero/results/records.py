@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.libero.errors import ResultsDamagedError
-from deft_client.types import StageTimings
+from deft_client.types import ActionChunk, StageTimings
 
 STAGES = tuple(one.name for one in fields(StageTimings))
 _MS_DECIMALS = 3
@@ -29,11 +29,20 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 class Outcome(Enum):
-    """How an episode ended. ERRORED means that something broke: it says nothing of the policy."""
+    """How an episode ended. ERRORED means that something broke: it says nothing of the policy.
+
+    REPLAYED frames were recorded earlier and answered again: nothing ended, so nothing is judged.
+    """
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ERRORED = "errored"
+    REPLAYED = "replayed"
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it counts in a success rate."""
+        return self in (Outcome.SUCCEEDED, Outcome.FAILED)
 
 
 @dataclass(frozen=True, order=True)
@@ -65,6 +74,23 @@ class AnswerRecord:
     num_relaxed: int = 0
     method: str = ""
     guesses: tuple[int, ...] = ()  # of every pass; empty in runs that did not count them
+
+    @staticmethod
+    def of(chunk: ActionChunk, asked_step: int, used_step: int) -> "AnswerRecord":
+        """What is kept of an answer beside its actions."""
+        trace = chunk.trace
+        if trace is None:
+            return AnswerRecord(asked_step, used_step, chunk.timings)
+        return AnswerRecord(
+            asked_step,
+            used_step,
+            chunk.timings,
+            accepted=trace.accepted_lengths,
+            num_tokens=len(trace.tokens),
+            num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
+            method=trace.method,
+            guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
+        )
 
 
 @dataclass(frozen=True, eq=False)
