@@ -30,7 +30,7 @@ from deft_server.reproduce.replays import PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
     SUFFIX,
-    Frames,
+    FrameKind,
     ReproductionError,
     Row,
     Study,
@@ -140,7 +140,7 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
         facts = {**replays.told, **_facts(given, frames, load)}
         found = {"environment": facts, "left_out": replays.left_out}
         write_atomically(out / FACTS, json.dumps(found, indent=2).encode() + b"\n")
-        if studies[0].frames is Frames.RECORDED:
+        if studies[0].frames is FrameKind.RECORDED:
             _write_strip(frames, out / STRIP)
         write(out)
     sys.stdout.write(f"wrote {out / PAGE}\n")
@@ -186,7 +186,7 @@ def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:
 def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameSet:
     """Those given, those that plain decoding sees when it plays, or generated ones."""
     limit: int = given.frames or (study.quick_frames if given.quick else study.num_frames)
-    if study.frames is Frames.GENERATED:
+    if study.frames is FrameKind.GENERATED:
         return FrameSet(None, limit)
     if given.recording is not None:
         return FrameSet(given.recording, limit, read_cameras(given))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from deft_client.libero.report.difference import Difference, difference
-from deft_client.libero.report.phases import Phase, phases_of
+from deft_client.libero.report.phases import ArmPhase, phases_of
 from deft_client.libero.report.summary import RunSummary, SpeculationSummary, summarise
 from deft_client.libero.report.tables import interval_text, points_text, success_text
 from deft_client.libero.results.records import AnswerRecord
@@ -198,10 +198,10 @@ def _speedup(results: RowResults, _: str) -> Cell:
 
 
 def _full_size_ms(results: RowResults) -> float | None:
-    if results.replayed is None or not any(one.guesses for one in results.answers):
+    levels = "" if results.replayed is None else results.replayed.header.options["head_levels"]
+    if not levels:
         return None
-    levels = int(results.replayed.header.options.get("head_levels", "0"))
-    counted = [action_ms(one.guesses, one.accepted, levels) for one in results.answers]
+    counted = [action_ms(one.guesses, one.accepted, int(levels)) for one in results.answers]
     return float(np.mean(counted))
 
 
@@ -220,7 +220,7 @@ def _phase_passes(results: RowResults, name: str) -> Cell:
         len(answer.accepted)
         for one in own.records
         for answer, phase in zip(one.answers, known.get(one.key, ()), strict=False)
-        if phase is Phase(name)
+        if phase is ArmPhase(name)
     ]
     return _number(float(np.mean(counted)) if counted else None)
 
@@ -315,6 +315,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "prefill-ms": _of_summary("prefill ms", lambda one: _stage(one, "prefill_ms"), ".0f"),
         "vision-ms": _of_summary("vision ms", lambda one: _stage(one, "vision_ms"), ".0f"),
         "later-ms": _of_summary("ms of later passes", lambda one: _stage(one, "verify_ms"), ".0f"),
+        "draft-ms": _of_summary("drafting ms", lambda one: _stage(one, "draft_ms"), ".1f"),
         "speedup": Measure("speed-up here", _speedup),
         "full-size": Measure(
             "OpenVLA-7B on an H200, ms (predicted)",

@@ -41,6 +41,7 @@ class Played:
                 self._play(url, [PLAIN], self.out / f".{FOLDER}", num_episodes)
             if not any(unfinished.rglob(f"*{SUFFIX}")):
                 raise ReproductionError(f"{unfinished}: the server recorded nothing")
+            (unfinished / ".gitignore").write_text("*\n")  # pictures have no place among results
             unfinished.rename(folder)
         return folder
 

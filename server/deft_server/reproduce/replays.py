@@ -26,7 +26,7 @@ from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.benchmark.scripted import Script, ScriptedPolicy, find_answers
 from deft_policies.commands.parse import load_by_words
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import DraftKind
+from deft_policies.decoding.plan import PLAIN, DraftKind
 from deft_policies.errors import RequestError
 from deft_policies.memory import SessionMemory
 from deft_policies.openvla.policy import OpenVLAPolicy
@@ -34,7 +34,7 @@ from deft_server.reproduce.frames import FrameEpisode, FrameSet
 from deft_server.reproduce.study import ReproductionError, Row
 
 FOLDER = "frames"
-_GROWERS = {DraftKind.HEAD, DraftKind.MEDUSA, DraftKind.SMALL_MODEL}
+_UNPRICED = {DraftKind.MEDUSA, DraftKind.SMALL_MODEL}  # what they cost at full size is not known
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _header(row: Row, label: str, told: Mapping[str, str], chunk: ActionChunk) -
             "flags": " ".join(row.flags),
             "batch": str(row.batch),
             "scripted": "" if row.acceptance is None else f"{row.acceptance:g}, {row.levels}",
-            "head_levels": str(_head_levels(row, chunk)),
+            "head_levels": _head_levels(row, chunk),
             "pacing": "replay",
         },
         versions={name: told[name] for name in ("deft", "torch")},
@@ -174,14 +174,19 @@ def _header(row: Row, label: str, told: Mapping[str, str], chunk: ActionChunk) -
     )
 
 
-def _head_levels(row: Row, chunk: ActionChunk) -> int:
-    """How many levels a grower grows before a pass, by the plan that this policy uses."""
+def _head_levels(row: Row, chunk: ActionChunk) -> str:
+    """How many levels a head grows before a pass, by the plan that this policy uses.
+
+    Empty where something else drafts at a cost.
+    """
     if row.acceptance is not None:
-        return row.levels
+        return str(row.levels)
     assert chunk.trace is not None
     plans = {plan.name: plan for plan in find_method(row.method).plans}
-    plan = plans.get(chunk.trace.plan)
-    return plan.shape.levels if plan is not None and _GROWERS & set(plan.rounds) else 0
+    plan = plans.get(chunk.trace.plan, PLAIN)
+    if _UNPRICED & set(plan.rounds):
+        return ""
+    return str(plan.shape.levels if DraftKind.HEAD in plan.rounds else 0)
 
 
 def _describe(policy: OpenVLAPolicy) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ class ReproductionError(PolicyError):
     """A study, its results or its page are not as they should be; the message says what to do."""
 
 
-class Frames(Enum):
+class FrameKind(Enum):
     """Which frames the rows of a study answer."""
 
     RECORDED = "recorded"  # of episodes that plain decoding played
@@ -66,7 +66,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class RowSweep:
     """Rows that differ in one number, for which {} stands in name and method."""
 
     __pydantic_config__ = _STRICT
@@ -111,7 +111,7 @@ class Table:
     title: str
     measures: tuple[str, ...]
     row: tuple[Row, ...] = ()
-    sweep: tuple[Sweep, ...] = ()
+    sweep: tuple[RowSweep, ...] = ()
     baseline: str = PLAIN  # the method, with flags of the base policy, that ratios refer to
     note: str = ""
     plot: Plot | None = None
@@ -131,7 +131,7 @@ class Study:
     title: str
     about: str
     table: tuple[Table, ...]
-    frames: Frames = Frames.RECORDED
+    frames: FrameKind = FrameKind.RECORDED
     quick_frames: int = 120
     num_frames: int = 2000
     flags: tuple[str, ...] = field(default=())  # of the policy, where the command line names none

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deft_client.libero.report.phases import (
-    Phase,
+    ArmPhase,
     degrees_apart,
     millimetres_apart,
     phases_of,
@@ -160,8 +160,8 @@ _SUMS: dict[str, Sums] = {
 
 def _deviations(pairs: Sequence[Pair]) -> Iterator[PhaseDeviation]:
     """By phase of the first run, over the steps that both episodes have."""
-    by_phase = np.array([_apart(one, other) for one, other in pairs]).reshape(-1, len(Phase), 3)
-    names = [phase.value for phase in Phase]
+    by_phase = np.array([_apart(one, other) for one, other in pairs]).reshape(-1, len(ArmPhase), 3)
+    names = [phase.value for phase in ArmPhase]
     for name, counted in (
         *zip(names, by_phase.transpose(1, 0, 2), strict=True),
         ("all", by_phase.sum(axis=1)),
@@ -183,6 +183,6 @@ def _apart(one: EpisodeRecord, other: EpisodeRecord) -> list[list[float]]:
     steps = min(one.num_steps, other.num_steps)
     first, second = one.actions[:steps], other.actions[:steps]
     mm, deg = millimetres_apart(first, second), degrees_apart(first, second)
-    numbers = np.array([list(Phase).index(phase) for phase in phases_of(one.actions)[:steps]])
-    is_in = numbers[None] == np.arange(len(Phase))[:, None]  # [phase, step]
+    numbers = np.array([list(ArmPhase).index(phase) for phase in phases_of(one.actions)[:steps]])
+    is_in = numbers[None] == np.arange(len(ArmPhase))[:, None]  # [phase, step]
     return [[float(mm[rows].sum()), float(deg[rows].sum()), float(rows.sum())] for rows in is_in]

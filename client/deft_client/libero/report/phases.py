@@ -11,7 +11,7 @@ GRASP_STEPS = 10  # half a second, in which the fingers close
 RELEASE_STEPS = 10  # of setting down, before the fingers open
 
 
-class Phase(Enum):
+class ArmPhase(Enum):
     """What the arm is about to do."""
 
     APPROACH = "approach"
@@ -20,7 +20,7 @@ class Phase(Enum):
     PLACE = "place"
 
 
-def phases_of(actions: NDArray[np.float64]) -> list[Phase]:
+def phases_of(actions: NDArray[np.float64]) -> list[ArmPhase]:
     """The phase of every step, from actions [step, 7] in robosuite's units.
 
     The gripper is first told to close: grasp, for half a second. It is last told to open behind
@@ -32,9 +32,9 @@ def phases_of(actions: NDArray[np.float64]) -> list[Phase]:
     carried = first + GRASP_STEPS
     opens = np.flatnonzero(closes[carried:-1] & ~closes[carried + 1 :]) + carried + 1
     placed = max(carried, int(opens[-1]) - RELEASE_STEPS) if len(opens) else len(actions)
-    bounds = ((first, Phase.APPROACH), (carried, Phase.GRASP), (placed, Phase.TRANSPORT))
+    bounds = ((first, ArmPhase.APPROACH), (carried, ArmPhase.GRASP), (placed, ArmPhase.TRANSPORT))
     return [
-        next((phase for end, phase in bounds if step < end), Phase.PLACE)
+        next((phase for end, phase in bounds if step < end), ArmPhase.PLACE)
         for step in range(len(actions))
     ]
 

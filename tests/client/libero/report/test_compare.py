@@ -8,7 +8,7 @@ import pytest
 
 from deft_client.libero.commands import compare as command
 from deft_client.libero.report.difference import Difference, conclusion, difference
-from deft_client.libero.report.phases import Phase, degrees_apart, millimetres_apart, phases_of
+from deft_client.libero.report.phases import ArmPhase, degrees_apart, millimetres_apart, phases_of
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import (
     bootstrap_interval,
@@ -43,13 +43,13 @@ def test_phases_follow_the_gripper_commands():
     actions = np.full((60, 7), -1.0)
     actions[20:50, -1] = 1.0
     phases = phases_of(actions)
-    starts = {phase: phases.index(phase) for phase in Phase}
+    starts = {phase: phases.index(phase) for phase in ArmPhase}
     assert starts == {
-        Phase.APPROACH: 0, Phase.GRASP: 20, Phase.TRANSPORT: 30, Phase.PLACE: 40
+        ArmPhase.APPROACH: 0, ArmPhase.GRASP: 20, ArmPhase.TRANSPORT: 30, ArmPhase.PLACE: 40
     }  # fmt: skip
-    assert set(phases_of(np.full((5, 7), -1.0))) == {Phase.APPROACH}
+    assert set(phases_of(np.full((5, 7), -1.0))) == {ArmPhase.APPROACH}
     actions[50:, -1] = 1.0
-    assert phases_of(actions)[-1] is Phase.TRANSPORT
+    assert phases_of(actions)[-1] is ArmPhase.TRANSPORT
 
 
 def test_one_unit_of_translation_is_fifty_millimetres_and_one_of_rotation_half_a_radian():
