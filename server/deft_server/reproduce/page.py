@@ -14,10 +14,19 @@ from deft_client.libero.results.store import RunResults, load_runs
 from deft_server.reproduce import played, replays
 from deft_server.reproduce.measures import NOTHING, RowResults, cell_of, heading_of
 from deft_server.reproduce.plots import line_plot
-from deft_server.reproduce.study import SUFFIX, ReproductionError, Row, Study, Table, load_study
+from deft_server.reproduce.study import (
+    PLAIN,
+    SUFFIX,
+    ReproductionError,
+    Row,
+    Study,
+    Table,
+    load_study,
+)
 
 PAGE, FACTS, STUDIES, STRIP = "page.md", "environment.json", "studies", "plots/frames.png"
 _STEP = "step"  # the x of a plot over one episode
+_PLAIN_NAMES = {PLAIN: "plain"}  # what sentences call a baseline
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,8 @@ class ResultsFolder:
         rows = []
         for row in table.rows:
             # A batch is compared with plain decoding of as many.
-            base = self._results(Row(table.baseline, table.baseline, batch=row.batch), None)
+            name = _PLAIN_NAMES.get(table.baseline, table.baseline)
+            base = self._results(Row(name, table.baseline, batch=row.batch), None)
             found = self._results(row, base if row.slug != base.row.slug else None)
             if found.replayed is not None or found.played is not None:
                 rows.append(found)

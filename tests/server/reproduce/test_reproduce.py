@@ -251,7 +251,7 @@ def test_full_size_milliseconds_are_those_of_the_limits():
 
 def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys):
     out = tmp_path / "out"
-    flags = ["--random-weights", "small", "--statistics-key", "libero_object", "--threads", "1"]
+    flags = ["--random-weights", "small", "--threads", "1"]
     arguments = ["reproduce", "full-size", "--frames", "2", "--no-episodes", "--out", str(out)]
     assert main([*arguments, *flags]) == 0
     assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
