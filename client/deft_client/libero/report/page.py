@@ -50,8 +50,9 @@ _WHOLE = ("total_ms", "round_trip_ms")
 # Colours: one per stage, then what the server did besides, then what lies outside the server.
 _STAGE_STYLES = {
     "wire": "stage0", "queue": "stage1", "prepare": "stage2", "vision": "stage3",
-    "prefill": "stage4", "draft": "stage5", "verify": "stage6", "commit": "stage7",
-    "finish": "stage8", "rest of the server": "stage9", "network and client": "stage10",
+    "prefill": "stage4", "draft": "stage5", "verify": "stage6", "judge": "stage11",
+    "commit": "stage7", "finish": "stage8", "rest of the server": "stage9",
+    "network and client": "stage10",
 }  # fmt: skip
 
 
@@ -200,6 +201,8 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str, Sequence[str]]]:
     if summary.is_real_time:
         yield "held steps", f"{100 * summary.held_share:.1f}%", ()
         yield "late simulator steps", f"{100 * summary.late_share:.1f}%", ()
+        inside = (f"{summary.seams.inside:.2f} inside chunks",)
+        yield "largest step", f"{summary.seams.commanded:.2f}", inside
 
 
 def _tasks(views: Sequence[View]) -> list[tuple[str, int, str]]:
