@@ -20,11 +20,11 @@ from pathlib import Path
 
 from deft_client import ClientSettings
 from deft_client.settings import TlsFiles
+from deft_server.reproduce.local_server import local_server
 from scripts.attack.bystanders import Noticed, Target, measure
 from scripts.attack.floods import FLOODS, TLS_FLOODS
 from scripts.attack.outcomes import Outcome
 from scripts.attack.scenes import SCENES
-from scripts.local_server import local_server
 from tests.server.certificates import make_certificate
 
 HELD_BYTES = 32 * 1024**2

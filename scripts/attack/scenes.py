@@ -21,9 +21,9 @@ from deft_client.recordings import find_episodes, read_episode
 from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
+from deft_server.reproduce.local_server import local_server
 from scripts.attack.outcomes import Outcome
 from scripts.check_deadlines import ARM_MAY_WAIT_S, CALL_MAY_TAKE_S, endurance
-from scripts.local_server import local_server
 from tests.server.process import serving
 
 CONSTANT = ("--policy", "constant")

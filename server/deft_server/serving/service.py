@@ -35,7 +35,7 @@ from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
-from deft_server.serving.waiting_line import Ticket
+from deft_server.serving.waiting_frames import Ticket
 from deft_server.settings import Fallback, Settings, SettingsError
 
 

@@ -244,7 +244,7 @@ def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
 
 
 def untimed(trace: DecodeTrace) -> Sequence[object]:
-    return [replace(one, draft_ms=0.0, pass_ms=0.0) for one in trace.passes]
+    return [replace(one, draft_ms=0.0, pass_ms=0.0, judge_ms=0.0) for one in trace.passes]
 
 
 def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:
