@@ -10,12 +10,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from deft_client import ActOptions, PolicyClient, ServerInfo
+from deft_client import ActionChunk, ActOptions, PolicyClient, ServerInfo
 from deft_client.libero.commands import evaluate as evaluate_command
 from deft_client.libero.commands import report as report_command
 from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlan, play_in_lock_step
 from deft_client.libero.evaluation.interleaved import (
     InterleavedPolicy,
+    MethodSpeed,
     compare_methods,
     speed_table,
 )
@@ -43,15 +44,14 @@ def main() -> int:
     """Run the demonstration; return its exit code."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     say("starting the server ...")
-    # The other half of the cores is the simulator's.
-    threads = str(max(1, min(4, (os.cpu_count() or 2) // 2)))
     try:
-        with local_server("--policy", "tiny-libero", "--threads", threads) as url:
+        with local_server("--policy", "tiny-libero", "--threads", server_threads()) as url:
             with PolicyClient(url) as client:
                 info = client.info()
             say(f"ready: {info.policy}, trained on {info.assets} assets")
             tasks = choose_tasks(info)
-            compare(url, info, tasks)
+            say(f"\n1. {', '.join(METHODS)} answer the same frames in turn; {METHODS[0]} acts")
+            say("\n" + speed_table(compare(url, info, tasks)))
             code = play_in_real_time(url, tasks)
     except ServerDidNotStartError as error:
         print(error, file=sys.stderr)
@@ -61,6 +61,11 @@ def main() -> int:
     return code
 
 
+def server_threads() -> str:
+    """Half of the cores, up to what so small a model is faster with; the rest simulates."""
+    return str(max(1, min(4, (os.cpu_count() or 2) // 2)))
+
+
 def choose_tasks(info: ServerInfo) -> list[int]:
     """The first, the middle and the last of the tasks that the policy was trained on."""
     suite = find_suite(SUITE)
@@ -68,25 +73,25 @@ def choose_tasks(info: ServerInfo) -> list[int]:
     return sorted({known[0], known[len(known) // 2], known[-1]})
 
 
-def compare(url: str, info: ServerInfo, tasks: list[int]) -> None:
-    """All methods on the same frames in turn; prints the table."""
-    say(f"\n1. {', '.join(METHODS)} answer the same frames in turn; {METHODS[0]} acts")
+def compare(url: str, info: ServerInfo, tasks: list[int]) -> list[MethodSpeed]:
+    """How fast all methods answer the frames that the first one's actions lead to."""
     settings = settle_assets(EnvironmentSettings(assets_folder=Path(TRAINED)), info)
-    policy: InterleavedPolicy | None = None
+    answers: dict[str, list[ActionChunk]] = {name: [] for name in METHODS}
     for number in tasks:
         environment = open_environment(find_suite(SUITE).task(number), settings)
-        policy = policy or InterleavedPolicy(
+        policy = InterleavedPolicy(
             {name: build_policy(source(url, name), environment) for name in METHODS}
         )
         log = EpisodeLog()
         plan = EpisodePlan(TRIAL, MOST_STEPS, f"demo-{number}")
         play_in_lock_step(environment, policy, plan, log)
+        policy.close()
         environment.close()
+        for name, chunks in policy.answers.items():
+            answers[name] += chunks
         ended = "succeeded" if log.has_succeeded else "not done"
         say(f"   {environment.task.instruction}: {ended} after {len(log.actions)} steps")
-    if policy is not None:
-        policy.close()
-        say("\n" + speed_table(compare_methods(policy.answers)))
+    return compare_methods(answers)
 
 
 def source(url: str, decoding: str) -> PolicySource:
