@@ -26,9 +26,7 @@ from deft_client.libero.evaluation.selection import (
     settle_assets,
     trained_tasks,
 )
-from deft_client.libero.evaluation.video import join_videos
 from deft_client.libero.policies.source import PolicySource, build_policy
-from deft_client.libero.results.store import load_run
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_client.libero.simulator.suites import find_suite
 from scripts.local_server import ServerDidNotStartError, local_server
@@ -57,7 +55,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     if code == evaluate_command.DONE:
-        code = report(tasks)
+        code = report()
     return code
 
 
@@ -111,19 +109,11 @@ def play_in_real_time(url: str, tasks: list[int]) -> int:
     )
 
 
-def report(tasks: list[int]) -> int:
-    """Write the report and the videos side by side, and say where they are."""
+def report() -> int:
+    """Write the page that plots, compares and plays the episodes side by side."""
     page = FOLDER / "report.html"
     code = report_command.main([str(FOLDER), "--out", str(page)])
-    folders = [FOLDER / f"{SUITE}-{name}-stream-real-time" for name in IN_REAL_TIME]
-    runs = [load_run(folder) for folder in folders]
-    for number in tasks:
-        videos = [
-            run.folder / one.video for run in runs for one in run.records if one.key.task == number
-        ]
-        join_videos(videos, FOLDER / f"task{number:02}-side-by-side.mp4")
-    say(f"\nSide by side, at true speed: {FOLDER.resolve()}/task*-side-by-side.mp4")
-    say(f"Plots and all videos: {page.resolve()}")
+    say(f"\nOpen {page.resolve()}: plots, and both methods' videos side by side at true speed.")
     say("Try it yourself: `make serve` in one terminal, `make eval-libero` in another.")
     return code
 

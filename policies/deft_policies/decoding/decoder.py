@@ -16,6 +16,7 @@ from deft_policies.decoding.acceptance.rule import (
 )
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafts.eagle import EagleHead
+from deft_policies.decoding.drafts.growth import Drawing
 from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
 from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
 from deft_policies.decoding.drafts.memory import (
@@ -25,8 +26,9 @@ from deft_policies.decoding.drafts.memory import (
     Recycled,
 )
 from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
-from deft_policies.decoding.drafts.small_model import SmallModelDrafts
+from deft_policies.decoding.drafts.small_model import SmallModelDrafts, SmallModelOptions
 from deft_policies.decoding.drafts.sources import BatchDrafts, Grower, Guesser, Seen, Sources
+from deft_policies.decoding.drafts.token_recycling import TokenRecycling
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.methods import Method
@@ -68,7 +70,6 @@ class DraftModels:
     medusa: MedusaHeads | None = None
     index: RetrievalIndex | None = None
     small_model: TargetModel | None = None
-    patch_share: float = 1.0  # of the image patches that the small model looks at
     runner: StepRunner = field(default_factory=EagerRunner)  # of the head's steps
     _heads: dict[tuple[TargetModel, HeadOptions], HeadDrafts] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -84,17 +85,21 @@ class DraftModels:
         ]
         if self.index is not None:
             guessers.append(Retrieval(self.index))
-        growers: list[Grower] = []
+        growers: list[Grower] = [TokenRecycling(target)]
+        drawing = Drawing(method.sampling) if method.draws_drafts else None
         if self.head is not None:
             options = HeadOptions(self.rope_offset, self.key_mask, method.whole_vocabulary)
-            if method.draws_drafts:
-                growers.append(DrawnHeadDrafts(self.head, target, options, method.sampling))
+            if drawing is not None:
+                growers.append(DrawnHeadDrafts(self.head, target, options, drawing))
             else:
                 growers.append(self._head_drafts(self.head, target, options))
         if self.medusa is not None:
             growers.append(MedusaDrafts(self.medusa, target))
         if self.small_model is not None:
-            growers.append(SmallModelDrafts(self.small_model, self.patch_share))
+            small = SmallModelOptions(
+                method.patch_share, method.multi_level, method.whole_vocabulary, drawing
+            )
+            growers.append(SmallModelDrafts(self.small_model, target, small))
         for one in entry_points(group=DRAFT_SOURCES):
             if method.uses(DraftKind(one.name)):
                 made = _made_by(one, target)
@@ -307,7 +312,8 @@ def build_decoder(
         raise RequestError(
             "decoding",
             f"{method.name!r} needs draft sources that were not loaded: {names}; load a draft head "
-            "(--draft-head DIR) or whatever they need, or choose another method",
+            "(--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, or "
+            "choose another method",
         )
     return Decoder(target, method, sources)
 

@@ -27,6 +27,7 @@ class Stage(Enum):
     PREFILL = "prefill_ms"
     DRAFT = "draft_ms"
     VERIFY = "verify_ms"
+    JUDGE = "judge_ms"
     COMMIT = "commit_ms"
     FINISH = "finish_ms"
 
@@ -123,16 +124,17 @@ class ActionCost:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One finished pass, and the laps of the clock in which it was drafted and run."""
+    """One finished pass, and the laps of the clock in which it was drafted, run and judged."""
 
     result: PassResult
     pass_lap: int
+    judge_lap: int
     draft_lap: int
     commit_lap: int | None = None  # of what the pass before it had to keep
 
     def ms(self, clock: StageClock) -> float:
         """All of the round."""
-        laps = (self.pass_lap, self.draft_lap, self.commit_lap)
+        laps = (self.pass_lap, self.judge_lap, self.draft_lap, self.commit_lap)
         return sum(clock.milliseconds(lap) for lap in laps if lap is not None)
 
 
@@ -167,7 +169,8 @@ class ActionRun:
         for index, record in enumerate(self.records):
             start = len(first) + index * _NUM_COLUMNS
             columns = numbers[start : start + _NUM_COLUMNS]
-            times = clock.milliseconds(record.draft_lap), clock.milliseconds(record.pass_lap)
+            laps = (record.draft_lap, record.pass_lap, record.judge_lap)
+            times = tuple(clock.milliseconds(lap) for lap in laps)
             for row, is_open in enumerate(record.result.is_open):
                 if is_open:
                     one = _pass_trace([column[row] for column in columns], record, times)
@@ -234,7 +237,7 @@ def _read_together(parts: Sequence[Tensor]) -> list[list[list[int]]]:
 
 
 def _pass_trace(
-    columns: Sequence[list[int]], record: PassRecord, times: tuple[float, float]
+    columns: Sequence[list[int]], record: PassRecord, times: tuple[float, ...]
 ) -> PassTrace:
     """One row's pass, without the nodes that were only padding."""
     tokens, parents, sources, is_real, predictions, path, accepted, bonus = columns
@@ -252,4 +255,5 @@ def _pass_trace(
         bonus=bonus[0],
         draft_ms=times[0],
         pass_ms=times[1],
+        judge_ms=times[2],
     )

@@ -34,8 +34,9 @@ def run_actions(
     tree = drafts.before_prefill(state.progress(prompts.last_tokens))
     draft_lap = clock.lap(Stage.DRAFT)
     scores, features = state.target.prefill(prompts, tree)
+    pass_lap = clock.lap(Stage.PREFILL)
     result = state.verify(tree, scores, features)
-    records = [PassRecord(result, clock.lap(Stage.PREFILL), draft_lap)]
+    records = [PassRecord(result, pass_lap, clock.lap(Stage.JUDGE), draft_lap)]
     if not state.is_done:
         drafts.begin(features)
     while not state.is_done:
@@ -43,8 +44,11 @@ def run_actions(
         commit_lap = clock.lap(Stage.COMMIT)
         tree = drafts.between_passes(state.progress(result.accepted.bonus))
         draft_lap = clock.lap(Stage.DRAFT)
-        result = state.verify(tree, state.target.score(tree))
-        records.append(PassRecord(result, clock.lap(Stage.VERIFY), draft_lap, commit_lap))
+        scores = state.target.score(tree)
+        pass_lap = clock.lap(Stage.VERIFY)
+        result = state.verify(tree, scores)
+        judge_lap = clock.lap(Stage.JUDGE)
+        records.append(PassRecord(result, pass_lap, judge_lap, draft_lap, commit_lap))
     return state.finish(records)
 
 

@@ -3,12 +3,10 @@
 Drawn after the episode, so that drawing takes no time while latency is measured.
 """
 
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -17,17 +15,13 @@ from PIL import ImageDraw, ImageFont
 from deft_client.files import replacing
 from deft_client.libero.errors import VideoError
 from deft_client.libero.evaluation.episode import EpisodeLog
-from deft_client.libero.results.records import AnswerRecord, Outcome
-from deft_client.libero.simulator import conventions
+from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, Outcome
 from deft_client.types import Image
 
-FPS = conventions.CONTROL_HZ  # a frame per step: true speed
 PICTURE = 512  # pixels; camera frames are scaled up to it
 PANEL = 112
 SIZE = (PICTURE, PICTURE + PANEL)
-_LAST_FRAME_REPEATS = FPS  # the outcome stays on the screen for a second
-
-_ENCODING = ["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"]
+_LAST_FRAME_REPEATS = VIDEO_FPS  # the outcome stays on the screen for a second
 
 _INK, _MUTED, _PAPER = (240, 240, 236), (150, 152, 158), (22, 24, 29)
 _DRAFTED, _OWN = (64, 180, 166), (92, 96, 106)
@@ -50,51 +44,31 @@ class Caption:
 
 def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
     """Write an episode's frames with their overlay; the file appears only when it is whole."""
-    imageio_ffmpeg = _import_ffmpeg()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_earlier_tries(path)
-        with replacing(path) as beside:
-            writer = imageio_ffmpeg.write_frames(
-                str(beside),
-                SIZE,
-                fps=FPS,
-                quality=None,
-                output_params=_ENCODING,
-                ffmpeg_log_level="error",
-            )
-            with closing(writer):
-                writer.send(None)
-                for frame in draw_frames(log, caption):
-                    writer.send(np.ascontiguousarray(frame))
-    except OSError as error:
-        raise VideoError(f"cannot write {path}: {error}") from error
-
-
-def join_videos(paths: Sequence[Path], joined: Path) -> None:
-    """Put videos side by side, each at its own speed; one that ends early keeps its last frame."""
-    imageio_ffmpeg = _import_ffmpeg()
-    longest_s = max(imageio_ffmpeg.count_frames_and_secs(str(path))[1] for path in paths)
-    inputs = [part for path in paths for part in ("-i", str(path))]
-    places = range(len(paths))
-    held = "".join(f"[{n}]tpad=stop_mode=clone:stop_duration={longest_s}[v{n}];" for n in places)
-    graph = held + "".join(f"[v{n}]" for n in places) + f"hstack=inputs={len(paths)}"
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *inputs]
-    command += ["-filter_complex", graph, "-t", str(longest_s), *_ENCODING, str(joined)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise VideoError(f"cannot write {joined}: {done.stderr.strip()}")
-
-
-def _import_ffmpeg() -> ModuleType:
     try:
         import imageio_ffmpeg
     except ImportError as error:
         raise VideoError(
             'videos need imageio-ffmpeg: pip install "deft-client[libero]", or use --video none'
         ) from error
-    found: ModuleType = imageio_ffmpeg
-    return found
+    with _replacing_earlier_tries(path) as beside:
+        writer = imageio_ffmpeg.write_frames(
+            str(beside),
+            SIZE,
+            fps=VIDEO_FPS,
+            quality=None,
+            output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
+            ffmpeg_log_level="error",
+        )
+        with closing(writer):
+            writer.send(None)
+            for frame in draw_frames(log, caption):
+                writer.send(np.ascontiguousarray(frame))
+
+
+def keep_video(path: Path, content: bytes) -> None:
+    """Write a video that was made elsewhere."""
+    with _replacing_earlier_tries(path) as beside:
+        beside.write_bytes(content)
 
 
 def draw_frames(log: EpisodeLog, caption: Caption) -> Iterator[Image]:
@@ -113,11 +87,17 @@ def draw_frames(log: EpisodeLog, caption: Caption) -> Iterator[Image]:
             yield drawn
 
 
-def _remove_earlier_tries(path: Path) -> None:
-    """An episode that is played again may end otherwise; its old video must not stay."""
-    stem = path.stem.rpartition("-")[0]
-    for old in path.parent.glob(f"{stem}-*.mp4"):
-        old.unlink()
+@contextmanager
+def _replacing_earlier_tries(path: Path) -> Iterator[Path]:
+    """A name to write to. An episode that is played again may end otherwise; no old video stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.mp4"):
+            old.unlink()
+        with replacing(path) as beside:
+            yield beside
+    except OSError as error:
+        raise VideoError(f"cannot write {path}: {error}") from error
 
 
 def _draw_frame(
@@ -129,8 +109,6 @@ def _draw_frame(
     draw = ImageDraw.Draw(frame)
     _draw_instruction(draw, caption.instruction)
     place = f"step {step} of {caption.step_limit}"
-    if answer is not None and answer.method:
-        place = f"{answer.method}, {place}"
     if answer is not None and answer.used_step > answer.asked_step:
         place += f", acting on the frame of step {answer.asked_step}"
     draw.text((16, PICTURE + 46), place, fill=_MUTED, font=_font(16))
