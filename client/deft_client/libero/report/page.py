@@ -200,6 +200,8 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str, Sequence[str]]]:
     if summary.is_real_time:
         yield "held steps", f"{100 * summary.held_share:.1f}%", ()
         yield "late simulator steps", f"{100 * summary.late_share:.1f}%", ()
+        inside = (f"{summary.seams.inside:.2f} inside chunks",)
+        yield "largest step", f"{summary.seams.commanded:.2f}", inside
 
 
 def _tasks(views: Sequence[View]) -> list[tuple[str, int, str]]:

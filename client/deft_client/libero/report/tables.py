@@ -136,7 +136,7 @@ def episodes_csv(runs: Iterable[RunResults]) -> str:
     writer.writerow(
         ("name", "run", "assets", "suite", "task", "trial", "instruction", "outcome", "steps",
          "answers", "mean_round_trip_ms", "passes", "relaxed_tokens", "tokens", "held_steps",
-         "late_steps", "wall_s", "video", "error")
+         "late_steps", "largest_step", "largest_step_inside", "wall_s", "video", "error")
     )  # fmt: skip
     for run in runs:
         for one in run.records:
@@ -148,14 +148,15 @@ def episodes_csv(runs: Iterable[RunResults]) -> str:
                  sum(len(answer.accepted) for answer in one.answers),
                  sum(answer.num_relaxed for answer in one.answers),
                  sum(answer.num_tokens for answer in one.answers),
-                 one.held_steps, one.late_steps, f"{one.wall_s:.3f}", one.video, one.error)
+                 one.held_steps, one.late_steps, f"{one.seams.commanded:.6g}",
+                 f"{one.seams.inside:.6g}", f"{one.wall_s:.3f}", one.video, one.error)
             )  # fmt: skip
     return stream.getvalue()
 
 
 _RUN_COLUMNS = (
     "run", "success", "95%", "errored", "p50 ms", "p95 ms", "p99 ms", "actions/s", "passes",
-    "committed", "relaxed", "held",
+    "committed", "relaxed", "held", "step", "inside",
 )  # fmt: skip
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
@@ -178,6 +179,8 @@ def _run_cells(summary: RunSummary) -> tuple[str, ...]:
         f"{speculation.committed_length:.2f}" if speculation else "–",
         f"{100 * speculation.relaxed_share:.1f}%" if speculation else "–",
         f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
+        f"{summary.seams.commanded:.2f}" if summary.is_real_time else "–",
+        f"{summary.seams.inside:.2f}" if summary.is_real_time else "–",
     )
 
 

@@ -9,13 +9,14 @@ import base64
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.chunks import SeamSizes
 from deft_client.libero.errors import ResultsDamagedError
 from deft_client.types import StageTimings
 
@@ -79,6 +80,7 @@ class EpisodeRecord:
     answers: tuple[AnswerRecord, ...] = ()
     held_steps: int = 0  # steps that repeated an action because no newer answer had come
     late_steps: int = 0  # real-time steps for which the simulator itself was too slow
+    seams: SeamSizes = SeamSizes()  # in real time
     wall_s: float = 0.0
     finished_s: float = 0.0  # when, in seconds since 1970; puts episodes in the order of playing
     assets: str = ""
@@ -101,6 +103,7 @@ def encode_record(record: EpisodeRecord, run: str) -> bytes:
         "outcome": record.outcome.value,
         "steps": record.num_steps,
         **{name: getattr(record, name) for name in _PLAIN},
+        "seams": asdict(record.seams),
         "wall_s": round(record.wall_s, 3),
         "finished_s": round(record.finished_s, 3),
         "answers": _encode_answers(record.answers),
@@ -124,6 +127,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
             outcome=Outcome(values["outcome"]),
             actions=_decode_actions(values["actions"]),
             answers=_decode_answers(values["answers"]),
+            seams=SeamSizes(**values.get("seams", {})),  # earlier versions did not measure them
             wall_s=float(values["wall_s"]),
             finished_s=float(values["finished_s"]),
             **{name: kind(values[name]) for name, kind in _PLAIN.items()},
