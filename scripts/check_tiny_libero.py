@@ -25,8 +25,8 @@ from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import LUCK, compare
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.store import RunResults, load_run
+from deft_server.reproduce.local_server import local_server
 from scripts import demo
-from scripts.local_server import local_server
 
 PLAIN, LOSSLESS, DEFT = DECODINGS = demo.METHODS
 STILL, STILL_STEPS = 0.02, 40  # commands of 1 are the fastest; two seconds of less than this

@@ -29,7 +29,7 @@ from deft_client.libero.evaluation.selection import (
 from deft_client.libero.policies.source import PolicySource, build_policy
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_client.libero.simulator.suites import find_suite
-from scripts.local_server import ServerDidNotStartError, local_server
+from deft_server.reproduce.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")
 METHODS = ("autoregressive", "lossless", "deft")

@@ -7,7 +7,7 @@ import pytest
 
 from deft_client import PolicyClient
 from deft_client.errors import TransportError
-from scripts.local_server import local_server
+from deft_server.reproduce.local_server import local_server
 
 
 def test_a_server_that_ends_too_early_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:
