@@ -1,6 +1,7 @@
 """A small policy learns from samples made up here, and a killed run resumes to the bit."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -195,3 +196,33 @@ def test_augmentation_is_repeatable_and_bounded():
     assert torch.equal(one, again)
     untouched = augment(frames, AugmentConfig(0, 0, 0, 0), torch.Generator().manual_seed(4))
     assert torch.equal(untouched, frames)
+
+
+def test_augmented_bytes_are_those_of_the_formula_applied_to_every_pixel():
+    frames = torch.randint(
+        0, 256, (4, 9, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    config = AugmentConfig(shift_pixels=2, brightness=0.5, contrast=0.5, colour=0.5)
+    found = augment(frames, config, torch.Generator().manual_seed(4))
+    assert torch.equal(found, augment_plainly(frames, config, torch.Generator().manual_seed(4)))
+
+
+def augment_plainly(
+    frames: torch.Tensor, config: AugmentConfig, generator: torch.Generator
+) -> torch.Tensor:
+    rows, height, width, _ = frames.shape
+    offsets = torch.randint(0, 2 * config.shift_pixels + 1, (rows, 2), generator=generator)
+    shifted = torch.empty(frames.shape)
+    for row, y, x in product(range(rows), range(height), range(width)):
+        down, along = (offsets[row] - config.shift_pixels).tolist()
+        at = (min(max(y + down, 0), height - 1), min(max(x + along, 0), width - 1))
+        shifted[row, y, x] = frames[row][at].float()
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) * 2 - 1
+
+    gain = 1 + config.brightness * draw(rows, 1, 1, 1)
+    gain = gain * (1 + config.colour * draw(rows, 1, 1, 3))
+    contrast = 1 + config.contrast * draw(rows, 1, 1, 1)
+    centre = shifted.mean(dim=(1, 2, 3), keepdim=True)
+    return ((shifted - centre) * contrast + centre).mul(gain).clamp(0, 255).round().byte()
