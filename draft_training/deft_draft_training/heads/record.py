@@ -29,9 +29,9 @@ from deft_draft_training.heads.target import (
     FeatureTarget,
     add_target_flags,
     load_target,
-    target_flags,
 )
 from deft_draft_training.run_directory import explained
+from deft_policies.commands.parse import target_flags
 
 INDEX = "index.json"
 _FORMAT = 1
