@@ -221,15 +221,31 @@ def many_pictures(port: int, until_s: float, rng: random.Random) -> None:
 def many_requests(port: int, until_s: float, rng: random.Random) -> None:
     """Ask over a thousand connections at once, again and again."""
     request = _POST + b"content-length: 1\r\n\r\n\xc1"
-    with contextlib.ExitStack() as held, selectors.DefaultSelector() as answered:
-        for _ in range(1000):
-            opened = held.enter_context(_connection(port))
-            answered.register(opened, selectors.EVENT_READ, opened)
-        while time.monotonic() < until_s:
-            for key in answered.get_map().values():
-                key.data.sendall(request)
-            for key, _ in answered.select(0.1):
-                key.data.recv(65536)
+    while time.monotonic() < until_s:
+        with contextlib.ExitStack() as held:
+            callers = [held.enter_context(_connection(port)) for _ in range(1000)]
+            while time.monotonic() < until_s:
+                for one in callers:
+                    one.sendall(request)
+                for one in callers:
+                    one.recv(65536)
+
+
+def many_streams(port: int, until_s: float, rng: random.Random) -> None:
+    """Send the smallest frames over hundreds of WebSockets, as many as each of them takes."""
+    pongs = _frame(10, b"") * (CHUNK // 6)
+    while time.monotonic() < until_s:
+        with contextlib.ExitStack() as held:
+            callers = [held.enter_context(_connection(port)) for _ in range(300)]
+            for one in callers:
+                one.sendall(_HANDSHAKE)
+                one.recv(4096)
+                one.setblocking(False)
+            while time.monotonic() < until_s:
+                for one in callers:
+                    with contextlib.suppress(BlockingIOError):
+                        one.send(pongs)
+                time.sleep(0.01)
 
 
 _TRAILERS = _POST + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
@@ -250,6 +266,7 @@ FLOODS: dict[str, Attack] = {
     "large resets": _posted(lambda _: b'{"session_id": "' + b"a" * 15_000_000, b"/v1/reset"),
     "nonsense": _posted(_nonsense),
     "1000 connections at once": many_requests,
+    "300 streams at once": many_streams,
     "JPEGs of 4000 scans": _posted(lambda _: _jpeg()),
     "PNGs of 8000 profiles": _posted(lambda _: _png()),
     "large pictures, 200 connections": many_pictures,

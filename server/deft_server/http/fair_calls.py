@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from deft_server.serving.turns import Turns
 
-MAX_CALLS_A_TURN = 16
+MAX_CALLS_A_TURN = 8
 
 
 class FairCalls:
