@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
+from deft_draft_training.config import load_config
+from deft_draft_training.errors import ConfigError, DivergedError
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.policy.data import (
     AugmentConfig,
@@ -27,6 +29,7 @@ from deft_draft_training.policy.fit import (
 )
 from deft_draft_training.policy.growth import deepened
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
+from deft_draft_training.run_directory import STATE_FILE
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics
@@ -226,3 +229,21 @@ def augment_plainly(
     contrast = 1 + config.contrast * draw(rows, 1, 1, 1)
     centre = shifted.mean(dim=(1, 2, 3), keepdim=True)
     return ((shifted - centre) * contrast + centre).mul(gain).clamp(0, 255).round().byte()
+
+
+def test_a_run_whose_loss_is_not_finite_ends_with_an_error_and_what_was_saved(tmp_path):
+    """Once it went on to its end, and ended with success."""
+    samples = made_up_samples()
+    PolicyTrainer(fit_config(4, 4), CONFIG, samples, PROMPTS).run(tmp_path / "run")
+    saved = (tmp_path / "run" / STATE_FILE).read_bytes()
+    trainer = PolicyTrainer(fit_config(8, 4), CONFIG, samples, PROMPTS)
+    trainer.samples = replace(samples, positions=np.full_like(samples.positions, np.nan))
+    with pytest.raises(DivergedError, match="step 4"):
+        trainer.run(tmp_path / "run")
+    assert (tmp_path / "run" / STATE_FILE).read_bytes() == saved
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "save_every", "log_every"])
+def test_counts_below_one_are_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"'{name}': 0"):
+        load_config(PolicyFitConfig, None, [f"{name}=0"])
