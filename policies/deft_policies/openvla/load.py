@@ -159,7 +159,7 @@ def _load_model(
     assert options.checkpoint is not None
     checkpoint = open_checkpoint(options.checkpoint, options.adapter)
     source = checkpoint.source
-    check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
+    check_is_openvla(source.tuned, source.read_statistics(), options.num_steps)
     if options.statistics_key is not None:
         find_statistics_key(tuple(checkpoint.config.statistics), options.statistics_key)
     model = load_model(checkpoint, device, dtype, options.quantization)
