@@ -132,27 +132,10 @@ def play_in_lock_step(
     while not simulation.is_over:
         chunk = policy.act(simulation.observe())
         step = len(log.actions)
-        log.answers.append(_answer_record(chunk, step, step))
+        log.answers.append(AnswerRecord.of(chunk, step, step))
         for action in chunk.actions[: plan.executed_steps]:
             if not simulation.is_over:
                 simulation.execute(action)
-
-
-def _answer_record(chunk: ActionChunk, asked_step: int, used_step: int) -> AnswerRecord:
-    """What is kept of an answer beside its actions."""
-    trace = chunk.trace
-    if trace is None:
-        return AnswerRecord(asked_step, used_step, chunk.timings)
-    return AnswerRecord(
-        asked_step,
-        used_step,
-        chunk.timings,
-        accepted=trace.accepted_lengths,
-        num_tokens=len(trace.tokens),
-        num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
-        method=trace.method,
-        guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
-    )
 
 
 class Clock(Protocol):
@@ -305,7 +288,7 @@ class _Control:
         if step < self._sent_step + latency_steps:
             return
         chunk, self._arrived = self._arrived.chunk, None
-        self._log.answers.append(_answer_record(chunk, self._sent_step, step))
+        self._log.answers.append(AnswerRecord.of(chunk, self._sent_step, step))
         self._queue.refill(chunk, self._asked)
         self._asked = None
 

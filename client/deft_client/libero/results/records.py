@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from deft_client.chunks import SeamSizes
 from deft_client.libero.errors import ResultsDamagedError
-from deft_client.types import StageTimings
+from deft_client.types import ActionChunk, StageTimings
 
 STAGES = tuple(one.name for one in fields(StageTimings))
 VIDEO_FPS = 30  # a frame a step, as the published evaluations; robots make 20 steps a second
@@ -31,11 +31,20 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 class Outcome(Enum):
-    """How an episode ended. ERRORED means that something broke: it says nothing of the policy."""
+    """How an episode ended. ERRORED means that something broke: it says nothing of the policy.
+
+    REPLAYED frames were recorded earlier and answered again: nothing ended, so nothing is judged.
+    """
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ERRORED = "errored"
+    REPLAYED = "replayed"
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it counts in a success rate."""
+        return self in (Outcome.SUCCEEDED, Outcome.FAILED)
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +76,23 @@ class AnswerRecord:
     num_relaxed: int = 0
     method: str = ""
     guesses: tuple[int, ...] = ()  # of every pass; empty in runs that did not count them
+
+    @staticmethod
+    def of(chunk: ActionChunk, asked_step: int, used_step: int) -> "AnswerRecord":
+        """What is kept of an answer beside its actions."""
+        trace = chunk.trace
+        if trace is None:
+            return AnswerRecord(asked_step, used_step, chunk.timings)
+        return AnswerRecord(
+            asked_step,
+            used_step,
+            chunk.timings,
+            accepted=trace.accepted_lengths,
+            num_tokens=len(trace.tokens),
+            num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
+            method=trace.method,
+            guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
+        )
 
 
 @dataclass(frozen=True, eq=False)
