@@ -197,6 +197,9 @@ def handshakes(port: int, until_s: float, rng: random.Random) -> None:
         context.wrap_bio(incoming, outgoing).do_handshake()
     hello = outgoing.read()
     with contextlib.ExitStack() as held:
+        callers = [held.enter_context(_connection(port)) for _ in range(900)]
+        for one in callers:  # all at the same moment
+            one.sendall(hello)
         while time.monotonic() < until_s:
             with contextlib.suppress(OSError):
                 opened = socket.create_connection(("127.0.0.1", port), 1, (OWN_ADDRESS, 0))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -59,6 +60,16 @@ class _Secure(SSLProtocol):
     """asyncio's, with less to hold for a connection that may never say a word."""
 
     max_size = 16 * 1024  # read at a time, kept from the first moment; 256 kB there
+    make_call: Callable[[Callable[[], None]], None]  # when it is the address's turn
+    _state: Any
+
+    def _do_handshake(self) -> None:
+        """Go on shaking hands, which is a millisecond's work each time."""
+        self.make_call(self._shake_hands)
+
+    def _shake_hands(self) -> None:
+        if self._state.name == "DO_HANDSHAKE":  # and not given up meanwhile
+            super()._do_handshake()  # type: ignore[misc]
 
 
 class _CountedConnection:
@@ -119,6 +130,7 @@ class _CountedConnection:
             server_side=True,
             ssl_handshake_timeout=self.bounds.header_timeout_s,  # type: ignore[arg-type]
         )
+        secure.make_call = partial(self.bounds.calls.make, self._address)
         transport.set_protocol(secure)
         secure.connection_made(transport)
 
