@@ -15,6 +15,7 @@ from deft_client.errors import NotReadyError, TransportError
 LISTENING = re.compile(r"listening on (https?://[^\s\"]+)")
 READY_WITHIN_S = 300.0
 STOPPED_WITHIN_S = 30.0
+LAST_WORDS = 20  # lines
 
 
 class ServerDidNotStartError(Exception):
@@ -22,14 +23,19 @@ class ServerDidNotStartError(Exception):
 
 
 @contextmanager
-def local_server(*flags: str, settings: ClientSettings | None = None) -> Iterator[str]:
-    """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it."""
+def local_server(
+    *flags: str, settings: ClientSettings | None = None, log: deque[str] | None = None
+) -> Iterator[str]:
+    """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it.
+
+    What it logs goes into `log`.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
         stderr=subprocess.PIPE,
         text=True,
     )
-    log: deque[str] = deque(maxlen=20)
+    log = deque(maxlen=LAST_WORDS) if log is None else log
     found: deque[str] = deque()
     reader = threading.Thread(target=_follow, args=(process, log, found), daemon=True)
     reader.start()
@@ -65,7 +71,9 @@ def _when_ready(
         if found and _is_ready(found[0], settings):
             return found[0]
         time.sleep(0.05)
-    raise ServerDidNotStartError("the server did not start; its last words:\n" + "".join(log))
+    raise ServerDidNotStartError(
+        "the server did not start; its last words:\n" + "".join(list(log)[-LAST_WORDS:])
+    )
 
 
 def _is_ready(url: str, settings: ClientSettings | None) -> bool:
