@@ -91,7 +91,7 @@ class ActorLine:
         try:
             sent: Sent = self.ray.get(self.coming)
         except self.ray.exceptions.RayError as error:
-            return _ended(str(error).strip().splitlines()[-1])
+            return _ended(str(error).strip().splitlines()[-1].strip())
         self.is_placed = True
         self.coming = self.actor.next_report.remote()
         return self._with_video(sent) if sent.video else sent.report
