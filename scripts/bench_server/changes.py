@@ -36,6 +36,7 @@ REPLICA_NAME = "ray::ServeReplica:deft:PolicyReplica"
 NUM_SESSIONS = 16
 AFTER_S = 5.0  # into the load
 AGAIN_S = 0.2  # after a refusal
+LONGEST_S = 30.0  # that an answer may take
 CHUNK = 4  # actions in an answer that tells its version
 
 
@@ -54,8 +55,11 @@ async def talk(port: int, bodies: Iterable[bytes]) -> Talk:
     for body in bodies:
         start_s, status = time.perf_counter(), 0
         while status != 200:
-            status, content = await connection.exchange(http_request(body))
+            exchange = connection.exchange(http_request(body))
+            status, content = await asyncio.wait_for(exchange, LONGEST_S)
             told.statuses[status] += 1
+            if status not in (200, 429, 503):
+                raise SystemExit(f"an answer of status {status}: {content[:300]!r}")
             await asyncio.sleep(0 if status == 200 else AGAIN_S)
         told.actions.append(decode_answer(content).actions)
         told.slowest_s = max(told.slowest_s, time.perf_counter() - start_s)

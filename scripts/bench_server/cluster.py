@@ -46,7 +46,12 @@ def own_ray() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m scripts.bench_server.cluster", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="MEASUREMENT", help=", ".join(MEASUREMENTS))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load [20]")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of most loads [20]",
+    )
     given = parser.parse_args()
     unknown = set(given.names) - set(MEASUREMENTS)
     if unknown:

@@ -46,7 +46,7 @@ def message(size: int, session_id: str | None = None) -> bytes:
 
 def http_request(body: bytes) -> bytes:
     head = (
-        "POST /v1/act HTTP/1.1\r\nhost: bench\r\ncontent-type: application/msgpack\r\n"
+        "POST /v1/act HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/msgpack\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

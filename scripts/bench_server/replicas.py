@@ -161,17 +161,18 @@ def statuses(replies: Sequence[Reply]) -> Counter[int]:
 def forecast(place: RayPlace) -> None:
     """Twenty robots at 5 Hz over four replicas, measured and foretold; then more robots."""
     log: deque[str] = deque()
+    seconds = 3 * place.seconds
     flags = [*place.flags(4), *sleeping(50), "--log-batches"]
     with local_server(*flags, log=log) as url:
         wait_for_replicas(url, 4)
         spent_s = metric(httpx.get(f"{url}/metrics").text, CPU)
-        load = robots(port_of(url), 20, 5.0, place.seconds, ImageEncoding.JPEG)
+        load = robots(port_of(url), 20, 5.0, seconds, ImageEncoding.JPEG)
         front_s = metric(httpx.get(f"{url}/metrics").text, CPU) - spent_s
-    sent = int(place.seconds * 5) * 20
+    sent = int(seconds * 5) * 20
     print(f"20 robots at 5 Hz, 4 replicas: {len(load.replies)} replies to {sent} frames:")
     print(f"  {dict(statuses(load.replies))}, load average {os.getloadavg()[0]:.1f}")
     capacity = fitted(log, front_s / len(load.replies))
-    told = simulate(Fleet(20, 5.0, seconds=place.seconds), capacity)
+    told = simulate(Fleet(20, 5.0, seconds=seconds), capacity)
     seen_ms = np.percentile(load.took_ms(200), [50, 99])
     share = load.count(200) / len(load.replies)
     print(f"  measured p50 {seen_ms[0]:.1f} ms, p99 {seen_ms[1]:.1f} ms, {share:.1%} answered")
