@@ -20,6 +20,7 @@ from deft_client.wire.msgpack_codec import decode_answer, encode_request
 from deft_policies.benchmark.replay import generate_frames
 from deft_policies.constant import SleepingPolicy
 from deft_server.replicas.ray_serve import Deployment, RayCluster
+from deft_server.reproduce.local_server import local_server
 from scripts.bench_server.load import Connection, http_request, message
 from scripts.bench_server.replicas import (
     RayPlace,
@@ -30,7 +31,6 @@ from scripts.bench_server.replicas import (
     statuses,
     wait_for_replicas,
 )
-from scripts.local_server import local_server
 
 REPLICA_NAME = "ray::ServeReplica:deft:PolicyReplica"
 NUM_SESSIONS = 16

@@ -23,6 +23,7 @@ from deft_client.wire.messages import ActMessage
 from deft_client.wire.msgpack_codec import encode_request
 from deft_server.planning.service_times import read_log
 from deft_server.planning.simulate import Capacity, Fleet, Forecast, simulate
+from deft_server.reproduce.local_server import local_server
 from deft_server.serving.waiting_line import LineRules
 from scripts.bench_server.load import (
     Connection,
@@ -33,7 +34,6 @@ from scripts.bench_server.load import (
     message,
     sessions,
 )
-from scripts.local_server import local_server
 
 FRAME_SIDE = 258  # 200 kB of pixels
 CPU = "process_cpu_seconds_total"

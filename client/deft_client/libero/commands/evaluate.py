@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from deft_client.chunks import Seam
 from deft_client.commands.connection import UsageError, add_connection_options, connection_settings
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
@@ -66,6 +67,7 @@ def read_options(arguments: list[str]) -> EvaluationOptions:
         num_episodes=options.episodes,
         decodings=tuple(dict.fromkeys(map(method_text, options.decoding or ()))) or (None,),
         pacings=pacings,
+        seam=Seam(options.seam),
         step_limit=options.step_limit,
         seed=options.seed,
         video=VideoChoice(options.video),
@@ -153,6 +155,10 @@ def _add_simulation(group: Group) -> None:
         help="the simulator goes on at 20 Hz and holds the last action until an answer comes",
     )  # fmt: skip
     group.add_argument(
+        "--seam", choices=[one.value for one in Seam], default=Seam.FREEZE.value,
+        help="in real time, how one chunk of actions gives way to the next (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--lock-step", action="store_true",
         help="the simulator waits for answers: the default, or beside --real-time a run of its own",
     )  # fmt: skip
@@ -167,7 +173,8 @@ def _add_simulation(group: Group) -> None:
     )  # fmt: skip
     group.add_argument(
         "--assets", type=Path, metavar="FOLDER",
-        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
+        help=f"other assets than LIBERO's own; stand-in: scenes of boxes and cylinders; {TRAINED}: "
+        "whichever of the two the policy says it was trained on",
     )  # fmt: skip
     group.add_argument(
         "--any-mujoco", action="store_true",
@@ -310,11 +317,7 @@ def _play(run: PlannedRun, options: EvaluationOptions, place: Workplace) -> int:
     store = ResultsStore(run.settings.folder, run.header)
     wanted = set(run.keys)
     sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
-    if run.untrained:
-        sys.stderr.write(
-            f"the policy was not trained on tasks {', '.join(map(str, run.untrained))} of "
-            f"{run.header.suite}; `--tasks {TRAINED}` leaves them out\n"
-        )
+    sys.stderr.writelines(f"{warning}\n" for warning in run.warnings)
     progress = ProgressLine(run.header.name, len(wanted), sys.stderr)
     progress.resume([record for record in store.resumed if record.key in wanted])
     limits = Limits(patience_s=options.patience_s)

@@ -4,11 +4,13 @@ import platform
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+from deft_client.chunks import Seam
 from deft_client.libero.errors import ProfileError
 from deft_client.libero.evaluation.player import Pacing, VideoChoice, WorkerSettings
 from deft_client.libero.evaluation.selection import (
@@ -19,6 +21,7 @@ from deft_client.libero.evaluation.selection import (
     describe_assets,
     find_suite,
     select_episodes,
+    settle_assets,
     trained_tasks,
     untrained_tasks,
 )
@@ -48,6 +51,7 @@ class EvaluationOptions:
     num_episodes: int | None = None
     decodings: Sequence[str | None] = (None,)  # None: the server's own choice
     pacings: Sequence[Pacing] = (Pacing.LOCK_STEP,)
+    seam: Seam = Seam.FREEZE  # in real time
     step_limit: int | None = None  # None: the suite's
     seed: int = 7
     video: VideoChoice = VideoChoice.NONE
@@ -64,11 +68,12 @@ class PlannedRun:
     header: RunHeader
     settings: WorkerSettings
     keys: tuple[TrialKey, ...]
-    untrained: tuple[int, ...]  # those of its tasks that the policy was not trained on
+    warnings: tuple[str, ...]  # what the policy was not trained on
 
 
 def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
+    asked = replace(asked, environment=settle_assets(asked.environment, info))
     suites = [find_suite(asked.simulator, name) for name in asked.suites]
     if not asked.any_mujoco:
         check_physics(asked.simulator, asked.environment, asked.suites, installed_mujoco())
@@ -80,14 +85,30 @@ def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[Planned
         numbers = {key.task for key in keys}
         if asked.source.factory == EXPERT:
             check_tasks(map(suite.task, sorted(numbers)))
-        untrained = tuple(one for one in untrained_tasks(suite, info) if one in numbers)
+        warnings = tuple(_warnings(suite, numbers, assets, info))
         for decoding in asked.decodings:
             for pacing in asked.pacings:
                 settings = _settings(asked, suite, decoding, pacing, info)
                 header = _header(suite, settings, assets, info)
                 settings = replace(settings, folder=asked.folder / _slug(header.name))
-                runs.append(PlannedRun(header, settings, keys, untrained))
+                runs.append(PlannedRun(header, settings, keys, warnings))
     return runs
+
+
+def _warnings(
+    suite: Suite, numbers: AbstractSet[int], assets: str, info: ServerInfo | None
+) -> Iterator[str]:
+    if strange := [str(one) for one in untrained_tasks(suite, info) if one in numbers]:
+        yield (
+            f"the policy was not trained on tasks {', '.join(strange)} of {suite.name}; "
+            f"`--tasks {TRAINED}` leaves them out"
+        )
+    kinds = {one.partition(" ")[0] for one in (info.assets if info else "").split(", ")}
+    if kinds != {""} and assets.partition(" ")[0] not in kinds:
+        yield (
+            f"the policy was trained on {info.assets if info else ''}, and this is {assets}; "
+            f"`--assets {TRAINED}` plays on what it knows"
+        )
 
 
 def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | None) -> str | None:
@@ -131,6 +152,7 @@ def _settings(
         pacing=pacing,
         step_limit=asked.step_limit or suite.step_limit,
         executed_steps=profile.executed_steps,
+        seam=asked.seam,
         seed=asked.seed,
         video=asked.video,
     )
@@ -175,6 +197,8 @@ def _name_parts(settings: WorkerSettings, info: ServerInfo | None) -> Iterator[s
         yield f"widened-{100 * settings.environment.widen_metres:g}cm"
     if settings.pacing is Pacing.REAL_TIME:
         yield "real-time"
+        if settings.seam is not Seam.FREEZE:
+            yield settings.seam.value
     if source.network_delay_ms > 0:
         yield f"delay{source.network_delay_ms:g}ms"
 
@@ -196,6 +220,7 @@ def _options(settings: WorkerSettings) -> dict[str, str]:
         "policy_factory": source.factory,
         "profile": source.profile.name,
         "radius": "" if source.options.radius is None else str(source.options.radius),
+        **({"seam": settings.seam.value} if settings.pacing is Pacing.REAL_TIME else {}),
         "seed": str(settings.seed),
         "statistics_key": source.options.statistics_key or "",
         "step_limit": str(settings.step_limit),

@@ -28,7 +28,8 @@ def local_server(
 ) -> Iterator[str]:
     """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it.
 
-    What it logs goes into `log`.
+    If it ends earlier, its last words are told: whoever asked it saw no more than refusals. All it
+    logs goes into `log`.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
@@ -39,9 +40,12 @@ def local_server(
     found: deque[str] = deque()
     reader = threading.Thread(target=_follow, args=(process, log, found), daemon=True)
     reader.start()
+    url = ""
     try:
-        yield _when_ready(process, log, found, settings)
+        url = _when_ready(process, log, found, settings)
+        yield url
     finally:
+        code = process.poll()
         process.terminate()
         try:
             process.wait(STOPPED_WITHIN_S)
@@ -49,6 +53,8 @@ def local_server(
             process.kill()
             process.wait()
         reader.join()
+        if url and code is not None:
+            sys.stderr.write(f"the server ended with {code}; its last words:\n{_last_words(log)}")
 
 
 def _follow(process: subprocess.Popen[str], log: deque[str], found: deque[str]) -> None:
@@ -71,9 +77,11 @@ def _when_ready(
         if found and _is_ready(found[0], settings):
             return found[0]
         time.sleep(0.05)
-    raise ServerDidNotStartError(
-        "the server did not start; its last words:\n" + "".join(list(log)[-LAST_WORDS:])
-    )
+    raise ServerDidNotStartError(f"the server did not start; its last words:\n{_last_words(log)}")
+
+
+def _last_words(log: deque[str]) -> str:
+    return "".join(list(log)[-LAST_WORDS:])
 
 
 def _is_ready(url: str, settings: ClientSettings | None) -> bool:
