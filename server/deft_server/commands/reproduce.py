@@ -79,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "studies", nargs="*", metavar="STUDY[/TABLE]", help=f"{', '.join(names)} or {ALL}"
     )
-    parser.add_argument("--rows", metavar="NAME[,NAME...]", help="these alone, and plain decoding")
+    parser.add_argument(
+        "--row", action="append", default=[], metavar="NAME",
+        help="this row alone, and plain decoding; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--check", type=Path, metavar="PAGE|DIR", help="derive its numbers again")
     parser.add_argument("--write", type=Path, metavar="PAGE|DIR", help="write them from the lines")
     parser.add_argument(
@@ -91,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--recording", type=Path, metavar="DATA", help="a data set of held-out "
                        "episodes (default: what plain decoding sees, played now)")  # fmt: skip
     add_camera_flag(group)  # type: ignore[arg-type]
-    group.add_argument("--frames", type=int, metavar="N", help="(default: 2,000; --quick: 120)")
+    group.add_argument("--frames", type=int, metavar="N", help="(default: 2,000; --quick: 60)")
     group = parser.add_argument_group("episodes of the rows that are played in closed loop")
     group.add_argument("--no-episodes", action="store_true", help="replay frames alone")
     group.add_argument("--suite", default="libero_object", help="(default: %(default)s)")
@@ -150,13 +153,12 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
 def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
     """Those asked for; `ReproductionError` where there are none."""
     keys = [text.partition("/")[2] for text in given.studies] + [""] * len(studies)
-    names = given.rows.split(",") if given.rows else []
     asked = zip(studies, keys, strict=False)
-    found = distinct(row for study, key in asked for row in study.rows(key, names))
+    found = distinct(row for study, key in asked for row in study.rows(key, given.row))
     if len(found) < 2:
         raise ReproductionError(
-            f"{' '.join(given.studies)}, --rows {given.rows}: no such table or rows; the studies "
-            f"are files in {FOLDER}"
+            f"{' '.join(given.studies)}: no such table, or no row {' or '.join(given.row)}; the "
+            f"studies are files in {FOLDER}"
         )
     return found
 
