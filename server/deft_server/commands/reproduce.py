@@ -24,7 +24,7 @@ from deft_policies.commands.parse import parse_command, run_command
 from deft_server.reproduce.check import check, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.local_server import ServerDidNotStartError
-from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES
+from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES, TIMES
 from deft_server.reproduce.played import Played, load_played
 from deft_server.reproduce.replays import PolicyWords, Replays
 from deft_server.reproduce.study import (
@@ -89,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("results/reproduced"), metavar="DIR",
         help="lines, page, CSV and plots (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--busy", action="store_true", help="the machine does other work: leave times out"
+    )
     parser.add_argument("--quick", action="store_true", help="few frames and episodes: the shapes")
     group = parser.add_argument_group("frames that every row answers")
     group.add_argument("--recording", type=Path, metavar="DATA", help="a data set of held-out "
@@ -205,6 +208,7 @@ def _facts(given: argparse.Namespace, frames: FrameSet, load: float) -> dict[str
         "episodes": "none" if given.no_episodes else played,
         "assets": ", ".join({run.header.assets for run in load_played(given.out).values()})
         or "none",
+        **({TIMES: "left out: the machine did other work"} if given.busy else {}),
         "plans": "fixed (--no-guard)",
         "seeds": "0 of scripted drafts and random weights, 7 of episodes",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "

@@ -212,6 +212,22 @@ def test_a_page_quotes_tables_and_has_no_measured_number_of_its_own(folder, tmp_
         fill("<!-- from copy#made-up/large -->\nx\n<!-- end -->", tmp_path)
 
 
+def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
+    (folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl").write_bytes(b"")
+    assert set(rows_of(folder)) == {"plain", "half right"}
+
+
+def test_times_of_a_machine_that_did_other_work_are_left_out(folder):
+    study = folder / "studies" / "made-up.toml"
+    study.write_text(study.read_text().replace('"passes", "committed"', '"passes", "p50"', 1))
+    results = ResultsFolder(folder)
+    assert "ms, median" in outputs(results)["tables/made-up-small.csv"]
+    facts = json.loads((folder / "environment.json").read_text())
+    facts["environment"]["times"] = "left out"
+    (folder / "environment.json").write_text(json.dumps(facts))
+    assert "ms, median" not in "".join(outputs(ResultsFolder(folder)).values())
+
+
 def test_plots_are_whole_svg_with_a_line_per_measure(recorded):
     (plot,) = (recorded / "plots").glob("*.svg")
     tree = ElementTree.fromstring(plot.read_text())
