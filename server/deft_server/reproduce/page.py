@@ -65,7 +65,7 @@ class ResultsFolder:
         return played.load_played(self.folder)
 
     def rows_of(self, table: Table) -> list[RowResults]:
-        """The rows that have lines; of frames only those that answered all that the baseline did."""
+        """The rows that have lines; of frames only those with all that the baseline answered."""
         rows = []
         for row in table.rows:
             # A batch is compared with plain decoding of as many.
