@@ -74,7 +74,8 @@ class ResultsFolder:
             found = self._results(row, base if row.slug != base.row.slug else None)
             if found.replayed is not None or found.played is not None:
                 rows.append(found)
-        return rows
+        # A baseline with nothing beside it says nothing.
+        return rows if any(one.plain is not None for one in rows) else []
 
     def _results(self, row: Row, plain: RowResults | None) -> RowResults:
         is_base = not row.flags and row.batch == 1 and row.acceptance is None
