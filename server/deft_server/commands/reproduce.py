@@ -24,8 +24,8 @@ from deft_policies.commands.parse import parse_command, run_command
 from deft_server.reproduce.check import check, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.local_server import ServerDidNotStartError
-from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES, TIMES
-from deft_server.reproduce.played import Played, load_played
+from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES, TIMES, ResultsFolder
+from deft_server.reproduce.played import Played
 from deft_server.reproduce.replays import PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
@@ -144,7 +144,8 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
             episodes.play(rows, _QUICK_EPISODES if given.quick else None)
     finally:
         facts = {**replays.told, **_facts(given, frames, load)}
-        found = {"environment": facts, "left_out": replays.left_out}
+        known = ResultsFolder(out).facts["left_out"] if (out / FACTS).exists() else {}
+        found = {"environment": facts, "left_out": {**known, **replays.left_out}}
         write_atomically(out / FACTS, json.dumps(found, indent=2).encode() + b"\n")
         if studies[0].frames is FrameKind.RECORDED:
             _write_strip(frames, out / STRIP)
@@ -200,14 +201,9 @@ def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameS
 
 def _facts(given: argparse.Namespace, frames: FrameSet, load: float) -> dict[str, str]:
     """What numbers depend on beside the policy."""
-    played = f"{given.suite}, tasks {given.tasks}, states {given.trials}"
-    played += ", one per method (--quick)" if given.quick else ""
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
     return {
         "frames": frames.label,
-        "episodes": "none" if given.no_episodes else played,
-        "assets": ", ".join({run.header.assets for run in load_played(given.out).values()})
-        or "none",
         **({TIMES: "left out: the machine did other work"} if given.busy else {}),
         "plans": "fixed (--no-guard)",
         "seeds": "0 of scripted drafts and random weights, 7 of episodes",

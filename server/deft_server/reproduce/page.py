@@ -64,6 +64,14 @@ class ResultsFolder:
     def _played(self) -> Mapping[str, RunResults]:
         return played.load_played(self.folder)
 
+    @property
+    def episodes(self) -> str:
+        """Which were played in closed loop, and on which assets."""
+        runs = self._played.values()
+        counts = sorted({len(run.records) for run in runs})
+        told = sorted({f"{run.header.suite}, assets {run.header.assets}" for run in runs})
+        return f"{' or '.join(map(str, counts))} a row of {'; '.join(told)}" if counts else "none"
+
     def rows_of(self, table: Table) -> list[RowResults]:
         """The rows that have lines; of frames only those with all that the baseline answered."""
         rows = []
@@ -153,9 +161,9 @@ def _strip(results: ResultsFolder) -> Iterator[str]:
 
 def render_facts(results: ResultsFolder) -> str:
     """Which policy, which frames, which machine."""
-    facts = results.facts["environment"]
+    facts = {**results.facts["environment"], "episodes": results.episodes}
     lines = [markdown_table(("", ""), list(facts.items())).rstrip()]
-    left_out = results.facts.get("left_out", {})
+    left_out = results.facts["left_out"]
     if left_out:
         lines.append("")
         lines += [f"Left out: `{row}`: {why}." for row, why in sorted(left_out.items())]

@@ -198,16 +198,17 @@ def test_a_changed_line_is_found_too(folder):
 def test_a_page_quotes_tables_and_has_no_measured_number_of_its_own(folder, tmp_path):
     page = tmp_path / "results.md"
     page.write_text(
-        "# Results\n\nTable 2 took `7.5 ms`.\n\n"
-        "<!-- from copy#made-up/small -->\nold\n<!-- end -->\n"
+        "# Results\n\nTable 2 took `7.5 ms`.\n\n<!-- from copy#made-up/small -->\n<!-- end -->\n"
     )
-    assert any("old" in line for line in check(page))
+    assert any("+| relaxed |" in line for line in check(page))
     write(page)
     assert check(page) == []
     assert "| relaxed |" in page.read_text()
     page.write_text(page.read_text() + "It won 30 of 30, in 12 ms and 5.5 more, by 3 %.\n")
     loose = [line.rpartition("line ")[2].split("'")[1] for line in check(page)]
     assert loose == ["30 of 30", "12 ms", "5.5", "3 %"]
+    with pytest.raises(ReproductionError, match="must end with"):
+        fill("<!-- from copy#made-up/small -->\nx\n", tmp_path)
     with pytest.raises(ReproductionError, match="it has made-up/small"):
         fill("<!-- from copy#made-up/large -->\nx\n<!-- end -->", tmp_path)
 
