@@ -142,4 +142,7 @@ class ReplicaHost:
                 logger.warning("a batch of %d was lost: %s", len(batch), reason)
                 if isinstance(error, ReplicaHangsError):
                     break
+            except Exception as error:
+                reason = repr(error)
+                logger.exception("a batch of %d was lost on its way", len(batch))
         return lost(len(batch), reason, time.perf_counter() - started_s)

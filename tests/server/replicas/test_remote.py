@@ -227,6 +227,22 @@ def test_a_batch_that_is_lost_twice_is_told_to_come_again_and_the_session_is_as_
     assert asyncio.run(story()) == 2
 
 
+def test_no_frame_waits_for_ever_whatever_goes_wrong_on_its_way():
+    """Once an error that the cluster did not foresee left the frame, and its session, waiting."""
+
+    async def story() -> list[float]:
+        cluster = FakeCluster(events=[ValueError("an odd reply"), ValueError("an odd reply")])
+        service = await serving(cluster)
+        with pytest.raises(NotReadyError, match="an odd reply"):
+            await asyncio.wait_for(ask(service), 5.0)
+        cluster.events.append(ValueError("an odd reply"))
+        counted = [await asyncio.wait_for(ask(service), 5.0)]
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == [1]
+
+
 def test_a_batch_that_hangs_is_not_sent_again():
     async def story() -> int:
         cluster = FakeCluster(events=[ReplicaHangsError("no answer")])
