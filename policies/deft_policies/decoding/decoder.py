@@ -188,19 +188,22 @@ class Decoder:
         for plan in plans:
             for grower in self._sources.growers_of(plan.rounds):
                 grower.warm_up(plan.shape, length)
-            # What sessions remember decides who can guess.
-            for num_steps in (0, 1, STEPS_KEPT) if plan.kinds else ():
-                row = DecodeRow(_warm_history(space, num_steps), space)
-                for prompts in batches:
-                    self._capture_rounds(plan, prompts, [row] * len(prompts.lengths))
+            for prompts in batches if plan.kinds else ():
+                self._capture_rounds(plan, prompts, space)
 
-    def _capture_rounds(self, plan: Plan, prompts: Prompts, rows: Sequence[DecodeRow]) -> None:
-        clock = StageClock(prompts.embeds.device)
-        rounds, prompts = self._rounds(plan, prompts, rows, wants_margins=False)
-        features = rounds.prefill(prompts, rounds.first_drafts(prompts))
-        if rounds.begin(features):
-            for fewest in range(rounds.length):
-                rounds.play(fewest, clock.lap)
+    def _capture_rounds(self, plan: Plan, prompts: Prompts, space: ActionSpace) -> None:
+        """Rounds of every depth, with all that can guess: what sessions remember decides that."""
+        clock, known = StageClock(prompts.embeds.device), set()
+        for num_steps in (0, 1, STEPS_KEPT):
+            row = DecodeRow(_warm_history(space, num_steps), space)
+            rounds, prompts = self._rounds(plan, prompts, [row] * len(prompts.lengths), False)
+            if rounds.recipe in known:
+                continue
+            known.add(rounds.recipe)
+            features = rounds.prefill(prompts, rounds.first_drafts(prompts))
+            if rounds.begin(features):
+                for fewest in range(rounds.length):
+                    rounds.play(fewest, clock.lap)
 
     def warm_up(self, prompts: Prompts, spaces: Sequence[ActionSpace]) -> None:
         """Run every plan on a batch that nobody waits for, so that the guard knows their costs."""

@@ -5,7 +5,7 @@ it accepted and one token of the target's own, so an action ends when its last t
 never has one more. Plain decoding is this loop with trees that are only a root.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,6 +153,11 @@ class Rounds:
         self._settled = settled
         self._runner = runner
         self._place: FixedMemory | None = None
+
+    @property
+    def recipe(self) -> Hashable:
+        """What their drafts have in common with those of other batches."""
+        return self._round.drafts.recipe
 
     @property
     def margins(self) -> Tensor | None:

@@ -269,7 +269,9 @@ class BatchDrafts:
     def given(self) -> "GivenDrafts":
         """What differs from batch to batch of what rounds read."""
         known = tuple(self.known[one.kind] for one in self.guessers if one.kind in self.known)
-        return GivenDrafts(self.seen.history, known)
+        asked = [one for one in self.guessers if one.kind not in self.known]
+        reads_history = any(one.steps_needed > 0 for one in asked)
+        return GivenDrafts(self.seen.history if reads_history else None, known)
 
     @property
     def may_be_recorded(self) -> bool:
@@ -282,7 +284,8 @@ class BatchDrafts:
         """The same where that lies elsewhere."""
         kinds = [one.kind for one in self.guessers if one.kind in self.known]
         known = dict(zip(kinds, given.known, strict=True))
-        return replace(self, seen=replace(self.seen, history=given.history), known=known)
+        seen = replace(self.seen, history=given.history) if given.history else self.seen
+        return replace(self, seen=seen, known=known)
 
     def _guess(self, guessers: Sequence[Guesser], progress: BatchProgress) -> DraftTree:
         seen = self.seen
@@ -302,5 +305,5 @@ class BatchDrafts:
 class GivenDrafts:
     """Tensors that guesses of later rounds come from."""
 
-    history: HistoryTensors
+    history: HistoryTensors | None  # where any guesser still reads it
     known: tuple[Guesses, ...]
