@@ -4,9 +4,11 @@ The host reads one small table per round; all else in one transfer, after the la
 """
 
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property, partial
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -277,31 +279,70 @@ class ActionRun:
     def read(self, clock: StageClock) -> list[DecodeTrace]:
         """Tell what happened in every row, but not by which method and why.
 
-        Passes after a row was finished are left out of it. Raises `NotFiniteError`.
+        Passes after a row was finished are left out of it. They are put into words when somebody
+        asks for them, by which time the action has left. Raises `NotFiniteError`.
         """
         length = self.length
         rows = self._rows or self.read_from_device(self.records[-1].report.table)
         require_finite([row[1:2] for row in rows])
         gaps = [[]] * len(rows) if self.margins is None else self.margins.tolist()
-        every = torch.cat([one.report.columns for one in self.records], dim=1).tolist()
+        every = torch.cat([one.report.columns for one in self.records], dim=1).cpu()
         return [
             DecodeTrace(
                 method="",
                 tokens=tuple(row[2 : 2 + length]),
                 predicted=tuple(row[2 + length :]),
                 margins=tuple(gaps[index]),
-                passes=tuple(self._passes(index, every[index], clock)),
+                passes=LaterPasses(
+                    sum(record.is_open[index] for record in self.records),
+                    partial(self._passes, index, every[index], clock),
+                ),
             )
             for index, row in enumerate(rows)
         ]
 
-    def _passes(self, row: int, numbers: Sequence[int], clock: StageClock) -> Iterator[PassTrace]:
-        start = 0
+    def _passes(self, row: int, told: Tensor, clock: StageClock) -> Iterator[PassTrace]:
+        numbers, start = told.tolist(), 0
         for index, record in enumerate(self.records):
             columns = numbers[start : start + record.report.columns.shape[1]]
             start += len(columns)
             if record.is_open[row]:
                 yield _pass_trace(columns, record, clock, is_prefill=index == 0)
+
+
+class LaterPasses(Sequence[PassTrace]):
+    """Passes that are put into words when they are first looked at; how many is known before.
+
+    Equal to any sequence of the same passes. What they are made of is on the host, so that any
+    thread may ask.
+    """
+
+    def __init__(self, num_passes: int, tell: Callable[[], Iterable[PassTrace]]) -> None:
+        self._num_passes = num_passes
+        self._tell = tell
+
+    @cached_property
+    def _told(self) -> tuple[PassTrace, ...]:
+        return tuple(self._tell())
+
+    def __len__(self) -> int:
+        return self._num_passes
+
+    @overload
+    def __getitem__(self, index: int) -> PassTrace: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PassTrace, ...]: ...
+    def __getitem__(self, index: int | slice) -> PassTrace | tuple[PassTrace, ...]:
+        return self._told[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._told == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._told)
+
+    def __reduce__(self) -> tuple[type[tuple[PassTrace, ...]], tuple[tuple[PassTrace, ...]]]:
+        return tuple, (self._told,)
 
 
 def require_finite(is_finite: Sequence[Sequence[int]]) -> None:
