@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 from deft_client.libero.errors import GraphicsError
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
@@ -18,6 +19,8 @@ def main(flags: list[str]) -> int:
     except GraphicsError as error:
         marks += " and not libero"
         notice = f"\nThe tests that run the simulator are left out: {error}\n"
+    if find_spec("ray") is None:
+        notice += '\nThe test on Ray is skipped: pip install "deft-client[ray]"\n'
     print(notice, end="", flush=True)
     # One thread per worker: torch would otherwise start one per core in each of them.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

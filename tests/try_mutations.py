@@ -33,6 +33,9 @@ class Mutation:
 SAMPLED, RULES = "decoding/test_sampled.py", "decoding/acceptance/test_rules.py"
 LOOP, PASSES = "decoding/test_published_loop.py", "decoding/test_passes.py"
 GUARD = "decoding/test_guard.py"
+SMALL = "decoding/drafts/test_small_model.py"
+RECYCLING = "decoding/drafts/test_token_recycling.py"
+DRAFT_MODEL = "openvla/test_draft_model.py"
 PLUGINS, DRIFT = "decoding/test_plugins.py", "decoding/test_drift.py"
 
 MUTATIONS = (
@@ -50,13 +53,13 @@ MUTATIONS = (
         SAMPLED,
     ),
     Mutation(
-        "drafts/head",
-        "tokens.append((odds / noise).argmax(dim=2)",
-        "tokens.append(odds.argmax(dim=2)",
+        "drafts/growth",
+        "return (odds / noise).argmax(dim=-1)",
+        "return odds.argmax(dim=-1)",
         SAMPLED,
     ),
     Mutation(
-        "drafts/head",
+        "drafts/growth",
         "every.append(odds)",
         "every.append(odds**3 / (odds**3).sum(dim=2, keepdim=True))",
         SAMPLED,
@@ -137,8 +140,8 @@ MUTATIONS = (
     Mutation("history", "leak * old + (done - wanted)", "(done - wanted)", DRIFT),
     Mutation(
         "drafts/head",
-        "last = (prefix - 2)[:, None].expand_as(last)",
-        "last = last - 1",
+        "return self._features.lengths - 2",
+        "return self._features.lengths - 1",
         "decoding/drafts/test_head.py",
     ),
     Mutation("knobs", "if not 0 <= number <= LARGEST or", "if", PLUGINS),
@@ -150,6 +153,57 @@ MUTATIONS = (
     ),
     Mutation("plan", "theirs = sorted(", "theirs = [] and sorted(", PLUGINS),
     Mutation("decoder", "plan=plan.name,", 'plan="",', PASSES),
+    Mutation(
+        "drafts/head",
+        "self._visible(start.seen[:, None])",
+        "self._visible(self._last_seen(self._length - 1)[:, None])",
+        "decoding/drafts/test_recorded_head.py",
+    ),
+    # Draft models, recycled tokens and judging timed apart.
+    Mutation(
+        "drafts/small_model",
+        "end = last.accepted.num_accepted + 1",
+        "end = last.accepted.num_accepted",
+        SMALL,
+    ),
+    Mutation("drafts/small_model", "end * is_open)", "end + 1)", SMALL),
+    Mutation(
+        "drafts/small_model",
+        "_with_level(tree, level + nodes.above,",
+        "_with_level(tree, nodes.above,",
+        SMALL,
+    ),
+    Mutation("drafts/small_model", "(tree.tokens + self._shift)", "(tree.tokens)", SMALL),
+    Mutation(
+        "drafts/small_model",
+        "first_token = self._drafted.first - self._shift",
+        "first_token = self._drafted.first",
+        SMALL,
+    ),
+    Mutation(
+        "drafts/small_model",
+        "((ahead.guessed[:, 0] == nodes.tokens[:, 0]) | is_done).all()",
+        "((ahead.guessed[:, 0] == nodes.tokens[:, 0]) | is_done).any()",
+        SMALL,
+    ),
+    Mutation(
+        "drafts/small_model",
+        "num_committed=known)",
+        "num_committed=known * 0)",
+        SMALL,
+    ),
+    Mutation("methods", "        multi_level=True,\n", "", SMALL),
+    Mutation("drafts/small_model", "prompts = prompts.for_draft()", "pass", DRAFT_MODEL),
+    Mutation("../openvla/load", "check_fits(draft, parts)", "pass", DRAFT_MODEL),
+    Mutation("../openvla/policy", "lambda: _take(for_draft(), rows)", "for_draft", DRAFT_MODEL),
+    Mutation(
+        "drafts/token_recycling",
+        "torch.where(fresh > -torch.inf, fresh, table)",
+        "table",
+        RECYCLING,
+    ),
+    Mutation("drafts/token_recycling", "-age.float()", "age.float()", RECYCLING),
+    Mutation("records", "judge_ms=times[2]", "judge_ms=times[1]", "openvla/test_policy.py"),
 )
 
 

@@ -71,6 +71,7 @@ class StageTimings:
     prefill_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0  # every target pass after the prefill, width 1 included
+    judge_ms: float = 0.0  # which drafts of all passes stand
     commit_ms: float = 0.0
     finish_ms: float = 0.0  # tokens to robot units
     total_ms: float = 0.0
@@ -94,6 +95,7 @@ class PassTrace:
     bonus: int  # the target's own token after the path
     draft_ms: float = 0.0
     pass_ms: float = 0.0
+    judge_ms: float = 0.0
 
     @property
     def has_drafts(self) -> bool:

@@ -18,7 +18,7 @@ from deft_server.compat.socket_route import build_socket_route
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
 from deft_server.hosting.host import Elsewhere
 from deft_server.hosting.recipe import LoadPolicy
-from deft_server.http.bounds import build_bounds
+from deft_server.http.bounds import ConnectionBounds, build_bounds
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
@@ -49,10 +49,14 @@ class DeftApp(FastAPI):
     """The ASGI app around one service. With `starts_loaded`, it starts when the policy is warm."""
 
     def __init__(
-        self, service: Service, companions: Iterable[Companion], starts_loaded: bool
+        self,
+        service: Service,
+        bounds: ConnectionBounds,
+        companions: Iterable[Companion],
+        starts_loaded: bool,
     ) -> None:
         self.service = service
-        self.bounds = build_bounds(service.settings)
+        self.bounds = bounds
         self.companions = tuple(companions)
 
         @asynccontextmanager
@@ -94,11 +98,13 @@ def create_app(
         policy if isinstance(policy, Elsewhere) or callable(policy) else lambda: policy
     )
     service = Service(load, settings)
-    decoder = FrameDecoder(settings.wire_limits)
+    decoder = FrameDecoder(service.threads, settings.wire_limits)
     recording = build_recording(service)
-    groot = None if settings.groot_port is None else GrootSocket(service, settings.groot_port)
+    bounds = build_bounds(settings)
+    port = settings.groot_port
+    groot = None if port is None else GrootSocket(service, port, bounds.held)
     companions = [one for one in (decoder, recording, groot) if one is not None]
-    app = DeftApp(service, companions, starts_loaded=load is not policy)
+    app = DeftApp(service, bounds, companions, starts_loaded=load is not policy)
     app.router.routes += [
         build_act_route(service, decoder),
         build_stream_route(service, decoder),

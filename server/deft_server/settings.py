@@ -2,6 +2,7 @@
 the business of `settings_sources`.
 """
 
+import math
 from enum import Enum
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -117,6 +118,9 @@ class Settings(BaseModel):
     )
     replicas: Count | None = Field(
         default=None, description="start so many replicas of the policy with Ray Serve"
+    )
+    most_replicas: Count | None = Field(
+        default=None, description="have Ray add replicas while frames wait, up to so many"
     )
     ray: str | None = Field(
         default=None,
@@ -268,6 +272,8 @@ class Settings(BaseModel):
             raise ValueError("tls_certificate and tls_key belong together; give both or neither")
         if self.tls_client_ca is not None and self.tls_key is None:
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        if self.most_replicas is not None and self.most_replicas < (self.replicas or math.inf):
+            raise ValueError("most_replicas goes with replicas, and is not below it")
         if any(limit < 0 or limit != limit for row in self.step_limits.values() for limit in row):
             raise ValueError("step_limits must not be negative; use inf for no limit")
         return self

@@ -26,6 +26,7 @@ from deft_client.peers.arrays import (
 )
 from deft_client.types import ActOptions, Image, Observation
 from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits, brief, decode_base64
+from deft_client.wire.json_codec import check_json
 from deft_client.wire.messages import ActMessage
 
 _MARKER = "__numpy__"
@@ -59,14 +60,11 @@ class NotAnObjectError(MalformedMessageError):
 
 def decode_json(body: bytes | str, limits: WireLimits = DEFAULT_LIMITS) -> object:
     """Return what JSON says, arrays rebuilt."""
-    # Counting takes time, and a body with fewer characters than that cannot have more lists.
-    opened = _count_opened(body) if len(body) > limits.max_json_lists else 0
-    if len(body) > limits.max_bytes or opened > limits.max_json_lists:
+    if len(body) > limits.max_bytes:
         raise MessageTooLargeError(
-            "body",
-            f"{len(body)} bytes and {opened} lists or objects; at most {limits.max_bytes} "
-            f"and {limits.max_json_lists} are taken: send the image as an array",
+            "body", f"{len(body)} bytes; at most {limits.max_bytes} are taken"
         )
+    check_json(body, limits)
     try:
         return json.loads(body, object_hook=_revive)
     except json.JSONDecodeError as error:
@@ -165,12 +163,6 @@ def read_answer(answer: object) -> NDArray[np.float64]:
     if len({len(one) for one in actions}) != 1:
         raise UnusableValueError("action", "the actions of an answer differ in length")
     return np.stack(actions)
-
-
-def _count_opened(body: bytes | str) -> int:
-    if isinstance(body, str):
-        return body.count("[") + body.count("{")
-    return body.count(b"[") + body.count(b"{")
 
 
 def _revive(fields: dict[str, object]) -> object:

@@ -36,7 +36,10 @@ class WireLimits:
     max_action_values: int = 65_536  # steps x action_dim
     max_trace_values: int = 65_536  # numbers in any one list of a decode trace
     max_lists: int = 16_384  # maps and lists in one binary message
+    max_entries: int = 131_072  # of all of them together
     max_json_lists: int = 400_000  # the same for JSON, where an image may be nested lists
+    max_json_numbers: int = 1_000_000  # of such an image: 640 x 480 has 921,600
+    max_json_members: int = 131_072  # names and fractions, which take longest to read
 
     def __post_init__(self) -> None:
         if min(vars(self).values()) < 1:

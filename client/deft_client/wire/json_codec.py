@@ -105,19 +105,33 @@ def decode_problem(status: int, data: bytes, retry_after_s: float | None = None)
 def load(data: bytes, limits: WireLimits = DEFAULT_LIMITS, where: str = "body") -> object:
     """Return the object in the JSON, or raise `WireError` before it could grow beyond limits."""
     check_bytes(data, limits, where)
-    lists = data.count(b"[") + data.count(b"{")
-    if lists > limits.max_json_lists:
-        raise MessageTooLargeError(
-            where,
-            f"{lists} lists or maps; at most {limits.max_json_lists} are taken: "
-            "send images as base64",
-        )
+    check_json(data, limits, where)
     try:
         # Bytes that are not UTF-8 become characters that no text may hold: see fields.text.
         text = data.decode("utf-8", "surrogateescape")
         return json.loads(text, object_pairs_hook=unique_map)
     except (ValueError, RecursionError) as error:
         raise MalformedMessageError(where, f"is not JSON: {error}") from error
+
+
+def check_json(data: bytes | str, limits: WireLimits, where: str = "body") -> None:
+    """Refuse JSON that would take long to read, by the signs in it; texts hold few of these."""
+    if len(data) <= limits.max_json_lists:
+        return  # counting takes time, and nothing in so short a body does
+    for signs, most, what in (
+        ("[{", limits.max_json_lists, "lists or maps"),
+        (",", limits.max_json_numbers, "numbers"),
+        (":.", limits.max_json_members, "names or fractions"),
+    ):
+        count = sum(_count(data, sign) for sign in signs)
+        if count > most:
+            raise MessageTooLargeError(
+                where, f"{count} {what}; at most {most} are taken: send no images as lists"
+            )
+
+
+def _count(data: bytes | str, sign: str) -> int:
+    return data.count(sign) if isinstance(data, str) else data.count(sign.encode())
 
 
 def _dump(entries: Json) -> bytes:

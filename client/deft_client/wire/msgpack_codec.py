@@ -5,7 +5,7 @@ field is fixed by the protocol (image uint8, state float32, actions float64, lit
 there to be checked, so a peer cannot ask us to build anything else. See docs/http_api.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import TypeVar
 
 import msgpack
@@ -16,7 +16,7 @@ from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits, unique_ma
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 
-T = TypeVar("T")
+SizedT = TypeVar("SizedT", bound=Sized)
 CONTENT_TYPE = "application/msgpack"
 
 # What msgpack raises for bytes that are not msgpack; all the rest are subclasses of these.
@@ -78,15 +78,22 @@ def check_bytes(data: bytes, limits: WireLimits, where: str = "body") -> None:
         )
 
 
-def counter(limits: WireLimits, where: str = "body") -> Callable[[T], T]:
-    """Return a hook that refuses a message with too many lists: each costs 60 bytes for one."""
-    count = 0
+def counter(limits: WireLimits, where: str = "body") -> Callable[[SizedT], SizedT]:
+    """Return a hook that refuses a message with too many lists: each costs 60 bytes for one.
 
-    def hook(items: T) -> T:
-        nonlocal count
-        count += 1
-        if count > limits.max_lists:
-            raise MessageTooLargeError(where, f"more than {limits.max_lists} lists and maps")
+    Their entries are counted, too: a byte each on the wire, they take a second of reading.
+    """
+    num_lists = num_entries = 0
+
+    def hook(items: SizedT) -> SizedT:
+        nonlocal num_lists, num_entries
+        num_lists += 1
+        num_entries += len(items)
+        if num_lists > limits.max_lists or num_entries > limits.max_entries:
+            raise MessageTooLargeError(
+                where,
+                f"more than {limits.max_lists} lists and maps, or {limits.max_entries} entries",
+            )
         return items
 
     return hook

@@ -42,7 +42,7 @@ class Speedup:
         """None where no pass behind the prefill checked drafts, or there are no times."""
         checked = [one for trace in traces for one in trace.checked_passes if not one.is_prefill]
         single = [one.pass_ms for trace in plain for one in trace.passes if not one.is_prefill]
-        spent_ms = sum(one.draft_ms + one.pass_ms for one in checked)
+        spent_ms = sum(one.draft_ms + one.pass_ms + one.judge_ms for one in checked)
         if not checked or not single or spent_ms == 0 or sum(single) == 0:
             return None
         pass_ms = sum(single) / len(single)

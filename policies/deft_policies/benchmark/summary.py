@@ -20,6 +20,7 @@ STAGES = (
     ("prefill", "prefill_ms"),
     ("draft", "draft_ms"),
     ("decode", "verify_ms"),
+    ("judge", "judge_ms"),
     ("commit", "commit_ms"),
     ("post", "finish_ms"),
 )

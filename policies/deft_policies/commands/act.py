@@ -23,7 +23,7 @@ from deft_policies.memory import SessionMemory
 
 PROG = "deft act"
 _FIELDS = {"image", "wrist_images", "state", "instruction", "statistics_key", "session_id"}
-_STAGES = ("prepare", "vision", "prefill", "draft", "verify", "commit", "finish", "total")
+_STAGES = ("prepare", "vision", "prefill", "draft", "verify", "judge", "commit", "finish", "total")
 
 
 class CaseError(PolicyError):

@@ -17,6 +17,7 @@ from deft_policies.decoding.acceptance.rule import (
 )
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafts.eagle import EagleHead
+from deft_policies.decoding.drafts.growth import Drawing
 from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
 from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
 from deft_policies.decoding.drafts.memory import (
@@ -26,8 +27,9 @@ from deft_policies.decoding.drafts.memory import (
     Recycled,
 )
 from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
-from deft_policies.decoding.drafts.small_model import SmallModelDrafts
+from deft_policies.decoding.drafts.small_model import SmallModelDrafts, SmallModelOptions
 from deft_policies.decoding.drafts.sources import BatchDrafts, Grower, Guesser, Seen, Sources
+from deft_policies.decoding.drafts.token_recycling import TokenRecycling
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.methods import Method
@@ -76,7 +78,6 @@ class DraftModels:
     medusa: MedusaHeads | None = None
     index: RetrievalIndex | None = None
     small_model: TargetModel | None = None
-    patch_share: float = 1.0  # of the image patches that the small model looks at
     runner: StepRunner = field(default_factory=EagerRunner)  # of the head's steps
     _heads: dict[tuple[TargetModel, HeadOptions], HeadDrafts] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -92,17 +93,21 @@ class DraftModels:
         ]
         if self.index is not None:
             guessers.append(Retrieval(self.index))
-        growers: list[Grower] = []
+        growers: list[Grower] = [TokenRecycling(target)]
+        drawing = Drawing(method.sampling) if method.draws_drafts else None
         if self.head is not None:
             options = HeadOptions(self.rope_offset, self.key_mask, method.whole_vocabulary)
-            if method.draws_drafts:
-                growers.append(DrawnHeadDrafts(self.head, target, options, method.sampling))
+            if drawing is not None:
+                growers.append(DrawnHeadDrafts(self.head, target, options, drawing))
             else:
                 growers.append(self._head_drafts(self.head, target, options))
         if self.medusa is not None:
             growers.append(MedusaDrafts(self.medusa, target))
         if self.small_model is not None:
-            growers.append(SmallModelDrafts(self.small_model, self.patch_share))
+            small = SmallModelOptions(
+                method.patch_share, method.multi_level, method.whole_vocabulary, drawing
+            )
+            growers.append(SmallModelDrafts(self.small_model, target, small))
         for one in entry_points(group=DRAFT_SOURCES):
             if method.uses(DraftKind(one.name)):
                 made = _made_by(one, target)
@@ -200,7 +205,7 @@ class Decoder:
             if rounds.recipe in known:
                 continue
             known.add(rounds.recipe)
-            features = rounds.prefill(prompts, rounds.first_drafts(prompts))
+            features = rounds.prefill(prompts, rounds.first_drafts(prompts), clock.lap)
             if rounds.begin(features):
                 for fewest in range(rounds.length):
                     rounds.play(fewest, clock.lap)
@@ -256,7 +261,7 @@ class Decoder:
         """The batch with copies of its first row behind, up to the next captured batch size."""
         if not self._fits(prompts):
             return prompts, rows
-        padded = with_leaves(prompts, tuple(pad_batch(one) for one in leaves(prompts)))
+        padded = _padded(prompts)
         return padded, [*rows, *[rows[0]] * (len(padded.lengths) - len(rows))]
 
     def _fits(self, prompts: Prompts) -> bool:
@@ -337,6 +342,12 @@ class Decoder:
         )
 
 
+def _padded(prompts: Prompts) -> Prompts:
+    of_draft = prompts.for_draft
+    padded = with_leaves(prompts, tuple(pad_batch(one) for one in leaves(prompts)))
+    return replace(padded, for_draft=of_draft and (lambda: _padded(of_draft())))
+
+
 def _without(trace: DecodeTrace, num_behind: int) -> DecodeTrace:
     """The trace of the action alone, where a loop has decoded tokens behind it."""
     if num_behind == 0:
@@ -363,7 +374,8 @@ def build_decoder(
         raise RequestError(
             "decoding",
             f"{method.name!r} needs draft sources that were not loaded: {names}; load a draft head "
-            "(--draft-head DIR) or whatever they need, or choose another method",
+            "(--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, or "
+            "choose another method",
         )
     return Decoder(target, method, sources, None if models is None else models.runner)
 

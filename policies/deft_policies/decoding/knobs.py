@@ -119,6 +119,14 @@ def _with_temperature(method: Method, text: str) -> Method:
     return method.with_sampling(Sampling(temperature, method.sampling.seed))
 
 
+def _with_patch_share(method: Method, text: str) -> Method:
+    share = _number(float, text)
+    assert isinstance(share, float)
+    if not 0 < share <= 1:
+        raise ValueError(f"expected a share above 0 and up to 1, got {text!r}")
+    return replace(method, patch_share=share)
+
+
 def _with_radius(method: Method, text: str) -> Method:
     radius = _number(int, text)
     assert isinstance(radius, int)
@@ -137,6 +145,8 @@ _METHOD_KNOBS: Mapping[str, Turn] = MappingProxyType(
         ),
         "ties": lambda method, text: replace(method, tie_break=TieBreak(text)),
         "loop": lambda method, text: replace(method, loop=Loop(text)),
+        "multi_level": lambda method, text: replace(method, multi_level=_switch(text)),
+        "patch_share": _with_patch_share,
         "whole_vocabulary": lambda method, text: replace(method, whole_vocabulary=_switch(text)),
         "temperature": _with_temperature,
     }

@@ -22,7 +22,15 @@ from deft_policies.decoding.acceptance.distance import (
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
-from deft_policies.decoding.plan import OUR_KINDS, PLAIN, DraftKind, Loop, Plan, TreeShape
+from deft_policies.decoding.plan import (
+    OUR_KINDS,
+    PLAIN,
+    DraftKind,
+    Loop,
+    Plan,
+    TreeShape,
+    TreeTemplate,
+)
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.verify import TieBreak
 from deft_policies.errors import RequestError
@@ -46,13 +54,18 @@ class Method:
     whole_vocabulary: bool = False
     is_guarded: bool = False
     sampling: Sampling = Sampling()
-    draws_drafts: bool = False  # draw the head's tree by its odds, for the ratio test
+    draws_drafts: bool = False  # draw drafts by their odds, for the ratio test
+    multi_level: bool = False  # n-grams of the session speed up the small model, as in FLy
+    patch_share: float = 1.0  # of the image patches that the small model looks at
     loop: Loop = Loop.LEAN
 
     def described(self) -> dict[str, str]:
         """Its rule with every number, and its plans, for people."""
-        plans = ", ".join(plan.name for plan in self.plans)
-        return {"rule": str(self.rule), "plans": plans} if self.plans != (PLAIN,) else {}
+        if self.plans == (PLAIN,):
+            return {}
+        small = f"multi_level={self.multi_level}, patch_share={self.patch_share:g}"
+        told = {"rule": str(self.rule), "plans": ", ".join(plan.name for plan in self.plans)}
+        return {**told, "small model": small} if self.uses(DraftKind.SMALL_MODEL) else told
 
     def uses(self, kind: DraftKind) -> bool:
         """Whether any of its plans drafts from this source."""
@@ -108,7 +121,10 @@ _OUR_PLANS = (
     Plan("memory-wide", _MEMORY, (DraftKind.PREVIOUS, DraftKind.RECYCLED)),
     Plan("head-chain", (), (DraftKind.HEAD,), TreeShape.chain(5)),
 )
+_SMALL_MODEL = frozenset({DraftKind.SMALL_MODEL})
+_EAGLE_TREE = TreeShape.of_template(TreeTemplate.eagle())
 _CHAIN_PLANS = (
+    Plan("small-model", (), (DraftKind.SMALL_MODEL,), TreeShape.chain(6)),
     Plan("memory+chain", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape.chain(6)),
     Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,)),
 )
@@ -171,12 +187,41 @@ METHODS: tuple[Method, ...] = (
         "FLy: misses stand where the target is unsure and its next tokens agree",
         DeferredWindow(theta=0.3, window=6),
         _CHAIN_PLANS,
+        multi_level=True,
     ),
     Method(
         "lvspec",
         "LVSpec: strict where the token depends on the image, loose elsewhere",
         VisualRelevance(num_patches=10, share=0.7, shift_tolerant=True, shift_cap=9),
         _CHAIN_PLANS,
+        patch_share=0.1,
+    ),
+    Method(
+        "small-model",
+        "standard speculative decoding: a chain of another checkpoint's own tokens",
+        ExactMatch(),
+        (Plan("chain", (), (DraftKind.SMALL_MODEL,), TreeShape.chain(5)),),
+        required=_SMALL_MODEL,
+    ),
+    Method(
+        "specvlm",
+        "SpecVLM: a tree from a model that looks at a tenth of the image patches",
+        ExactMatch(),
+        (Plan("pruned-tree", (), (DraftKind.SMALL_MODEL,), _EAGLE_TREE),),
+        required=_SMALL_MODEL,
+        patch_share=0.1,
+    ),
+    Method(
+        "pld",
+        "prompt-lookup decoding: n-grams of the session's own actions, nothing else",
+        ExactMatch(),
+        (Plan("ngram", (DraftKind.NGRAM,), (DraftKind.NGRAM,)),),
+    ),
+    Method(
+        "token-recycling",
+        "token recycling: a tree of what the target last said after the same tokens",
+        ExactMatch(),
+        (Plan("recycled-tree", (), (DraftKind.TOKEN_RECYCLING,), _EAGLE_TREE),),
     ),
     Method(
         "heisd-like",
@@ -200,7 +245,7 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         "ratio-test",
-        "sampling with the head's drawn chains, exact by Leviathan's ratio test",
+        "sampling with drawn drafts, exact by Leviathan's ratio test",
         ExactMatch(),
         (Plan("drawn-chain", (), (DraftKind.HEAD,), TreeShape.chain(5)),),
         required=_HEAD,

@@ -26,7 +26,8 @@ class DraftKind:
     RETRIEVAL: ClassVar["DraftKind"]  # the action stored with the most similar frame
     RECYCLED: ClassVar["DraftKind"]  # the target's answers behind its last mismatch (Jacobi)
     MEDUSA: ClassVar["DraftKind"]  # parallel heads, one per position ahead
-    SMALL_MODEL: ClassVar["DraftKind"]  # a cheaper model of the same tokens
+    SMALL_MODEL: ClassVar["DraftKind"]  # a cheaper model of the same actions
+    TOKEN_RECYCLING: ClassVar["DraftKind"]  # what the target last said after the same tokens
 
     @property
     def number(self) -> int:
@@ -42,6 +43,7 @@ DraftKind.RETRIEVAL = DraftKind("retrieval")
 DraftKind.RECYCLED = DraftKind("recycled")
 DraftKind.MEDUSA = DraftKind("medusa")
 DraftKind.SMALL_MODEL = DraftKind("small-model")
+DraftKind.TOKEN_RECYCLING = DraftKind("token-recycling")
 OUR_KINDS = (
     DraftKind.HEAD,
     DraftKind.PREVIOUS,
@@ -51,6 +53,7 @@ OUR_KINDS = (
     DraftKind.RECYCLED,
     DraftKind.MEDUSA,
     DraftKind.SMALL_MODEL,
+    DraftKind.TOKEN_RECYCLING,
 )
 
 
@@ -121,10 +124,34 @@ class TreeTemplate:
         firsts = [(rank, *(0,) * depth) for depth in range(levels) for rank in range(num)]
         return TreeTemplate(tuple(firsts))
 
+    @staticmethod
+    def eagle() -> "TreeTemplate":
+        """The 25 guesses of EAGLE-1's static tree, with which SpecVLM drafts."""
+        num_children = {
+            (): 4,
+            (0,): 3,
+            (1,): 2,
+            (2,): 2,
+            (3,): 1,
+            (0, 0): 3,
+            (0, 1): 2,
+            (0, 2): 2,
+            (1, 0): 1,
+            (0, 0, 0): 3,
+            (0, 0, 0, 0): 2,
+        }
+        paths = ((*path, rank) for path, num in num_children.items() for rank in range(num))
+        return TreeTemplate(tuple(sorted(paths, key=_by_level)))
+
     @property
     def levels(self) -> int:
         """Length of the longest path."""
         return len(self.paths[-1])
+
+    @property
+    def num_inner(self) -> int:
+        """Nodes that others hang on, the root among them."""
+        return len({path[:-1] for path in self.paths})
 
     def cut(self, levels: int) -> "TreeTemplate":
         """Its first levels, at least one."""
@@ -175,12 +202,25 @@ class TreeShape:
         template = None if self.template is None else self.template.cut(depth)
         return replace(self, levels=depth, template=template)
 
+    def as_template(self) -> TreeTemplate:
+        """Its template; of a shape without one, a chain of its levels."""
+        return self.template or TreeTemplate.harmonic(self.levels, 1)
+
+    def grown_through(self, num_nodes: int) -> "TreeShape":
+        """The shape, less what a grower cannot look behind with room for so many nodes."""
+        if self.template is None:
+            return replace(self, top_k=min(self.top_k, max(num_nodes // self.levels, 1)))
+        template = self.template
+        while template.num_inner > num_nodes:
+            template = template.cut(template.levels - 1)
+        return replace(self, levels=template.levels, template=template)
+
     @property
     def num_grown(self) -> int:
         """Nodes that a grower looks behind, at most."""
         if self.template is None:
             return self.levels * self.top_k
-        return len({path[:-1] for path in self.template.paths})
+        return self.template.num_inner
 
 
 @dataclass(frozen=True)
@@ -216,8 +256,11 @@ class Loop(Enum):
 def read_tree(text: str) -> TreeShape:
     """dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or chain:LEVELS.
 
-    A + may stand for colon and comma, which have meanings of their own in the text of a method.
+    `eagle` is EAGLE-1's tree. A + may stand for colon and comma, which have meanings of their own
+    in the text of a method.
     """
+    if text == "eagle":
+        return TreeShape.of_template(TreeTemplate.eagle())
     kind, *parts = re.split(r"[:,+]", text)
     sizes = [int(part) for part in parts if part.isdigit() and int(part) > 0]
     limits = {"dynamic": (MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES), "chain": (MOST_LEVELS,)}
@@ -225,8 +268,8 @@ def read_tree(text: str) -> TreeShape:
     most = {**limits, "template": both, "branches": both}.get(kind, ())
     if len(sizes) != len(parts) or len(sizes) != len(most) or not sizes:
         raise ValueError(
-            "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or "
-            f"chain:LEVELS with numbers of at least 1, got {text!r}"
+            "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS, "
+            f"chain:LEVELS with numbers of at least 1, or eagle, got {text!r}"
         )
     if any(size > limit for size, limit in zip(sizes, most, strict=True)):
         raise ValueError(f"{kind} takes numbers up to {', '.join(map(str, most))}, got {text!r}")

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from deft_client.types import DecodeTrace, PassTrace, StageTimings
 from deft_policies.decoding.plan import source_kinds
+from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import NotFiniteError
@@ -29,6 +30,7 @@ class Stage(Enum):
     PREFILL = "prefill_ms"
     DRAFT = "draft_ms"
     VERIFY = "verify_ms"
+    JUDGE = "judge_ms"
     COMMIT = "commit_ms"
     FINISH = "finish_ms"
 
@@ -105,6 +107,7 @@ class PassResult:
     hidden: Tensor  # [row, step, width], the target's at each node of the path
     num_committed: Tensor  # [row], action tokens before the pass, the root included
     is_prefill: bool = False
+    scores: Scores | None = None  # at every node; none where rounds are recorded
 
     def columns(self) -> Tensor:
         """All that a trace tells of the pass, [row, number]."""
@@ -129,6 +132,7 @@ class PassResult:
             ),
             next_tokens=functional.pad(self.next_tokens, steps),
             hidden=functional.pad(self.hidden, (0, 0, *steps)),
+            scores=None,
         )
 
 
@@ -384,4 +388,5 @@ def _pass_trace(
         bonus=bonus,
         draft_ms=clock.sum_ms(record.laps, (Stage.DRAFT,)),
         pass_ms=clock.sum_ms(record.laps, (Stage.PREFILL, Stage.VERIFY)),
+        judge_ms=clock.sum_ms(record.laps, (Stage.JUDGE,)),
     )

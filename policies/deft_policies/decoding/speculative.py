@@ -35,8 +35,7 @@ def run_actions(rounds: "Rounds", prompts: Prompts, run: ActionRun, clock: Stage
     """Decode one batch to the end."""
     tree = rounds.first_drafts(prompts)
     clock.lap(Stage.DRAFT)
-    features = rounds.prefill(prompts, tree)
-    clock.lap(Stage.PREFILL)
+    features = rounds.prefill(prompts, tree, clock.lap)
     run.take(rounds.report(), clock)
     if not run.is_done:
         rounds.begin(features)
@@ -85,8 +84,10 @@ class Round:
         lap(Stage.COMMIT)
         tree = self.drafts.between_passes(settled.progress(last.accepted.bonus, fewest))
         lap(Stage.DRAFT)
-        settled = self.verify(settled, tree, self.target.score(tree))
+        scores = self.target.score(tree)
         lap(Stage.VERIFY)
+        settled = self.verify(settled, tree, scores)
+        lap(Stage.JUDGE)
         return settled
 
     def verify(
@@ -115,6 +116,7 @@ class Round:
                 next_tokens=next_tokens,
                 hidden=_at_path(scores.hidden, path),
                 num_committed=settled.num_committed,
+                scores=scores,
                 is_prefill=is_prefill,
             ),
         )
@@ -170,11 +172,13 @@ class Rounds:
         progress = self._settled.progress(prompts.last_tokens, fewest=0)
         return self._round.drafts.before_prefill(progress)
 
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> PromptFeatures:
+    def prefill(self, prompts: Prompts, tree: DraftTree, lap: Lap) -> PromptFeatures:
         """The first pass."""
         scores, features = self._round.target.prefill(prompts, tree)
+        lap(Stage.PREFILL)
         self._round = self._round.having_seen(features)
         self._settled = self._round.verify(self._settled, tree, scores, is_prefill=True)
+        lap(Stage.JUDGE)
         return features
 
     def report(self) -> PassReport:

@@ -1,5 +1,6 @@
 """What decoding needs from the model whose answer we want, and nothing more."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,7 @@ class Prompts:
     patches: slice  # positions of the image patches, the same in every row
     features: Tensor | None = None  # [row, feature]
     keep_hidden: bool = True  # whether a draft source will read the prompt's hidden states
+    for_draft: Callable[[], "Prompts"] | None = None  # the same frames as another checkpoint sees
 
 
 @dataclass(frozen=True)

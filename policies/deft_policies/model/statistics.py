@@ -52,6 +52,11 @@ class ActionStatistics:
         """Numbers in an action."""
         return len(self.q01)
 
+    def means_the_same(self, other: "ActionStatistics") -> bool:
+        """Whether a normalised action is the same action under both."""
+        pairs = ((self.lowest, other.lowest), (self.highest, other.highest))
+        return all(np.array_equal(ours, theirs) for ours, theirs in pairs)
+
     @property
     def lowest(self) -> NDArray[np.float64]:
         """Smallest value each dimension of an action can take, [action_dim]."""

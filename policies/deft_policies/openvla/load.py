@@ -48,27 +48,60 @@ def load_policy(options: OpenVLAOptions) -> OpenVLAPolicy:
         torch.set_num_threads(options.num_threads)
     dtype = choose_dtype(options.precision, device)
     check_quantization(options.quantization, device, dtype)
+    parts = _load_parts(options, device, dtype)
+    draft = None
+    if options.draft_model is not None:
+        theirs = replace(options, checkpoint=options.draft_model, adapter=None, random_weights=None)
+        draft = _load_parts(replace(theirs, statistics_key=None), device, dtype, parts.target)
+        check_fits(draft, parts)
+    parts = replace(parts, drafts=_load_drafts(options, parts.target, draft), draft=draft)
+    return OpenVLAPolicy(parts, _settings(options, method, device, dtype))
+
+
+def _load_parts(
+    options: OpenVLAOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    beside: OpenVLATarget | None = None,
+) -> PolicyParts:
+    """Everything but what drafts; what runs passes is shared with the target it stands beside."""
     model, encoder = _load_model(options, device, dtype)
     if device.type == "cpu" and options.quantization is Quantization.NONE:
         model.decoder.prefer_columns()
     kernels = find_kernels(device) if options.fuses_kernels else None
     if kernels is not None:
         model.fuse(kernels)
-    num_patches = model.config.num_patches
-    reserve = Reserve(options.largest_batch, num_patches + 1, num_patches + _LONGEST_INSTRUCTION)
-    target = OpenVLATarget(
-        model,
-        action_rows_only=options.action_rows_only,
-        runner=choose_runner(options, device, reserve),
-    )
-    parts = PolicyParts(
-        target=target,
+    first, last = model.config.num_patches + 1, model.config.num_patches + _LONGEST_INSTRUCTION
+    reserve = Reserve(options.largest_batch, first, last)
+    runner = beside.runner if beside is not None else choose_runner(options, device, reserve)
+    return PolicyParts(
+        target=OpenVLATarget(model, action_rows_only=options.action_rows_only, runner=runner),
         encoder=encoder,
         images=ImageProcessor(model.config.image, options.image_chain),
         statistics=model.config.statistics,
-        drafts=_load_drafts(options, target),
     )
-    return OpenVLAPolicy(parts, _settings(options, method, device, dtype))
+
+
+def check_fits(draft: PolicyParts, target: PolicyParts) -> None:
+    """Raise `CheckpointError` unless an action means the same to a draft model and its target."""
+    theirs, ours = (one.target.model.config.vocabulary.num_bins for one in (draft, target))
+    if theirs != ours:
+        raise CheckpointError(
+            f"--draft-model: its actions have {theirs} bins, the target's {ours}; a draft model "
+            "needs the same bins"
+        )
+    shared = draft.statistics.keys() & target.statistics.keys()
+    if not shared:
+        raise CheckpointError(
+            f"--draft-model: it knows actions of {', '.join(draft.statistics)}, the target of "
+            f"{', '.join(target.statistics)}; a draft model needs statistics under the same key"
+        )
+    for key in sorted(shared):
+        if not draft.statistics[key].means_the_same(target.statistics[key]):
+            raise CheckpointError(
+                f"--draft-model: its statistics of {key!r} are others than the target's, so that "
+                "its bins are other actions; use a checkpoint that was trained on the same data"
+            )
 
 
 def load_float32_twin(options: OpenVLAOptions) -> OpenVLAPolicy:
@@ -78,6 +111,7 @@ def load_float32_twin(options: OpenVLAOptions) -> OpenVLAPolicy:
         quantization=Quantization.NONE,
         draft_heads=(),
         retrieval_index=None,
+        draft_model=None,
         self_draft_layers=None,
         drafts=None,
     )
@@ -154,13 +188,16 @@ def build_random(
     return model, WordIds(config.vocabulary.tokens.first)
 
 
-def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
+def _load_drafts(
+    options: OpenVLAOptions, target: OpenVLATarget, draft: PolicyParts | None
+) -> DraftModels:
     model = target.model
     like, width = model.decoder.embedding.weight, model.config.llm.width
     drafts = DraftModels(
         rope_offset=options.rope_offset,
         key_mask=options.key_mask,
         runner=target.runner,
+        small_model=None if draft is None else draft.target,
     )
     for directory in options.draft_heads:
         if is_medusa(directory):
@@ -172,8 +209,7 @@ def _load_drafts(options: OpenVLAOptions, target: OpenVLATarget) -> DraftModels:
         drafts = replace(drafts, index=index)
     if options.self_draft_layers is not None:
         shallow = self_draft_target(target, options.self_draft_layers, target.runner)
-        share = options.self_draft_patches
-        drafts = replace(drafts, small_model=shallow, patch_share=share)
+        drafts = replace(drafts, small_model=shallow)
     return drafts
 
 
@@ -214,6 +250,7 @@ def _settings(
             ("device", describe_device(device)),
             ("dtype", str(dtype).removeprefix("torch.")),
             ("quantization", options.quantization.value),
+            *([("draft model", options.draft_model)] if options.draft_model else []),
             ("head", "action rows only" if options.action_rows_only else "whole vocabulary"),
             ("cameras", "image alone; further cameras are ignored"),
         ),
@@ -221,7 +258,9 @@ def _settings(
 
 
 def _check_files(options: OpenVLAOptions) -> None:
-    """Raise `CheckpointError` for a head or an index that is not there."""
+    """Raise `CheckpointError` for a head or an index that is not there, and two small models."""
+    if options.draft_model is not None and options.self_draft_layers is not None:
+        raise CheckpointError("give --draft-model or --self-draft-layers: there is one small model")
     for head in options.draft_heads:
         if not head.is_dir():
             raise CheckpointError(

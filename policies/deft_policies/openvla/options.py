@@ -19,8 +19,8 @@ from deft_policies.decoding.plan import (
 
 _METHODS = (  # as decoding/methods.py has them, which imports torch
     "autoregressive, lossless, deft, spec-vla, spec-vla-strict, spec-vla-long, "
-    "spec-vla-published, fly, lvspec, heisd-like, kerv-like, ratio-test, within-bins, top-k, "
-    "near-top, entropy-radius"
+    "spec-vla-published, fly, lvspec, small-model, specvlm, pld, token-recycling, heisd-like, "
+    "kerv-like, ratio-test, within-bins, top-k, near-top, entropy-radius"
 )
 
 
@@ -70,8 +70,8 @@ class OpenVLAOptions(WeightOptions):
     rope_offset: RopeOffset = RopeOffset.CORRECT
     key_mask: KeyMask = KeyMask.CAUSAL
     retrieval_index: Path | None = None
+    draft_model: str | None = None
     self_draft_layers: int | None = None
-    self_draft_patches: float = 1.0
     drafts: tuple[DraftKind, ...] | None = None
     draft_tree: TreeShape | None = None
     is_guarded: bool = True
@@ -183,17 +183,16 @@ def _add_drafting_flags(group: _ArgumentGroup) -> None:
         "--retrieval-index", type=Path, metavar="FILE", help="stored frames to draft from"
     )
     group.add_argument(
+        "--draft-model",
+        metavar="DIR|HUB-ID",
+        help="another checkpoint that drafts (source small-model), with a tokenizer, pictures and "
+        "a cache of its own; its bins must mean the same",
+    )
+    group.add_argument(
         "--self-draft-layers",
         type=at_least_one,
         metavar="N",
         help="draft with the decoder's own first N layers (source small-model)",
-    )
-    group.add_argument(
-        "--self-draft-patches",
-        type=_share,
-        default=1.0,
-        metavar="SHARE",
-        help="of the image patches that such drafts look at; default 1",
     )
     group.add_argument(
         "--drafts",
@@ -207,8 +206,8 @@ def _add_drafting_flags(group: _ArgumentGroup) -> None:
         "--draft-tree",
         type=_draft_tree,
         metavar="SHAPE",
-        help="dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH (a tree of fixed shape) or "
-        "chain:LEVELS; default: the method's",
+        help="dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH (a tree of fixed shape), "
+        "branches:NUM,LEVELS, chain:LEVELS or eagle; default: the method's",
     )
     group.add_argument(
         "--no-guard", action="store_true", help="never fall back to plain decoding by measured cost"
@@ -224,8 +223,8 @@ def read_flags(namespace: Namespace) -> OpenVLAOptions:
         rope_offset=RopeOffset(namespace.draft_rope),
         key_mask=KeyMask(namespace.draft_key_mask),
         retrieval_index=namespace.retrieval_index,
+        draft_model=namespace.draft_model,
         self_draft_layers=namespace.self_draft_layers,
-        self_draft_patches=namespace.self_draft_patches,
         drafts=namespace.drafts,
         draft_tree=namespace.draft_tree,
         is_guarded=not namespace.no_guard,
@@ -269,16 +268,6 @@ def _at_least(lowest: int, text: str) -> int:
     if not text.lstrip("-").isdigit() or int(text) < lowest:
         raise ArgumentTypeError(f"expected a whole number of at least {lowest}, got {text!r}")
     return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0.0 < share <= 1.0:
-        raise ArgumentTypeError(f"expected a share above 0 and up to 1, got {text!r}")
-    return share
 
 
 def _draft_tree(text: str) -> TreeShape:

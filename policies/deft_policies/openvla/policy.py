@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from deft_policies.openvla.target import OpenVLATarget
 from deft_policies.self_test import self_test
 
 _log = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 _DECODERS_KEPT = 64  # callers may ask for any radius
 
 
@@ -49,6 +50,7 @@ class PolicyParts:
     images: ImageProcessor
     statistics: Mapping[str, ActionStatistics]
     drafts: DraftModels = field(default_factory=DraftModels)
+    draft: "PolicyParts | None" = None  # another checkpoint that drafts
 
     @cached_property
     def encode(self) -> Callable[[str], Sequence[int]]:
@@ -60,6 +62,19 @@ class PolicyParts:
         weight = self.target.decoder.embedding.weight
         return self.images.pixel_values(fitted, weight.device, weight.dtype)
 
+    def check(self, instruction: str) -> None:
+        """Raise `UnusableObservationError` for one that is too long for any of its models."""
+        room = self.target.longest_prompt - self.target.model.config.num_patches
+        num_ids = len(self.encode(instruction))
+        if num_ids > room:
+            raise UnusableObservationError(
+                "instruction",
+                f"the prompt has {num_ids} tokens, at most {room} fit beside the image; "
+                "shorten the instruction",
+            )
+        if self.draft is not None:
+            self.draft.check(instruction)
+
     def read(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
         """What the decoder starts from, timed as preparing and as vision."""
         fitted = [self.images.fit(one.image) for one in observations]
@@ -67,7 +82,11 @@ class PolicyParts:
         clock.lap(Stage.PREPARE)
         prompts = self.target.read(self.pixels(fitted), ids)
         clock.lap(Stage.VISION)
-        return prompts
+        if self.draft is None:
+            return prompts
+        # Asked for by what drafts, where its time counts as drafting.
+        unheard = StageClock(CPU)
+        return replace(prompts, for_draft=partial(self.draft.read, observations, unheard))
 
 
 @dataclass(frozen=True)
@@ -162,14 +181,7 @@ class OpenVLAPolicy:
         """Refuse unknown statistics keys and methods, bad radii and endless instructions."""
         self.find_key(options.statistics_key)
         self._decoder_for(options)
-        room = self._parts.target.longest_prompt - self._parts.target.model.config.num_patches
-        num_ids = len(self._parts.encode(observation.instruction))
-        if num_ids > room:
-            raise UnusableObservationError(
-                "instruction",
-                f"the prompt has {num_ids} tokens, at most {room} fit beside the image; "
-                "shorten the instruction",
-            )
+        self._parts.check(observation.instruction)
 
     def warm_up(self) -> None:
         """Answer a black frame by every way the default method may take, to learn what they cost.
@@ -207,10 +219,9 @@ class OpenVLAPolicy:
 
     def _blank_prompts(self, rows: int) -> Prompts:
         """What a batch of black frames starts from."""
-        parts, size = self._parts, self._parts.target.model.config.image.size
-        fitted = parts.images.fit(np.zeros((size, size, 3), dtype=np.uint8))
-        ids = parts.encode("pick up the cup")
-        return parts.target.read(parts.pixels([fitted] * rows), [ids] * rows)
+        size = self._parts.target.model.config.image.size
+        black = Observation(np.zeros((size, size, 3), dtype=np.uint8), "pick up the cup")
+        return self._parts.read([black] * rows, StageClock(CPU))
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
@@ -298,11 +309,12 @@ class OpenVLAPolicy:
 
 def _take(prompts: Prompts, rows: list[int]) -> Prompts:
     index = torch.tensor(rows, device=prompts.embeds.device)
-    features = prompts.features
+    features, for_draft = prompts.features, prompts.for_draft
     return replace(
         prompts,
         embeds=prompts.embeds[index],
         lengths=prompts.lengths[index],
         last_tokens=prompts.last_tokens[index],
         features=None if features is None else features[index],
+        for_draft=None if for_draft is None else lambda: _take(for_draft(), rows),
     )

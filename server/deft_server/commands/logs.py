@@ -11,7 +11,7 @@ import time
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from threading import Thread
-from typing import TextIO
+from typing import Any, TextIO
 
 from deft_server.serving.access import current_request_id
 from deft_server.settings import LogFormat, Settings
@@ -43,10 +43,18 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
         """Return a record as a line."""
-        line = super().formatMessage(record)
-        if line.isprintable():
-            return line
-        return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+        return _in_print(super().formatMessage(record))
+
+    def formatException(self, error: Any) -> str:  # noqa: N802  logging's name
+        """Return a traceback whose lines are indented; what was raised may quote anybody."""
+        lines = super().formatException(error).split("\n")
+        return "\n".join(f"  {_in_print(line)}" for line in lines)
+
+
+def _in_print(line: str) -> str:
+    if line.isprintable():
+        return line
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
 
 
 class JsonFormatter(logging.Formatter):

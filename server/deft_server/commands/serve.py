@@ -36,6 +36,7 @@ from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
 
 SWITCH_INTERVAL_S = 0.0005
+MAX_DIGITS = 640  # of an integer in JSON; reading more takes time that grows with the square
 BACKLOG = 2048
 LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
 
@@ -81,6 +82,7 @@ def build_app(command: ServeCommand) -> DeftApp:
             recipe,
             _version(command.policy),
             settings.replicas,
+            settings.most_replicas,
             settings.replica_cpus,
             settings.replica_gpus,
             settings.hang_after_s,
@@ -109,6 +111,7 @@ def run(app: DeftApp) -> ExitCode:
     # A policy that computes in Python shares the interpreter with the event loop; the usual 5 ms
     # between turns would add up to tens of milliseconds for a single /healthz.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.set_int_max_str_digits(MAX_DIGITS)
     keep_freed_memory()
     log = start_logging(settings)
     url = _url(settings, listening)

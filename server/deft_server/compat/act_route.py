@@ -4,10 +4,10 @@ A legacy client is told of every failure by the JSON text "error" with status 20
 what it looks for. With the header `X-Deft-Errors: problem` it gets a real status and a reason.
 """
 
-import asyncio
 import json
 import time
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -81,14 +81,16 @@ def build_peer_act_route(service: Service) -> PlainRoute:
 
     async def answer(request: Request, body: bytes, caller: Caller, arrived_s: float) -> bytes:
         await service.admit(caller)
+        decode = partial(_decode, body, profile, limits)
         if len(body) < _QUICK_BYTES:
-            parsed, message = _decode(body, profile, limits)
+            parsed, message = decode()
         else:
-            parsed, message = await asyncio.to_thread(_decode, body, profile, limits)
+            parsed, message = await service.threads.run(caller.owner, decode)
         session = read_name(request.headers.get(SESSION_HEADER), SESSION_HEADER, limits)
         if chain is not ImageChain.NONE:
             size = service.info.image_height
-            message = await asyncio.to_thread(prepare, message, chain, size)
+            work = partial(prepare, message, chain, size)
+            message = await service.threads.run(caller.owner, work)
         options = replace(message.options, session_id=session)
         chunk = await service.act(message.observation, options, caller, arrived_s)
         return _reply(chunk, profile, parsed.is_encoded)

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -37,6 +38,7 @@ from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import GROOT, in_convention
 from deft_server.errors import MissingKeyError, ServerError
+from deft_server.http.bounds import HeldBytes
 from deft_server.http.problems import describe
 from deft_server.serving.access import Caller
 from deft_server.serving.service import Service
@@ -229,8 +231,9 @@ _MAX_IN_HAND = 256
 class GrootSocket:
     """Answers GR00T's clients for as long as the app runs. A client's robots are its sessions."""
 
-    def __init__(self, service: Service, port: int) -> None:
+    def __init__(self, service: Service, port: int, held: HeldBytes) -> None:
         self._service = service
+        self._held = held
         self._limits: WireLimits = service.settings.wire_limits
         self._address = f"tcp://{service.settings.host}:{port}"
         self._task: asyncio.Task[None] | None = None
@@ -243,6 +246,7 @@ class GrootSocket:
         socket = context.socket(self._zmq.ROUTER)
         socket.setsockopt(self._zmq.LINGER, 0)
         socket.setsockopt(self._zmq.MAXMSGSIZE, self._limits.max_bytes)
+        socket.setsockopt(self._zmq.RCVHWM, 1)  # the library would read a thousand ahead
         try:
             if self._address.endswith(":0"):
                 self.port = socket.bind_to_random_port(self._address.removesuffix(":0"))
@@ -267,6 +271,7 @@ class GrootSocket:
                 answer = await self.answer(frame, f"{_SESSION_PREFIX}{client.hex()}")
                 await socket.send_multipart([client, *envelope, answer])
             finally:
+                self._held.release(len(frame))
                 room.release()
 
         try:
@@ -282,14 +287,27 @@ class GrootSocket:
             socket.close()
 
     async def answer(self, frame: bytes, robot: str) -> bytes:
-        """Return the reply to one request of a client; an error is a reply too."""
+        """Return the reply to one request of a client; an error is a reply too.
+
+        The bytes of the frame count as held, and are released with the reply.
+        """
         try:
-            call = read_call(frame, self._limits)
+            self._held.hold(len(frame))
+            call = await self._read(frame)
             return await self._answer(call, self._identify(call.token), robot)
         except MissingKeyError:
             return pack({"error": "Unauthorized: Invalid API token"})
         except Exception as error:  # noqa: BLE001  the client waits for a reply, whatever happens
             return pack({"error": describe(error).detail})
+
+    async def _read(self, frame: bytes) -> Call:
+        """Return the call; one that cannot be read counts like others, where no key tells whose."""
+        try:
+            return read_call(frame, self._limits)
+        except WireError:
+            if not self._service.access.needs_key:
+                await self._service.admit(self._identify(None))
+            raise
 
     async def _answer(self, call: Call, caller: Caller, robot: str) -> bytes:
         answers: dict[str, Callable[[], Coroutine[Any, Any, bytes]]] = {
@@ -318,7 +336,9 @@ class GrootSocket:
     async def _act(self, call: Call, caller: Caller, robot: str) -> bytes:
         arrived_s = time.monotonic()
         await self._service.admit(caller)
-        messages = await asyncio.to_thread(read_observations, call.data, self._limits)
+        messages = await self._service.threads.run(
+            caller.owner, partial(read_observations, call.data, self._limits)
+        )
         for _ in messages[1:]:
             await self._service.admit(caller)
         with self._service.in_hand():
@@ -333,7 +353,7 @@ class GrootSocket:
                     for number, one in enumerate(messages)
                 )
             )
-        return await asyncio.to_thread(reply_actions, chunks)
+        return await self._service.threads.run(caller.owner, partial(reply_actions, chunks))
 
     def _identify(self, token: str | None) -> Caller:
         return self._service.access.identify(f"Bearer {token}" if token else "", "zmq")

@@ -5,13 +5,14 @@ HELLO message. The first frame of this server is both, and what arrives next tel
 `?statistics_key=` and `?decoding=` in the address apply to every frame of the connection.
 """
 
-import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +155,7 @@ def error_message(text: str, seq: int) -> bytes:
     return Message(MessageType.ERROR, {"error": text}, seq, time.time()).encode()
 
 
+ResultT = TypeVar("ResultT")
 CLOSE_REASON = "Internal server error. Details in the previous frame."
 _ENDED_EPISODE = pack({"status": "reset successful"})
 _KNOWN = (WireError, PolicyError, ServerError)
@@ -243,10 +245,13 @@ class _Connection:
             try:
                 return unpack(data, self._limits, decodes_pictures=False)
             except PictureFoundError:
-                return await asyncio.to_thread(unpack, data, self._limits)
+                return await self._on_a_thread(partial(unpack, data, self._limits))
         except WireError:
             await self._watch.run(self._service.admit(self._caller))  # bad frames count, too
             raise
+
+    async def _on_a_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        return await self._service.threads.run(self._caller.owner, work)
 
     async def _answer_openpi(self, value: object, arrived_s: float) -> None:
         if not isinstance(value, dict):
@@ -288,7 +293,7 @@ class _Connection:
         chain = self._service.settings.socket_image_chain
         if chain is not ImageChain.NONE:
             size = self._service.info.image_height
-            message = await asyncio.to_thread(prepare, message, chain, size)
+            message = await self._on_a_thread(partial(prepare, message, chain, size))
         is_quick = self._service.scheduler.answers_at_once
         act = self._service.act(message.observation, self._options, self._caller, arrived_s)
         return await self._watch.run(act, is_quick)

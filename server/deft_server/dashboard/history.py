@@ -17,7 +17,7 @@ WINDOW_S = 30.0
 _MAX_WINDOW = 10_000
 STAGES = (
     "queue_ms", "wire_ms", "prepare_ms", "vision_ms", "prefill_ms", "draft_ms", "verify_ms",
-    "commit_ms", "finish_ms",
+    "judge_ms", "commit_ms", "finish_ms",
 )  # fmt: skip
 UNNAMED = "(no session)"
 

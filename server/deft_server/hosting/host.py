@@ -45,6 +45,10 @@ class HostedPolicy:
 class Listener(Protocol):
     """Who is told, on the event loop, what becomes of a policy and its batches."""
 
+    @property
+    def num_waiting(self) -> int:
+        """How many frames wait for a batch."""
+
     def policy_loaded(
         self, host: "PolicyHost", policy: HostedPolicy, num_replicas: int = 1
     ) -> None:

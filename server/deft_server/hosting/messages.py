@@ -40,6 +40,7 @@ _LIMITS = WireLimits(
     max_action_values=_MOST,
     max_trace_values=_MOST,
     max_lists=_MOST,
+    max_entries=_MOST,
 )
 
 

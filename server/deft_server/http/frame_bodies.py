@@ -6,8 +6,6 @@ the options by their names, and `state` as a JSON list.
 """
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import partial
 from importlib import import_module
@@ -26,8 +24,8 @@ from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits
 from deft_client.wire.json_codec import load
 from deft_client.wire.messages import REQUEST, ActMessage, has_pictures
-from deft_server.errors import OverloadedError
 from deft_server.http.bounds import MAX_CONTENT_TYPE_CHARS
+from deft_server.serving.fair_threads import FairThreads
 
 FORM = "multipart/form-data"
 _CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
@@ -72,45 +70,35 @@ def encode_answer(chunk: ActionChunk, as_msgpack: bool) -> tuple[bytes, str]:
     return json_codec.encode_answer(chunk), json_codec.CONTENT_TYPE
 
 
-NUM_THREADS = 2
-MAX_PENDING = 64
-BUSY_FOR_S = 0.1
-
-
 class FrameDecoder:
-    """Decodes raw frames at once, compressed ones on threads, and not too many of these."""
+    """Decodes raw frames at once, all else on threads."""
 
-    def __init__(self, limits: WireLimits) -> None:
+    def __init__(self, threads: FairThreads, limits: WireLimits) -> None:
+        self._threads = threads
         self._limits = limits
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="decode")
-        self._num_pending = 0
 
-    async def decode(self, content_type: str, body: bytes) -> ActMessage:
+    async def decode(self, content_type: str, body: bytes, owner: str) -> ActMessage:
         """Return the frame in a body; raise `WireError`, or `OverloadedError` if too many wait."""
         if content_type != msgpack_codec.CONTENT_TYPE:
-            return await self._on_a_thread(partial(decode_body, content_type, body, self._limits))
+            decode = partial(decode_body, content_type, body, self._limits)
+            return await self._threads.run(owner, decode)
         entries = msgpack_codec.unpack(body, self._limits)
         read = partial(REQUEST.read, entries, "", Terms(self._limits))
-        return await self._on_a_thread(read) if has_pictures(entries) else read()
-
-    async def _on_a_thread(self, decode: Callable[[], ActMessage]) -> ActMessage:
-        if self._num_pending >= MAX_PENDING:
-            raise OverloadedError("too many pictures wait to be decoded", BUSY_FOR_S)
-        loop = asyncio.get_running_loop()
-        self._num_pending += 1
-        try:
-            return await loop.run_in_executor(self._threads, decode)
-        finally:
-            self._num_pending -= 1
+        return await self._threads.run(owner, read) if has_pictures(entries) else read()
 
     def start(self) -> None:
         """Load the image library before the first picture needs it."""
-        self._threads.submit(import_module, "PIL.PngImagePlugin")
-        self._threads.submit(import_module, "PIL.JpegImagePlugin")
+        loop = asyncio.get_running_loop()
+        self._loading = loop.create_task(self._threads.run("", _load_image_library))
 
     def stop(self) -> None:
         """Let the threads end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.stop()
+
+
+def _load_image_library() -> None:
+    for name in ("PIL.PngImagePlugin", "PIL.JpegImagePlugin"):
+        import_module(name)
 
 
 CAMERA_PREFIX = "camera."

@@ -86,7 +86,7 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
 
         async def answer() -> ActionChunk:
             await service.admit(caller)
-            asked = await decoder.decode(content_type, body)
+            asked = await decoder.decode(content_type, body, caller.owner)
             return await service.act(asked.observation, asked.options, caller, arrived_s)
 
         is_quick = service.scheduler.answers_at_once
@@ -173,5 +173,5 @@ class _Stream:
             raise MalformedMessageError("body", "send binary frames, got text")
         self._service.readiness.require()
         await self._service.admit(caller)
-        asked = await self._decoder.decode(MSGPACK_CONTENT_TYPE, data)
+        asked = await self._decoder.decode(MSGPACK_CONTENT_TYPE, data, caller.owner)
         return await self._service.act(asked.observation, asked.options, caller, arrived_s)

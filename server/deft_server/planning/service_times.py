@@ -19,6 +19,8 @@ from deft_policies.benchmark.replay import generate_frames, with_statistics_key
 from deft_policies.memory import SessionMemory
 from deft_server.settings import SettingsError
 
+QUANTILE_STEPS = 1024
+
 _LOGGED = re.compile(r"a batch of (\d+) took (\d+(?:\.\d+)?) ms")  # what the scheduler writes
 
 
@@ -35,12 +37,20 @@ class ServiceTimes:
 
     def at(self, size: int, quantile: float) -> float:
         """Return the seconds that this share of the batches of `size` stays within."""
+        return float(self.all_at(size, np.array([quantile]))[0])
+
+    def all_at(self, size: int, quantiles: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds for several shares at once."""
         below = max((known for known in self.seconds if known <= size), default=min(self.seconds))
         above = min(known for known in self.seconds if known >= size)
-        low, high = (float(np.quantile(self.seconds[known], quantile)) for known in (below, above))
-        if above <= below:
-            return high
-        return low + (high - low) * (size - below) / (above - below)
+        low, high = (np.quantile(self.seconds[known], quantiles) for known in (below, above))
+        return high if above <= below else low + (high - low) * (size - below) / (above - below)
+
+    def most_per_s(self, max_batch: int) -> float:
+        """Return the frames that one server can answer per second, at the size that suits best."""
+        evenly = np.linspace(0, 1, QUANTILE_STEPS)
+        sizes = range(1, max_batch + 1)
+        return max(size / float(self.all_at(size, evenly).mean()) for size in sizes)
 
 
 def collect(samples: Iterable[tuple[int, float]]) -> ServiceTimes:

@@ -5,19 +5,20 @@ rate whatever they are answered, and the policy, whose times are drawn from reco
 """
 
 import heapq
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_server.planning.service_times import ServiceTimes
-from deft_server.serving.waiting_line import Admission, LineRules, Ticket, WaitingLine
+from deft_server.planning.service_times import QUANTILE_STEPS, ServiceTimes
+from deft_server.serving.waiting_frames import Ticket
+from deft_server.serving.waiting_line import Admission, LineRules, WaitingLine
 
-QUANTILE_STEPS = 1024
+_ROUGHLY = 0.9  # a drawn fleet may be lucky
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ class Forecast:
         return self.num_answered / max(1, self.num_sent)
 
 
+class _Flight(NamedTuple):
+    """A batch that is with a replica."""
+
+    lands_s: float
+    number: int
+    started_s: float
+    batch: tuple[Ticket, ...]
+
+
 class Simulation:
     """One run; `simulate` makes, runs and forgets it."""
 
@@ -82,14 +92,13 @@ class Simulation:
         self._capacity = capacity
         self._line = WaitingLine(capacity.rules)
         self._random = np.random.default_rng(fleet.seed)
-        self._quantiles = [
-            np.array([capacity.service.at(size, q) for q in np.linspace(0, 1, QUANTILE_STEPS)])
+        evenly = np.linspace(0, 1, QUANTILE_STEPS)
+        self._quantiles_s = [
+            capacity.service.all_at(size, evenly).tolist()
             for size in range(1, capacity.rules.max_batch + 1)
         ]
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = itertools.count()
-        self._numbers = itertools.count(1)
-        self._front_free_s = 0.0
+        self._flights: list[_Flight] = []  # a heap: the first to land comes first
+        self._wake_s = math.inf
         self._front_busy_s = 0.0
         self._replica_busy_s = 0.0
         self._answered: set[str] = set()
@@ -99,12 +108,10 @@ class Simulation:
 
     def run(self) -> Forecast:
         """Play the whole time and sum up."""
-        for robot in range(self._fleet.num_robots):
-            phase_s = self._random.random() / self._fleet.rate_hz
-            self._robot(f"robot {robot}", phase_s)
-        while self._events:
-            now_s, _, event = heapq.heappop(self._events)
-            event(now_s)
+        for ticket, joins_s in self._frames():
+            self._go_on_until(joins_s)
+            self._join(ticket, joins_s)
+        self._go_on_until(math.inf)
         fleet = self._fleet
         return Forecast(
             num_sent=self._fates["sent"],
@@ -117,30 +124,42 @@ class Simulation:
             front_load=self._front_busy_s / fleet.seconds,
         )
 
-    def _at(self, when_s: float, event: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (when_s, next(self._order), event))
+    def _frames(self) -> Iterator[tuple[Ticket, float]]:
+        """Return all frames, and when the front is through with each and it joins the line."""
+        fleet, front_s = self._fleet, self._capacity.front_s
+        sent_s = self._sent_s()
+        order = np.argsort(sent_s, axis=None, kind="stable")
+        names = [f"robot {robot}" for robot in range(fleet.num_robots)]
+        front_free_s = 0.0
+        for number, index in enumerate(order.tolist(), 1):
+            at_s, name = float(sent_s.flat[index]), names[index // sent_s.shape[1]]
+            self._count("sent", at_s)
+            front_free_s = max(front_free_s, at_s) + front_s
+            self._front_busy_s += front_s
+            deadline_s = at_s + fleet.deadline_s
+            yield Ticket(number, name, at_s, deadline_s, True, name in self._answered), front_free_s
 
-    def _robot(self, name: str, phase_s: float) -> None:
-        """Have a robot send every period, a little early or late."""
-        fleet = self._fleet
-        period_s = 1 / fleet.rate_hz
-        for beat in range(int(fleet.seconds * fleet.rate_hz)):
-            late_s = fleet.jitter * period_s * (self._random.random() - 0.5)
-            sent_s = max(0.0, phase_s + beat * period_s + late_s)
-            self._at(sent_s, lambda now_s, sent_s=sent_s: self._send(name, sent_s))  # type: ignore[misc]
+    def _sent_s(self) -> NDArray[np.float64]:  # [robot, beat]
+        """Return when the frames are sent: every period, a little early or late."""
+        fleet, period_s = self._fleet, 1 / self._fleet.rate_hz
+        num_beats = int(fleet.seconds * fleet.rate_hz)
+        drawn = self._random.random((fleet.num_robots, 1 + num_beats))
+        phases_s = drawn[:, :1] / fleet.rate_hz
+        late_s = fleet.jitter * period_s * (drawn[:, 1:] - 0.5)
+        return np.maximum(0.0, phases_s + np.arange(num_beats) * period_s + late_s)
 
-    def _send(self, name: str, sent_s: float) -> None:
-        """Let the front take its time over a frame; then it joins the line."""
-        self._count("sent", sent_s)
-        self._front_free_s = max(self._front_free_s, sent_s) + self._capacity.front_s
-        self._front_busy_s += self._capacity.front_s
-        ticket = Ticket(
-            next(self._numbers), name, sent_s, sent_s + self._fleet.deadline_s, is_session=True
-        )
-        self._at(self._front_free_s, lambda now_s: self._join(ticket, now_s))
+    def _go_on_until(self, then_s: float) -> None:
+        """Let batches return and what waited for company start, up to a moment."""
+        while True:
+            lands_s = self._flights[0].lands_s if self._flights else math.inf
+            now_s = min(lands_s, self._wake_s)
+            if now_s >= then_s:
+                return
+            if lands_s <= self._wake_s:
+                self._finish(heapq.heappop(self._flights))
+            self._pump(now_s)
 
     def _join(self, ticket: Ticket, now_s: float) -> None:
-        ticket = replace(ticket, is_running=ticket.flow in self._answered)
         offer = self._line.offer(ticket, now_s)
         if offer.admission is not Admission.WAITS:
             too_late = offer.admission is Admission.TOO_LATE
@@ -159,18 +178,17 @@ class Simulation:
             if not decision.batch:
                 break
             self._start(decision.batch, now_s)
-        if decision.wake_s is not None:
-            self._at(now_s + decision.wake_s, self._pump)
+        self._wake_s = math.inf if decision.wake_s is None else now_s + decision.wake_s
 
     def _start(self, batch: tuple[Ticket, ...], now_s: float) -> None:
-        quantiles = self._quantiles[len(batch) - 1]
-        service_s = float(quantiles[self._random.integers(QUANTILE_STEPS)])
+        service_s = self._quantiles_s[len(batch) - 1][self._random.integers(QUANTILE_STEPS)]
         self._replica_busy_s += max(0.0, min(service_s, self._fleet.seconds - now_s))
         self._batches.append(len(batch))
-        self._at(now_s + service_s, lambda then_s: self._finish(batch, service_s, then_s))
+        heapq.heappush(self._flights, _Flight(now_s + service_s, len(self._batches), now_s, batch))
 
-    def _finish(self, batch: tuple[Ticket, ...], service_s: float, now_s: float) -> None:
-        self._line.finish(now_s, service_s, batch)
+    def _finish(self, flight: _Flight) -> None:
+        now_s, batch = flight.lands_s, flight.batch
+        self._line.finish(now_s, now_s - flight.started_s, batch)
         for ticket in batch:
             self._answered.add(ticket.flow)
             latency_s = now_s + self._capacity.added_s - ticket.arrived_s
@@ -178,7 +196,6 @@ class Simulation:
                 self._count("missed", ticket.arrived_s)
             elif ticket.arrived_s >= self._fleet.warm_up_s:
                 self._latencies_s.append(latency_s)
-        self._pump(now_s)
 
     def _count(self, fate: str, sent_s: float) -> None:
         self._fates[fate] += sent_s >= self._fleet.warm_up_s
@@ -214,7 +231,8 @@ class Search:
 
 
 def fewest_replicas(fleet: Fleet, capacity: Capacity, goal: FleetGoal, most: int) -> Search:
-    """Find how many replicas a fleet needs: doubled until it holds, then narrowed down."""
+    """Find how many replicas a fleet needs, from the least that could ever answer so many frames:
+    in growing steps until it holds, then narrowed down."""
     seen: dict[int, Forecast] = {}
 
     def holds(count: int) -> bool:
@@ -222,12 +240,14 @@ def fewest_replicas(fleet: Fleet, capacity: Capacity, goal: FleetGoal, most: int
         seen[count] = simulate(fleet, replace(capacity, rules=rules))
         return goal.is_met(seen[count])
 
-    enough = 1
-    while not holds(enough):
+    wanted_per_s = goal.answered_share * fleet.num_robots * fleet.rate_hz
+    least = wanted_per_s / capacity.service.most_per_s(capacity.rules.max_batch)
+    enough = too_few = max(0, min(most, math.floor(least * _ROUGHLY)) - 1)
+    step = 1
+    while enough == too_few or not holds(enough):
         if enough >= most:
             return Search(None, seen)
-        enough = min(most, 2 * enough)
-    too_few = max((count for count in seen if count < enough), default=0)
+        too_few, enough, step = enough, min(most, enough + step), 2 * step
     while enough - too_few > 1:
         middle = (enough + too_few) // 2
         if holds(middle):

@@ -7,6 +7,7 @@ that any other replica gives the same answers. Lives on the event loop.
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from deft_server.hosting.attempts import Attempts
 from deft_server.hosting.host import HostedPolicy, Listener
 from deft_server.hosting.messages import PolicyFacts
 from deft_server.hosting.process import hosted
-from deft_server.replicas.remote import ReplicaAnswers, lost
+from deft_server.replicas.remote import Backlog, ReplicaAnswers, lost
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -42,7 +43,7 @@ class Cluster(Protocol):
     async def look(self) -> tuple[str, PolicyFacts]:
         """Ask a replica for the version of its policy, and what a server has to know of it."""
 
-    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
         """Have a free replica answer a batch, or raise `ReplicaLostError`."""
 
     def count(self) -> int:
@@ -66,6 +67,7 @@ class ReplicaHost:
         self._policy: HostedPolicy | None = None
         self._version = ""
         self._count = 0
+        self._name = uuid.uuid4().hex
 
     def start(self) -> None:
         """Begin to find the replicas."""
@@ -128,9 +130,10 @@ class ReplicaHost:
 
     async def _attempts(self, batch: Sequence[ActRequest], started_s: float) -> Attempts:
         reason = ""
+        backlog = Backlog(self._name, self._listener.num_waiting / len(batch))
         for _ in range(TRIES):
             try:
-                returned = await self._cluster.answer(batch)
+                returned = await self._cluster.answer(batch, backlog)
                 if returned.version != self._version:
                     await self._look()
                 return returned.attempts(time.perf_counter() - started_s)

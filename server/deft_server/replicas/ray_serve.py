@@ -6,6 +6,7 @@ version is deployed. Frames do not pass through Ray's proxies: our own server ho
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,16 @@ from deft_server.errors import NotReadyError
 from deft_server.hosting.messages import PolicyFacts
 from deft_server.hosting.recipe import LoadPolicy
 from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
-from deft_server.replicas.remote import Replica, ReplicaAnswers
+from deft_server.replicas.remote import Backlog, Backlogs, Replica, ReplicaAnswers
 from deft_server.settings import SettingsError
 
 APPLICATION = "deft"
 DEPLOYMENT = "PolicyReplica"
 HEALTH_EVERY_S = 2.0
-STOP_S = 5.0
+# Replicas are added within seconds of frames having to wait, and taken away when they are not
+# needed for minutes: loading a policy takes longer than a batch by far.
+SCALING = {"look_back_period_s": 10.0, "upscale_delay_s": 5.0, "downscale_delay_s": 120.0}
+BUSY_SHARE = 0.8  # of the replicas, in the long run
 # How Ray's own documentation says to serve where latency counts; read when Ray is imported. The
 # processes of a cluster need the same, see deploy/ray.
 ENVIRONMENT = {
@@ -48,15 +52,17 @@ class PolicyReplica:
         self._busy_since_s: float | None = None
         self._thread = ThreadPoolExecutor(1, "policy")
         self._replica = self._thread.submit(Replica, load, version, name).result()
+        self._backlogs = Backlogs()
 
     async def look(self) -> tuple[str, PolicyFacts]:
         """Return the version of the policy, and what a server has to know of it."""
         return self._replica.version, self._replica.facts
 
-    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
         """Answer a batch."""
         loop = asyncio.get_running_loop()
         self._busy_since_s = time.monotonic()
+        self._backlogs.note(backlog, self._busy_since_s)
         try:
             return await loop.run_in_executor(self._thread, self._replica.answer, frames)
         finally:
@@ -68,6 +74,20 @@ class PolicyReplica:
         if since_s is not None and time.monotonic() - since_s > self._hang_after_s:
             raise NotReadyError(f"a batch took over {self._hang_after_s:g} s")
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Ray what `replicas_wanted` needs to know."""
+        return {"waiting": self._backlogs.total(time.monotonic())}
+
+
+def replicas_wanted(context: Any) -> tuple[int, dict[str, object]]:
+    """Scale by waiting frames: one replica for each batch that is at one, or waits at a front.
+
+    Ray calls it with its `AutoscalingContext`, and keeps the answer within the bounds it was given.
+    """
+    told = (context.aggregated_metrics or {}).get("waiting", {})
+    waiting = max(told.values(), default=0.0)
+    return math.ceil((context.total_num_requests + waiting) / BUSY_SHARE), {}
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -76,6 +96,7 @@ class Deployment:
     load: LoadPolicy
     version: str
     num_replicas: int
+    most_replicas: int | None = None  # as many as this while frames wait
     cpus: float = 1.0
     gpus: float = 0.0
     hang_after_s: float = 60.0
@@ -85,9 +106,17 @@ def build_application(deployment: Deployment) -> Any:
     """Return the Serve application; `serve.run` and Serve's own configuration take it."""
     from ray import serve
 
+    size: dict[str, object] = {"num_replicas": deployment.num_replicas}
+    if deployment.most_replicas is not None:
+        bounds = {
+            "min_replicas": deployment.num_replicas,
+            "max_replicas": deployment.most_replicas,
+        }
+        policy = {"policy_function": f"{__name__}:{replicas_wanted.__name__}"}
+        size = {"autoscaling_config": {**bounds, **SCALING, "policy": policy}}
     options = serve.deployment(
         name=DEPLOYMENT,
-        num_replicas=deployment.num_replicas,
+        **size,
         max_ongoing_requests=1,
         health_check_period_s=HEALTH_EVERY_S,
         ray_actor_options={"num_cpus": deployment.cpus, "num_gpus": deployment.gpus},
@@ -123,9 +152,9 @@ class RayCluster:
             raise ReplicaLostError(_first_line(error)) from error
         return found
 
-    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
         """Have a free replica answer."""
-        response = self._handle.answer.remote(frames)
+        response = self._handle.answer.remote(frames, backlog)
         try:
             answers: ReplicaAnswers = await asyncio.wait_for(response, self.hang_after_s)
         except asyncio.TimeoutError as error:
@@ -149,7 +178,8 @@ class RayCluster:
     def _start(self, ray: Any, serve: Any) -> None:
         cpus = None
         if self.address is None and self.deployment is not None:
-            wanted = self.deployment.num_replicas * self.deployment.cpus
+            most = self.deployment.most_replicas or self.deployment.num_replicas
+            wanted = most * self.deployment.cpus
             cpus = max(os.cpu_count() or 1, int(wanted + 1))
         if not ray.is_initialized():
             ray.init(

@@ -14,6 +14,35 @@ from deft_server.hosting.messages import PolicyFacts, decode_message, encode_mes
 from deft_server.hosting.recipe import LoadPolicy, load_and_warm
 from deft_server.hosting.worker import answer, facts_of
 
+BACKLOG_FRESH_S = 5.0
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """How many batches wait at a front while a replica has one of it."""
+
+    front: str
+    num_batches: float
+
+
+class Backlogs:
+    """What a replica was told by each front, as long as it is fresh."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[float, float]] = {}  # batches, and when
+
+    def note(self, backlog: Backlog, now_s: float) -> None:
+        """Take in what a front says with a batch."""
+        self._told[backlog.front] = backlog.num_batches, now_s
+
+    def total(self, now_s: float) -> float:
+        """Return the batches that wait at all fronts."""
+        fresh = {
+            front: told for front, told in self._told.items() if now_s - told[1] < BACKLOG_FRESH_S
+        }
+        self._told = fresh
+        return sum(batches for batches, _ in fresh.values())
+
 
 @dataclass(frozen=True, eq=False)
 class ReplicaAnswers:

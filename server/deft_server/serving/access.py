@@ -64,6 +64,11 @@ class Caller:
     stays_s: float = 0.0  # how long its frames wait where others are told to try again
     fingerprint: str = ""  # of the key, so that a key taken out of the file stops working at once
 
+    @property
+    def owner(self) -> str:
+        """Who shares are counted for: a key, or an address where there are none."""
+        return f"{self.name}@{self.address}"
+
 
 class KeyFileError(Exception):
     """The file of API keys cannot be used; the message says why."""

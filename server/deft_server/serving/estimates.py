@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from statistics import median
 
 SMOOTHING = 0.3  # weight of the newest pause
-FORGET_AFTER_S = 10.0
 MAX_FLOWS = 256  # with more of them batches fill without waiting
 
 
@@ -25,7 +24,7 @@ class Rhythm:
     """The usual pause of every session between an answer and its next frame."""
 
     def __init__(self) -> None:
-        self._beats: dict[str, _Beat] = {}
+        self._beats: dict[str, _Beat] = {}  # the last answered comes last
 
     def asked(self, flow: str, now_s: float) -> None:
         """Take in that a session sent a frame; only the first after an answer counts."""
@@ -39,13 +38,13 @@ class Rhythm:
 
     def answered(self, flow: str, now_s: float) -> None:
         """Take in that a session got an answer."""
-        beat = self._beats.get(flow)
-        if beat is not None:
-            beat.answered_s, beat.has_asked = now_s, False
-            return
-        if len(self._beats) >= MAX_FLOWS:
-            self._prune(now_s)
-        self._beats[flow] = _Beat(now_s)
+        beat = self._beats.pop(flow, None)
+        if beat is None:
+            beat = _Beat(now_s)
+            if len(self._beats) >= MAX_FLOWS:
+                self._beats.pop(next(iter(self._beats)))
+        beat.answered_s, beat.has_asked = now_s, False
+        self._beats[flow] = beat
 
     def forget(self, flow: str) -> None:
         """Drop what is known of a session."""
@@ -59,16 +58,6 @@ class Rhythm:
             and since_s <= beat.answered_s + beat.pause_s <= until_s
             for beat in self._beats.values()
         )
-
-    def _prune(self, now_s: float) -> None:
-        fresh = {
-            flow: beat
-            for flow, beat in self._beats.items()
-            if now_s - beat.answered_s < FORGET_AFTER_S
-        }
-        while len(fresh) >= MAX_FLOWS:
-            fresh.pop(next(iter(fresh)))
-        self._beats = fresh
 
 
 REMEMBERED_BATCHES = 9

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from deft_client.types import ActionChunk
 from deft_policies.base import ActAnswer, ActRequest
 from deft_server.serving.sessions import RobotSession
-from deft_server.serving.waiting_line import Ticket
+from deft_server.serving.waiting_frames import Ticket
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,8 @@ from deft_server.serving.metrics import Metrics
 from deft_server.serving.pending import Answered, PendingBatch, PendingFrame
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.sessions import RobotSession
-from deft_server.serving.waiting_line import Admission, LineRules, Ticket, WaitingLine
+from deft_server.serving.waiting_frames import Ticket
+from deft_server.serving.waiting_line import Admission, LineRules, WaitingLine
 from deft_server.settings import OnHang, Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0

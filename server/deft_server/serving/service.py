@@ -28,13 +28,14 @@ from deft_server.hosting.recipe import LoadPolicy, PolicyRecipe
 from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+from deft_server.serving.fair_threads import FairThreads
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.pending import Answered
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
-from deft_server.serving.waiting_line import Ticket
+from deft_server.serving.waiting_frames import Ticket
 from deft_server.settings import Fallback, Settings, SettingsError
 
 
@@ -63,6 +64,7 @@ class Service:
         )
         self.metrics = Metrics()
         self.events = EventBus()
+        self.threads = FairThreads()
         self.readiness = Readiness(settings.unready_after_failures)
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
         self.scheduler = Scheduler(
@@ -206,7 +208,7 @@ class Service:
             is_session=is_session,
             is_running=session.num_answers > 0,
             stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
-            owner=f"{caller.name}@{caller.address}",
+            owner=caller.owner,
         )
 
     async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:

@@ -29,11 +29,13 @@ Times are seconds on any one monotonic clock.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from deft_server.serving.estimates import OwnerShares, Rhythm, ServiceTime
+from deft_server.serving.waiting_frames import Ticket, Turn, WaitingFrames
 
 OVERDUE_EVERY = 8  # places, of which one is for a frame without a deadline
 STALE_AFTER_S = 1.0  # a measurement older than this does not justify a refusal
@@ -52,41 +54,11 @@ class LineRules:
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """One frame's place in the line."""
-
-    number: int
-    flow: str
-    arrived_s: float
-    deadline_s: float = math.inf
-    is_session: bool = True
-    is_running: bool = False
-    stays_until_s: float | None = None  # joins a full line, too, and is to be withdrawn then
-    owner: str = ""
-
-    @property
-    def has_deadline(self) -> bool:
-        """Does the caller say when the answer is of no more use?"""
-        return self.deadline_s < math.inf
-
-
-@dataclass(frozen=True)
 class _Flight:
     """A batch that is with the policy, and since when."""
 
     batch: tuple[Ticket, ...]
     started_s: float
-
-
-@dataclass(frozen=True, order=True)
-class _Turn:
-    """Whose turn it is within its owner's: a deadline, then the earlier due, then the longer in
-    line."""
-
-    is_patient: bool
-    due_s: float
-    number: int
-    since_s: float
 
 
 class Admission(Enum):
@@ -123,9 +95,9 @@ class WaitingLine:
         self.max_batch = rules.max_batch
         self.num_replicas = rules.num_replicas
         self.service_time = ServiceTime()
-        self._waiting: dict[int, Ticket] = {}
-        self._turns: dict[int, _Turn] = {}
-        self._flights: list[_Flight] = []  # the oldest first
+        self._waiting = WaitingFrames()
+        self._flights: dict[int, _Flight] = {}  # by the first frame's number, the oldest first
+        self._flying: set[str] = set()  # sessions
         self._measured_s = -math.inf
         self._share_used_s: dict[str, float] = {}
         self._shares = OwnerShares()
@@ -138,12 +110,12 @@ class WaitingLine:
     @property
     def in_flight(self) -> tuple[Ticket, ...]:
         """The frames that are with the policy."""
-        return tuple(ticket for flight in self._flights for ticket in flight.batch)
+        return tuple(ticket for flight in self._flights.values() for ticket in flight.batch)
 
     def offer(self, ticket: Ticket, now_s: float) -> Offer:
         """Let a frame join the line, or say why it may not."""
         self._rhythm.asked(ticket.flow, now_s)
-        older = self._waiting_of(ticket) if ticket.is_session else None
+        older = self._waiting.of_flow(ticket.flow) if ticket.is_session else None
         turn = self._turn_of(ticket, older, now_s)
         if self._is_hopeless(ticket, turn, now_s):
             return Offer(Admission.TOO_LATE)
@@ -153,25 +125,23 @@ class WaitingLine:
             displaced = self._displaced_by(ticket)
             if displaced is None:
                 return Offer(Admission.FULL)
-        if all(one.owner != ticket.owner for one in self._waiting.values()):
+        if ticket.owner not in self._waiting.owners:
             self._shares.join(ticket.owner)
         for leaving in (older, displaced):
             if leaving is not None:
                 self.withdraw(leaving.number)
-        self._waiting[ticket.number] = ticket
-        self._turns[ticket.number] = turn
+        self._waiting.add(ticket, turn)
         self._spend_share(ticket.flow, now_s)
         return Offer(Admission.WAITS, older, displaced)
 
     def withdraw(self, number: int) -> None:
         """Take a frame out of the line, if it is still in it."""
-        self._waiting.pop(number, None)
-        self._turns.pop(number, None)
+        self._waiting.remove(number)
 
     def forget(self, flow: str) -> Ticket | None:
         """Take out what a session has waiting, because it was reset; return that."""
         self._rhythm.forget(flow)
-        waiting = next((one for one in self._waiting.values() if one.flow == flow), None)
+        waiting = self._waiting.of_flow(flow)
         if waiting is not None:
             self.withdraw(waiting.number)
         return waiting
@@ -192,7 +162,8 @@ class WaitingLine:
         for ticket in chosen:
             self.withdraw(ticket.number)
         if chosen:
-            self._flights.append(_Flight(chosen, now_s))
+            self._flights[chosen[0].number] = _Flight(chosen, now_s)
+            self._flying.update(one.flow for one in chosen if one.is_session)
             self._note_places(chosen)
         return Decision(batch=chosen, expired=expired)
 
@@ -201,8 +172,9 @@ class WaitingLine:
     ) -> None:
         """Take in that a replica is free again; `service_s` is what its batch took, if it was
         answered in one go. Without `batch` it is the one that was started first."""
-        index = 0 if batch is None else [one.batch for one in self._flights].index(batch)
-        done = self._flights.pop(index).batch
+        number = next(iter(self._flights)) if batch is None else batch[0].number
+        done = self._flights.pop(number).batch
+        self._flying -= {one.flow for one in done if one.is_session}
         if service_s is not None:
             self.service_time.observe(len(done), service_s)
             self._measured_s = now_s
@@ -216,19 +188,16 @@ class WaitingLine:
         last_s = self._free_s(batches - 1, now_s)
         return last_s - now_s + self.service_time.expect(self.max_batch)
 
-    def _waiting_of(self, ticket: Ticket) -> Ticket | None:
-        return next((one for one in self._waiting.values() if one.flow == ticket.flow), None)
-
-    def _turn_of(self, ticket: Ticket, older: Ticket | None, now_s: float) -> _Turn:
+    def _turn_of(self, ticket: Ticket, older: Ticket | None, now_s: float) -> Turn:
         """Return a frame's turn; one that replaces another is due no later than that was."""
         due_s = ticket.deadline_s
         if due_s == math.inf:
             due_s = self._fair_start_s(ticket.flow, now_s) + self.rules.patience_s
         is_patient = not ticket.has_deadline
         if older is None:
-            return _Turn(is_patient, due_s, ticket.number, ticket.arrived_s)
-        turn = self._turns[older.number]
-        return _Turn(is_patient, min(due_s, turn.due_s), turn.number, turn.since_s)
+            return Turn(is_patient, due_s, ticket.number, ticket.arrived_s)
+        turn = self._waiting.turn_of(older)
+        return Turn(is_patient, min(due_s, turn.due_s), turn.number, turn.since_s)
 
     def _fair_start_s(self, flow: str, now_s: float) -> float:
         """Return now, or later if the flow has used up its share until then."""
@@ -242,24 +211,18 @@ class WaitingLine:
             kept = {name: used for name, used in self._share_used_s.items() if used > now_s}
             self._share_used_s = kept
 
-    def _is_hopeless(self, ticket: Ticket, turn: _Turn, now_s: float) -> bool:
+    def _is_hopeless(self, ticket: Ticket, turn: Turn, now_s: float) -> bool:
         """Would a frame be answered after its deadline, as far as fresh measurements tell?"""
+        if not ticket.has_deadline:
+            return False
         if ticket.deadline_s <= now_s:
             return True
         if now_s - self._measured_s > STALE_AFTER_S and not self._flights:
             return False
-        ahead = self._num_before(ticket, turn)
+        ahead = self._waiting.num_before(ticket, turn, self._ahead())
         ready_s = self._free_s(ahead // self.max_batch, now_s)
         ready_s += self.service_time.expect(ahead % self.max_batch + 1)
         return ready_s > ticket.deadline_s
-
-    def _num_before(self, ticket: Ticket, turn: _Turn) -> int:
-        """Return how many of those that wait will go before a newcomer."""
-        ahead = self._ahead()
-        place = (ticket.owner in ahead, turn)
-        return sum(
-            (one.owner in ahead, self._turns[one.number]) < place for one in self._waiting.values()
-        )
 
     @property
     def _capacity(self) -> int:
@@ -270,7 +233,7 @@ class WaitingLine:
         """Return when a replica is free for one more batch, after so many full ones."""
         free_s = [
             max(now_s, one.started_s + self.service_time.expect(len(one.batch)))
-            for one in self._flights
+            for one in self._flights.values()
         ]
         free_s += [now_s] * (max(1, self.num_replicas) - len(free_s))
         heapq.heapify(free_s)
@@ -282,16 +245,17 @@ class WaitingLine:
     def _is_full_for(self, ticket: Ticket) -> bool:
         if ticket.stays_until_s is not None:
             return False
-        taken = sum(
-            one.stays_until_s is None or one.flow == ticket.flow for one in self._waiting.values()
-        )
+        taken = self._waiting.num_places(ticket.flow)
         if ticket.is_running:
             return taken >= self.rules.max_waiting
         return taken >= min(self.rules.max_waiting, self.rules.newcomer_batches * self._capacity)
 
     def _displaced_by(self, ticket: Ticket) -> Ticket | None:
         """Return the frame that loses its place to a newcomer, if one should."""
-        movable = [one for one in self._waiting.values() if one.stays_until_s is None]
+        presses = ticket.has_deadline and self._waiting.has_patient
+        if self._waiting.is_even_for(ticket) and not presses:
+            return None
+        movable = [one for one in self._waiting if one.stays_until_s is None]
         for name_of in (_owner_of, _flow_of):
             counts = Counter(name_of(one) for one in movable)
             largest, count = max(counts.items(), key=lambda one: one[1], default=("", 0))
@@ -303,50 +267,36 @@ class WaitingLine:
 
     def _ahead(self) -> frozenset[str]:
         """Return the waiting owners that had more than their share lately."""
-        owners = {one.owner for one in self._waiting.values()}
-        return self._shares.ahead(owners, self.service_time.expect(self.max_batch))
+        return self._shares.ahead(self._waiting.owners, self.service_time.expect(self.max_batch))
 
-    def _in_order(self, now_s: float) -> list[Ticket]:
+    def _in_order(self, now_s: float) -> Iterator[Ticket]:
         """Return what waits, in the order in which it should go."""
         ahead = self._ahead()
-        ordered = sorted(
-            self._waiting.values(), key=lambda one: (one.owner in ahead, self._turns[one.number])
-        )
-        overdue = [
-            one
-            for one in ordered
-            if not one.has_deadline and one.owner not in ahead and self._is_due(one, now_s)
-        ]
-        if overdue and self._overdue_credit >= 1:
-            ordered.remove(overdue[0])
-            ordered.insert(0, overdue[0])
-        return ordered
-
-    def _is_due(self, ticket: Ticket, now_s: float) -> bool:
-        return self._turns[ticket.number].due_s <= now_s
+        ordered = self._waiting.in_order(ahead)
+        overdue = self._waiting.first_patient(ahead) if self._overdue_credit >= 1 else None
+        if overdue is None or self._waiting.turn_of(overdue).due_s > now_s:
+            return ordered
+        return chain([overdue], (one for one in ordered if one is not overdue))
 
     def _note_places(self, chosen: Sequence[Ticket]) -> None:
         """Count what the owners had, and the places that were not left to overdue frames."""
         each_s = self.service_time.expect(len(chosen)) / len(chosen)
-        waiting = {one.owner for one in self._waiting.values()}
-        self._shares.use([one.owner for one in chosen], each_s, waiting)
+        self._shares.use([one.owner for one in chosen], each_s, self._waiting.owners)
         num_urgent = sum(one.has_deadline for one in chosen)
         earned = num_urgent / (OVERDUE_EVERY - 1) - (num_urgent < len(chosen))
         self._overdue_credit = min(1.0, max(0.0, self._overdue_credit + earned))
 
     def _choose(self, now_s: float) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Return the batch to start now, and the frames whose deadline cannot be met any more."""
-        ordered = self._in_order(now_s)
-        flying = {one.flow for one in self.in_flight if one.is_session}
         chosen: list[Ticket] = []
         expired: list[Ticket] = []
         tightest_s = math.inf
         alone_s = now_s + self._believed_s(1, now_s)
-        for ticket in ordered:
+        for ticket in self._in_order(now_s):
             if ticket.deadline_s < alone_s or ticket.deadline_s <= now_s:
                 expired.append(ticket)
                 continue
-            if ticket.flow in flying:
+            if ticket.flow in self._flying:
                 continue  # its memory is with another replica
             if len(chosen) == self.max_batch:
                 break
@@ -369,7 +319,7 @@ class WaitingLine:
             return 0.0
         # Never longer than a batch takes: beyond that, going twice is quicker.
         patience_s = min(self.rules.max_wait_s, self.service_time.expect(len(chosen) + 1))
-        until_s = patience_s + min(self._turns[one.number].since_s for one in chosen)
+        until_s = patience_s + min(self._waiting.turn_of(one).since_s for one in chosen)
         slack_s = min(one.deadline_s for one in chosen) - self._believed_s(self.max_batch, now_s)
         until_s = min(until_s, slack_s)
         since_s = now_s - self.rules.max_wait_s  # robots are late by a little, too

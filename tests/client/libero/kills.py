@@ -6,13 +6,15 @@ exactly one result, every line must be whole, and the actions must equal those o
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from deft_client.libero.results.records import Outcome
 from deft_client.libero.results.store import RunResults, load_run
 
 WORLD = "point_world"
+WORKER = re.compile("spawn_main|^ray::RemotePlayer")
 SITTINGS = 5  # that Errored episodes may take after the last kill
 PATIENCE_S = 60.0
 
@@ -34,6 +37,7 @@ class Scene:
     folder: Path
     episodes: int
     delay_ms: float
+    flags: Sequence[str] = ()  # further ones of the evaluation
     port: int = field(default_factory=lambda: _free_port())
     server: subprocess.Popen[bytes] | None = None
     evaluation: subprocess.Popen[bytes] | None = None
@@ -60,7 +64,7 @@ class Scene:
             sys.executable, "-m", "deft_client", "eval", "point_world", "--environment", WORLD,
             "--url", f"http://127.0.0.1:{self.port}", "--episodes", str(self.episodes),
             "--workers", "2", "--out", str(self.folder), "--network-delay-ms", str(self.delay_ms),
-            "--patience", str(PATIENCE_S), "--step-limit", "40",
+            "--patience", str(PATIENCE_S), "--step-limit", "40", *self.flags,
         ]  # fmt: skip
         with (self.folder / "evaluation.log").open("ab") as file:
             self.evaluation = subprocess.Popen(command, stdout=file, stderr=file)
@@ -68,7 +72,7 @@ class Scene:
     def workers(self) -> list[int]:
         """Process ids of the evaluation's workers."""
         assert self.evaluation is not None
-        return [pid for pid in _children(self.evaluation.pid) if "spawn_main" in _command(pid)]
+        return [pid for pid in _descendants(self.evaluation.pid) if WORKER.search(_command(pid))]
 
     def kill(self, target: str) -> bool:
         """Kill -9 what is named; False if there is nothing of the kind right now."""
@@ -133,10 +137,16 @@ def torment(scene: Scene, targets: Sequence[str], pause_s: tuple[float, float]) 
         if target == "server":
             scene.start_server()
         scene.go_on()
+    finish(scene)
+    return killed
+
+
+def finish(scene: Scene) -> None:
+    """Let the evaluation come to its end."""
     for _ in range(SITTINGS):
         _wait(scene.has_ended, "the evaluation does not end", limit_s=600.0)
         if scene.has_finished():
-            return killed
+            return
         scene.start_evaluation()
     raise TimeoutError(f"the evaluation is incomplete after {SITTINGS} more sittings")
 
@@ -176,13 +186,17 @@ def _kill(pid: int) -> None:
         return
 
 
-def _children(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()] if path.exists() else []
+def _descendants(pid: int) -> list[int]:
+    found = [int(child) for file in _files(f"{pid}/task/*/children") for child in file.split()]
+    return found + [one for child in found for one in _descendants(child)]
 
 
 def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+    return "".join(_files(f"{pid}/cmdline"))
+
+
+def _files(pattern: str) -> Iterator[str]:
+    """What is in the files of processes that are still there."""
+    for path in Path("/proc").glob(pattern):
+        with suppress(OSError):
+            yield path.read_text()

@@ -169,6 +169,27 @@ def test_what_is_beyond_a_limit_is_refused(changes, limits, field):
     assert error.field == field
 
 
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b'{"image": [' + b"0," * 1_000_001 + b"0]}", "1000001 numbers"),
+        (b'{"image": [' + b"0.5," * 131_073 + b"0]}", "131074 names or fractions"),
+        (b'{"a":' + b'{"":' * 131_073 + b"}", "131074 lists or maps"),
+    ],
+)
+def test_json_that_takes_long_to_read_is_refused_unread(body: bytes, what: str):
+    """Eight million zeros held the interpreter, and so every answer, for half a second."""
+    limits = replace(DEFAULT_LIMITS, max_json_lists=131_072)
+    with pytest.raises(MessageTooLargeError, match=what):
+        json_codec.decode_request(body, limits)
+
+
+def test_a_picture_of_640_by_480_may_be_lists_of_numbers():
+    image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
+    body = json.dumps({"v": 1, "instruction": "lift", "image": image.tolist()}).encode()
+    np.testing.assert_array_equal(json_codec.decode_request(body).observation.image, image)
+
+
 def test_a_problem_arrives_with_all_its_members():
     problem = Problem(422, "Unusable value", "state: must be finite", "about:blank", "state", "r-7")
     assert json_codec.decode_problem(422, json_codec.encode_problem(problem)) == problem

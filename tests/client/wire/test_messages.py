@@ -263,3 +263,12 @@ def test_the_schemas_list_every_field_that_travels():
     assert set(sent) == set(request)
     assert request["instruction"]["maxLength"] == 7
     assert set(answered) == set(ANSWER.schema(limits)["properties"])
+
+
+def test_a_message_of_very_many_entries_is_refused_while_it_is_read():
+    """Sixteen megabytes of small maps held the event loop, and so everybody, for a second."""
+    row = msgpack.packb([0] * 60_000)
+    for count, error in ((2, WireError), (3, MessageTooLargeError)):
+        body = b"\x81\xa5image" + bytes([0x90 | count]) + row * count
+        with pytest.raises(error, match="entries" if count == 3 else "missing"):
+            msgpack_codec.decode_request(body)

@@ -9,7 +9,7 @@ from torch import Tensor
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.decoder import DecodeRow
-from deft_policies.decoding.drafts.sources import Guesses, Sources
+from deft_policies.decoding.drafts.sources import Guesses, Seen, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.records import BatchProgress, StageClock
@@ -30,9 +30,10 @@ class ScriptedDrafts:
     max_depth: int | None = None  # else as deep as is of use
     kind: DraftKind = DraftKind.HEAD
     needs_hidden: bool = False
+    steps_needed: int = 0
     depths_asked: list[int] = field(default_factory=list)
 
-    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+    def begin(self, seen: Seen, features: PromptFeatures) -> None:
         pass
 
     def warm_up(self, shape: TreeShape, length: int) -> None:
@@ -132,6 +133,12 @@ def blank_prompts(num_rows: int) -> Prompts:
     lengths = torch.full((num_rows,), 3)
     last = torch.zeros(num_rows, dtype=torch.int64)
     return Prompts(torch.zeros(num_rows, 3, 1), lengths, last, slice(1, 2))
+
+
+def seen_of(prompts: Prompts, histories: Sequence[ActionHistory] = ()) -> Seen:
+    """What growers are shown of a batch; of sessions that know nothing unless they are given."""
+    known = histories or [ActionHistory() for _ in range(len(prompts.embeds))]
+    return Seen(prompts, known, HistoryTensors.of(known, LENGTH, 16, CPU), 64)
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,12 @@ def test_flags_name_sources_and_the_conventions_of_a_head() -> None:
         "--draft-rope=published",
         "--draft-key-mask=prefix-only",
         "--self-draft-layers=2",
-        "--self-draft-patches=0.1",
         "--no-guard",
     )
     assert options.drafts == (DraftKind.PREVIOUS, DraftKind.HEAD)
     assert options.rope_offset is RopeOffset.PUBLISHED
     assert options.key_mask is KeyMask.PREFIX_ONLY
-    assert (options.self_draft_layers, options.self_draft_patches) == (2, 0.1)
+    assert options.self_draft_layers == 2
     assert not options.is_guarded
 
 
@@ -59,8 +58,6 @@ def test_without_flags_everything_is_as_the_preset_says() -> None:
     ("flag", "message"),
     [
         ("--drafts=previous,oracle", "unknown source 'oracle'; known: head, previous"),
-        ("--self-draft-patches=0", "a share above 0 and up to 1, got '0'"),
-        ("--self-draft-patches=all", "a share above 0 and up to 1, got 'all'"),
         ("--self-draft-layers=0", "at least 1, got '0'"),
         ("--draft-rope=wrong", "invalid choice"),
     ],
@@ -134,13 +131,11 @@ def test_every_source_is_loaded_by_its_flag(tmp_path: Path) -> None:
         GOLDEN,
         draft_heads=(directory,),
         self_draft_layers=1,
-        self_draft_patches=0.5,
         drafts=(DraftKind.HEAD, DraftKind.SMALL_MODEL, DraftKind.PREVIOUS),
     )
     drafts = load_policy(options).parts.drafts
     assert drafts.head is not None
     assert drafts.small_model is not None
-    assert drafts.patch_share == 0.5
 
 
 def test_a_self_draft_deeper_than_the_decoder_is_refused() -> None:

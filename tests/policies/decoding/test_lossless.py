@@ -123,7 +123,6 @@ def random_models(seed: int, lengths: tuple[int, ...], number: int, draft_seed: 
         medusa=medusa,
         index=RetrievalIndex(frame_keys(stored), actions, "tiny"),
         small_model=fast_target(first_layers(decoder, 1 + draft_seed % 2)),
-        patch_share=0.5,
     )
 
 
@@ -145,8 +144,8 @@ def script(case: Case, number: int) -> Guess:
 def method_of(case: Case) -> Method:
     riders = tuple(kind for kind in case.drafts if kind in RIDES_IN_PREFILL)[:3]
     plan = Plan("case", riders, case.drafts, case.shape)
-    method = replace(find_method("lossless"), is_guarded=False)
-    return replace(method, plans=(plan,))
+    method = find_method("lossless:guard=off,patch_share=0.5")
+    return replace(method, plans=(plan,), multi_level=case.script_seed % 2 == 1)
 
 
 def expect_lossless(

@@ -18,6 +18,7 @@ from deft_policies.decoding.decoder import (
 )
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.drafts.small_model import first_layers
 from deft_policies.decoding.drafts.sources import BatchDrafts, Seen, Sources
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.knobs import find_method, method_names
@@ -58,7 +59,8 @@ def random_models() -> DraftModels:
     torch.manual_seed(0)
     medusa = MedusaHeads(MedusaSizes(WIDTH, 6)).requires_grad_(False)
     head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
-    return DraftModels(head=head, medusa=medusa)
+    small_model = fast_target(first_layers(DECODER, 1))
+    return DraftModels(head=head, medusa=medusa, small_model=small_model)
 
 
 def test_a_perfect_draft_in_the_prefill_takes_one_pass() -> None:
@@ -245,7 +247,7 @@ def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
 
 
 def untimed(trace: DecodeTrace) -> Sequence[object]:
-    return [replace(one, draft_ms=0.0, pass_ms=0.0) for one in trace.passes]
+    return [replace(one, draft_ms=0.0, pass_ms=0.0, judge_ms=0.0) for one in trace.passes]
 
 
 def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:

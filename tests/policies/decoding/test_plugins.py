@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from websockets.sync.client import connect
 
 from deft_client.commands.methods import MethodFileError, read_method, tomllib
 from deft_policies.decoding.decoder import build_decoder
@@ -134,8 +137,8 @@ def test_a_wrong_knob_is_refused_by_name(text: str, message: str) -> None:
         find_method(text)
 
 
-def test_evaluation_report_and_server_show_a_plugin_with_its_parameters(tmp_path: Path) -> None:
-    """The product as it is installed: a server, `deft-client eval` and the report it writes."""
+def test_evaluation_report_and_dashboard_show_a_plugin_with_its_parameters(tmp_path: Path) -> None:
+    """The product as it is installed: a server, its dashboard, `deft-client eval`, the report."""
     install(tmp_path)
     paths = [str(tmp_path), *(str(ROOT / one) for one in ("client", "server", "policies"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
@@ -150,18 +153,20 @@ def test_evaluation_report_and_server_show_a_plugin_with_its_parameters(tmp_path
     try:
         url = listening(server)
         methods = [str(PLUGINS / "steady.toml"), "lossless:plan=memory"]
-        played = subprocess.run(
-            [sys.executable, "-m", "deft_client", "eval", "point_world"]
-            + ["--environment", "point_world", "--url", url, "--trials", "40", "--tasks", "0"]
-            + ["--step-limit", "3", "--statistics-key", "libero_spatial", "--out"]
-            + [str(tmp_path / "out"), "--decoding", *methods],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert played.returncode == 0, played.stderr + played.stdout
+        with watching(url) as seen:
+            played = subprocess.run(
+                [sys.executable, "-m", "deft_client", "eval", "point_world"]
+                + ["--environment", "point_world", "--url", url, "--trials", "40", "--tasks", "0"]
+                + ["--step-limit", "3", "--statistics-key", "libero_spatial", "--out"]
+                + [str(tmp_path / "out"), "--decoding", *methods],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            assert played.returncode == 0, played.stderr + played.stdout
+            info = httpx.get(url + "/v1/info").json()
     finally:
         server.terminate()
         server.communicate(timeout=30)
@@ -177,6 +182,29 @@ def test_evaluation_report_and_server_show_a_plugin_with_its_parameters(tmp_path
         timeout=120,
     )
     assert text in page.read_text()
+    assert "steady" in info["decoding_methods"]
+    assert (text, "SteadyRule(limit=6, steps=40)") in seen
+
+
+@contextmanager
+def watching(url: str) -> Iterator[set[tuple[str, str]]]:
+    """The method and the rule of every trace that the dashboard is sent in the meantime."""
+    seen: set[tuple[str, str]] = set()
+    with connect(url.replace("http", "ws") + "/dashboard/feed") as feed:
+        feed.send("{}")
+        feed.recv(timeout=30)  # from now on the dashboard listens
+
+        def follow() -> None:
+            for news in feed:
+                trace = json.loads(news).get("watched", {}).get("trace")
+                if trace:
+                    seen.add((trace["method"], trace["rule"]))
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        yield seen
+        feed.close()
+        thread.join()
 
 
 def listening(server: subprocess.Popen[str]) -> str:

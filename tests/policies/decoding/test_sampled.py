@@ -16,6 +16,7 @@ from deft_policies.decoding.acceptance.rule import (
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.decoder import DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.small_model import first_layers
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
@@ -290,14 +291,16 @@ def exact_odds(
 
 
 @pytest.mark.parametrize("shape", [TreeShape.chain(3), TREE], ids=["chains", "trees"])
-def test_drawn_drafts_keep_the_odds_of_whole_actions(shape: TreeShape) -> None:
-    """20,000 actions with a head's own draws, over several passes, bonus tokens included."""
+@pytest.mark.parametrize("kind", [DraftKind.HEAD, DraftKind.SMALL_MODEL], ids=lambda one: one.value)
+def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: DraftKind, shape: TreeShape) -> None:
+    """20,000 actions with drafts that are drawn, over several passes, bonus tokens included."""
     decoder, temperature = tiny_decoder(), 3.0
     target = fast_target(decoder)
     torch.manual_seed(0)
     head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     method = find_method("ratio-test").with_sampling(Sampling(temperature, seed=4))
-    drawn = build_decoder(target, method.with_shape(shape), DraftModels(head=head))
+    models = DraftModels(head=head, small_model=fast_target(first_layers(decoder, 1)))
+    drawn = build_decoder(target, method.with_drafts((kind,)).with_shape(shape), models)
     one = random_prompts(decoder, [3])
     prompts = replace(
         one,

@@ -147,8 +147,24 @@ def test_timings_cover_every_stage_and_add_up() -> None:
     parts = [timings.prepare_ms, timings.vision_ms, timings.prefill_ms, timings.verify_ms]
     assert all(part > 0.0 for part in parts)
     assert timings.total_ms == pytest.approx(
-        sum(parts) + timings.draft_ms + timings.commit_ms + timings.finish_ms
+        sum(parts) + timings.draft_ms + timings.judge_ms + timings.commit_ms + timings.finish_ms
     )
+
+
+LVSPEC = ActOptions(decoding="lvspec:plan=memory", want_trace=True)
+
+
+def test_judging_is_timed_apart_from_the_passes_it_judges() -> None:
+    policy, memory = tiny_policy(), SessionMemory()
+    for _ in range(2):
+        request = dataclasses.replace(request_for(options=LVSPEC), memory=memory)
+        (answer,) = policy.act([request])
+        memory, timings, trace = answer.memory, answer.chunk.timings, answer.chunk.trace
+    assert trace is not None
+    assert all(one.judge_ms > 0.0 for one in trace.passes)
+    assert timings.judge_ms == pytest.approx(sum(one.judge_ms for one in trace.passes))
+    later = sum(one.pass_ms for one in trace.passes if not one.is_prefill)
+    assert timings.verify_ms == pytest.approx(later)
 
 
 def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one() -> None:

@@ -4,12 +4,13 @@ import asyncio
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from deft_server.commands.logs import start_logging
-from deft_server.settings import Settings
+from deft_server.settings import LogFormat, Settings
 
 
 @pytest.fixture
@@ -65,3 +66,23 @@ def test_any_other_exception_does(lines):
     lines.stop()
     (line,) = map(json.loads, lines.getvalue().splitlines())
     assert "unforeseen" in line["exception"]
+
+
+FORGED = "lift\n2026-01-01 00:00:00,000 INFO    deft [x] forged\r\x1b[2J\u2028forged\x85forged"
+
+
+@pytest.mark.parametrize("kind", [LogFormat.TEXT, LogFormat.JSON])
+def test_nothing_that_a_stranger_says_becomes_a_line_of_its_own(lines, kind: LogFormat):
+    lines.stop()
+    terminal = Terminal()
+    listener = start_logging(Settings(log_format=kind), terminal)
+    logging.getLogger("deft").warning("refused %s", FORGED)
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        logging.getLogger("deft").exception("unforeseen")
+    listener.stop()
+    written = terminal.getvalue()
+    starts = [one for one in written.splitlines() if re.match(r"\d{4}-|\{", one)]
+    assert len(starts) == 2
+    assert re.sub(r"[ -~\n]", "", written) == ""  # nothing that moves a cursor

@@ -88,9 +88,14 @@ def policy() -> ThreeDatasets:
 
 
 @pytest.fixture
-def ask(policy: ThreeDatasets) -> Iterator[Callable[..., Any]]:
+def settings() -> Settings:
+    return Settings(groot_port=0)
+
+
+@pytest.fixture
+def ask(policy: ThreeDatasets, settings: Settings) -> Iterator[Callable[..., Any]]:
     """A client such as GR00T's: a request socket."""
-    app = create_app(policy, Settings(groot_port=0))
+    app = create_app(policy, settings)
     with running(app), zmq.Context() as context:
         client = context.socket(zmq.REQ)
         client.setsockopt(zmq.RCVTIMEO, 10_000)
@@ -99,7 +104,7 @@ def ask(policy: ThreeDatasets) -> Iterator[Callable[..., Any]]:
         client.connect(f"tcp://127.0.0.1:{port}")
 
         def ask(endpoint: str, **fields: object) -> Any:
-            client.send(packed(endpoint, **fields))
+            client.send(packed(endpoint, **fields) if endpoint else b"nonsense")
             return msgpack.unpackb(client.recv(), object_hook=revive)
 
         yield ask
@@ -138,7 +143,7 @@ def test_keys_are_asked_for_where_there_are_any(tmp_path: Any) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[arm]\nkey = "a-key-of-some-robot-arm"\n')
     app = create_app(ThreeDatasets(default_key="bridge"), Settings(keys_file=keys))
-    socket = GrootSocket(app.service, 0)
+    socket = GrootSocket(app.service, 0, app.bounds.held)
     answer = {}
     for token in ("wrong", "a-key-of-some-robot-arm"):
         coroutine = socket.answer(packed("ping", api_token=token), "groot-1")
@@ -147,3 +152,20 @@ def test_keys_are_asked_for_where_there_are_any(tmp_path: Any) -> None:
         answer[token] = msgpack.unpackb(done.value.value)
     assert answer["wrong"] == {"error": "Unauthorized: Invalid API token"}
     assert answer["a-key-of-some-robot-arm"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("settings", [Settings(groot_port=0, rate_per_s=0.001)])
+@pytest.mark.parametrize("first", ["get_action", ""], ids=["a frame", "nonsense"])
+def test_the_rate_of_frames_is_limited_and_nonsense_counts(
+    ask: Callable[..., Any], first: str
+) -> None:
+    ask(first, data=FLAT)
+    assert "0.001 frames per second" in ask("get_action", data=FLAT)["error"]
+    assert ask("ping")["status"] == "ok"
+
+
+@pytest.mark.parametrize("settings", [Settings(groot_port=0, max_total_bytes=200)])
+def test_requests_count_among_the_bytes_that_all_may_hold(ask: Callable[..., Any]) -> None:
+    for _ in range(3):  # what is refused is let go of
+        assert "too many bytes" in ask("get_action", data=FLAT)["error"]
+        assert ask("ping")["status"] == "ok"

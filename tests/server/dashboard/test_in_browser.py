@@ -1,6 +1,5 @@
 """The pages in a real browser: they draw, react to clicks and keys, and complain about nothing."""
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,40 +16,28 @@ from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from deft_server.settings import Settings
+from tests.browser import (
+    WIDTHS,
+    assert_everybody_can_use,
+    assert_fits,
+    launched,
+    needs_chromium,
+    opened,
+    sync_api,
+)
 from tests.server.dashboard.talkative import TalkativePolicy
 from tests.server.running import running
 
-sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
+pytestmark = needs_chromium
 
 ADMIN_KEY = "a-key-of-the-administrator"
-WIDTHS = (1280, 390)
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["sync_api.Browser"]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with launched() as browser:
         yield browser
-        browser.close()
-
-
-@contextmanager
-def opened(browser: "sync_api.Browser", url: str, width: int = 1280) -> Iterator["sync_api.Page"]:
-    """Open a page; fail if anything was written to its console by the time it is closed."""
-    said: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 860}, reduced_motion="reduce")
-    context.set_default_timeout(10_000)
-    page = context.new_page()
-    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto(url)
-    yield page
-    context.close()
-    assert said == []
 
 
 def build_app(settings: Settings | None = None) -> DeftApp:
@@ -91,10 +78,6 @@ def robots(address: str) -> Iterator[None]:
         stop.set()
         for thread in threads:
             thread.join()
-
-
-def assert_fits(page: "sync_api.Page", width: int) -> None:
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def colours_in(screenshot: bytes) -> int:
@@ -248,15 +231,12 @@ def test_everything_that_can_be_operated_has_a_name(
 def test_pages_can_be_read_and_used_by_everybody(
     browser: "sync_api.Browser", address: str, path: str
 ) -> None:
-    """axe-core's rules: contrast of 4.5, names, order of headings, what the keyboard reaches."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     with opened(browser, f"http://{address}/dashboard{path}") as page, robots(address):
         page.wait_for_selector("#sessions button, #heat, #operations details", state="attached")
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 860})
             for _ in ("light", "dark"):
-                found = axe.run(page).response["violations"]
-                assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+                assert_everybody_can_use(page)
                 assert_fits(page, width)
                 page.click("#theme")
 

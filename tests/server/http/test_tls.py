@@ -1,9 +1,7 @@
 """TLS: the server's certificate, and the clients' where they are demanded."""
 
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,30 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.server.certificates import make_certificate, needs_openssl
 from tests.server.fakes import MSGPACK, packed
 from tests.server.process import ServerProcess, serving
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+pytestmark = needs_openssl
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a self-signed certificate and its key; it is its own authority."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += [
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=deft",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-    ]
-    command += ["-out", str(certificate), "-keyout", str(key)]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")

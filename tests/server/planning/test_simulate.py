@@ -16,6 +16,7 @@ from deft_server.planning.simulate import (
     simulate,
 )
 from deft_server.serving.waiting_line import LineRules
+from tests.server.planning.slow_simulation import SlowSimulation
 
 ONE_AT_A_TIME = LineRules(max_batch=1, max_waiting=10_000)
 
@@ -73,6 +74,27 @@ def test_no_answer_is_later_than_its_deadline():
     forecast = simulate(fleet, Capacity(takes(0.05), ONE_AT_A_TIME))
     assert forecast.num_missed > 0
     assert forecast.at(1.0) <= 0.12 + 1e-9
+
+
+@pytest.mark.parametrize("deadline_s", [math.inf, 0.2])
+@pytest.mark.parametrize("rules", [LineRules(4, num_replicas=2), LineRules(1, max_waiting=12)])
+def test_a_forecast_is_that_of_the_slow_twin(deadline_s, rules):
+    fleet = Fleet(30, 5.0, deadline_s, seconds=3.0, warm_up_s=0.0)
+    service = collect([(1, 0.02), (1, 0.03), (4, 0.04), (4, 0.06)])
+    capacity = Capacity(service, rules, front_s=0.0003, added_s=0.001)
+    forecast, slow = simulate(fleet, capacity), SlowSimulation(fleet, capacity)
+    slow.run()
+    assert forecast.num_superseded == slow.fates["superseded"]
+    assert forecast.num_refused == slow.fates["refused"]
+    assert forecast.num_missed == slow.fates["missed"]
+    assert forecast.latencies_s == pytest.approx(slow.latencies_s)
+
+
+def test_no_more_frames_are_answered_per_second_than_the_size_that_suits_best_allows():
+    service = collect([(1, 0.02), (4, 0.05), (8, 0.2)])
+    assert service.most_per_s(1) == pytest.approx(50.0)
+    assert service.most_per_s(4) == pytest.approx(80.0)
+    assert service.most_per_s(8) == pytest.approx(80.0)
 
 
 def test_the_search_finds_the_fewest_that_meet_the_goal():

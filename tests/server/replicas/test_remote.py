@@ -24,7 +24,14 @@ from deft_server.hosting.host import Elsewhere, HostedPolicy
 from deft_server.hosting.messages import PolicyFacts
 from deft_server.hosting.process import hosted
 from deft_server.replicas.host import ReplicaHangsError, ReplicaHost, ReplicaLostError
-from deft_server.replicas.remote import Replica, ReplicaAnswers
+from deft_server.replicas.ray_serve import replicas_wanted
+from deft_server.replicas.remote import (
+    BACKLOG_FRESH_S,
+    Backlog,
+    Backlogs,
+    Replica,
+    ReplicaAnswers,
+)
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
@@ -125,6 +132,7 @@ class FakeCluster:
     num_running: int = 1
     num_answers: int = 0
     most_at_once: int = 0
+    backlogs: list[Backlog] = field(default_factory=list)
     gate: asyncio.Event | None = None
     _at_once: int = 0
 
@@ -136,8 +144,9 @@ class FakeCluster:
             raise self.look_fails.pop(0)
         return self.replicas[0].version, self.replicas[0].facts
 
-    async def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
         self.num_answers += 1
+        self.backlogs.append(backlog)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
@@ -243,6 +252,50 @@ def test_as_many_batches_are_out_as_replicas_run_and_a_session_is_in_one_of_them
         return cluster.most_at_once
 
     assert asyncio.run(story()) == 2
+
+
+def test_a_replica_is_told_how_many_batches_wait():
+    async def story() -> list[Backlog]:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        cluster.gate = asyncio.Event()
+        first = asyncio.create_task(ask(service, "a"))
+        await until(lambda: cluster.most_at_once == 1)
+        asked = [asyncio.create_task(ask(service, name)) for name in ("b", "c")]
+        await until(lambda: service.scheduler.num_waiting == 2)
+        cluster.gate.set()
+        await asyncio.gather(first, *asked)
+        await service.close()
+        return cluster.backlogs
+
+    told = asyncio.run(story())
+    assert [one.num_batches for one in told] == [0, 1, 0]
+    assert len({one.front for one in told}) == 1
+
+
+def test_the_batches_that_wait_at_several_fronts_add_up_until_a_front_is_silent():
+    backlogs = Backlogs()
+    backlogs.note(Backlog("a", 4.0), now_s=0.0)
+    backlogs.note(Backlog("a", 2.0), now_s=1.0)
+    backlogs.note(Backlog("b", 3.0), now_s=1.0 + BACKLOG_FRESH_S - 0.1)
+    assert backlogs.total(now_s=1.0 + BACKLOG_FRESH_S - 0.1) == 5.0
+    assert backlogs.total(now_s=1.0 + BACKLOG_FRESH_S) == 3.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What Ray shows a scaling policy."""
+
+    total_num_requests: float
+    aggregated_metrics: dict[str, dict[str, float]]
+
+
+@pytest.mark.parametrize(
+    ("busy", "waiting", "wanted"),
+    [(0.0, {}, 0), (1.5, {"0": 0.0}, 2), (2.0, {"0": 6.0, "1": 6.0}, 10), (4.0, {"0": 0.0}, 5)],
+)
+def test_replicas_are_wanted_for_what_is_computed_and_what_waits(busy, waiting, wanted):
+    assert replicas_wanted(Seen(busy, {"waiting": waiting})) == (wanted, {})
 
 
 def test_without_a_replica_frames_are_refused_until_one_is_back():

@@ -21,6 +21,7 @@ from deft_server.serving import access as access_module
 from deft_server.serving.access import Access, Caller, KeyFileError
 from deft_server.settings import Settings
 from tests.server.fakes import MSGPACK, FakePolicy, LimitedFake, packed
+from tests.server.process import serving
 from tests.server.running import client_of
 
 ARM, ADMIN = "arm-secret-0123456789", "admin-secret-0123456789"
@@ -377,3 +378,23 @@ def test_a_public_address_without_keys_must_be_meant(keys: Path):
         Settings(host=host, keys_file=keys)
     for host in ("127.0.0.1", "::1", "localhost"):
         Settings(host=host)
+
+
+def statuses(settings: str, *forwarded_for: str) -> list[int]:
+    """What a proxy on this machine hears that calls on behalf of these."""
+    with serving(settings=f"rate_per_s=0.001, {settings}") as server:
+        server.wait_until_ready()
+        return [
+            server.http.post(
+                "/v1/act", content=packed(), headers={**MSGPACK, "x-forwarded-for": one}
+            ).status_code
+            for one in forwarded_for
+        ]
+
+
+def test_only_a_named_proxy_says_on_whose_behalf_it_calls():
+    """Each address may send one frame; eight of eight escaped that by a header of their own."""
+    assert statuses("trusted_proxies=('192.0.2.0/24',)", "10.0.0.1", "10.0.0.2") == [200, 429]
+    asked = ("10.0.0.1", "10.0.0.2", "10.0.0.1", "forged, 10.0.0.2", "10.0.0.3, 127.0.0.1")
+    heard = [200, 200, 429, 429, 200]
+    assert statuses("trusted_proxies=('127.0.0.0/8',)", *asked) == heard

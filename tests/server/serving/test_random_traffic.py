@@ -6,7 +6,8 @@ from dataclasses import replace
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deft_server.serving.waiting_line import Admission, LineRules, Ticket, WaitingLine
+from deft_server.serving.waiting_frames import Ticket
+from deft_server.serving.waiting_line import Admission, LineRules, WaitingLine
 
 RULES = LineRules(max_batch=2, max_wait_s=0.01, max_waiting=6, newcomer_batches=2, patience_s=0.2)
 

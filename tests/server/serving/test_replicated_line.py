@@ -2,7 +2,8 @@
 
 import math
 
-from deft_server.serving.waiting_line import Admission, LineRules, Ticket, WaitingLine
+from deft_server.serving.waiting_frames import Ticket
+from deft_server.serving.waiting_line import Admission, LineRules, WaitingLine
 
 
 def replicated_line(num_replicas: int, *tickets: Ticket, max_batch: int = 1) -> WaitingLine:

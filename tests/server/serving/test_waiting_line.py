@@ -4,7 +4,8 @@ import itertools
 import math
 from collections import Counter
 
-from deft_server.serving.waiting_line import Admission, LineRules, Offer, Ticket, WaitingLine
+from deft_server.serving.waiting_frames import Ticket
+from deft_server.serving.waiting_line import Admission, LineRules, Offer, WaitingLine
 
 RULES = LineRules(max_batch=2, max_wait_s=0.01, max_waiting=6, newcomer_batches=2, patience_s=0.2)
 

@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -23,8 +24,11 @@ from deft_client.libero.errors import (
     UnknownTaskError,
 )
 from deft_client.libero.evaluation.evaluate import Evaluation, Limits
+from deft_client.libero.evaluation.local_workers import Processes
 from deft_client.libero.evaluation.player import Pacing, VideoChoice
+from deft_client.libero.evaluation.pool import Workplace
 from deft_client.libero.evaluation.progress import ProgressLine
+from deft_client.libero.evaluation.ray_workers import RayActors
 from deft_client.libero.evaluation.runs import EvaluationOptions, PlannedRun, plan_runs
 from deft_client.libero.evaluation.selection import LIBERO, TRAINED
 from deft_client.libero.policies.profiles import (
@@ -66,6 +70,7 @@ def read_options(arguments: list[str]) -> EvaluationOptions:
         seed=options.seed,
         video=VideoChoice(options.video),
         num_workers=options.workers,
+        ray=options.ray,
         patience_s=options.patience,
         any_mujoco=options.any_mujoco,
     )
@@ -180,6 +185,11 @@ def _add_work(group: Group) -> None:
         "and a busy machine (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
+        "--ray", metavar="ADDRESS",
+        help="have the workers on a Ray cluster, a CPU each; the server's URL must be reachable "
+        "from there",
+    )  # fmt: skip
+    group.add_argument(
         "--out", type=Path, default=Path("results"), metavar="DIR",
         help="folder of the results, a folder per run in it (default: %(default)s)",
     )  # fmt: skip
@@ -269,7 +279,8 @@ def _evaluate(options: EvaluationOptions) -> int:
     info = describe_server(source)
     check_chain(source.profile, info)
     runs = plan_runs(options, info)
-    problem = _first_problem(runs, lambda run: _play(run, options))
+    with closing(Processes() if options.ray is None else RayActors(options.ray)) as place:
+        problem = _first_problem(runs, lambda run: _play(run, options, place))
     summaries = [_summary_of(run) for run in runs if (run.settings.folder / "run.json").exists()]
     if any(summary.tasks for summary in summaries):
         sys.stdout.write("\n" + terminal_table(summaries))
@@ -294,7 +305,7 @@ def _first_problem(runs: list[PlannedRun], play: Callable[[PlannedRun], int]) ->
     return ""
 
 
-def _play(run: PlannedRun, options: EvaluationOptions) -> int:
+def _play(run: PlannedRun, options: EvaluationOptions, place: Workplace) -> int:
     """Play what is missing of a run; return how many of its episodes Errored."""
     store = ResultsStore(run.settings.folder, run.header)
     wanted = set(run.keys)
@@ -308,7 +319,8 @@ def _play(run: PlannedRun, options: EvaluationOptions) -> int:
     progress.resume([record for record in store.resumed if record.key in wanted])
     limits = Limits(patience_s=options.patience_s)
     try:
-        Evaluation(store, run.settings, progress, limits).play(run.keys, options.num_workers)
+        evaluation = Evaluation(store, run.settings, progress, limits)
+        evaluation.play(run.keys, place, options.num_workers)
     finally:
         store.close()
         progress.finish()

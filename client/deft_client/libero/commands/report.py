@@ -6,14 +6,8 @@ from pathlib import Path
 
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationError, SelectionError
-from deft_client.libero.report.page import build_page, build_views, short_names
-from deft_client.libero.report.summary import summarise
-from deft_client.libero.report.tables import (
-    compare_all,
-    episodes_csv,
-    markdown_tables,
-    terminal_table,
-)
+from deft_client.libero.report.page import build_page, build_views
+from deft_client.libero.report.tables import episodes_csv, markdown_tables, terminal_table
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 
@@ -57,9 +51,10 @@ def _report(options: argparse.Namespace) -> int:
     key = _episode(options.episode, runs) if options.episode else None
     out: Path = options.out
     out.parent.mkdir(parents=True, exist_ok=True)
-    compared = list(compare_all(runs, short_names(runs)))
-    summaries = [summarise(run) for run in runs]
-    out.write_text(build_page(build_views(runs, out.parent), compared, key), "utf-8")
+    views = build_views(runs, out.parent)
+    compared = [view.comparison for view in views if view.comparison]
+    summaries = [view.summary for view in views]
+    out.write_text(build_page(views, key), "utf-8")
     out.with_suffix(".md").write_text(markdown_tables(summaries, compared), "utf-8")
     out.with_suffix(".csv").write_text(episodes_csv(runs), "utf-8")
     sys.stdout.write(terminal_table(summaries))

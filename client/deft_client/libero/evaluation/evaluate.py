@@ -21,7 +21,7 @@ from deft_client.libero.evaluation.player import (
     Warned,
     WorkerSettings,
 )
-from deft_client.libero.evaluation.pool import Died, Worker, WorkerPool
+from deft_client.libero.evaluation.pool import Died, Worker, WorkerPool, Workplace
 from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.policies.source import check_server
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
@@ -62,7 +62,7 @@ class Evaluation:
         self._errored_in_a_row = 0
         self._deaths_in_a_row = 0
 
-    def play(self, keys: Sequence[TrialKey], num_workers: int) -> None:
+    def play(self, keys: Sequence[TrialKey], place: Workplace, num_workers: int) -> None:
         """Play the episodes of `keys` that have no result yet.
 
         Raises EvaluationStoppedError or ResultsError when it cannot go on; the results up to then
@@ -72,7 +72,7 @@ class Evaluation:
         self._pending = [key for key in keys if key not in done]
         if not self._pending:
             return
-        with WorkerPool(self._settings, min(num_workers, len(self._pending))) as pool:
+        with WorkerPool(place, self._settings, min(num_workers, len(self._pending))) as pool:
             while self._pending or any(worker.key for worker in pool.workers):
                 self._look_for_server()
                 if self._server_lost_s is None:

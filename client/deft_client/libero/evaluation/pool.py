@@ -1,92 +1,63 @@
-"""Worker processes: started, given episodes, listened to, and replaced when they die or hang.
+"""Workers: started, given episodes, listened to, and replaced when they die or hang.
 
-They are spawned, never forked: OpenGL and threads do not survive a fork.
+Where they run is a `Workplace`: processes of this machine, or actors of a Ray cluster.
 """
 
-import faulthandler
 import logging
-import multiprocessing
-import os
-import signal
-import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
+from typing import Protocol
 
-from deft_client.libero.evaluation.player import Player, Report, Warned, WorkerSettings
-from deft_client.libero.processes import end_with_parent
+from deft_client.libero.evaluation.player import Report, Send, Warned, WorkerSettings
 from deft_client.libero.results.records import TrialKey
 
-_STDOUT, _STDERR = 1, 2
-
-
-def work(line: Connection, settings: WorkerSettings, log_file: Path) -> None:
-    """Play episodes until the evaluation closes the connection. Entry point of the process."""
-    _prepare_process(log_file)
-    outbox = _Outbox(line)
-    logging.getLogger("deft_client").addHandler(_Forwarder(outbox))
-    player = Player(settings, outbox.send)
-    with suppress(EOFError):
-        while True:
-            outbox.send(player.play(line.recv()))
-
-
-def _prepare_process(log_file: Path) -> None:
-    """Settle signals, output and what happens when the evaluation is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the evaluation ends its workers in order
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, _STDOUT)
-    os.dup2(descriptor, _STDERR)
-    os.close(descriptor)
-    faulthandler.enable()
-    end_with_parent()
-
-
-class _Outbox:
-    """Sends from several threads without mixing messages."""
-
-    def __init__(self, line: Connection) -> None:
-        self._line = line
-        self._lock = threading.Lock()
-
-    def send(self, report: Report) -> None:
-        with self._lock:
-            self._line.send(report)
-
-
-class _Forwarder(logging.Handler):
-    """Brings warnings to the terminal, which belongs to the evaluation."""
-
-    def __init__(self, outbox: _Outbox) -> None:
-        super().__init__(logging.WARNING)
-        self._outbox = outbox
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):
-            self._outbox.send(Warned(record.getMessage()))
-
-
-_MAX_REASON = 300  # characters
-_JOIN_S = 5.0
+MAX_REASON = 300  # characters
 
 
 @dataclass(frozen=True)
 class Died:
-    """The process is gone."""
+    """The worker is gone."""
 
     reason: str
 
 
+class Line(Protocol):
+    """The evaluation's end of one worker."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it has a machine to run on, and can be given an episode."""
+
+    def send(self, key: TrialKey) -> None:
+        """Have it play an episode. If it is dead, `receive` will say so."""
+
+    def receive(self) -> Report | Died | None:
+        """What it says, once the workplace has named it; None for nothing of interest."""
+
+    def end(self) -> None:
+        """End it, whatever it is doing."""
+
+
+class Workplace(Protocol):
+    """Where workers run."""
+
+    def start(self, settings: WorkerSettings) -> Line:
+        """Start a worker."""
+
+    def wait(self, timeout_s: float) -> Sequence[Line]:
+        """Wait until some of the workers have something to say, and return those."""
+
+    def close(self) -> None:
+        """Leave, once all workers are ended."""
+
+
 @dataclass(eq=False)
 class Worker:
-    """One process and the episode it was given. Only the pool changes it."""
+    """One worker and the episode it was given. Only the pool changes it."""
 
-    process: SpawnProcess
-    line: Connection
-    log_file: Path
+    line: Line
     key: TrialKey | None = None
     task: tuple[str, int] | None = None  # whose environment it has open
     heard_s: float = field(default_factory=time.monotonic)
@@ -101,15 +72,18 @@ class WorkerReport:
 
 
 class WorkerPool:
-    """Keeps `num_workers` processes at work. Use as a context manager."""
+    """Keeps `num_workers` at work. Use as a context manager."""
 
     def __init__(
-        self, settings: WorkerSettings, num_workers: int, hang_timeout_s: float = 300.0
+        self,
+        place: Workplace,
+        settings: WorkerSettings,
+        num_workers: int,
+        hang_timeout_s: float = 300.0,
     ) -> None:
+        self._place = place
         self._settings = settings
         self._hang_timeout_s = hang_timeout_s
-        self._context = multiprocessing.get_context("spawn")
-        self._started = 0
         self.workers = [self._start() for _ in range(num_workers)]
 
     def __enter__(self) -> "WorkerPool":
@@ -120,42 +94,31 @@ class WorkerPool:
 
     @property
     def idle(self) -> list[Worker]:
-        """Workers without an episode."""
-        return [worker for worker in self.workers if worker.key is None]
+        """Workers that could play an episode."""
+        return [one for one in self.workers if one.key is None and one.line.is_placed]
 
     def assign(self, worker: Worker, key: TrialKey) -> None:
         """Hand an episode to an idle worker. If it is dead, `listen` will say so."""
         worker.key = key
         worker.task = (key.suite, key.task)
         worker.heard_s = time.monotonic()
-        try:
-            worker.line.send(key)
-        except OSError:
-            worker.process.join(_JOIN_S)
+        worker.line.send(key)
 
     def listen(self, timeout_s: float) -> list[WorkerReport]:
-        """What the workers report within the timeout; who died is replaced."""
-        lines = {worker.line: worker for worker in self.workers}
-        sentinels = {worker.process.sentinel: worker for worker in self.workers}
-        ready = wait([*lines, *sentinels], timeout_s)
+        """What the workers report within the timeout; who died or hangs is replaced."""
+        speaking = self._place.wait(timeout_s)
         reports = []
-        for worker in dict.fromkeys(
-            lines[one] if isinstance(one, Connection) else sentinels[one]  # type: ignore[index]
-            for one in ready
-        ):
-            reports.append(self._receive(worker))
-        reports += [self._replace(worker, self._hung()) for worker in self._silent()]
+        for worker in [one for one in self.workers if one.line in speaking]:
+            report = worker.line.receive()
+            worker.heard_s = time.monotonic()
+            if isinstance(report, Died):
+                self._replace(worker)
+            if report is not None:
+                reports.append(WorkerReport(worker, report))
+        for worker in self._silent():
+            self._replace(worker)
+            reports.append(WorkerReport(worker, Died(self._hung())))
         return reports
-
-    def _receive(self, worker: Worker) -> WorkerReport:
-        try:
-            report: Report | None = worker.line.recv() if worker.line.poll() else None
-        except (EOFError, OSError):
-            report = None
-        if report is None:
-            return self._replace(worker)
-        worker.heard_s = time.monotonic()
-        return WorkerReport(worker, report)
 
     def _silent(self) -> list[Worker]:
         limit_s = time.monotonic() - self._hang_timeout_s
@@ -164,43 +127,28 @@ class WorkerPool:
     def _hung(self) -> str:
         return f"the worker was silent for {self._hang_timeout_s:.0f} s and was ended"
 
-    def _replace(self, worker: Worker, reason: str = "") -> WorkerReport:
+    def _replace(self, worker: Worker) -> None:
         """End a worker that is dead or hangs, and start another one in its place."""
-        _end(worker)
+        worker.line.end()
         self.workers[self.workers.index(worker)] = self._start()
-        return WorkerReport(worker, Died(reason or _reason_of_death(worker)))
 
     def _start(self) -> Worker:
-        folder = self._settings.folder / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        log_file = folder / f"worker-{self._started}.log"
-        self._started += 1
-        line, far_line = self._context.Pipe()
-        process = self._context.Process(
-            target=work, args=(far_line, self._settings, log_file), daemon=True
-        )
-        process.start()
-        far_line.close()  # only the worker may hold its end, or nobody would notice that it is gone
-        return Worker(process, line, log_file)
+        return Worker(self._place.start(self._settings))
 
     def close(self) -> None:
         """End all workers, whatever they are doing."""
         for worker in self.workers:
-            _end(worker)
+            worker.line.end()
 
 
-def _end(worker: Worker) -> None:
-    worker.line.close()
-    worker.process.kill()
-    worker.process.join(_JOIN_S)
+class WarningForwarder(logging.Handler):
+    """Brings a worker's warnings to the terminal, which belongs to the evaluation."""
 
+    def __init__(self, send: Send) -> None:
+        super().__init__(logging.WARNING)
+        self._send = send
 
-def _reason_of_death(worker: Worker) -> str:
-    code = worker.process.exitcode
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
-    try:
-        lines = worker.log_file.read_text("utf-8", errors="replace").split("\n")
-    except OSError:
-        lines = []
-    reason = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-    return f"the worker {how}: {reason[:_MAX_REASON]} (all of it in {worker.log_file})"
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send what the person at the terminal should know."""
+        with suppress(OSError):
+            self._send(Warned(record.getMessage()))

@@ -52,6 +52,7 @@ class EvaluationOptions:
     seed: int = 7
     video: VideoChoice = VideoChoice.NONE
     num_workers: int = 1
+    ray: str | None = None  # address of the cluster that has the workers; None: this machine
     patience_s: float = 30.0  # for a server that went away
     any_mujoco: bool = False  # play also what the installed MuJoCo is known to upset
 

@@ -4,7 +4,7 @@ Drawn after the episode, so that drawing takes no time while latency is measured
 """
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +15,13 @@ from PIL import ImageDraw, ImageFont
 from deft_client.files import replacing
 from deft_client.libero.errors import VideoError
 from deft_client.libero.evaluation.episode import EpisodeLog
-from deft_client.libero.results.records import AnswerRecord, Outcome
+from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, Outcome
 from deft_client.types import Image
 
-FPS = 30  # as the published evaluations; the robot moves at 20 steps a second
 PICTURE = 512  # pixels; camera frames are scaled up to it
 PANEL = 112
 SIZE = (PICTURE, PICTURE + PANEL)
-_LAST_FRAME_REPEATS = FPS  # the outcome stays on the screen for a second
+_LAST_FRAME_REPEATS = VIDEO_FPS  # the outcome stays on the screen for a second
 
 _INK, _MUTED, _PAPER = (240, 240, 236), (150, 152, 158), (22, 24, 29)
 _DRAFTED, _OWN = (64, 180, 166), (92, 96, 106)
@@ -51,24 +50,25 @@ def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
         raise VideoError(
             'videos need imageio-ffmpeg: pip install "deft-client[libero]", or use --video none'
         ) from error
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_earlier_tries(path)
-        with replacing(path) as beside:
-            writer = imageio_ffmpeg.write_frames(
-                str(beside),
-                SIZE,
-                fps=FPS,
-                quality=None,
-                output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
-                ffmpeg_log_level="error",
-            )
-            with closing(writer):
-                writer.send(None)
-                for frame in draw_frames(log, caption):
-                    writer.send(np.ascontiguousarray(frame))
-    except OSError as error:
-        raise VideoError(f"cannot write {path}: {error}") from error
+    with _replacing_earlier_tries(path) as beside:
+        writer = imageio_ffmpeg.write_frames(
+            str(beside),
+            SIZE,
+            fps=VIDEO_FPS,
+            quality=None,
+            output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
+            ffmpeg_log_level="error",
+        )
+        with closing(writer):
+            writer.send(None)
+            for frame in draw_frames(log, caption):
+                writer.send(np.ascontiguousarray(frame))
+
+
+def keep_video(path: Path, content: bytes) -> None:
+    """Write a video that was made elsewhere."""
+    with _replacing_earlier_tries(path) as beside:
+        beside.write_bytes(content)
 
 
 def draw_frames(log: EpisodeLog, caption: Caption) -> Iterator[Image]:
@@ -87,11 +87,17 @@ def draw_frames(log: EpisodeLog, caption: Caption) -> Iterator[Image]:
             yield drawn
 
 
-def _remove_earlier_tries(path: Path) -> None:
-    """An episode that is played again may end otherwise; its old video must not stay."""
-    stem = path.stem.rpartition("-")[0]
-    for old in path.parent.glob(f"{stem}-*.mp4"):
-        old.unlink()
+@contextmanager
+def _replacing_earlier_tries(path: Path) -> Iterator[Path]:
+    """A name to write to. An episode that is played again may end otherwise; no old video stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.mp4"):
+            old.unlink()
+        with replacing(path) as beside:
+            yield beside
+    except OSError as error:
+        raise VideoError(f"cannot write {path}: {error}") from error
 
 
 def _draw_frame(

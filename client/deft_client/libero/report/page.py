@@ -14,6 +14,8 @@ from urllib.parse import quote
 
 from deft_client.libero.errors import EvaluationError
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
+from deft_client.libero.report.races import Racer, find_races
+from deft_client.libero.report.speed import Speedup, baseline_first, baseline_of, speedup_of
 from deft_client.libero.report.summary import (
     RunSummary,
     SpeculationSummary,
@@ -21,13 +23,14 @@ from deft_client.libero.report.summary import (
     by_task,
     summarise,
 )
-from deft_client.libero.report.tables import (
-    COMPARISON_COLUMNS,
-    Comparison,
-    comparison_cells,
-    interval_text,
+from deft_client.libero.report.tables import Comparison, compare, interval_text
+from deft_client.libero.results.records import (
+    STAGES,
+    VIDEO_FPS,
+    EpisodeRecord,
+    Outcome,
+    TrialKey,
 )
-from deft_client.libero.results.records import STAGES, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.statistics import percentiles
 from deft_client.libero.results.store import RunResults
 
@@ -36,15 +39,19 @@ if TYPE_CHECKING:
 
 NUM_COLOURS = 6
 _NOTEWORTHY_LATE_SHARE = 0.05
-_MAX_VIDEOS = 12
+_MAX_RACES = 12
+_SLOWEST_RATE, _FASTEST_RATE = 1 / 16, 16.0  # of a video in a browser
+# What differs between any two runs, and says nothing of what they measured.
+_OWN_FACTS = ("run", "started", "folder")
 _DIMENSIONS = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 _MARKS = {Outcome.SUCCEEDED: "✓", Outcome.FAILED: "×", Outcome.ERRORED: "!"}
 _WHOLE = ("total_ms", "round_trip_ms")
 # Colours: one per stage, then what the server did besides, then what lies outside the server.
 _STAGE_STYLES = {
     "wire": "stage0", "queue": "stage1", "prepare": "stage2", "vision": "stage3",
-    "prefill": "stage4", "draft": "stage5", "verify": "stage6", "commit": "stage7",
-    "finish": "stage8", "rest of the server": "stage9", "network and client": "stage10",
+    "prefill": "stage4", "draft": "stage5", "verify": "stage6", "judge": "stage11",
+    "commit": "stage7", "finish": "stage8", "rest of the server": "stage9",
+    "network and client": "stage10",
 }  # fmt: skip
 
 
@@ -57,6 +64,8 @@ class View:
     style: str
     name: str  # without the suite where all runs are of the same one
     link_from: Path  # folder of the page, from which links to videos are relative
+    speedup: Speedup | None
+    comparison: Comparison | None  # with its baseline; None for a baseline
 
     def link(self, record: EpisodeRecord) -> str:
         """A relative link to an episode's video, or nothing if it is not there."""
@@ -73,16 +82,21 @@ class View:
 
 
 def build_views(runs: Sequence[RunResults], link_from: Path) -> list[View]:
-    """The runs with their numbers; colours repeat after the sixth."""
-    names = short_names(runs)
-    return [
-        View(run, summarise(run), f"run{number % NUM_COLOURS}", names[number], link_from)
-        for number, run in enumerate(runs)
-    ]
+    """The runs with their numbers, baselines first; colours repeat after the sixth."""
+    runs = baseline_first(runs)
+    names = dict(zip(map(id, runs), short_names(runs), strict=True))
+    views = []
+    for number, run in enumerate(runs):
+        baseline = baseline_of(run, runs)
+        compared = compare(baseline, run, names[id(baseline)], names[id(run)]) if baseline else None
+        summary, style = summarise(run), f"run{number % NUM_COLOURS}"
+        speedup = speedup_of(run, baseline)
+        views.append(View(run, summary, style, names[id(run)], link_from, speedup, compared))
+    return views
 
 
 def short_names(runs: Sequence[RunResults]) -> list[str]:
-    """What tells the runs apart: their names, without the suite if it is the same for all."""
+    """What tells the runs apart: their names, without suite and last words that all share."""
     names = [run.header.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{run.header.name} ({run.folder.parent.name})" for run in runs]
@@ -91,16 +105,19 @@ def short_names(runs: Sequence[RunResults]) -> list[str]:
     if len({run.header.suite for run in runs}) > 1:
         return names
     suite = runs[0].header.suite if runs else ""
-    return [name.removeprefix(suite).strip() or name for name in names]
+    short = [name.removeprefix(suite).strip() or name for name in names]
+    while len(runs) > 1 and all(" " in name for name in short):
+        if len({name.rpartition(" ")[2] for name in short}) > 1:
+            break
+        short = [name.rpartition(" ")[0] for name in short]
+    return short
 
 
-def build_page(
-    views: Sequence[View], compared: Sequence[Comparison], key: TrialKey | None = None
-) -> str:
+def build_page(views: Sequence[View], key: TrialKey | None = None) -> str:
     """The whole page as HTML. `key` is the episode whose actions are drawn."""
     timed = [view for view in views if view.summary.round_trip.count]
     drawn = _records_of(views, key or choose_episode(views))
-    videos = _videos(views)
+    races = find_races([view.run for view in views])
     return _load_template().render(
         views=views,
         suites=list(dict.fromkeys(view.run.header.suite for view in views)),
@@ -109,8 +126,8 @@ def build_page(
         facts=_facts,
         noteworthy_late_share=_NOTEWORTHY_LATE_SHARE,
         tasks=_tasks(views),
-        comparison_columns=COMPARISON_COLUMNS,
-        comparisons=[comparison_cells(one) for one in compared],
+        faster=sorted((view for view in views if view.speedup), key=_times, reverse=True),
+        compared=[view for view in views if view.comparison],
         timed=timed,
         stage_styles=_STAGE_STYLES,
         stage_parts=stage_parts,
@@ -124,8 +141,13 @@ def build_page(
         action_plots=_action_plots(drawn),
         marks=_MARKS,
         by_task=by_task,
-        videos=videos[:_MAX_VIDEOS],
-        num_more_videos=len(videos) - _MAX_VIDEOS,
+        races=list(races.items())[:_MAX_RACES],
+        num_more_races=len(races) - _MAX_RACES,
+        id=id,
+        view_of={id(view.run): view for view in views},
+        rate_of=_rate_of,
+        hurry_of=_hurry_of,
+        differences=[one for one in _provenance(views) if _differs(*one)],
         provenance=_provenance(views),
     )
 
@@ -289,10 +311,19 @@ def _action_plots(drawn: Sequence[tuple[View, EpisodeRecord]]) -> list[LinePlot]
     return plots
 
 
-def _videos(views: Sequence[View]) -> list[tuple[View, EpisodeRecord]]:
-    """The episodes that have a video, failures first."""
-    found = [(view, record) for view in views for record in view.run.records if view.link(record)]
-    return sorted(found, key=lambda one: (one[1].outcome is Outcome.SUCCEEDED, one[1].key))
+def _times(view: View) -> float:
+    return view.speedup.times if view.speedup else 0.0
+
+
+def _rate_of(racer: Racer) -> float:
+    """How fast a video must play for its steps to take as long as they did."""
+    return 1000 / VIDEO_FPS / racer.pace_ms
+
+
+def _hurry_of(racers: Sequence[Racer]) -> float:
+    """How many times faster than true a trial is shown, as browsers play no rate whatever."""
+    rates = [_rate_of(racer) for racer in racers]
+    return max(_SLOWEST_RATE / min(rates), min(1.0, _FASTEST_RATE / max(rates)))
 
 
 def _provenance(views: Sequence[View]) -> list[tuple[str, list[str]]]:
@@ -300,6 +331,10 @@ def _provenance(views: Sequence[View]) -> list[tuple[str, list[str]]]:
     facts = [_run_facts(view.run) for view in views]
     names = dict.fromkeys(name for one in facts for name in one)
     return [(name, [one.get(name, "") for one in facts]) for name in names]
+
+
+def _differs(name: str, values: Sequence[str]) -> bool:
+    return len(set(values)) > 1 and name not in _OWN_FACTS
 
 
 def _run_facts(run: RunResults) -> Mapping[str, str]:

@@ -2,9 +2,8 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -39,25 +38,22 @@ class Comparison:
         return (self.only_second - self.only_first) / self.num_pairs
 
     @property
+    def has_identical_actions(self) -> bool:
+        """Whether no action differs in any bit."""
+        return 0 < self.num_pairs == self.num_same_actions
+
+    @property
     def verdict(self) -> str:
         """What the numbers allow to say."""
         if not self.num_pairs:
             return "no trial was judged in both"
         if not self.have_same_assets:
             return "different assets: not comparable"
-        if self.num_same_actions == self.num_pairs:
+        if self.has_identical_actions:
             return "identical actions"
         if self.p_value >= LUCK:
             return "no difference shown"
         return f"{self.first if self.only_first > self.only_second else self.second} is better"
-
-
-def compare_all(runs: Sequence[RunResults], names: Sequence[str]) -> Iterator[Comparison]:
-    """Every pair of runs of one suite, in the order given, by the names given."""
-    named = zip(runs, names, strict=True)
-    for (first, first_name), (second, second_name) in combinations(named, 2):
-        if first.header.suite == second.header.suite:
-            yield compare(first, second, first_name, second_name)
 
 
 def compare(first: RunResults, second: RunResults, first_name: str, second_name: str) -> Comparison:

@@ -6,14 +6,15 @@ candidates by cumulative log-probability stay. In a template nothing is sorted o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sampling import Sampling, Stream, target_odds
+from deft_policies.decoding.tree import DraftTree, DrawnOdds
 
 
 @dataclass(frozen=True)
@@ -125,17 +126,64 @@ def _fill(template: TreeTemplate, start: GrowthStart, go_on: GoOn) -> DraftTree:
         tokens.append(drafted)
         totals.append(total)
         if depth < len(indices.levels):
-            above = level.open_above.expand(len(drafted), -1)
-            ancestors = level.ancestors.expand(len(drafted), -1, -1)
-            odds = go_on(OpenNodes(depth, drafted[:, level.open], above, ancestors))
+            odds = go_on(level.open_nodes(depth, drafted))
             scores = total[:, level.open]
-    every = torch.cat(tokens, dim=1)
+    return _laid_out(indices, start, tokens, torch.cat(totals, dim=1).float())
+
+
+class Drawing:
+    """Draws tokens from the odds of what drafts, one stream of random numbers for all."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator: torch.Generator | None = None
+
+    def odds(self, log_probs: Tensor) -> Tensor:
+        """At the temperature of the method."""
+        return target_odds(log_probs, self._sampling.temperature)
+
+    def draw(self, odds: Tensor) -> Tensor:
+        """An index along the last axis, each by its own odds."""
+        if self._generator is None:
+            self._generator = self._sampling.generator(Stream.DRAFT, 0, odds.device)
+        # The largest of p / noise is an exact draw; multinomial() would make the host wait.
+        noise = torch.empty_like(odds).exponential_(generator=self._generator)
+        return (odds / noise).argmax(dim=-1)
+
+
+def draw_tree(
+    template: TreeTemplate, start: GrowthStart, go_on: GoOn, drawing: Drawing
+) -> DraftTree:
+    """Draw the tokens of a template's paths, and keep the odds for the ratio test.
+
+    Siblings are drawn from the same odds, each for itself, so two of them may be equal.
+    """
+    indices = indices_of(template, start.roots.device)
+    log_probs = start.log_probs[:, None]
+    tokens: list[Tensor] = []
+    every = [torch.zeros_like(log_probs)]  # the root was not drawn
+    for depth, level in enumerate(indices.levels, start=1):
+        odds = drawing.odds(log_probs)[:, level.above]
+        tokens.append(drawing.draw(odds) + start.first_token)
+        every.append(odds)
+        if depth < len(indices.levels):
+            log_probs = go_on(level.open_nodes(depth, tokens[-1]))
+    unknown = torch.zeros_like(torch.cat(tokens, dim=1), dtype=torch.float32)
+    tree = _laid_out(indices, start, tokens, unknown)
+    return replace(tree, drawn=DrawnOdds(torch.cat(every, dim=1), start.first_token))
+
+
+def _laid_out(
+    indices: "TemplateIndices", start: GrowthStart, tokens: Sequence[Tensor], log_probs: Tensor
+) -> DraftTree:
+    """The tokens of every level on the paths of a template."""
+    every = torch.cat(tuple(tokens), dim=1)
     is_real = indices.depths <= start.deepest.clamp(min=0)[:, None]
     return DraftTree(
         tokens=every,
         parents=indices.parents.expand_as(every),
         is_real=is_real,
-        log_probs=torch.cat(totals, dim=1).float().masked_fill(~is_real, 0.0),
+        log_probs=log_probs.masked_fill(~is_real, 0.0),
         sources=torch.full_like(every, start.kind.number),
     ).below(start.roots)
 
@@ -150,6 +198,12 @@ class LevelIndices:
     open: Tensor  # [open], those of the level that get children
     open_above: Tensor  # [open], index among the open nodes of the level above
     ancestors: Tensor  # [open, open node so far] bool
+
+    def open_nodes(self, depth: int, drafted: Tensor) -> OpenNodes:
+        """Those of the level's tokens [row, node] whose children are wanted next."""
+        above = self.open_above.expand(len(drafted), -1)
+        ancestors = self.ancestors.expand(len(drafted), -1, -1)
+        return OpenNodes(depth, drafted[:, self.open], above, ancestors)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Drafting with the EAGLE head: take in what was committed, then grow a tree level by level."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,24 +8,18 @@ from torch.nn import functional
 
 from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.growth import (
+    Drawing,
+    GoOn,
     GrowthStart,
     OpenNodes,
-    TemplateIndices,
+    draw_tree,
     grow_tree,
-    indices_of,
 )
-from deft_policies.decoding.plan import (
-    MOST_GROWN,
-    DraftKind,
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-    TreeTemplate,
-)
+from deft_policies.decoding.drafts.sources import Seen
+from deft_policies.decoding.plan import MOST_GROWN, DraftKind, KeyMask, RopeOffset, TreeShape
 from deft_policies.decoding.records import BatchProgress, PassResult
-from deft_policies.decoding.sampling import Sampling, Stream, target_odds
-from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
-from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
+from deft_policies.decoding.target import PromptFeatures, TargetModel
+from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.kv_cache import Append, KVCache
 from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors
 from deft_policies.model.leaves import leaves
@@ -76,6 +70,7 @@ class HeadDrafts:
     kind = DraftKind.HEAD
     needs_hidden = True
     may_be_recorded = True
+    steps_needed = 0
 
     def __init__(
         self,
@@ -97,7 +92,7 @@ class HeadDrafts:
         self._room = 0  # slots of committed positions
 
     @torch.no_grad()
-    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+    def begin(self, seen: Seen, features: PromptFeatures) -> None:
         """Take in the prompt: the pairs of all its positions but the last."""
         num_rows, num_positions = features.embeds.shape[:2]
         self._make_room(num_rows, num_positions)
@@ -249,6 +244,13 @@ class HeadDrafts:
 
     def _grow_step(self, shape: TreeShape, start: "HeadStart") -> DraftTree:
         """All levels of a tree, as a function of tensors alone."""
+        return grow_tree(shape, self._growth(start), self._go_on(start))
+
+    def _growth(self, start: "HeadStart") -> GrowthStart:
+        first, drafted = self._log_probs(start.out), self._drafted
+        return GrowthStart(self.kind, start.roots, first, start.deepest, drafted.first)
+
+    def _go_on(self, start: "HeadStart") -> GoOn:
         hidden = start.out[:, None]  # of the nodes that were open last
 
         def go_on(nodes: OpenNodes) -> Tensor:
@@ -257,9 +259,7 @@ class HeadDrafts:
             hidden = self.extend(nodes, hidden.gather(1, above), start)
             return self._log_probs(hidden)
 
-        first, drafted = self._log_probs(start.out), self._drafted
-        growth = GrowthStart(self.kind, start.roots, first, start.deepest, drafted.first)
-        return grow_tree(shape, growth, go_on)
+        return go_on
 
     def extend(self, nodes: OpenNodes, hidden: Tensor, start: "HeadStart") -> Tensor:
         """The head's output at nodes, [row, node, width]; `hidden` is that at their parents."""
@@ -293,53 +293,21 @@ class HeadStart:
 
 
 class DrawnHeadDrafts(HeadDrafts):
-    """A head whose trees are drawn at the target's temperature, odds and all.
-
-    Siblings are drawn from the same odds, each for itself, so two of them may be equal.
-    """
+    """A head whose trees are drawn at the target's temperature, odds and all."""
 
     may_be_recorded = False  # a replay would draw the same numbers again
 
     def __init__(
-        self, head: EagleHead, target: TargetModel, options: HeadOptions, sampling: Sampling
+        self, head: EagleHead, target: TargetModel, options: HeadOptions, drawing: Drawing
     ) -> None:
         super().__init__(head, target, options)
-        self._temperature = sampling.temperature
-        self._generator = sampling.generator(Stream.DRAFT, 0, head.fc.weight.device)
+        self._drawing = drawing
 
     @torch.no_grad()
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Draw a tree behind the roots: of the shape's template, or a chain."""
-        template = shape.template or TreeTemplate.harmonic(shape.levels, 1)
+        template = shape.as_template()
         start = self.take_in(progress, TreeShape.of_template(template))
-        self._widen(TreeShape.of_template(template).num_grown)
-        indices = indices_of(template.cut(progress.depth), start.roots.device)
-        hidden, tokens, every = start.out[:, None], [], []
-        for depth, level in enumerate(indices.levels, start=1):
-            odds = target_odds(self._target.logits(hidden, self._drafted), self._temperature)
-            odds = odds[:, level.above]
-            # The largest of p / noise is an exact draw; multinomial() would make the host wait.
-            noise = torch.empty_like(odds).exponential_(generator=self._generator)
-            tokens.append((odds / noise).argmax(dim=2) + self._drafted.first)
-            every.append(odds)
-            if depth < len(indices.levels):
-                above = level.open_above.expand(len(odds), -1)
-                ancestors = level.ancestors.expand(len(odds), -1, -1)
-                nodes = OpenNodes(depth, tokens[-1][:, level.open], above, ancestors)
-                hidden = self.extend(nodes, hidden[:, level.open_above], start)
-        drawn = torch.cat(tokens, dim=1), torch.cat(every, dim=1)
-        return self._tree(indices, start, *drawn)
-
-    def _tree(
-        self, indices: TemplateIndices, start: HeadStart, tokens: Tensor, odds: Tensor
-    ) -> DraftTree:
-        is_real = indices.depths <= start.deepest.clamp(min=0)[:, None]
-        tree = DraftTree(
-            tokens=tokens,
-            parents=indices.parents.expand_as(tokens),
-            is_real=is_real,
-            log_probs=torch.zeros_like(tokens, dtype=torch.float32),
-            sources=torch.full_like(tokens, self.kind.number),
-        ).below(start.roots)
-        odds = torch.cat((torch.zeros_like(odds[:, :1]), odds), dim=1)
-        return replace(tree, drawn=DrawnOdds(odds, self._drafted.first))
+        template = template.cut(progress.depth)
+        self._widen(template.num_inner)
+        return draw_tree(template, self._growth(start), self._go_on(start), self._drawing)

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
+from deft_policies.decoding.drafts.sources import Seen
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.records import BatchProgress
-from deft_policies.decoding.target import PromptFeatures, Prompts, TargetModel
+from deft_policies.decoding.target import PromptFeatures, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 
@@ -96,8 +97,9 @@ class MedusaDrafts:
     kind = DraftKind.MEDUSA
     needs_hidden = False
     may_be_recorded = True
+    steps_needed = 0
 
-    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+    def begin(self, seen: Seen, features: PromptFeatures) -> None:
         """Nothing of the prompt is needed."""
 
     def warm_up(self, shape: TreeShape, length: int) -> None:

@@ -68,7 +68,11 @@ class Grower(Protocol):
     def needs_hidden(self) -> bool:
         """Whether `begin` reads the prompt's hidden states."""
 
-    def begin(self, prompts: Prompts, features: PromptFeatures) -> None:
+    @property
+    def steps_needed(self) -> int:
+        """How many past steps of the session it reads."""
+
+    def begin(self, seen: "Seen", features: PromptFeatures) -> None:
         """Start a batch of actions, after the prefill."""
 
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
@@ -189,8 +193,8 @@ class Sources:
 
     def steps_needed(self, plan: Plan) -> int:
         """Past steps the plan's sources read."""
-        used = self.guessers_of(tuple(plan.kinds))
-        return max((one.steps_needed for one in used), default=0)
+        used: tuple[Guesser | Grower, ...] = (*self.guessers, *self.growers)
+        return max((one.steps_needed for one in used if one.kind in plan.kinds), default=0)
 
     def needs_hidden(self, plan: Plan) -> bool:
         """Whether any of the plan's sources reads the prompt's hidden states."""
@@ -245,7 +249,7 @@ class BatchDrafts:
     def begin(self, features: PromptFeatures) -> None:
         """Hand the growers what the prefill computed of the prompt; only if passes follow."""
         for grower in self.growers:
-            grower.begin(self.seen.prompts, features)
+            grower.begin(self.seen, features)
 
     def between_passes(self, progress: BatchProgress) -> DraftTree:
         """Guesses for the next pass; `progress.last` is the one that just ended."""

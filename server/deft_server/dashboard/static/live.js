@@ -135,6 +135,7 @@ export function describe(trace) {
   const relaxed = trace.tokens.filter((token, index) => token !== trace.predicted[index]).length;
   return [
     trace.method,
+    trace.rule,
     `${trace.passes.length} ${trace.passes.length === 1 ? "pass" : "passes"}`,
     `${kept.reduce((sum, one) => sum + one, 0)} of ${trace.tokens.length} tokens drafted`,
     relaxed ? `${relaxed} relaxed` : "none relaxed",

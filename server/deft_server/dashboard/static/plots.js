@@ -2,7 +2,8 @@
 
 import { canvas, element, legend, milliseconds, number, path, scale, signed, svg, ticks } from "./draw.js";
 
-export const STAGES = ["queue", "wire", "prepare", "vision", "prefill", "draft", "verify", "commit", "finish"];
+export const STAGES = ["queue", "wire", "prepare", "vision", "prefill", "draft", "verify", "judge",
+  "commit", "finish"];
 const ARM = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"];
 const SHOWN = 60; // actions in the bar plots
 

@@ -6,14 +6,13 @@ import pytest
 from deft_client.libero.errors import VideoError
 from deft_client.libero.evaluation.episode import EpisodeLog
 from deft_client.libero.evaluation.video import (
-    FPS,
     PICTURE,
     SIZE,
     Caption,
     draw_frames,
     write_video,
 )
-from deft_client.libero.results.records import AnswerRecord, Outcome
+from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, Outcome
 from deft_client.types import StageTimings
 
 CAPTION = Caption("pick up the alphabet soup and place it in the basket", Outcome.SUCCEEDED, 280)
@@ -31,7 +30,7 @@ def _log(num_steps: int = 4) -> EpisodeLog:
 
 def test_every_frame_the_policy_saw_is_drawn_and_the_last_one_stays_for_a_second() -> None:
     frames = list(draw_frames(_log(), CAPTION))
-    assert len(frames) == 5 + FPS - 1
+    assert len(frames) == 5 + VIDEO_FPS - 1
     assert all(frame.shape == (SIZE[1], SIZE[0], 3) for frame in frames)
     middle = [int(frame[PICTURE // 2, PICTURE // 2, 0]) for frame in frames[:5]]
     assert middle == [0, 40, 80, 120, 160]
@@ -84,8 +83,8 @@ def test_the_file_appears_whole_and_an_earlier_one_of_that_episode_goes(tmp_path
         "task00-trial11-failed.mp4",
     ]
     frames, seconds = imageio_ffmpeg.count_frames_and_secs(str(path))
-    assert frames == 5 + FPS - 1
-    assert seconds == pytest.approx(frames / FPS, abs=0.05)
+    assert frames == 5 + VIDEO_FPS - 1
+    assert seconds == pytest.approx(frames / VIDEO_FPS, abs=0.05)
 
 
 def test_a_video_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import pytest
 
 from deft_client.libero.commands.report import main
 from deft_client.libero.report.chart import Axis, axis_of
-from deft_client.libero.report.page import stage_parts
+from deft_client.libero.report.page import short_names, stage_parts
+from deft_client.libero.report.races import find_races
+from deft_client.libero.report.speed import Speedup, baseline_first, baseline_of, speedup_of
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import compare
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.store import ResultsStore, RunHeader, RunResults, load_run
+from deft_client.types import StageTimings
 from tests.client.libero.episodes import header, record
 
 
@@ -179,13 +182,91 @@ def test_the_page_is_whole_and_loads_nothing(run: RunResults, tmp_path: Path) ->
         assert expected in shown
 
 
-def test_a_page_of_several_runs_compares_them_and_marks_what_differs(tmp_path: Path) -> None:
-    for name, seed in (("a", "7"), ("b", "8")):
-        _write(tmp_path / "runs" / name, record(0, 0), head=_named(name, seed=seed))
-    text = _report(tmp_path, str(tmp_path / "runs"))
-    assert "Paired comparison" in text
-    assert '<span class="differs">8</span>' in text
-    assert "identical actions" in text
+def test_a_page_of_several_runs_compares_each_with_the_baseline_and_tells_what_differs(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    for name, decoding in (("a", "deft:radius=3"), ("b", "lossless"), ("c", "autoregressive")):
+        _write(runs / name, record(0, 0), head=_named(name, decoding=decoding))
+    text = _report(tmp_path, str(runs))
+    shown = " ".join(" ".join(_Page(text).texts).split())
+    assert re.findall(r"(\w) against (\w): identical actions", shown) == [("a", "c"), ("b", "c")]
+    assert re.findall(r"<h3>([\w ]+)</h3><ul class=\"values\">", text) == ["decoding"]
+    names = re.findall(r"<article[^>]*><h2>(\w+)</h2>", text)
+    assert names == ["c", "a", "b"]
+
+
+def _answered_after(one: EpisodeRecord, milliseconds: float) -> EpisodeRecord:
+    answers = (
+        replace(answer, timings=StageTimings(total_ms=1.0, round_trip_ms=milliseconds))
+        for answer in one.answers
+    )
+    return replace(one, answers=tuple(answers))
+
+
+def test_the_speed_up_is_that_of_the_trials_both_runs_have(tmp_path: Path) -> None:
+    plain = _write(
+        tmp_path / "plain",
+        _answered_after(record(0, 0, num_steps=2), 30.0),
+        _answered_after(record(0, 1, num_steps=6), 10.0),
+        _answered_after(record(0, 2), 500.0),
+        head=_named("plain", decoding="autoregressive"),
+    )
+    fast = _write(
+        tmp_path / "fast",
+        *(_answered_after(record(0, trial, num_steps=4), 5.0) for trial in (0, 1)),
+        head=_named("fast"),
+    )
+    runs = [fast, plain]
+    assert baseline_first(runs) == [plain, fast]
+    assert (baseline_of(fast, runs), baseline_of(plain, runs)) == (plain, None)
+    speedup = speedup_of(fast, plain)
+    assert speedup == Speedup(num_trials=2, times=15.0 / 5.0, low=2.0, high=6.0)
+    assert '<div class="big">3.00×</div>' in _report(tmp_path, str(fast.folder), str(plain.folder))
+
+
+def test_no_speed_up_is_told_between_a_robot_that_waits_and_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    plain = _write(tmp_path / "a", record(), head=_named("a", decoding="autoregressive"))
+    hasty = _write(tmp_path / "b", record(), head=_named("b", pacing="real-time"))
+    assert baseline_of(hasty, [plain, hasty]) is plain
+    assert speedup_of(hasty, plain) is None
+
+
+def test_of_several_baselines_the_one_with_the_same_settings_counts(tmp_path: Path) -> None:
+    def run(name: str, **options: str) -> RunResults:
+        return _write(tmp_path / name, head=_named(name, **options))
+
+    far = run("far", decoding="autoregressive", network_delay_ms="100")
+    near = run("near", decoding="autoregressive", network_delay_ms="0")
+    fast = run("fast", network_delay_ms="0")
+    assert baseline_of(fast, [far, near, fast]) is near
+
+
+def test_filmed_trials_are_shown_side_by_side_at_the_speed_they_had(tmp_path: Path) -> None:
+    runs = []
+    for name, milliseconds in (("plain", 100.0), ("fast", 25.0)):
+        one = _answered_after(record(0, 0), milliseconds)
+        run = _write(tmp_path / name, one, record(0, 1), head=_named(name, decoding=name))
+        (run.folder / "videos").mkdir()
+        (run.folder / one.video).write_bytes(b"")
+        runs.append(run)
+    races = find_races(runs)
+    racers = races[runs[0].records[0].key]
+    assert [racer.pace_ms for racer in racers] == [100.0, 25.0]
+    assert [racer.seconds for racer in racers] == [0.4, 0.1]
+    text = _report(tmp_path, *(str(run.folder) for run in runs))
+    assert re.findall(r'data-rate="([\d.]+)"', text)[:2] == ["0.33333", "1.33333"]
+    assert "Play at true speed" in text
+
+
+def test_what_no_browser_can_play_that_slowly_is_hurried_and_says_so(tmp_path: Path) -> None:
+    one = _answered_after(record(0, 0), 60_000.0)
+    run = _write(tmp_path / "a", one)
+    (run.folder / "videos").mkdir()
+    (run.folder / one.video).write_bytes(b"")
+    assert "Play at 112 times true speed" in _report(tmp_path, str(run.folder))
 
 
 def test_what_comes_from_outside_cannot_become_markup(tmp_path: Path) -> None:
@@ -211,9 +292,18 @@ def test_videos_that_are_there_are_linked_relative_to_the_page(
     assert links == {"../a/videos/task00-trial00-succeeded.mp4"}
 
 
-def test_a_run_without_any_episode_still_makes_a_page(tmp_path: Path) -> None:
+def test_a_run_without_any_episode_says_so(tmp_path: Path) -> None:
     _write(tmp_path / "a")
-    assert _Page(_report(tmp_path, str(tmp_path / "a"))).open == []
+    text = _report(tmp_path, str(tmp_path / "a"))
+    assert _Page(text).open == []
+    assert "No episode has ended yet" in text
+
+
+def test_names_lose_what_all_runs_share(tmp_path: Path) -> None:
+    heads = (replace(header(), name=f"libero_object {one} stream") for one in ("deft", "lossless"))
+    runs = [_write(tmp_path / str(number), head=head) for number, head in enumerate(heads)]
+    assert short_names(runs) == ["deft", "lossless"]
+    assert short_names(runs[:1]) == ["deft stream"]
 
 
 def test_the_csv_has_a_row_per_episode_and_the_markdown_a_table(

@@ -21,7 +21,7 @@ from deft_policies.decoding.verify import AcceptedPath, TieBreak
 from deft_policies.model.image import build_normalization_table, resize_like_processor
 from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
-from tests.policies.decoding.scripts import Session, clock
+from tests.policies.decoding.scripts import Session, clock, seen_of
 from tests.tiny_openvla import golden_model
 
 FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
@@ -120,7 +120,7 @@ def test_trees_and_cumulative_scores_equal_the_fixture(
     )
     drafts = HeadDrafts(head, target(), options)
     features, progress = prompt_of(entry["case"])
-    drafts.begin(prompts_of(0), features)
+    drafts.begin(seen_of(prompts_of(0)), features)
     tree = drafts.grow(progress, FULL_TREE)
     if entry["round"] == 2:
         tree = drafts.grow(second_round(entry["case"]), FULL_TREE)

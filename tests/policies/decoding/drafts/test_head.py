@@ -25,6 +25,7 @@ from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
+from tests.policies.decoding.scripts import seen_of
 from tests.tiny_target import (
     ACTIONS,
     CPU,
@@ -123,7 +124,7 @@ def test_a_grown_tree_scores_as_whole_sequences_do(
     """Three rounds with rows that accept different numbers of drafts."""
     head, talk = random_head().requires_grad_(False), Conversation(text_lengths)
     drafts = HeadDrafts(head, talk.target, HeadOptions(key_mask=mask))
-    drafts.begin(talk.prompts, talk.features)
+    drafts.begin(seen_of(talk.prompts), talk.features)
     for number in range(3):
         new = [[30 + row + number] * (1 + (row + number) % 2) for row in range(talk.num_rows)]
         progress = talk.commit(new, seed=number)
@@ -146,7 +147,7 @@ def test_the_published_rope_offset_differs_only_below_the_first_level() -> None:
     trees = []
     for offset in RopeOffset:
         drafts = HeadDrafts(head, talk.target, HeadOptions(rope_offset=offset))
-        drafts.begin(talk.prompts, talk.features)
+        drafts.begin(seen_of(talk.prompts), talk.features)
         trees.append(drafts.grow(progress, TreeShape(3, 3, 21)))
     right, published = (dict(scored_paths(tree)) for tree in trees)
     for path, score in right.items():
@@ -167,11 +168,11 @@ def scored_paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 def test_trees_stay_within_what_is_missing_unless_their_shape_is_fixed() -> None:
     talk = Conversation([4])
     drafts = HeadDrafts(random_head().requires_grad_(False), talk.target)
-    drafts.begin(talk.prompts, talk.features)
+    drafts.begin(seen_of(talk.prompts), talk.features)
     progress = talk.commit([[30, 31, 32, 33]], seed=0)  # three are missing, two are drafted
     tree = drafts.grow(progress, TreeShape(5, 2, 49))
     assert int(tree.depths().max()) == 2
-    drafts.begin(talk.prompts, talk.features)
+    drafts.begin(seen_of(talk.prompts), talk.features)
     fixed = drafts.grow(progress, TreeShape(5, 2, 49, is_full_depth=True))
     assert int(fixed.depths().max()) == 5
 
@@ -336,7 +337,7 @@ def test_prompt_features_of_a_batch_are_read_at_each_rows_own_end() -> None:
     for hidden in (talk.features.hidden, noisy):
         drafts = HeadDrafts(head, talk.target)
         drafts.begin(
-            talk.prompts,
+            seen_of(talk.prompts),
             PromptFeatures(
                 talk.features.embeds, hidden, talk.features.lengths, talk.features.patches
             ),

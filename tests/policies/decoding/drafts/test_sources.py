@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.decoder import Decoder
 from deft_policies.decoding.drafts.medusa import (
     MedusaDrafts,
     MedusaHeads,
@@ -31,27 +30,18 @@ from deft_policies.decoding.drafts.retrieval import (
     load_index,
     save_index,
 )
-from deft_policies.decoding.drafts.small_model import (
-    SmallModelDrafts,
-    first_layers,
-    self_draft_target,
-    with_fewer_patches,
-)
-from deft_policies.decoding.drafts.sources import Guesser, Sources
+from deft_policies.decoding.drafts.sources import Guesser
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.plan import TreeShape, TreeTemplate
 from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
-from tests.policies.decoding.scripts import Session, clock
 from tests.tiny_target import (
     ACTIONS,
     CPU,
     WIDTH,
     TinyTarget,
-    fast_target,
     greedy,
     random_prompts,
     tiny_decoder,
@@ -288,36 +278,3 @@ def test_medusa_heads_survive_their_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="does not describe Medusa heads"):
         load_medusa(tmp_path, 8, torch.zeros(1))
-
-
-def test_the_whole_target_as_its_own_draft_model_is_always_right() -> None:
-    decoder = tiny_decoder()
-    target = fast_target(decoder)
-    drafts = SmallModelDrafts(self_draft_target(target, num_layers=2))
-    plan = Plan("self", (), (DraftKind.SMALL_MODEL,), TreeShape.chain(6))
-    method = replace(find_method("lossless"), plans=(plan,), is_guarded=False)
-    decoder_of = Decoder(target, method, Sources((), (drafts,)))
-    prompts = random_prompts(decoder, [2, 5, 3])
-    traces = decoder_of.decode(prompts, Session.of(3).rows, clock())
-    assert [trace.accepted_lengths for trace in traces] == [(0, 5)] * 3
-
-
-def test_a_shallow_decoder_shares_its_weights() -> None:
-    decoder = tiny_decoder()
-    shallow = first_layers(decoder, 1)
-    assert shallow.layers[0] is decoder.layers[0]
-    assert shallow.embedding is decoder.embedding
-    assert len(shallow.layers) == shallow.sizes.num_layers == 1
-    with pytest.raises(CheckpointError, match="2 layers, cannot draft with its first 3"):
-        first_layers(decoder, 3)
-
-
-def test_pruned_prompts_keep_their_text_and_an_even_share_of_the_patches() -> None:
-    prompts = random_prompts(tiny_decoder(), [3, 5])
-    fewer = with_fewer_patches(prompts, 0.5)
-    assert fewer.lengths.tolist() == [5, 7]
-    assert fewer.patches == slice(1, 3)
-    kept = [0, 1, 4, *range(5, 9)]
-    assert torch.equal(fewer.embeds, prompts.embeds[:, kept])
-    assert with_fewer_patches(prompts, 1.0) is prompts
-    assert with_fewer_patches(prompts, 0.01).patches == slice(1, 2)

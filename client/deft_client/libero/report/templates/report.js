@@ -1,4 +1,43 @@
-// Shows the values of a plot's lines under the pointer. The page reads without it.
+// Plays the videos of a trial together, and shows the values of a plot's lines under the pointer.
+// The page reads without it.
+(() => {
+  const races = [...document.querySelectorAll(".race")];
+  const button = document.getElementById("play"), choice = document.getElementById("race");
+  if (!races.length) return;
+  const shown = () => races.find((race) => !race.hidden);
+  const videos = () => [...shown().querySelectorAll("video")];
+  const isPlaying = () => videos().some((video) => !video.paused && !video.ended);
+  const tell = (video) => {
+    const now = Math.min(video.currentTime / video.dataset.rate, video.dataset.seconds);
+    const clock = video.closest("figure").querySelector(".clock");
+    const isRunning = video.currentTime > 0 && now < video.dataset.seconds;
+    clock.textContent = isRunning ? `${now.toFixed(1)} s` : clock.dataset.told;
+  };
+  const label = () => {
+    button.textContent = isPlaying() ? "Pause" : shown().dataset.label;
+  };
+  for (const video of races.flatMap((race) => [...race.querySelectorAll("video")])) {
+    video.addEventListener("timeupdate", () => tell(video));
+    for (const name of ["play", "pause", "ended"]) video.addEventListener(name, label);
+  }
+  button.addEventListener("click", () => {
+    const ones = videos();
+    if (isPlaying()) return ones.forEach((video) => video.pause());
+    const areDone = ones.every((video) => video.ended || !video.currentTime);
+    ones.forEach((video) => {
+      video.playbackRate = video.dataset.rate * shown().dataset.hurry;
+      if (areDone) video.currentTime = 0;
+      if (areDone || !video.ended) video.play();
+    });
+  });
+  choice.addEventListener("change", () => {
+    videos().forEach((video) => video.pause());
+    races.forEach((race) => { race.hidden = race.dataset.key !== choice.value; });
+    label();
+  });
+  races.forEach((race, index) => { race.hidden = index > 0; });
+  label();
+})();
 (() => {
   const hint = document.body.appendChild(document.createElement("div"));
   hint.id = "hint";

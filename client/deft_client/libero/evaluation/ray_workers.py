@@ -1,0 +1,163 @@
+"""Workers as actors of a Ray cluster. Ray is imported where it is used: few installations have it.
+
+Ray finds each worker a CPU on some machine. Results travel back, and videos with them.
+"""
+
+import logging
+import queue
+import signal
+import tempfile
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from deft_client.libero.errors import EvaluationError, EvaluationStoppedError, VideoError
+from deft_client.libero.evaluation.player import EpisodeEnded, Player, Report, WorkerSettings
+from deft_client.libero.evaluation.pool import MAX_REASON, Died, WarningForwarder
+from deft_client.libero.evaluation.video import keep_video
+from deft_client.libero.results.records import TrialKey
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an actor says: first that it is there, then how its episodes go."""
+
+    report: Report | Died | None = None
+    video: bytes = b""  # of the episode that the report is about
+
+
+class RemotePlayer:
+    """The actor. Ray calls it on threads of its own; episodes have one, as OpenGL wants it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._outbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self._outbox.put(Sent())
+        logging.getLogger("deft_client").addHandler(WarningForwarder(self._send))
+        # Not the run's own folder: this may be another machine.
+        self._folder = Path(tempfile.mkdtemp(prefix="deft-")) / settings.folder.name
+        self._player = Player(replace(settings, folder=self._folder), self._send)
+        self._thread = ThreadPoolExecutor(1, "episodes")
+
+    def play(self, key: TrialKey) -> None:
+        """Begin an episode."""
+        self._thread.submit(self._player.play, key).add_done_callback(self._ended)
+
+    def next_report(self) -> Sent:
+        """Wait for something to say."""
+        return self._outbox.get()
+
+    def _ended(self, episode: Future[Report]) -> None:
+        error = episode.exception()
+        if error is None:
+            self._outbox.put(Sent(episode.result(), self._take_video(episode.result())))
+        else:
+            traceback.print_exception(error)
+            self._outbox.put(Sent(_ended(f"{type(error).__name__}: {error}")))
+
+    def _send(self, report: Report) -> None:
+        self._outbox.put(Sent(report))
+
+    def _take_video(self, report: Report) -> bytes:
+        if not isinstance(report, EpisodeEnded) or not report.record.video:
+            return b""
+        file = self._folder / report.record.video
+        content = file.read_bytes()
+        file.unlink()
+        return content
+
+
+@dataclass(eq=False)
+class ActorLine:
+    """A `Line` to one actor; `coming` is what it will say next."""
+
+    ray: Any
+    actor: Any
+    folder: Path  # of the run
+    coming: Any = None
+    is_placed: bool = False
+    is_ended: bool = field(default=False, init=False)
+
+    def send(self, key: TrialKey) -> None:
+        """Have it play an episode."""
+        self.actor.play.remote(key)
+
+    def receive(self) -> Report | Died | None:
+        """What it says, or how it ended."""
+        try:
+            sent: Sent = self.ray.get(self.coming)
+        except self.ray.exceptions.RayError as error:
+            return _ended(str(error).strip().splitlines()[-1])
+        self.is_placed = True
+        self.coming = self.actor.next_report.remote()
+        return self._with_video(sent) if sent.video else sent.report
+
+    def end(self) -> None:
+        """Kill it."""
+        self.is_ended = True
+        self.ray.kill(self.actor)
+
+    def _with_video(self, sent: Sent) -> Report:
+        report = sent.report
+        assert isinstance(report, EpisodeEnded)
+        try:
+            keep_video(self.folder / report.record.video, sent.video)
+        except VideoError as error:
+            logger.warning("%s", error)
+            return EpisodeEnded(replace(report.record, video=""))
+        return report
+
+
+class RayActors:
+    """A `Workplace`: the machines of a Ray cluster, a CPU for every worker."""
+
+    def __init__(self, address: str) -> None:
+        self._ray = _connect(address)
+        self._lines: list[ActorLine] = []
+
+    def start(self, settings: WorkerSettings) -> ActorLine:
+        """Ask for a worker; it is there as soon as a CPU is free."""
+        actor = self._ray.remote(num_cpus=1, max_concurrency=2)(RemotePlayer).remote(settings)
+        coming = actor.next_report.remote()
+        self._lines.append(ActorLine(self._ray, actor, settings.folder, coming))
+        return self._lines[-1]
+
+    def wait(self, timeout_s: float) -> Sequence[ActorLine]:
+        """Wait for something to be said."""
+        self._lines = [one for one in self._lines if not one.is_ended]
+        coming = {one.coming: one for one in self._lines}
+        try:
+            self._ray.wait(list(coming), timeout=timeout_s)
+            ready, _ = self._ray.wait(list(coming), timeout=0, num_returns=len(coming))
+        except self._ray.exceptions.RayError as error:
+            raise EvaluationStoppedError(f"the Ray cluster is gone: {error}") from error
+        return [coming[one] for one in ready]
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        self._ray.shutdown()
+
+
+def _ended(reason: str) -> Died:
+    return Died(f"the worker ended: {reason[:MAX_REASON]}")
+
+
+def _connect(address: str) -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise EvaluationError('--ray needs Ray: pip install "deft-client[ray]"') from error
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address=address, log_to_driver=False, logging_level=logging.WARNING,
+            configure_logging=False,
+        )  # fmt: skip
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise EvaluationError(f"no Ray cluster at {address}: {error}") from error
+    signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own in its place
+    return ray

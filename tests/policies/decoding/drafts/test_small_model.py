@@ -1,0 +1,234 @@
+"""Drafting with another model, beside recomputing what that model would say, token by token."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.decoder import Decoder, DraftModels, build_decoder
+from deft_policies.decoding.drafts.small_model import (
+    SmallModelDrafts,
+    SmallModelOptions,
+    first_layers,
+    self_draft_target,
+    with_fewer_patches,
+)
+from deft_policies.decoding.drafts.sources import Sources
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.llama_target import LlamaTarget, Room
+from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.target import Prompts, Scores
+from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.errors import CheckpointError
+from deft_policies.model.llama import LlamaDecoder
+from tests.policies.decoding.scripts import Session, clock, tokens_of
+from tests.tiny_target import (
+    ACTIONS,
+    TinyTarget,
+    fast_target,
+    greedy,
+    one_row,
+    path_to,
+    random_prompts,
+    tiny_decoder,
+)
+
+DECODER = tiny_decoder()
+PROMPTS = random_prompts(DECODER, [2, 5, 3])
+
+
+def decoder_with(drafts: SmallModelDrafts, shape: TreeShape) -> Decoder:
+    method = replace(
+        find_method("small-model"), plans=(Plan("case", (), (DraftKind.SMALL_MODEL,), shape),)
+    )
+    return Decoder(fast_target(DECODER), method, Sources((), (drafts,)))
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What a decoder says after a prompt and some tokens, over action tokens, from scratch."""
+
+    decoder: LlamaDecoder
+    prompts: Prompts
+
+    def log_probs(self, row: int, tokens: list[int]) -> Tensor:
+        words = self.decoder.embedding(torch.tensor(tokens, dtype=torch.int64))
+        embeds = torch.cat((one_row(self.prompts, row).embeds[0], words))
+        logits = self.decoder.head(self.decoder(embeds[None])[0, -1])
+        return logits[ACTIONS.first : ACTIONS.last + 1].log_softmax(dim=0)
+
+
+SHAPES = [
+    TreeShape.chain(6),
+    TreeShape(4, 3, 15),
+    TreeShape.of_template(TreeTemplate.eagle()),
+    TreeShape.of_template(TreeTemplate.branches(2, 4)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "dynamic", "eagle", "branches"])
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["whole", "pruned"])
+def test_every_guess_has_the_odds_that_the_model_gives_it(shape: TreeShape, share: float) -> None:
+    """Over several rounds, of rows that accept different numbers of drafts."""
+    shallow = first_layers(DECODER, 1)
+    options = SmallModelOptions(patch_share=share)
+    drafts = SmallModelDrafts(fast_target(shallow), fast_target(DECODER), options)
+    twin = Twin(shallow, with_fewer_patches(PROMPTS, share))
+    decoder = decoder_with(drafts, shape)
+    for _ in range(2):
+        grown = record_trees(drafts)
+        traces = decoder.decode(PROMPTS, Session.of(3).rows, clock())
+        for row, trace in enumerate(traces):
+            committed = 0
+            for one, tree in zip(trace.passes[1:], grown, strict=False):
+                committed += trace.passes[trace.passes.index(one) - 1].committed_length
+                expect_odds(twin, tree, row, list(trace.tokens[:committed]))
+    assert tokens_of(traces) == greedy(DECODER, PROMPTS)
+
+
+def record_trees(drafts: SmallModelDrafts) -> list[DraftTree]:
+    grown: list[DraftTree] = []
+    grow = type(drafts).grow
+
+    def keep(progress, shape):  # type: ignore[no-untyped-def]
+        grown.append(grow(drafts, progress, shape))
+        return grown[-1]
+
+    drafts.grow = keep  # type: ignore[method-assign]
+    return grown
+
+
+def expect_odds(twin: Twin, tree: DraftTree, row: int, committed: list[int]) -> None:
+    assert int(tree.tokens[row, 0]) == committed[-1]
+    for node in range(1, tree.num_nodes):
+        if bool(tree.is_real[row, node]):
+            path = [int(tree.tokens[row, one]) for one in path_to(tree, row, node)[1:]]
+            total, known = 0.0, list(committed)
+            for token in path:
+                total += float(twin.log_probs(row, known)[token - ACTIONS.first])
+                known.append(token)
+            assert float(tree.log_probs[row, node]) == pytest.approx(total, abs=1e-3)
+
+
+def test_a_target_without_cache_and_masks_drafts_alike() -> None:
+    found = []
+    for model in (fast_target(first_layers(DECODER, 1)), TinyTarget(first_layers(DECODER, 1))):
+        drafts = SmallModelDrafts(model, fast_target(DECODER))
+        traces = decoder_with(drafts, SHAPES[2]).decode(PROMPTS, Session.of(3).rows, clock())
+        found.append([one.tokens for trace in traces for one in trace.passes])
+    assert found[0] == found[1]
+
+
+def test_the_whole_target_as_its_own_draft_model_is_always_right() -> None:
+    target = fast_target(DECODER)
+    options = SmallModelOptions(whole_vocabulary=True)
+    drafts = SmallModelDrafts(self_draft_target(target, num_layers=2), target, options)
+    traces = decoder_with(drafts, TreeShape.chain(6)).decode(PROMPTS, Session.of(3).rows, clock())
+    assert [trace.accepted_lengths for trace in traces] == [(0, 5)] * 3
+
+
+class CountingTarget(LlamaTarget):
+    """A model that counts its passes behind the prefill."""
+
+    num_passes = 0
+
+    def score(self, tree: DraftTree) -> Scores:
+        self.num_passes += 1
+        return super().score(tree)
+
+
+def test_ngrams_spare_the_small_model_passes_and_change_no_draft() -> None:
+    """FLy's multi-level acceleration: frames repeat, so that the session knows what comes."""
+    found, passes = [], []
+    for looks_up in (False, True):
+        model = CountingTarget(DECODER, ACTIONS, room=Room(new_tokens=16, nodes=64))
+        drafts = SmallModelDrafts(model, fast_target(DECODER), SmallModelOptions(looks_up=looks_up))
+        decoder, session, seen = decoder_with(drafts, TreeShape.chain(6)), Session.of(3), []
+        for frame in (0, 1, 0, 1):
+            prompts = random_prompts(DECODER, [2, 5, 3], frame)
+            traces = decoder.decode(prompts, session.rows, clock())
+            seen += [one.tokens for trace in traces for one in trace.passes]
+        found.append(seen)
+        passes.append(model.num_passes)
+    assert found[0] == found[1]
+    assert passes[1] < 0.7 * passes[0]
+
+
+def test_ngrams_that_are_wrong_cost_no_pass_and_change_no_draft() -> None:
+    found, passes = [], []
+    for looks_up in (False, True):
+        model = CountingTarget(first_layers(DECODER, 1), ACTIONS, room=Room(16, 64))
+        drafts = SmallModelDrafts(model, fast_target(DECODER), SmallModelOptions(looks_up=looks_up))
+        decoder, session, seen = decoder_with(drafts, TreeShape.chain(6)), Session.of(2), []
+        for frame in range(5):
+            prompts = random_prompts(DECODER, [2, 4], frame)
+            traces = decoder.decode(prompts, session.rows, clock())
+            seen += [one.tokens for trace in traces for one in trace.passes]
+        found.append(seen)
+        passes.append(model.num_passes)
+    assert found[0] == found[1]
+    assert passes[1] <= passes[0]
+
+
+def test_fly_looks_up_unless_it_is_told_not_to() -> None:
+    models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
+    target = fast_target(DECODER)
+    for text, steps in (("fly", 16), ("fly:multi_level=off", 0), ("lvspec:multi_level=on", 16)):
+        method = find_method(text)
+        sources = models.sources_for(target, method)
+        assert sources.steps_needed(method.plans[0]) == steps
+
+
+def moved(decoder: LlamaDecoder, by: int) -> LlamaDecoder:
+    """The same model with a longer vocabulary, every token's id moved up."""
+    longer = LlamaDecoder(replace(decoder.sizes, vocabulary=decoder.sizes.vocabulary + by))
+    longer.layers, longer.norm, longer.rotary = decoder.layers, decoder.norm, decoder.rotary
+    with torch.no_grad():
+        for name in ("embedding", "head"):
+            weight = getattr(longer, name).weight
+            weight.zero_()
+            weight[by:] = getattr(decoder, name).weight
+    return longer.requires_grad_(False)
+
+
+def test_a_vocabulary_of_its_own_changes_no_draft() -> None:
+    found = []
+    for by in (0, 5):
+        tokens = TokenRange(ACTIONS.first + by, ACTIONS.last + by)
+        model = LlamaTarget(moved(first_layers(DECODER, 1), by), tokens, room=Room(16, 64))
+        drafts = SmallModelDrafts(model, fast_target(DECODER))
+        traces = decoder_with(drafts, SHAPES[1]).decode(PROMPTS, Session.of(3).rows, clock())
+        found.append([(one.tokens, one.path) for trace in traces for one in trace.passes])
+    assert found[0] == found[1]
+
+
+def test_trees_wider_than_the_models_cache_are_cut() -> None:
+    models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
+    for tree in ("dynamic+16+32+256", "template+16+16"):
+        method = find_method(f"small-model:tree={tree}")
+        decoder = build_decoder(fast_target(DECODER), method, models)
+        assert tokens_of(decoder.decode(PROMPTS, Session.of(3).rows, clock())) == greedy(
+            DECODER, PROMPTS
+        )
+
+
+def test_a_shallow_decoder_shares_its_weights() -> None:
+    decoder = DECODER
+    shallow = first_layers(decoder, 1)
+    assert shallow.layers[0] is decoder.layers[0]
+    assert shallow.embedding is decoder.embedding
+    assert len(shallow.layers) == shallow.sizes.num_layers == 1
+    with pytest.raises(CheckpointError, match="2 layers, cannot draft with its first 3"):
+        first_layers(decoder, 3)
+
+
+def test_pruned_prompts_keep_their_text_and_an_even_share_of_the_patches() -> None:
+    prompts = random_prompts(tiny_decoder(), [3, 5])
+    fewer = with_fewer_patches(prompts, 0.5)
+    assert fewer.lengths.tolist() == [5, 7]
+    assert fewer.patches == slice(1, 3)
+    kept = [0, 1, 4, *range(5, 9)]
+    assert torch.equal(fewer.embeds, prompts.embeds[:, kept])
+    assert with_fewer_patches(prompts, 1.0) is prompts
+    assert with_fewer_patches(prompts, 0.01).patches == slice(1, 2)
