@@ -131,7 +131,7 @@ class _Outside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Callable[..., Any],
         types: Sequence[type],
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in _tensors((args, kwargs)):
