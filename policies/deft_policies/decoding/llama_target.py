@@ -264,7 +264,7 @@ class LlamaTarget:
         sizes, weight = self.decoder.sizes.cache, self.decoder.embedding.weight
         if reserve is None:
             return KVCache(sizes, 0, 0, weight)
-        needed = reserve.longest + self._room.new_tokens + self._room.nodes
+        needed = reserve.padded(reserve.longest) + self._room.new_tokens + self._room.nodes
         return KVCache(sizes, reserve.batches[0], needed + -needed % _ALIGNMENT, weight)
 
     def _prefill_step(

@@ -32,7 +32,7 @@ class Reserve:
 
     def holds(self, num_rows: int, num_positions: int) -> bool:
         """Whether a batch is within it."""
-        return num_rows <= self.rows and num_positions <= self.longest
+        return num_rows <= self.rows and num_positions <= self.padded(self.longest)
 
     def padded(self, num_positions: int) -> int:
         """The length of the captured prompts that one of this length is padded to."""
