@@ -26,7 +26,7 @@ from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import Interval
 from deft_client.libero.results.store import RunResults, load_run
 from deft_policies.commands.act import load_image
-from scripts.local_server import local_server
+from deft_server.reproduce.local_server import local_server
 
 SUITE, TASKS, TRIALS = "libero_object", "0,6,7", "40-49"
 PLAIN, LOSSLESS, DEFT = "autoregressive", "lossless", "deft"

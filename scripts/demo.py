@@ -11,7 +11,7 @@ from pathlib import Path
 from deft_client import PolicyClient
 from deft_client.libero.commands import evaluate as evaluate_command
 from deft_client.libero.commands import report as report_command
-from scripts.local_server import ServerDidNotStartError, local_server
+from deft_server.reproduce.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")
 DECODINGS = ("autoregressive", "lossless", "deft")

@@ -24,7 +24,7 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ActMessage
-from scripts.local_server import local_server
+from deft_server.reproduce.local_server import local_server
 from tests.client.peers.captures import act_captures, frames
 from tests.client.peers.mutations import mutate
 from tests.server.compat.groot_messages import FLAT, OBSERVATION, packed

@@ -23,7 +23,7 @@ from PIL import Image
 from deft_client import ClientSettings, Observation, PolicyClient
 from deft_client.settings import TlsFiles
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
-from scripts.local_server import local_server
+from deft_server.reproduce.local_server import local_server
 
 ROOT = Path(__file__).parents[1]
 INSTRUCTION = "pick up the butter and place it in the basket"

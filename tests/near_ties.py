@@ -1,6 +1,6 @@
 """Is exact match lossless in bfloat16? Sessions over the golden checkpoint, every flip explained.
 
-    python -m tests.near_ties [SESSIONS]
+    python -m tests.near_ties [SESSIONS [SOURCE...]]
 
 For every draft source as many sessions as asked for (500), each of two frames, with a tree, a batch
 and further sources drawn by its number. A pass over many nodes rounds unlike a pass over one, so a
@@ -222,10 +222,11 @@ def batch_of(frames: Sequence[Prompts]) -> Prompts:
 def main(arguments: list[str]) -> int:
     """Play all sessions and list what flipped."""
     num_sessions = int(arguments[0]) if arguments else 500
+    kinds = [one for one in OUR_KINDS if one.value in (arguments[1:] or [one.value])]
     num_flips = num_faults = 0
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         bench = Bench(Path(folder))
-        for kind in OUR_KINDS:
+        for kind in kinds:
             for session in range(num_sessions):
                 for flip in bench.flips(kind, session):
                     num_flips, num_faults = num_flips + 1, num_faults + (not flip.is_near_tie)

@@ -12,8 +12,8 @@ import PIL.Image
 import pytest
 
 from deft_client import PolicyClient, control_loop
+from deft_server.reproduce.local_server import local_server
 from scripts.hostile_servers import dripping, frozen, holding_up, withholding
-from scripts.local_server import local_server
 from tests.client.samples import frame
 from tests.repository import ROOT, documented_commands, documents, name_of
 

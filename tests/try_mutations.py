@@ -133,7 +133,7 @@ MUTATIONS = (
     Mutation("acceptance/confidence", "        if self.gate:\n", "        if True:\n", RULES),
     Mutation(
         "acceptance/confidence",
-        "shifted = shifted & (scored.deviations.abs() <= self.shift_cap)",
+        "shifted = shifted & (scored.deviations.abs() <= self.shift_cap)[:, None]",
         "shifted = shifted & True",
         RULES,
     ),
@@ -159,7 +159,13 @@ MUTATIONS = (
         "self._visible(self._last_seen(self._length - 1)[:, None])",
         "decoding/drafts/test_recorded_head.py",
     ),
-    # Draft models, recycled tokens and judging timed apart.
+    # Branches of a tree, draft models, recycled tokens and judging timed apart.
+    Mutation(
+        "acceptance/confidence",
+        "branches.sum(dim=2, keepdim=True) * self.share",
+        "branches.any(dim=1).sum(dim=1)[:, None, None] * self.share",
+        RULES,
+    ),
     Mutation(
         "drafts/small_model",
         "end = last.accepted.num_accepted + 1",

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deft_client.actions import ActionQueue, ActionRules
+    from deft_client.actions import ActionRules
+    from deft_client.chunks import ActionQueue, Seam, SeamSizes
     from deft_client.client import AsyncPolicyClient, PolicyClient
     from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
     from deft_client.errors import DeftError, ProblemError, TransportError, WireError
@@ -48,6 +49,8 @@ __all__ = [
     "ProblemError",
     "Recorder",
     "Retries",
+    "Seam",
+    "SeamSizes",
     "ServerInfo",
     "StageTimings",
     "StreamClient",
@@ -59,7 +62,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "actions": ("ActionQueue", "ActionRules"),
+    "actions": ("ActionRules",),
+    "chunks": ("ActionQueue", "Seam", "SeamSizes"),
     "client": ("AsyncPolicyClient", "PolicyClient"),
     "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),

@@ -7,6 +7,7 @@ COMMANDS = {
     "act": Command("deft_client.commands.act", "send one picture, print the actions"),
     "eval": Command("deft_client.libero.commands.evaluate", "play LIBERO episodes, keep results"),
     "report": Command("deft_client.libero.commands.report", "results to a page, a table and CSV"),
+    "compare": Command("deft_client.libero.commands.compare", "two runs: what may be concluded"),
     "assets": Command("deft_client.libero.commands.assets", "build, show or check LIBERO's assets"),
     "datasets": Command(
         "deft_client.commands.datasets", "say what a data set holds, or export it for LeRobot"

@@ -1,18 +1,17 @@
-"""The actions of a chunk, one at a time, and what their numbers mean to one robot.
+"""What the numbers of an action mean to one robot.
 
 There are two kinds of dimension. A *motion* is what the robot does in one period (a delta of the
 pose, a velocity): zero stays. A *position* is where it shall be (an absolute joint, a gripper, each
-of several grippers): zero is a place like any other, and staying means the position as it was.
+of several grippers): zero is a place like any other, and staying means the position as it was. Of
+either, a *switch* has nothing between its values (a gripper that is open or closed).
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import UnusableValueError
-from deft_client.types import ActionChunk
 
 Action = NDArray[np.float64]  # [action_dim]
 
@@ -22,16 +21,19 @@ class ActionRules:
     """The kinds and limits of a robot's actions; tuples are [action_dim], and None is no limit.
 
     `max_step` bounds what one period may do: of a motion its amount, of a position how far it is
-    from the one before. `low` and `high` bound the numbers themselves.
+    from the one before. `max_change` bounds how far any command is from the one before: a motion
+    speeds up and slows down by so much a period. `low` and `high` bound the numbers themselves.
     """
 
     is_motion: tuple[bool, ...]
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
     max_step: tuple[float, ...] | None = None  # infinity where a dimension has no such limit
+    is_switch: tuple[bool, ...] | None = None  # None: no dimension is
+    max_change: tuple[float, ...] | None = None  # as max_step
 
     def __post_init__(self) -> None:
-        for name in ("low", "high", "max_step"):
+        for name in ("low", "high", "max_step", "is_switch", "max_change"):
             values = getattr(self, name)
             if values is None:
                 continue
@@ -40,8 +42,20 @@ class ActionRules:
                     f"{name} must be {len(self.is_motion)} numbers, one for each entry of "
                     f"is_motion, got {values}"
                 )
-        if not self.is_motion or (self.max_step is not None and min(self.max_step) < 0):
-            raise ValueError(f"at least one dimension and no max_step below 0 are needed: {self}")
+        if not self.is_motion or min((*(self.max_step or ()), *(self.max_change or ()), 0)) < 0:
+            raise ValueError(
+                f"at least one dimension, and no max_step or max_change below 0, are needed: {self}"
+            )
+
+    @property
+    def motions(self) -> NDArray[np.bool_]:
+        """Which dimensions are motions, [action_dim]; the others are positions."""
+        return np.array(self.is_motion)
+
+    @property
+    def switches(self) -> NDArray[np.bool_]:
+        """Which dimensions have nothing between their values, [action_dim]."""
+        return np.array(self.is_switch or (False,) * len(self.is_motion))
 
     def check(self, actions: NDArray[np.float64]) -> None:
         """Refuse actions [step, action_dim] of another size, or beyond `low` and `high`."""
@@ -58,30 +72,29 @@ class ActionRules:
             )
 
     def limited(self, action: Action, before: Action | None) -> Action | None:
-        """Return the action as far as `max_step` allows.
+        """Return the action as far as `max_step` and `max_change` allow.
 
-        `before` holds the positions commanded last, or measured. None where they are unknown but
-        needed: then nobody can say how far the action would go.
+        `before` is the action commanded last, or one that holds what was measured. None where
+        positions are unknown but needed: then nobody can say how far the action would go.
         """
-        if self.max_step is None:
-            return action
-        steps = np.array(self.max_step)
+        steps, changes = self._bounds(self.max_step), self._bounds(self.max_change)
         if before is None:
-            if np.isfinite(steps[~self._motions]).any():
+            if np.isfinite(np.minimum(steps, changes)[~self.motions]).any():
                 return None
             before = np.zeros_like(action)  # of motions; what else there is has no limit
-        origin = np.where(self._motions, 0.0, before)
-        return np.clip(action, origin - steps, origin + steps)
+        near = np.clip(action, before - changes, before + changes)
+        origin = np.where(self.motions, 0.0, before)
+        limited: Action = np.clip(near, origin - steps, origin + steps)
+        return limited
 
     def hold(self, before: Action | None) -> Action | None:
         """Return the action that stays: no motion, every position as it was; None where unknown."""
         if before is None:
             return np.zeros(len(self.is_motion)) if all(self.is_motion) else None
-        return np.where(self._motions, 0.0, before)
+        return np.where(self.motions, 0.0, before)
 
-    @property
-    def _motions(self) -> NDArray[np.bool_]:
-        return np.array(self.is_motion)
+    def _bounds(self, limits: tuple[float, ...] | None) -> NDArray[np.float64]:
+        return np.array(limits or (np.inf,) * len(self.is_motion))
 
 
 def check_actions(actions: NDArray[np.float64], action_dim: int | None = None) -> None:
@@ -96,39 +109,3 @@ def check_actions(actions: NDArray[np.float64], action_dim: int | None = None) -
         )
     if not np.isfinite(actions).all():
         raise UnusableValueError("actions", "must be finite, got NaN or infinity")
-
-
-class ActionQueue:
-    """The actions still to be executed.
-
-    `execute` limits how many actions of a chunk are used before a fresh observation is worth more
-    than the rest of the plan; None means all of them.
-    """
-
-    def __init__(self, execute: int | None = None) -> None:
-        if execute is not None and execute < 1:
-            raise ValueError(f"execute must be at least 1 action of each chunk, got {execute}")
-        self._execute = execute
-        self._actions: deque[Action] = deque()
-
-    def __len__(self) -> int:
-        return len(self._actions)
-
-    @property
-    def is_empty(self) -> bool:
-        """Is it time to ask the policy again?"""
-        return not self._actions
-
-    def refill(self, chunk: ActionChunk) -> None:
-        """Replace what is left by the actions of a newer chunk."""
-        self._actions = deque(chunk.actions[: self._execute])
-
-    def next(self) -> Action:
-        """Take the next action."""
-        if not self._actions:
-            raise IndexError("the queue is empty: refill it with the answer to a new observation")
-        return self._actions.popleft()
-
-    def clear(self) -> None:
-        """Forget what is left: an episode starts, or something went wrong."""
-        self._actions.clear()

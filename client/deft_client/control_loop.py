@@ -15,10 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
-from deft_client.actions import Action, ActionQueue, ActionRules
+from deft_client.actions import Action, ActionRules
 from deft_client.calls import ActingPolicy
+from deft_client.chunks import ActionQueue, Moment, Seam, SeamSizes
 from deft_client.errors import DeftError
-from deft_client.types import ActOptions, Observation
+from deft_client.types import ActionChunk, ActOptions, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,13 @@ class Arm(Protocol):
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How a loop runs. `execute` limits how many actions of a chunk are used before a new frame."""
+    """How a loop runs. `seam` and `execute` say when to ask, and what becomes of the answers."""
 
     period_s: float = 0.1
     watchdog_s: float = 0.2  # without a command; the arm is stopped then
     options: ActOptions = field(default_factory=lambda: ActOptions(deadline_ms=500))
-    execute: int | None = None
+    execute: int | None = None  # actions of a chunk that are used if the next answer is in time
+    seam: Seam = Seam.FREEZE
 
     def __post_init__(self) -> None:
         if not 0 < self.period_s * (1 + WAIT_SHARE) < self.watchdog_s:
@@ -72,6 +74,7 @@ class LoopStatus:
     stops: int = 0  # holds where nobody knew a position to stay at
     limited: int = 0  # moves that went less far than the policy wanted
     stalls: int = 0  # times the watchdog stopped the arm
+    seams: SeamSizes = SeamSizes()  # of what the policy wanted; limits come after
     problem: Exception | None = None
 
 
@@ -79,8 +82,9 @@ class ControlLoop:
     """One arm driven by one policy: `with ControlLoop(...)` in the background, or `run` here.
 
     Every period the arm gets one command: the policy's next action as far as the rules allow, or
-    the one that holds it. Whatever the policy raises is a reason to hold and to ask again; what
-    `move` raises ends the loop, with the arm stopped.
+    the one that holds it. The policy is asked so early that chunks follow each other without a
+    hold, where they are long enough for that. Whatever the policy raises is a reason to hold and to
+    ask again; what `move` raises ends the loop, with the arm stopped.
     """
 
     def __init__(
@@ -92,9 +96,10 @@ class ControlLoop:
     ) -> None:
         self._policy, self._arm, self._rules = policy, arm, rules
         self._settings = settings or LoopSettings()
-        self._queue = ActionQueue(self._settings.execute)
+        self._queue = ActionQueue(rules, self._settings.seam, self._settings.execute)
         self._changed = threading.Condition()
-        self._is_asking = False
+        self._asked: Moment | None = None  # while the policy is asked
+        self._is_announced = False
         self._stopping = threading.Event()
         # Each is written by one thread: that of the commands, of the questions, of the watchdog.
         self._commands = LoopStatus()
@@ -108,7 +113,9 @@ class ControlLoop:
     @property
     def status(self) -> LoopStatus:
         """How it is going; may be read from any thread."""
-        return replace(self._commands, stalls=self._stalls, problem=self._problem)
+        return replace(
+            self._commands, stalls=self._stalls, seams=self._queue.seams, problem=self._problem
+        )
 
     def start(self) -> None:
         """Run in the background until `stop`."""
@@ -175,13 +182,14 @@ class ControlLoop:
     def _next_action(self, moment: float) -> Action | None:
         """Return the next action, or None where there is none at a moment."""
         with self._changed:
-            if self._queue.is_empty:
-                self._is_asking = True
+            if self._queue.is_due and self._asked is None:
+                self._asked = self._queue.now
                 self._changed.notify_all()
+            if self._queue.is_empty:
                 self._changed.wait_for(
                     lambda: not self._queue.is_empty, max(moment - time.monotonic(), 0.0)
                 )
-            return None if self._queue.is_empty else self._queue.next()
+            return self._queue.next()
 
     def _command(self, wanted: Action | None) -> None:
         before = self._measured() if self._last is None else self._last
@@ -204,34 +212,40 @@ class ControlLoop:
 
     def _measured(self) -> Action | None:
         position = self._arm.position()
-        return position if position is not None and np.isfinite(position).all() else None
+        known = position is not None and np.isfinite(position).all()
+        return self._rules.hold(position) if known else None
 
     def _ask(self) -> None:
-        """Ask whenever the queue is empty; a new episode is announced first."""
-        is_announced = False
+        """Ask whenever the queue is due."""
         while self._is_wanted():
-            try:
-                if not is_announced:
-                    self._policy.reset()
-                    is_announced = True
-                chunk = self._policy.act(self._arm.observe(), self._settings.options)
-                self._rules.check(chunk.actions)
-            except DeftError as error:
-                self._note(error)
-            except Exception as error:  # of a camera, or a mistake: the arm holds all the same
-                logger.exception("no action")
-                self._note(error)
-            else:
-                self._note(None)
-                with self._changed:
-                    self._queue.refill(chunk)
+            chunk = self._answer()
             with self._changed:
-                self._is_asking = False
+                if chunk is not None:
+                    self._queue.refill(chunk, self._asked)
+                self._asked = None
                 self._changed.notify_all()
+
+    def _answer(self) -> ActionChunk | None:
+        """What the policy makes of the newest frame; a new episode is announced first."""
+        try:
+            if not self._is_announced:
+                self._policy.reset()
+                self._is_announced = True
+            chunk = self._policy.act(self._arm.observe(), self._settings.options)
+            self._rules.check(chunk.actions)
+        except DeftError as error:
+            self._note(error)
+        except Exception as error:  # of a camera, or a mistake: the arm holds all the same
+            logger.exception("no action")
+            self._note(error)
+        else:
+            self._note(None)
+            return chunk
+        return None
 
     def _is_wanted(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_asking or self._stopping.is_set())
+            self._changed.wait_for(lambda: self._asked is not None or self._stopping.is_set())
         return not self._stopping.is_set()
 
     def _note(self, problem: Exception | None) -> None:

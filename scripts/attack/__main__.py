@@ -23,8 +23,8 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
+from deft_server.reproduce.local_server import local_server
 from scripts.attack.floods import FLOODS, run_flood
-from scripts.local_server import local_server
 
 MAX_GROWTH_MB = 100.0
 MAX_HEALTH_S = 0.5

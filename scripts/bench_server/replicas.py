@@ -25,6 +25,7 @@ from deft_client.wire.messages import ActMessage
 from deft_client.wire.msgpack_codec import encode_request
 from deft_server.planning.service_times import parse
 from deft_server.planning.simulate import Capacity, Fleet, Forecast, simulate
+from deft_server.reproduce.local_server import local_server
 from deft_server.serving.waiting_line import LineRules
 from scripts.bench_server.load import (
     Connection,
@@ -35,7 +36,6 @@ from scripts.bench_server.load import (
     message,
     sessions,
 )
-from scripts.local_server import local_server
 
 FRAME_SIDE = 258  # 200 kB of pixels
 REPLICA_NAME = "ray::ServeReplica:deft:PolicyReplica"

@@ -16,6 +16,9 @@ COMMANDS = {
     ),
     "index": Command("deft_policies.commands.index", "store frames and actions to draft from"),
     "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),
+    "reproduce": Command(
+        "deft_server.commands.reproduce", "the papers' tables and figures, from recorded lines"
+    ),
     "replay": Command(
         "deft_server.commands.replay", "run recorded frames through a policy and compare"
     ),

@@ -1,13 +1,12 @@
-"""What staying and a limit mean, for each kind of action; chunks are handed out in order."""
+"""What staying and a limit mean, for each kind of action."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_client.actions import ActionQueue, ActionRules, check_actions
+from deft_client.actions import ActionRules, check_actions
 from deft_client.errors import UnusableValueError
-from deft_client.types import ActionChunk
 
 DELTAS = ActionRules((True,) * 6 + (False,), max_step=(0.1,) * 6 + (np.inf,))
 JOINTS = ActionRules((False,) * 3, max_step=(0.2,) * 3)
@@ -50,6 +49,17 @@ def test_a_distance_cannot_be_limited_from_nowhere():
     np.testing.assert_array_equal(limited, [0.1, 0, 0, 0, 0, 0, 1.0])
 
 
+def test_a_change_is_limited_whatever_the_kind():
+    """A motion speeds up and slows down little by little; a gripper without a limit snaps."""
+    rules = ActionRules((True, False, False), max_change=(0.1, 0.2, np.inf))
+    before = np.array([0.5, 1.0, 0.0])
+    np.testing.assert_allclose(rules.limited(np.array([-1.0, 0.0, 1.0]), before), [0.4, 0.8, 1.0])
+    np.testing.assert_allclose(rules.limited(np.array([0.45, 1.1, 1.0]), before), [0.45, 1.1, 1.0])
+    assert rules.limited(np.zeros(3), None) is None
+    fast = ActionRules((True,), max_step=(0.3,), max_change=(0.5,))
+    np.testing.assert_allclose(fast.limited(np.array([1.0]), np.array([0.1])), [0.3])
+
+
 numbers = st.floats(-1e6, 1e6)
 
 
@@ -87,53 +97,10 @@ def test_any_size_is_taken_where_none_was_promised():
         {"is_motion": (True,), "low": (0.0, 0.0)},
         {"is_motion": (True,), "high": (np.nan,)},
         {"is_motion": (True,), "max_step": (-0.1,)},
+        {"is_motion": (True,), "max_change": (-0.1,)},
+        {"is_motion": (True,), "is_switch": (True, False)},
     ],
 )
 def test_rules_that_make_no_sense_are_refused(values):
     with pytest.raises(ValueError, match="needed|must be"):
         ActionRules(**values)
-
-
-CHUNK = ActionChunk(np.arange(21.0).reshape(3, 7))
-
-
-def test_a_new_queue_asks_for_actions():
-    assert ActionQueue().is_empty
-    with pytest.raises(IndexError, match="refill"):
-        ActionQueue().next()
-
-
-def test_actions_come_in_the_order_of_the_chunk():
-    queue = ActionQueue()
-    queue.refill(CHUNK)
-    taken = []
-    while not queue.is_empty:
-        taken.append(queue.next())
-    np.testing.assert_array_equal(taken, CHUNK.actions)
-
-
-def test_only_the_first_actions_of_a_chunk_are_used_when_told_so():
-    queue = ActionQueue(execute=2)
-    queue.refill(CHUNK)
-    assert len(queue) == 2
-
-
-def test_a_newer_chunk_replaces_what_is_left():
-    queue = ActionQueue()
-    queue.refill(CHUNK)
-    queue.next()
-    queue.refill(ActionChunk(CHUNK.actions + 100))
-    assert len(queue) == 3
-    assert queue.next()[0] == 100
-
-
-def test_an_episode_starts_with_nothing_left_over():
-    queue = ActionQueue()
-    queue.refill(CHUNK)
-    queue.clear()
-    assert queue.is_empty
-
-
-def test_executing_less_than_one_action_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        ActionQueue(execute=0)

@@ -90,6 +90,26 @@ def test_each_answer_is_executed_action_by_action_and_then_the_newest_frame_is_a
     assert (status.moves, status.holds, status.problem) == (3, 0, None)
 
 
+def test_a_policy_that_takes_several_periods_is_asked_so_early_that_the_arm_never_holds():
+    """Every answer comes three commands after its question; chunks have enough to spare."""
+    arm = RecordingArm()
+
+    class Slow(ScriptedPolicy):
+        def act(self, observation, options=None):
+            until = len(arm.commands) + 3
+            while len(arm.commands) < until and not self.let_go.wait(0.001):
+                pass
+            return ActionChunk(np.tile([0.25, 0.5, 1.0], (60, 1)))
+
+    policy = Slow()
+    settings = LoopSettings(period_s=0.005, watchdog_s=10.0, execute=10)
+    status = run(policy, arm, 60, settings=settings)
+    first = next(index for index, one in enumerate(arm.commands) if one != "stop")
+    assert arm.commands[first:60] == [[0.25, 0.5, 1.0]] * (60 - first)
+    assert arm.frames > 3
+    assert status.seams.commanded == 0.0
+
+
 def test_a_policy_that_falls_silent_leaves_the_arm_holding_every_period():
     """Motions are zero then, and the gripper stays as it was: a cup is not dropped."""
     policy = ScriptedPolicy([[0.1, 0.2, 1.0]])

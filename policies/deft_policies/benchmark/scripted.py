@@ -50,11 +50,15 @@ class Script:
     chances: tuple[float, ...] = ()  # of tokens 2 to 7 on the head's path; empty: no head
     is_guarded: bool = False
     loop: Loop = Loop.LEAN
+    chain: int | None = None  # levels of a head that grows one branch; None: a whole tree
 
     @staticmethod
-    def of_head(name: str, right: float, is_guarded: bool = False) -> "Script":
+    def of_head(
+        name: str, right: float, is_guarded: bool = False, chain: int | None = None
+    ) -> "Script":
         """A head whose path is right for as long as every one of its tokens is."""
-        return Script(name, chances=(right,) * (_ACTION_LENGTH - 1), is_guarded=is_guarded)
+        chances = (right,) * (_ACTION_LENGTH - 1)
+        return Script(name, chances=chances, is_guarded=is_guarded, chain=chain)
 
     @staticmethod
     def of_published(name: str, shares: Sequence[float]) -> "Script":
@@ -68,6 +72,8 @@ class Script:
         riders = (DraftKind.RETRIEVAL,) if self.num_chains else ()
         rounds = (DraftKind.HEAD,) if self.chances else (DraftKind.RETRIEVAL,)
         shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.loop is Loop.PUBLISHED)
+        if self.chain is not None:
+            shape = TreeShape.chain(self.chain)
         plan = Plan(self.name, riders, rounds, shape)
         return replace(
             find_method("lossless"),

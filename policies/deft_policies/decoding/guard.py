@@ -81,8 +81,8 @@ class Guard:
         tried = self._worth_trying(unknown, prices, best, size) if may_try else None
         if tried is not None:
             return Choice(tried, f"trying {tried} beside {best}", is_trial=True)
-        against = f"{self._plain} {prices[self._plain]:.2f} ms"
-        return Choice(best, f"{best} {prices[best]:.2f} ms expected, {against}")
+        against = f"{prices[self._plain]:.2f} ms with {self._plain}"
+        return Choice(best, f"expects {prices[best]:.2f} ms with {best}, {against}")
 
     def learn(
         self, choice: Choice, cost: ActionCost, sessions: Sequence[PassesNeeded | None]

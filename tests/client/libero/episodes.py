@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from deft_client.chunks import SeamSizes
 from deft_client.libero.results.records import AnswerRecord, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import RunHeader
 from deft_client.types import StageTimings
@@ -45,6 +46,7 @@ def record(
         answers=answers,
         held_steps=1,
         late_steps=2,
+        seams=SeamSizes(commanded=0.75, inside=0.5),
         wall_s=3.25,
         finished_s=1.7e9 + 100 * task + trial,
         assets="stand-in 1234",

@@ -37,12 +37,13 @@ def test_flags_name_sources_and_the_conventions_of_a_head() -> None:
         "--draft-rope=published",
         "--draft-key-mask=prefix-only",
         "--self-draft-layers=2",
+        "--draft-model=elsewhere",
         "--no-guard",
     )
     assert options.drafts == (DraftKind.PREVIOUS, DraftKind.HEAD)
     assert options.rope_offset is RopeOffset.PUBLISHED
     assert options.key_mask is KeyMask.PREFIX_ONLY
-    assert options.self_draft_layers == 2
+    assert (options.self_draft_layers, options.draft_model) == (2, "elsewhere")
     assert not options.is_guarded
 
 

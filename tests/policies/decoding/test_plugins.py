@@ -111,6 +111,17 @@ def test_knobs_reach_the_rule_and_the_method() -> None:
     assert str(find_method("spec-vla:rule=top-k,k=3").rule) == "TopK(k=3)"
     assert find_method("lossless:plan=memory").plans[0].name == "memory"
     assert not find_method("lossless:plan=memory").is_guarded
+    specvlm = find_method("specvlm:patch_share=0.2,multi_level=on")
+    assert (specvlm.patch_share, specvlm.multi_level) == (0.2, True)
+    assert specvlm.described()["small model"] == "multi_level=True, patch_share=0.2"
+
+
+def test_the_tree_of_eagle_has_25_guesses_on_5_levels() -> None:
+    template = find_method("lossless:tree=eagle").plans[0].shape.template
+    assert template == find_method("specvlm").plans[0].shape.template
+    assert template is not None
+    assert [len(template.level(depth)) for depth in range(1, 6)] == [4, 8, 8, 3, 2]
+    assert template.num_inner == 11
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,9 @@ def test_knobs_reach_the_rule_and_the_method() -> None:
         ("lossless:tree=dynamic+99+8+9", "dynamic takes numbers up to 16, 32, 256"),
         ("lossless:tree=bush", "expected dynamic:LEVELS"),
         ("deft:temperature=1", "cannot sample"),
+        ("specvlm:patch_share=0", "expected a share above 0 and up to 1, got '0'"),
+        ("specvlm:patch_share=all", "expected a number, got 'all'"),
+        ("fly:multi_level=2", "expected on or off, got '2'"),
         ("lossless:limit", "has no knob 'limit'"),
         ("nobody:x=1", "unknown decoding 'nobody'"),
     ],

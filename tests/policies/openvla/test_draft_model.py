@@ -1,7 +1,7 @@
 """Standard speculative decoding: another checkpoint drafts, with pictures and words of its own."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,13 +13,15 @@ from deft_policies.base import ActRequest
 from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.tokenizer import build_tokenizer
 from deft_policies.checkpoint.writer import write_checkpoint
+from deft_policies.decoding.records import StageClock
+from deft_policies.decoding.target import Prompts
 from deft_policies.errors import CheckpointError, UnusableObservationError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.sizes import ActionVocabulary, OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
-from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.openvla.policy import OpenVLAPolicy, PolicyParts
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import random_tensors
 from tests.tiny_openvla import tiny_config
@@ -85,6 +87,26 @@ def test_another_model_changes_no_answer_that_is_judged_exactly(
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     named = {name for trace in drafted for one in trace.passes for name in one.sources if name}
     assert named == {"ngram" if method == "pld" else "small-model"}
+
+
+def test_the_draft_model_looks_at_no_frame_that_it_does_not_draft_for(tmp_path: Path) -> None:
+    policy = load_policy(replace(GOLDEN, draft_model=str(tiny(tmp_path))))
+    counted: list[str] = []
+
+    @dataclass(frozen=True, eq=False)
+    class Counting(PolicyParts):
+        def read(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+            counted.extend(one.instruction for one in observations)
+            return super().read(observations, clock)
+
+    assert policy.parts.draft is not None
+    draft = Counting(**vars(policy.parts.draft))
+    watched = OpenVLAPolicy(replace(policy.parts, draft=draft))
+    act(watched, "autoregressive")
+    act(watched, "pld")
+    assert counted == []
+    act(watched, "small-model")
+    assert len(counted) == 2
 
 
 def test_rows_that_decode_differently_see_their_own_pictures(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from deft_client.chunks import Seam
 from deft_client.commands.connection import UsageError, add_connection_options, connection_settings
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
@@ -66,6 +67,7 @@ def read_options(arguments: list[str]) -> EvaluationOptions:
         num_episodes=options.episodes,
         decodings=tuple(dict.fromkeys(map(method_text, options.decoding or ()))) or (None,),
         pacings=pacings,
+        seam=Seam(options.seam),
         step_limit=options.step_limit,
         seed=options.seed,
         video=VideoChoice(options.video),
@@ -151,6 +153,10 @@ def _add_simulation(group: Group) -> None:
     group.add_argument(
         "--real-time", action="store_true",
         help="the simulator goes on at 20 Hz and holds the last action until an answer comes",
+    )  # fmt: skip
+    group.add_argument(
+        "--seam", choices=[one.value for one in Seam], default=Seam.FREEZE.value,
+        help="in real time, how one chunk of actions gives way to the next (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--lock-step", action="store_true",

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.chunks import ActionQueue, Moment, Seam, SeamSizes
 from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import Environment
@@ -41,13 +42,15 @@ class EpisodePlan:
     """Which episode, and by which rules.
 
     `executed_steps` actions of an answer are executed before the next observation is sent; None
-    means all of them. `seed` settles Python's and numpy's global generators.
+    means all of them. In real time `seam` says how one answer gives way to the next. `seed` settles
+    Python's and numpy's global generators.
     """
 
     trial: int
     step_limit: int
     session_id: str
     executed_steps: int | None = None
+    seam: Seam = Seam.FREEZE
     seed: int = 7
     keeps_images: bool = False
 
@@ -62,6 +65,7 @@ class EpisodeLog:
     has_succeeded: bool = False
     held_steps: int = 0
     late_steps: int = 0
+    seams: SeamSizes = SeamSizes()  # in real time
 
 
 StepHook = Callable[[EpisodeLog], None]
@@ -128,27 +132,10 @@ def play_in_lock_step(
     while not simulation.is_over:
         chunk = policy.act(simulation.observe())
         step = len(log.actions)
-        log.answers.append(_answer_record(chunk, step, step))
+        log.answers.append(AnswerRecord.of(chunk, step, step))
         for action in chunk.actions[: plan.executed_steps]:
             if not simulation.is_over:
                 simulation.execute(action)
-
-
-def _answer_record(chunk: ActionChunk, asked_step: int, used_step: int) -> AnswerRecord:
-    """What is kept of an answer beside its actions."""
-    trace = chunk.trace
-    if trace is None:
-        return AnswerRecord(asked_step, used_step, chunk.timings)
-    return AnswerRecord(
-        asked_step,
-        used_step,
-        chunk.timings,
-        accepted=trace.accepted_lengths,
-        num_tokens=len(trace.tokens),
-        num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
-        method=trace.method,
-        guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
-    )
 
 
 class Clock(Protocol):
@@ -253,12 +240,12 @@ class RealTimePlayer:
         """Play until the goal holds or the steps are used up; what happens goes into `log`."""
         simulation = _Simulation(self._environment, plan, log, after_step)
         self._policy.start(plan.session_id)
-        control = _Control(self._calls, plan.executed_steps, log)
+        control = _Control(self._calls, plan, log)
         due_s = self._clock.now_s()
         for step in range(plan.step_limit):
             control.receive(step)
             control.ask(step, simulation.observe())
-            simulation.execute(control.next_action(step))
+            simulation.execute(control.next_action())
             if log.has_succeeded:
                 return
             due_s = self._wait_for_next_step(due_s, log)
@@ -282,20 +269,17 @@ class RealTimePlayer:
 class _Control:
     """Decides what is executed at each step, and when to ask again."""
 
-    def __init__(self, calls: BackgroundCalls, executed_steps: int | None, log: EpisodeLog) -> None:
+    def __init__(self, calls: BackgroundCalls, plan: EpisodePlan, log: EpisodeLog) -> None:
         self._calls = calls
-        self._executed_steps = executed_steps
         self._log = log
-        self._actions = conventions.wait_action()[None]  # [step, action_dim], in force
-        self._asked_step = 0  # step whose frame they answer
-        self._next_ask = 0
-        self._sent_step: int | None = None  # step of the observation that is on its way
+        self._queue = ActionQueue(conventions.ACTION_RULES, plan.seam, plan.executed_steps)
+        self._asked: Moment | None = None  # while an observation is on its way
+        self._sent_step = 0
         self._arrived: TimedAnswer | None = None  # answered, but not yet due
-        self._last_index = -1
 
     def receive(self, step: int) -> None:
         """Put the newest answer in force if it is due."""
-        if self._sent_step is None:
+        if self._asked is None:
             return
         self._arrived = self._arrived or self._calls.collect()
         if self._arrived is None:
@@ -304,25 +288,25 @@ class _Control:
         if step < self._sent_step + latency_steps:
             return
         chunk, self._arrived = self._arrived.chunk, None
-        self._log.answers.append(_answer_record(chunk, self._sent_step, step))
-        self._actions, self._asked_step = chunk.actions, self._sent_step
-        self._last_index = -1
-        # Ask so early that the next answer should be there when these actions are used up.
-        wanted = self._executed_steps or len(chunk.actions)
-        self._next_ask = self._asked_step + max(1, wanted - latency_steps)
-        self._sent_step = None
+        self._log.answers.append(AnswerRecord.of(chunk, self._sent_step, step))
+        self._queue.refill(chunk, self._asked)
+        self._asked = None
 
     def ask(self, step: int, observation: Observation) -> None:
         """Send the newest frame unless an older one is on its way, or there is no need yet."""
-        if self._sent_step is None and step >= self._next_ask:
+        if self._asked is None and self._queue.is_due:
             self._calls.send(observation)
-            self._sent_step = step
+            self._asked, self._sent_step = self._queue.now, step
 
-    def next_action(self, step: int) -> NDArray[np.float64]:
-        """The action meant for this step, or the last one there is, held."""
-        index = min(step - self._asked_step, len(self._actions) - 1)
-        if index == self._last_index:
-            self._log.held_steps += 1
-        self._last_index = index
-        action: NDArray[np.float64] = self._actions[index]
-        return action
+    def next_action(self) -> NDArray[np.float64]:
+        """The action meant for this step, or the last one there was, held."""
+        action = self._queue.next()
+        self._log.seams = self._queue.seams
+        if action is not None:
+            return action
+        if not self._log.answers:
+            self._log.held_steps += bool(self._log.actions)
+            return conventions.wait_action()
+        self._log.held_steps += 1
+        self._queue.note(self._log.actions[-1])
+        return self._log.actions[-1]

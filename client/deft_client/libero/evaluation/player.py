@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deft_client.chunks import Seam
 from deft_client.errors import (
     AccessDeniedError,
     ConflictError,
@@ -62,6 +63,7 @@ class WorkerSettings:
     pacing: Pacing = Pacing.LOCK_STEP
     step_limit: int = 0
     executed_steps: int | None = None
+    seam: Seam = Seam.FREEZE  # in real time
     seed: int = 7
     video: VideoChoice = VideoChoice.NONE
 
@@ -174,6 +176,7 @@ class Player:
             step_limit=settings.step_limit,
             session_id=f"{episode}-{uuid.uuid4().hex[:12]}",  # no two tries share one
             executed_steps=settings.executed_steps,
+            seam=settings.seam,
             seed=settings.seed,
             keeps_images=settings.video is not VideoChoice.NONE,
         )
@@ -191,6 +194,7 @@ class Player:
             answers=tuple(log.answers),
             held_steps=log.held_steps,
             late_steps=log.late_steps,
+            seams=log.seams,
             wall_s=wall_s,
             finished_s=time.time(),
             assets="" if assets is None else str(assets.label),

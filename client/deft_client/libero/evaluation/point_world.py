@@ -3,6 +3,9 @@
 The point goes where actions push it; an episode succeeds when it rests in the circle. Use it with
 `--environment point_world`; `--policy solve` always gets there. It is also the example to follow
 for connecting another simulator.
+
+The suite `point_world_grasp` is for policies that answer chunks, such as `plan`: an episode fails
+when the gripper closes beside the circle.
 """
 
 import numpy as np
@@ -19,22 +22,27 @@ from deft_client.libero.simulator.environment import (
 from deft_client.libero.simulator.suites import NUM_TRIALS, Suite, Task
 from deft_client.types import ActionChunk, Image, Observation
 
-SUITE = "point_world"
+SUITE, GRASP_SUITE = "point_world", "point_world_grasp"
 _TASKS = ("push_the_point_left", "push_the_point_away", "push_the_point_to_the_corner")
 _STEP_LIMIT = 80
 _METRES_PER_ACTION = 0.02
 _REACH = 0.03  # metres between point and circle at which the goal holds
 _EDGE = 0.5  # metres from the middle of the table
 _CIRCLES = np.array([[-0.35, 0.0, 0.0], [0.0, 0.35, 0.0], [0.33, 0.33, 0.0]])  # [task, xyz]
+# Of the policy that plans: actions in a chunk; errors of its sight, in shares of the distance, and
+# of its direction, in radians; how much of the way it makes in a step, at most a whole action.
+_CHUNK, _SIGHT_ERROR, _TURN_ERROR, _GAIN = 8, 0.07, 0.3, 0.5
+_TINY = 1e-9
+_SEED_GRID = 1e4  # per metre: so fine that errors differ, so coarse that no rounding matters
 _BACKGROUND, _CIRCLE, _POINT = (236, 232, 224), (90, 160, 110), (190, 60, 50)
 
 
 def find_suite(name: str) -> Suite:
     """The suites of this simulator, as `--environment` asks for them."""
-    if name != SUITE:
-        raise UnknownSuiteError(name, [SUITE])
-    tasks = tuple(Task(SUITE, number, task) for number, task in enumerate(_TASKS))
-    return Suite(SUITE, _STEP_LIMIT, SUITE, tasks)
+    if name not in (SUITE, GRASP_SUITE):
+        raise UnknownSuiteError(name, [SUITE, GRASP_SUITE])
+    tasks = tuple(Task(name, number, task) for number, task in enumerate(_TASKS))
+    return Suite(name, _STEP_LIMIT, name, tasks)
 
 
 def open_environment(task: Task, settings: EnvironmentSettings) -> "PointWorld":
@@ -44,9 +52,18 @@ def open_environment(task: Task, settings: EnvironmentSettings) -> "PointWorld":
 
 def solve(environment: Environment) -> EpisodePolicy:
     """A policy that pushes the point straight into the circle."""
+    return _Solver(_point_world(environment))
+
+
+def plan(environment: Environment) -> EpisodePolicy:
+    """A policy that answers chunks, each by the frame alone and a little differently."""
+    return _Planner(_point_world(environment))
+
+
+def _point_world(environment: Environment) -> "PointWorld":
     if not isinstance(environment, PointWorld):
         raise TypeError(f"solves only PointWorld, got {type(environment).__name__}")
-    return _Solver(environment)
+    return environment
 
 
 class PointWorld:
@@ -59,12 +76,13 @@ class PointWorld:
         self.point = np.zeros(3)
         self._settings = settings
         self._is_closed = False
+        self._is_lost = False
 
     def reset(self, trial: int) -> Frame:
         """Put the point where the trial has it."""
         rng = np.random.default_rng((self._settings.seed, self.task.number, trial))
         self.point = np.append(rng.uniform(-_EDGE / 2, _EDGE / 2, size=2), 0.0)
-        self._is_closed = False
+        self._is_closed = self._is_lost = False
         return self._frame()
 
     def step(self, action: NDArray[np.float64]) -> StepResult:
@@ -72,7 +90,10 @@ class PointWorld:
         self.point = np.clip(self.point + action[:3] * _METRES_PER_ACTION, -_EDGE, _EDGE)
         self._is_closed = bool(action[6] > 0)
         away = float(np.linalg.norm(self.point[:2] - self.circle[:2]))
-        return StepResult(self._frame(), self._is_closed and away < _REACH)
+        is_inside = self._is_closed and away < _REACH
+        if self._is_closed and not is_inside and self.task.suite == GRASP_SUITE:
+            self._is_lost = True
+        return StepResult(self._frame(), is_inside and not self._is_lost)
 
     def close(self) -> None:
         """Nothing to free."""
@@ -105,6 +126,44 @@ class _Solver:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class _Planner:
+    """Sees the point in the frame, and the circle not quite where it is, the less so the farther.
+
+    Each chunk sets out in a direction of its own and then turns towards the circle.
+    """
+
+    def __init__(self, world: PointWorld) -> None:
+        self._circle = world.circle[:2]
+
+    def start(self, session_id: str) -> None:
+        """Nothing to forget."""
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """The pushes to the circle, slower near it, and then a closed gripper."""
+        assert observation.state is not None
+        place = observation.state[:2].astype(np.float64)
+        rng = np.random.default_rng(np.round(place * _SEED_GRID).astype(np.int64).view(np.uint64))
+        far = float(np.linalg.norm(self._circle - place))
+        circle = self._circle + _SIGHT_ERROR * far * rng.standard_normal(2)
+        turn = _TURN_ERROR * rng.standard_normal()
+        actions = np.zeros((_CHUNK, 7))
+        for step, action in enumerate(actions):
+            away = (circle - place) / _METRES_PER_ACTION
+            push = away * min(_GAIN, 1 / max(float(np.linalg.norm(away)), _TINY))
+            action[:2] = _turned(push, turn * (1 - step / _CHUNK))
+            place = place + action[:2] * _METRES_PER_ACTION
+            action[6] = 1.0 if np.linalg.norm(circle - place) < _REACH / 2 else -1.0
+        return ActionChunk(actions)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _turned(push: NDArray[np.float64], radians: float) -> NDArray[np.float64]:
+    along, across = np.cos(radians) * push, np.sin(radians) * push
+    return np.array([along[0] - across[1], along[1] + across[0]])
 
 
 def _paint_disc(

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+from deft_client.chunks import Seam
 from deft_client.libero.errors import ProfileError
 from deft_client.libero.evaluation.player import Pacing, VideoChoice, WorkerSettings
 from deft_client.libero.evaluation.selection import (
@@ -48,6 +49,7 @@ class EvaluationOptions:
     num_episodes: int | None = None
     decodings: Sequence[str | None] = (None,)  # None: the server's own choice
     pacings: Sequence[Pacing] = (Pacing.LOCK_STEP,)
+    seam: Seam = Seam.FREEZE  # in real time
     step_limit: int | None = None  # None: the suite's
     seed: int = 7
     video: VideoChoice = VideoChoice.NONE
@@ -131,6 +133,7 @@ def _settings(
         pacing=pacing,
         step_limit=asked.step_limit or suite.step_limit,
         executed_steps=profile.executed_steps,
+        seam=asked.seam,
         seed=asked.seed,
         video=asked.video,
     )
@@ -175,6 +178,8 @@ def _name_parts(settings: WorkerSettings, info: ServerInfo | None) -> Iterator[s
         yield f"widened-{100 * settings.environment.widen_metres:g}cm"
     if settings.pacing is Pacing.REAL_TIME:
         yield "real-time"
+        if settings.seam is not Seam.FREEZE:
+            yield settings.seam.value
     if source.network_delay_ms > 0:
         yield f"delay{source.network_delay_ms:g}ms"
 
@@ -196,6 +201,7 @@ def _options(settings: WorkerSettings) -> dict[str, str]:
         "policy_factory": source.factory,
         "profile": source.profile.name,
         "radius": "" if source.options.radius is None else str(source.options.radius),
+        **({"seam": settings.seam.value} if settings.pacing is Pacing.REAL_TIME else {}),
         "seed": str(settings.seed),
         "statistics_key": source.options.statistics_key or "",
         "step_limit": str(settings.step_limit),

@@ -44,7 +44,8 @@ _SLOWEST_RATE, _FASTEST_RATE = 1 / 16, 16.0  # of a video in a browser
 # What differs between any two runs, and says nothing of what they measured.
 _OWN_FACTS = ("run", "started", "folder")
 _DIMENSIONS = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
-_MARKS = {Outcome.SUCCEEDED: "✓", Outcome.FAILED: "×", Outcome.ERRORED: "!"}
+_MARKS = {Outcome.SUCCEEDED: "✓", Outcome.FAILED: "×", Outcome.ERRORED: "!",
+          Outcome.REPLAYED: "·"}  # fmt: skip
 _WHOLE = ("total_ms", "round_trip_ms")
 # Colours: one per stage, then what the server did besides, then what lies outside the server.
 _STAGE_STYLES = {
@@ -200,6 +201,8 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str, Sequence[str]]]:
     if summary.is_real_time:
         yield "held steps", f"{100 * summary.held_share:.1f}%", ()
         yield "late simulator steps", f"{100 * summary.late_share:.1f}%", ()
+        inside = (f"{summary.seams.inside:.2f} inside chunks",)
+        yield "largest step", f"{summary.seams.commanded:.2f}", inside
 
 
 def _tasks(views: Sequence[View]) -> list[tuple[str, int, str]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from deft_client.chunks import SeamSizes
 from deft_client.libero.results.records import (
     STAGES,
     AnswerRecord,
@@ -108,6 +109,7 @@ class RunSummary:
     held_share: float  # of the steps
     late_share: float  # of the steps; the simulator's own slowness in real time
     control_rate: float  # fresh actions per second
+    seams: SeamSizes  # the largest of any episode
     speculation: SpeculationSummary | None  # None when no answer came with a trace
 
     @property
@@ -138,7 +140,17 @@ def summarise(run: RunResults, keys: AbstractSet[TrialKey] | None = None) -> Run
         held_share=num_held / num_steps if num_steps else 0.0,
         late_share=sum(one.late_steps for one in played) / num_steps if num_steps else 0.0,
         control_rate=_control_rate(run.header, answers, num_steps, num_held),
+        seams=largest_seams(one.seams for one in played),
         speculation=_speculation(answers),
+    )
+
+
+def largest_seams(sizes: Iterable[SeamSizes]) -> SeamSizes:
+    """The largest steps of a set of episodes."""
+    found = list(sizes)
+    return SeamSizes(
+        commanded=max((one.commanded for one in found), default=0.0),
+        inside=max((one.inside for one in found), default=0.0),
     )
 
 

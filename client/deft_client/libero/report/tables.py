@@ -9,7 +9,7 @@ import numpy as np
 
 from deft_client.libero.report.summary import RunSummary, Successes
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.statistics import mcnemar_exact
+from deft_client.libero.results.statistics import Interval, mcnemar_exact
 from deft_client.libero.results.store import RunResults
 
 LUCK = 0.05  # p-values below it are called a difference
@@ -81,7 +81,7 @@ def compare(first: RunResults, second: RunResults, first_name: str, second_name:
 
 
 def _is_judged(record: EpisodeRecord) -> bool:
-    return record.outcome is not Outcome.ERRORED
+    return record.outcome.is_judged
 
 
 def _won(record: EpisodeRecord) -> bool:
@@ -104,6 +104,11 @@ def interval_text(successes: Successes) -> str:
     return f"{100 * interval.low:.1f}–{100 * interval.high:.1f}" if successes.num_judged else "–"
 
 
+def points_text(interval: Interval) -> str:
+    """`-3.1 to +0.4`, in percentage points."""
+    return f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}"
+
+
 def terminal_table(summaries: Sequence[RunSummary]) -> str:
     """A table with aligned columns."""
     rows = [_RUN_COLUMNS, *(_run_cells(summary) for summary in summaries)]
@@ -120,12 +125,16 @@ def terminal_table(summaries: Sequence[RunSummary]) -> str:
 
 def markdown_tables(summaries: Sequence[RunSummary], comparisons: Iterable[Comparison]) -> str:
     """All tables of the report."""
-    parts = [_markdown(_RUN_COLUMNS, [_run_cells(one) for one in summaries])]
-    parts.append(_markdown(_TASK_COLUMNS, [row for one in summaries for row in _task_rows(one)]))
-    parts.append(_markdown(_STAGE_COLUMNS, [row for one in summaries for row in _stage_rows(one)]))
+    parts = [markdown_table(_RUN_COLUMNS, [_run_cells(one) for one in summaries])]
+    parts.append(
+        markdown_table(_TASK_COLUMNS, [row for one in summaries for row in _task_rows(one)])
+    )
+    parts.append(
+        markdown_table(_STAGE_COLUMNS, [row for one in summaries for row in _stage_rows(one)])
+    )
     compared = [comparison_cells(one) for one in comparisons]
     if compared:
-        parts.append(_markdown(COMPARISON_COLUMNS, compared))
+        parts.append(markdown_table(COMPARISON_COLUMNS, compared))
     return "\n".join(parts)
 
 
@@ -136,7 +145,7 @@ def episodes_csv(runs: Iterable[RunResults]) -> str:
     writer.writerow(
         ("name", "run", "assets", "suite", "task", "trial", "instruction", "outcome", "steps",
          "answers", "mean_round_trip_ms", "passes", "relaxed_tokens", "tokens", "held_steps",
-         "late_steps", "wall_s", "video", "error")
+         "late_steps", "largest_step", "largest_step_inside", "wall_s", "video", "error")
     )  # fmt: skip
     for run in runs:
         for one in run.records:
@@ -148,14 +157,15 @@ def episodes_csv(runs: Iterable[RunResults]) -> str:
                  sum(len(answer.accepted) for answer in one.answers),
                  sum(answer.num_relaxed for answer in one.answers),
                  sum(answer.num_tokens for answer in one.answers),
-                 one.held_steps, one.late_steps, f"{one.wall_s:.3f}", one.video, one.error)
+                 one.held_steps, one.late_steps, f"{one.seams.commanded:.6g}",
+                 f"{one.seams.inside:.6g}", f"{one.wall_s:.3f}", one.video, one.error)
             )  # fmt: skip
     return stream.getvalue()
 
 
 _RUN_COLUMNS = (
     "run", "success", "95%", "errored", "p50 ms", "p95 ms", "p99 ms", "actions/s", "passes",
-    "committed", "relaxed", "held",
+    "committed", "relaxed", "held", "step", "inside",
 )  # fmt: skip
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
@@ -178,6 +188,8 @@ def _run_cells(summary: RunSummary) -> tuple[str, ...]:
         f"{speculation.committed_length:.2f}" if speculation else "–",
         f"{100 * speculation.relaxed_share:.1f}%" if speculation else "–",
         f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
+        f"{summary.seams.commanded:.2f}" if summary.is_real_time else "–",
+        f"{summary.seams.inside:.2f}" if summary.is_real_time else "–",
     )
 
 
@@ -217,7 +229,8 @@ def comparison_cells(one: Comparison) -> tuple[str, ...]:
     )
 
 
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as Markdown has them."""
     lines = [columns, ["---"] * len(columns), *rows]
     escaped = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
     return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"

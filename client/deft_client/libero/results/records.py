@@ -9,15 +9,16 @@ import base64
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.chunks import SeamSizes
 from deft_client.libero.errors import ResultsDamagedError
-from deft_client.types import StageTimings
+from deft_client.types import ActionChunk, StageTimings
 
 STAGES = tuple(one.name for one in fields(StageTimings))
 VIDEO_FPS = 30  # a frame a step, as the published evaluations; robots make 20 steps a second
@@ -30,11 +31,20 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 class Outcome(Enum):
-    """How an episode ended. ERRORED means that something broke: it says nothing of the policy."""
+    """How an episode ended. ERRORED means that something broke: it says nothing of the policy.
+
+    REPLAYED frames were recorded earlier and answered again: nothing ended, so nothing is judged.
+    """
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ERRORED = "errored"
+    REPLAYED = "replayed"
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it counts in a success rate."""
+        return self in (Outcome.SUCCEEDED, Outcome.FAILED)
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +77,23 @@ class AnswerRecord:
     method: str = ""
     guesses: tuple[int, ...] = ()  # of every pass; empty in runs that did not count them
 
+    @staticmethod
+    def of(chunk: ActionChunk, asked_step: int, used_step: int) -> "AnswerRecord":
+        """What is kept of an answer beside its actions."""
+        trace = chunk.trace
+        if trace is None:
+            return AnswerRecord(asked_step, used_step, chunk.timings)
+        return AnswerRecord(
+            asked_step,
+            used_step,
+            chunk.timings,
+            accepted=trace.accepted_lengths,
+            num_tokens=len(trace.tokens),
+            num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
+            method=trace.method,
+            guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class EpisodeRecord:
@@ -79,6 +106,7 @@ class EpisodeRecord:
     answers: tuple[AnswerRecord, ...] = ()
     held_steps: int = 0  # steps that repeated an action because no newer answer had come
     late_steps: int = 0  # real-time steps for which the simulator itself was too slow
+    seams: SeamSizes = SeamSizes()  # in real time
     wall_s: float = 0.0
     finished_s: float = 0.0  # when, in seconds since 1970; puts episodes in the order of playing
     assets: str = ""
@@ -101,6 +129,7 @@ def encode_record(record: EpisodeRecord, run: str) -> bytes:
         "outcome": record.outcome.value,
         "steps": record.num_steps,
         **{name: getattr(record, name) for name in _PLAIN},
+        "seams": asdict(record.seams),
         "wall_s": round(record.wall_s, 3),
         "finished_s": round(record.finished_s, 3),
         "answers": _encode_answers(record.answers),
@@ -124,6 +153,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
             outcome=Outcome(values["outcome"]),
             actions=_decode_actions(values["actions"]),
             answers=_decode_answers(values["answers"]),
+            seams=SeamSizes(**values.get("seams", {})),  # earlier versions did not measure them
             wall_s=float(values["wall_s"]),
             finished_s=float(values["finished_s"]),
             **{name: kind(values[name]) for name, kind in _PLAIN.items()},

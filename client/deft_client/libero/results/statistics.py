@@ -1,17 +1,19 @@
 """Intervals and tests for success rates, and percentiles; small enough to check by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 NORMAL_97_5 = 1.959963984540054  # the normal quantile behind a two-sided 95% interval
+_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval of a share, both ends in [0, 1]."""
+    """A confidence interval."""
 
     low: float
     high: float
@@ -47,6 +49,54 @@ def mcnemar_exact(only_first: int, only_second: int) -> float:
     discordant = only_first + only_second
     tail = sum(comb(discordant, count) for count in range(min(only_first, only_second) + 1))
     return min(1.0, 2 * tail / (1 << discordant))  # whole numbers: no overflow, however many
+
+
+def paired_interval(only_first: float, only_second: float, num_pairs: float) -> Interval:
+    """95% interval of the second's success minus the first's, in shares (Bonett and Price, 2012).
+
+    Counts may be fractions, as of episodes that are only expected. Without a pair: [-1, 1].
+    """
+    if not 0 <= only_first + only_second <= num_pairs:
+        raise ValueError(f"{only_first} and {only_second} of {num_pairs} pairs differ")
+    first, second = ((one + 1) / (num_pairs + 2) for one in (only_first, only_second))
+    centre = second - first
+    half = NORMAL_97_5 * sqrt((first + second - centre**2) / (num_pairs + 2))
+    return Interval(max(-1.0, centre - half), min(1.0, centre + half))
+
+
+def pairs_to_decide(only_first: int, only_second: int, num_pairs: int, margin: float) -> int:
+    """How many pairs tell that the second is worse, or that it is not by `margin` or more.
+
+    If the shares stay as they are; at least as many as there are, which must be one or more.
+    """
+
+    def is_decided(wanted: int) -> bool:
+        scale = wanted / num_pairs
+        found = paired_interval(scale * only_first, scale * only_second, wanted)
+        return found.low > -margin or found.high < 0.0
+
+    low, high = num_pairs, num_pairs
+    while not is_decided(high):
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_decided(middle) else (middle + 1, high)
+    return high
+
+
+def bootstrap_interval(
+    counted: NDArray[np.float64], statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+) -> Interval:
+    """95% interval of a statistic of sums over episodes, by drawing the episodes anew.
+
+    `counted` is [episode, column]; `statistic` gets its sums, [draw, column]. Episodes are drawn,
+    not answers: those of one episode are alike. Always the same draws.
+    """
+    num = len(counted)
+    weights = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), _RESAMPLES)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.nanpercentile(statistic(weights @ counted), (2.5, 97.5))
+    return Interval(float(low), float(high))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ line at the end; opening the run again cuts it off.
 """
 
 import fcntl
+import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ FORMAT = "deft-libero-results"
 FORMAT_VERSION = 1
 HEADER_FILE = "run.json"
 EPISODES_FILE = "episodes.jsonl"
+PACKED_FILE = f"{EPISODES_FILE}.gz"  # the same lines as they are kept in a repository
 
 # What headers of earlier versions call the simulators and policies that have names now.
 _NAMES_NOW = {
@@ -106,13 +108,17 @@ def _checked_header(path: Path, values: object) -> RunHeader:
 
 
 def load_run(folder: Path) -> RunResults:
-    """Read a run without changing it, even while it is being written."""
+    """Read a run without changing it, even while it is being written; it may have been gzipped."""
     header = read_header(folder)
     path = folder / EPISODES_FILE
+    packed = folder / PACKED_FILE
     try:
-        content = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise ResultsError(f"{path} cannot be read: {error.strerror or error}") from error
+        if packed.exists():
+            content = gzip.decompress(packed.read_bytes())
+        else:
+            content = path.read_bytes() if path.exists() else b""
+    except (OSError, EOFError) as error:
+        raise ResultsError(f"{path} cannot be read: {error}") from error
     whole, _, torn = content.rpartition(b"\n")
     records: dict[TrialKey, EpisodeRecord] = {}
     for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
@@ -170,6 +176,10 @@ class ResultsStore:
             return wanted, ()
         found = read_header(self.folder)
         check_same_run(self.folder, found, wanted)
+        if (self.folder / PACKED_FILE).exists():
+            content = gzip.decompress((self.folder / PACKED_FILE).read_bytes())
+            _replace(self.folder / EPISODES_FILE, content)
+            (self.folder / PACKED_FILE).unlink()
         return found, self._repair(load_run(self.folder))
 
     def _repair(self, run: RunResults) -> list[EpisodeRecord]:

@@ -12,6 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.actions import ActionRules
 from deft_client.types import Image
 
 CONTROL_HZ = 20
@@ -19,6 +20,7 @@ ACTION_DIM = 7  # three translations, three rotations, one gripper
 FRAME_SIZE = 256
 WAIT_STEPS = 10  # idle steps at the start of an episode, while objects fall into place
 OPEN, CLOSE = -1.0, 1.0  # robosuite's gripper values
+ACTION_RULES = ActionRules(is_motion=(True,) * 6 + (False,), is_switch=(False,) * 6 + (True,))
 METRES_PER_UNIT = 0.05  # what an action of 1.0 asks of the controller
 RADIANS_PER_UNIT = 0.5
 

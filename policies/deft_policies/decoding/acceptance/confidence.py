@@ -125,12 +125,13 @@ class VisualRelevance(AcceptanceRule):
     """d = t, or d is among the share of least visual drafts, or t is drafted nearby (LVSpec).
 
     A_i = mean of the N largest cos(h_i, v) over the image patches v, with h_i and v the target's
-    last hidden states (eq. 8). Of the K drafts of the pass, the floor(lambda K) with the smallest
-    A_i are loose (eq. 9-10). With `shift_tolerant`, a miss also stands when the target's own token
-    appears on a common path of the tree, before or after it (eq. 11), and |d - t| is at most
-    `shift_cap`: an action's tokens are different dimensions, so that the same token drafted four
-    dimensions later excuses nothing. `cap`, if given, bounds |d - t| of every miss. With neither,
-    for a chain, this is the paper to the letter, and a loose token may be any action token at all.
+    last hidden states (eq. 8). Of the K drafts of a branch, from the root to a leaf, the
+    floor(lambda K) with the smallest A_i are loose (eq. 9-10). With `shift_tolerant`, a miss also
+    stands when the target's own token is drafted anywhere on the branch (eq. 11), and |d - t| is at
+    most `shift_cap`: an action's tokens are different dimensions, so that the same token drafted
+    four dimensions later excuses nothing. Every branch is judged for itself, and a path stands if
+    it does in any. `cap`, if given, bounds |d - t| of every miss. With neither cap this is the
+    paper to the letter, and a loose token may be any action token at all.
     """
 
     num_patches: int
@@ -148,25 +149,29 @@ class VisualRelevance(AcceptanceRule):
         return True
 
     def accepts(self, scored: ScoredTree) -> Tensor:
-        """Equal, loose or merely shifted all the way."""
-        fine = self._is_loose(scored)
+        """Equal, loose or merely shifted all the way in one branch."""
+        branches = _branches(scored)
+        fine = self._is_loose(scored, branches)
         if self.shift_tolerant:
-            shifted = _is_shifted(scored)
+            shifted = _is_shifted(scored, branches)
             if self.shift_cap is not None:
-                shifted = shifted & (scored.deviations.abs() <= self.shift_cap)
+                shifted = shifted & (scored.deviations.abs() <= self.shift_cap)[:, None]
             fine = fine | shifted
         if self.cap is not None:
-            fine = fine & (scored.deviations.abs() <= self.cap)
-        return scored.whole_paths(scored.is_equal | (fine & scored.is_relaxable))
+            fine = fine & (scored.deviations.abs() <= self.cap)[:, None]
+        missed = branches & ~(scored.is_equal[:, None] | (fine & scored.is_relaxable[:, None]))
+        above = scored.tree.ancestor_mask().float().transpose(1, 2)
+        stands = branches & (missed.float() @ above == 0)
+        return stands.any(dim=1) | (scored.tree.parents < 0)
 
-    def _is_loose(self, scored: ScoredTree) -> Tensor:
-        """True for the least visual share of each row's real guesses, [row, node]."""
-        is_guess = scored.tree.is_real & (scored.tree.parents >= 0)
-        relevance = self.relevance(scored).masked_fill(~is_guess, torch.inf)
-        order = relevance.argsort(dim=1, stable=True)
-        rank = order.argsort(dim=1)
-        num_loose = (is_guess.sum(dim=1) * self.share + 1e-6).floor()
-        return is_guess & (rank < num_loose.unsqueeze(1))
+    def _is_loose(self, scored: ScoredTree, branches: Tensor) -> Tensor:
+        """True for the least visual share of each branch, [row, leaf, node]."""
+        relevance = self.relevance(scored)
+        mine, others = relevance.unsqueeze(2), relevance.unsqueeze(1)
+        is_tie_before = (mine == others).tril(diagonal=-1)
+        rank = branches.float() @ ((others < mine) | is_tie_before).float().transpose(1, 2)
+        num_loose = (branches.sum(dim=2, keepdim=True) * self.share + 1e-6).floor()
+        return branches & (rank < num_loose)
 
     def relevance(self, scored: ScoredTree) -> Tensor:
         """A_i of every node, [row, node]."""
@@ -194,10 +199,15 @@ def _kth_largest(scored: ScoredTree, k: int) -> Tensor:
     return kth.gather(1, scored.parents)
 
 
-def _is_shifted(scored: ScoredTree) -> Tensor:
-    """True where the expected token is drafted on a path through the node, [row, node]."""
-    ancestors = scored.tree.ancestor_mask()
-    related = (ancestors | ancestors.transpose(1, 2)) & scored.tree.is_real.unsqueeze(1)
-    related[:, :, 0] = False
+def _branches(scored: ScoredTree) -> Tensor:
+    """True for the guesses on the way from the root to a leaf, [row, leaf, node]."""
+    is_guess = scored.tree.is_real & (scored.tree.parents >= 0)
+    ways = scored.tree.ancestor_mask() & is_guess.unsqueeze(1) & is_guess.unsqueeze(2)
+    is_leaf = ways.sum(dim=1) == 1  # on no way but its own
+    return ways & is_leaf.unsqueeze(2)
+
+
+def _is_shifted(scored: ScoredTree, branches: Tensor) -> Tensor:
+    """True where the expected token is drafted on the branch, [row, leaf, node]."""
     same = scored.expected.unsqueeze(2) == scored.tree.tokens.unsqueeze(1)
-    return (same & related).any(dim=2)
+    return branches & (branches.float() @ same.float().transpose(1, 2) > 0)

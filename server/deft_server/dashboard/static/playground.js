@@ -8,6 +8,7 @@ import { drawTokens, drawTree } from "./tree.js";
 
 const byId = (id) => document.getElementById(id);
 const TYPES = ["image/png", "image/jpeg"];
+const PLAIN = "autoregressive";
 
 export class Playground {
   #picture = null;
@@ -41,12 +42,21 @@ export class Playground {
       this.#isOpen = true;
       fillSelect(byId("try-decoding"), info.decoding_methods, info.decoding);
       fillSelect(byId("try-statistics"), info.statistics_keys, info.default_statistics_key);
+      this.#offer(info.instructions);
       this.#say("");
       await this.#takeExample();
     } catch (error) {
       if (error.status === 401 || error.status === 403) byId("key-form").hidden = false;
       this.#say(error.message, "bad");
     }
+  }
+
+  // What the policy was trained on can be chosen, and stands there where the example names none of it.
+  #offer(instructions) {
+    const box = byId("try-instruction");
+    byId("try-instructions").replaceChildren(...instructions.map((one) => element("option", { value: one })));
+    const isTyped = box.value !== box.defaultValue;
+    if (instructions.length && !isTyped && !instructions.includes(box.value)) box.value = instructions[0];
   }
 
   // The first frame of a trial of the task that the instruction names, so that one click shows something.
@@ -84,23 +94,34 @@ export class Playground {
       radius: byId("try-radius").value,
       statistics_key: byId("try-statistics").value,
     };
-    const form = new FormData();
-    form.set("image", this.#picture);
-    for (const [name, value] of Object.entries(asked)) if (value !== "") form.set(name, value);
-    form.set("trace", "true");
-    form.set("session_id", this.#session); // what was answered before is what the next is drafted from
     byId("try-send").disabled = true;
     this.#say("asking …");
     try {
-      const started = performance.now();
-      const answer = await ask("/v1/act", { method: "POST", body: form });
-      this.#show(answer, asked, performance.now() - started);
+      for (const decoding of this.#methods(asked)) await this.#ask({ ...asked, decoding });
       this.#say("");
     } catch (error) {
       this.#say(error.message, "bad");
     } finally {
       byId("try-send").disabled = false;
     }
+  }
+
+  // Plain decoding first, once for a frame: there is something to compare with, and to draft from.
+  #methods({ instruction, decoding }) {
+    const isKnown = [...byId("try-decoding").options].some((one) => one.value === PLAIN);
+    const wasAsked = this.#runs.some((run) => run.picture === this.#picture && run.asked.instruction === instruction);
+    return isKnown && !wasAsked && decoding !== PLAIN ? [PLAIN, decoding] : [decoding];
+  }
+
+  async #ask(asked) {
+    const form = new FormData();
+    form.set("image", this.#picture);
+    for (const [name, value] of Object.entries(asked)) if (value !== "") form.set(name, value);
+    form.set("trace", "true");
+    form.set("session_id", this.#session); // what was answered before is what the next is drafted from
+    const started = performance.now();
+    const answer = await ask("/v1/act", { method: "POST", body: form });
+    this.#show(answer, asked, performance.now() - started);
   }
 
   #show(answer, asked, roundTripMs) {

@@ -15,7 +15,11 @@ export const stageColour = (stage) => `var(--stage-${stage})`;
 export function drawActions(container, points) {
   const last = points.at(-1)?.action ?? [];
   const names = dimensionNames(last.length);
-  const row = container.clientWidth > 600 ? 48 : 34;
+  // As high as the panel has become beside the camera, and never less than can be read.
+  const panel = container.parentElement;
+  container.replaceChildren();
+  const heading = container.offsetTop - panel.offsetTop;
+  const row = Math.max(34, (panel.clientHeight - heading - 16) / (names.length || 1));
   const summary = `Actions over the last ${points.length} steps. Now: ` +
     names.map((name, index) => `${name} ${signed(last[index])}`).join(", ");
   const { root, width } = canvas(container, Math.max(row * names.length, row), summary);
@@ -23,7 +27,7 @@ export function drawActions(container, points) {
   const x = scale([0, Math.max(points.length - 1, 1)], [left, right]);
   names.forEach((name, index) => {
     const values = points.map((point) => point.action[index]);
-    const bound = Math.max(...values.map(Math.abs), 1e-6);
+    const bound = Math.max(...values.map(Math.abs), 0.02); // what rounds to zero lies at zero
     const middle = row * index + row / 2;
     const y = scale([-bound, bound], [middle + row * 0.4, middle - row * 0.4]);
     root.append(

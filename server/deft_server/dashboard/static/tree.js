@@ -2,8 +2,10 @@
 
 import { element, svg } from "./draw.js";
 
-const STEP_X = 62; // between levels
-const STEP_Y = 17; // between leaves
+const STEP_X = { least: 30, most: 62 }; // between levels
+const STEP_Y = { least: 7, most: 17 }; // between leaves
+const HEIGHT = 400; // that leaves are moved together to keep
+const LABEL = 46; // beside the last node, for its token
 const TOP = 54; // room for the heading and for the target's own token above the first row
 const ROOM_FOR_LABELS = 14; // leaves; in wider trees only accepted nodes are labelled
 
@@ -37,34 +39,29 @@ export function drawTokens(list, trace, names) {
   }));
 }
 
+// A drawing per pass; they stand beside each other where there is room, and each is as wide as fits.
 export function drawTree(container, trace) {
   const executed = executedTokens(trace);
   let offset = 0;
-  let left = 10;
-  const parts = [];
-  let bottom = 60;
-  trace.passes.forEach((pass, index) => {
-    const layout = arrange(pass);
+  container.replaceChildren(...trace.passes.map((pass, index) => {
+    const layout = arrange(pass, container.clientWidth);
     const relaxed = new Set(pass.path.filter((_, at) => executed[offset + at]?.relaxed));
     const hasBonus = offset + pass.path.length < trace.tokens.length;
-    parts.push(svg("g", { transform: `translate(${left} 0)` },
-      svg("text", { x: 0, y: 12 }, `${pass.is_prefill ? "Prefill" : `Pass ${index + 1}`} · ${pass.path.length} of ${pass.tokens.length - 1} kept`),
-      ...drawPass(pass, layout, relaxed, hasBonus)));
     offset += pass.path.length + 1;
-    left += Math.max((layout.depth + 1.6) * STEP_X, 150);
-    bottom = Math.max(bottom, layout.height);
-  });
-  const summary = `${trace.method}: ${trace.passes.length} passes; drafted tokens kept: ${trace.passes.map((pass) => pass.path.length).join(", ")}`;
-  container.replaceChildren(svg("svg", {
-    width: left + 50, height: bottom + 16, viewBox: `0 0 ${left + 50} ${bottom + 16}`, role: "img", "aria-label": summary,
-  }, ...parts));
+    const name = pass.is_prefill ? "Prefill" : `Pass ${index + 1}`;
+    const kept = `${name} · ${pass.path.length} of ${pass.tokens.length - 1} guesses kept`;
+    const { width, height } = layout;
+    return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": kept },
+      svg("text", { x: 0, y: 12 }, pass.tokens.length > 1 ? kept : name),
+      ...drawPass(pass, layout, relaxed, hasBonus));
+  }));
 }
 
-function arrange(pass) {
+function arrange(pass, room) {
   const children = pass.tokens.map(() => []);
   pass.parents.forEach((parent, node) => parent >= 0 && children[parent].push(node));
   const kept = new Set(pass.path);
-  const places = [];
+  const cells = [];
   let leaves = 0;
   let depth = 0;
   const place = (node, level) => {
@@ -73,14 +70,25 @@ function arrange(pass) {
     const below = [...children[node]].sort((one, other) => kept.has(other) - kept.has(one));
     const rows = below.map((child) => place(child, level + 1));
     const row = rows.length ? rows[0] : leaves++;
-    places[node] = { x: 8 + level * STEP_X, y: TOP + row * STEP_Y };
+    cells[node] = { level, row };
     return row;
   };
   place(0, 0);
-  return { places, depth: Math.max(depth, pass.path.length + 1), leaves, height: TOP + leaves * STEP_Y };
+  const levels = Math.max(depth, pass.path.length + 1);
+  const stepX = clamp((room - LABEL) / levels, STEP_X);
+  const stepY = clamp(HEIGHT / leaves, STEP_Y);
+  return {
+    places: cells.map(({ level, row }) => ({ x: 8 + level * stepX, y: TOP + row * stepY })),
+    stepX,
+    leaves,
+    width: Math.max(levels * stepX + LABEL, 150),
+    height: TOP + leaves * stepY + 8,
+  };
 }
 
-function drawPass(pass, { places, leaves }, relaxed, hasBonus) {
+const clamp = (value, { least, most }) => Math.min(Math.max(value, least), most);
+
+function drawPass(pass, { places, leaves, stepX }, relaxed, hasBonus) {
   const kept = new Set(pass.path);
   const edges = pass.parents.map((parent, node) => (parent < 0 ? null : svg("path", {
     d: curve(places[parent], places[node]), class: kept.has(node) ? "edge kept" : "edge",
@@ -90,7 +98,7 @@ function drawPass(pass, { places, leaves }, relaxed, hasBonus) {
   const nodes = pass.tokens.map((token, node) => drawNode(pass, node, places[node], {
     kept: kept.has(node), relaxed: relaxed.has(node), labelled: node > 0 && (kept.has(node) || leaves <= ROOM_FOR_LABELS),
   }));
-  return [...edges.filter(Boolean), ...(hasBonus ? drawBonus(pass, places) : []), ...nodes];
+  return [...edges.filter(Boolean), ...(hasBonus ? drawBonus(pass, places, stepX) : []), ...nodes];
 }
 
 function drawNode(pass, node, { x, y }, { kept, relaxed, labelled }) {
@@ -107,11 +115,11 @@ function drawNode(pass, node, { x, y }, { kept, relaxed, labelled }) {
     labelled ? svg("text", label, `${token}${relaxed ? " ≠" : ""}`) : null);
 }
 
-function drawBonus(pass, places) {
+function drawBonus(pass, places, stepX) {
   const from = places[pass.path.at(-1) ?? 0];
   // A step down where the next level is taken by drafts that were refused.
-  const taken = places.some((one) => one.x === from.x + STEP_X && one.y === from.y);
-  const to = { x: from.x + STEP_X, y: from.y - (taken ? STEP_Y : 0) };
+  const taken = places.some((one) => one.x === from.x + stepX && one.y === from.y);
+  const to = { x: from.x + stepX, y: from.y - (taken ? STEP_Y.most : 0) };
   return [
     svg("path", { d: curve(from, to), class: "edge bonus" }),
     svg("rect", { x: to.x - 4.5, y: to.y - 4.5, width: 9, height: 9, rx: 2, class: "node bonus" },

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deft_client.libero.commands.evaluate import main
 from deft_client.libero.results.records import Outcome, TrialKey
 from deft_client.libero.results.store import RunResults, load_run
-from scripts.local_server import local_server
+from deft_server.reproduce.local_server import local_server
 from tests.client.libero.tiny_server import TinyServer, tiny_server
 
 WORLD = ("--environment", "point_world")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from deft_client.chunks import Seam
 from deft_client.errors import ServerUnreachableError
 from deft_client.libero.evaluation.episode import (
     EpisodeLog,
@@ -50,7 +51,7 @@ def _play(
     environment = SlowEnvironment(clock, step_s)
     player = RealTimePlayer(environment, EchoPolicy(), clock, calls)
     log = EpisodeLog()
-    plan = EpisodePlan(0, step_limit, "s", executed_steps=executed_steps)
+    plan = EpisodePlan(0, step_limit, "s", executed_steps, Seam.SWITCH)
     player.play(plan, log)
     return Played(log, clock, calls)
 
@@ -91,17 +92,18 @@ def test_an_answer_exactly_on_the_beat_is_in_time() -> None:
 
 
 def test_chunks_act_at_the_steps_they_were_meant_for() -> None:
-    """The first action of a chunk is for the step of its frame, which is over when it comes."""
+    """The first action of a chunk is for the step of its frame, which is over when it comes; but
+    the robot stood still while the first chunk was awaited."""
     played = _play([0.04], chunk_length=4, step_limit=9)
     steps = [int(action[1]) for action in played.log.actions]
-    assert steps == [0, 1, 2, 3, 1, 2, 3, 1, 2]
-    assert played.executed == [WAITING, 10, 10, 10, 13, 13, 13, 16, 16]
+    assert steps == [0, 0, 1, 2, 3, 1, 2, 3, 1]
+    assert played.executed == [WAITING, 10, 10, 10, 10, 14, 14, 14, 17]
     assert played.log.held_steps == 0
 
 
 def test_a_chunk_that_is_used_up_holds_its_last_action() -> None:
-    played = _play([0.04, 0.26], chunk_length=2, step_limit=8)
-    assert played.executed == [WAITING, 10, 10, 10, 10, 10, 10, 11]
+    played = _play([0.04, 0.26], chunk_length=2, step_limit=9)
+    assert played.executed == [WAITING, 10, 10, 10, 10, 10, 10, 10, 12]
     assert played.log.held_steps == 5
 
 

@@ -167,25 +167,39 @@ def window_alone(scored: ScoredTree, row: int, path: list[Step]) -> bool:
     return deferred(scored, row, path, theta=-1.0)
 
 
-def shifted_nearby(scored: ScoredTree, row: int, step: Step) -> bool:
-    """Loose as ever; a shift excuses two bins and no more."""
-    alone = visual(scored, row, step, is_tolerant=False)
-    return alone or (abs(step.deviation) <= 2 and visual(scored, row, step))
+def visual(
+    scored: ScoredTree,
+    row: int,
+    path: list[Step],
+    is_tolerant: bool = True,
+    shift_cap: int = 99,
+) -> bool:
+    """Fine all the way in one of the branches, from the root to a leaf, that go through the node.
 
-
-def visual(scored: ScoredTree, row: int, step: Step, is_tolerant: bool = True) -> bool:
-    if step.is_equal or not step.is_action:
-        return step.is_equal
+    A shift excuses `shift_cap` bins and no more.
+    """
     tree = scored.tree
-    guesses = [node for node in range(1, tree.num_nodes) if bool(tree.is_real[row, node])]
-    ranked = sorted(guesses, key=lambda node: relevance(scored, row, node))
-    loose = ranked[: math.floor(0.6 * len(guesses) + 1e-6)]
-    above = {one.node for one in steps_to(scored, row, step.node)}
-    related = above | {
-        node for node in guesses if step.node in {one.node for one in steps_to(scored, row, node)}
-    }
-    drafted = {int(tree.tokens[row, node]) for node in related if node in guesses}
-    return step.node in loose or (is_tolerant and step.expected in drafted)
+    if not path:
+        return True
+    real = [node for node in range(1, tree.num_nodes) if bool(tree.is_real[row, node])]
+    branches = {leaf: [one.node for one in steps_to(scored, row, leaf)] for leaf in real}
+    inner = {node for branch in branches.values() for node in branch[:-1]}
+    for leaf, branch in branches.items():
+        if leaf in inner or path[-1].node not in branch:
+            continue
+        ranked = sorted(sorted(branch), key=lambda node: relevance(scored, row, node))
+        loose = ranked[: math.floor(0.6 * len(branch) + 1e-6)]
+        drafted = {int(tree.tokens[row, node]) for node in branch}
+
+        def fine(step: Step, loose: list[int] = loose, drafted: set[int] = drafted) -> bool:
+            if step.is_equal or not step.is_action:
+                return step.is_equal
+            shifted = is_tolerant and step.expected in drafted
+            return step.node in loose or (shifted and abs(step.deviation) <= shift_cap)
+
+        if all(fine(step) for step in path):
+            return True
+    return False
 
 
 RULES: list[tuple[str, AcceptanceRule, Judge]] = [
@@ -210,16 +224,16 @@ RULES: list[tuple[str, AcceptanceRule, Judge]] = [
     ("deferred", DeferredWindow(theta=0.3, window=2), deferred),
     ("gate", DeferredWindow(theta=0.3, window=0), gate_alone),
     ("window", DeferredWindow(theta=0.3, window=2, gate=False), window_alone),
-    ("visual", VisualRelevance(num_patches=2, share=0.6, shift_tolerant=True), every(visual)),
+    ("visual", VisualRelevance(num_patches=2, share=0.6, shift_tolerant=True), visual),
     (
         "unshifted",
         VisualRelevance(num_patches=2, share=0.6, shift_tolerant=False),
-        every(partial(visual, is_tolerant=False)),
+        partial(visual, is_tolerant=False),
     ),
     (
         "shift-cap",
         VisualRelevance(num_patches=2, share=0.6, shift_tolerant=True, shift_cap=2),
-        every(shifted_nearby),
+        partial(visual, shift_cap=2),
     ),
 ]
 

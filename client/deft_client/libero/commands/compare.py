@@ -1,0 +1,93 @@
+"""`deft-client compare A B`: two runs on the same episodes, and what may be concluded from them."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from deft_client.commands.program import CommandParser
+from deft_client.libero.errors import EvaluationError, SelectionError
+from deft_client.libero.report.difference import Difference, conclusion, difference
+from deft_client.libero.report.page import short_names
+from deft_client.libero.report.tables import (
+    COMPARISON_COLUMNS,
+    comparison_cells,
+    markdown_table,
+)
+from deft_client.libero.results.statistics import Interval
+from deft_client.libero.results.store import RunResults, load_runs
+
+DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
+_MEASURE_COLUMNS = ("per run", "first", "second", "difference", "95% of the difference")
+_DEVIATION_COLUMNS = ("phase", "steps", "mm apart", "95%", "degrees apart", "95%")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the comparison; return the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not 0 < options.margin < 100:
+        parser.error(f"--margin must lie between 0 and 100 points, got {options.margin:g}")
+    try:
+        runs = [_only_run(path) for path in (options.first, options.second)]
+        first, second = short_names(runs)
+        found = difference(runs[0], runs[1], (first, second), options.margin / 100)
+    except SelectionError as error:
+        code, line = ASKED_WRONGLY, str(error)
+    except EvaluationError as error:
+        code, line = FAILED, str(error)
+    else:
+        sys.stdout.write("\n".join(describe(found)))
+        return DONE
+    sys.stderr.write(f"deft-client compare: {line}\n")
+    return code
+
+
+def describe(found: Difference) -> Iterator[str]:
+    """Tables and sentences, as text that is also Markdown."""
+    if found.comparison.num_pairs:
+        yield markdown_table(COMPARISON_COLUMNS, [comparison_cells(found.comparison)])
+    yield conclusion(found) + "\n"
+    yield markdown_table(
+        _MEASURE_COLUMNS,
+        [
+            (one.name, f"{one.first:.2f}", f"{one.second:.2f}", f"{one.second - one.first:+.2f}",
+             f"{one.interval.low:+.2f} to {one.interval.high:+.2f}")
+            for one in found.measures
+        ],
+    )  # fmt: skip
+    yield markdown_table(
+        _DEVIATION_COLUMNS,
+        [
+            (one.phase, str(one.num_steps), f"{one.mm:.2f}", _spread(one.mm_interval),
+             f"{one.deg:.2f}", _spread(one.deg_interval))
+            for one in found.deviations
+        ],
+    )  # fmt: skip
+    yield (
+        "Commands are compared step by step. Of frames that were replayed both answers are to the "
+        "same picture; in episodes that were played, what an earlier difference led to is in it.\n"
+    )
+
+
+def _spread(interval: Interval) -> str:
+    return f"{interval.low:.2f} to {interval.high:.2f}"
+
+
+def _only_run(path: Path) -> RunResults:
+    runs = load_runs(path)
+    if len(runs) > 1:
+        names = ", ".join(run.folder.name for run in runs)
+        raise SelectionError(f"{path} holds {len(runs)} runs; name one of them: {names}")
+    return runs[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser("deft-client compare", description=__doc__, allow_abbrev=False)
+    for name in ("first", "second"):
+        parser.add_argument(name, type=Path, help="folder of a run that `deft-client eval` wrote")
+    parser.add_argument(
+        "--margin", type=float, default=5.0, metavar="POINTS",
+        help="the loss of success that is to be ruled out (default: %(default)s)",
+    )  # fmt: skip
+    return parser

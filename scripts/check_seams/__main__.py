@@ -1,0 +1,189 @@
+"""What waiting for chunks costs, and how smoothly they meet: `python -m scripts.check_seams`.
+
+Plays pairs of episodes of `point_world_grasp` with its policy `plan`: in lock-step, and in real
+time with every kind of seam. Time passes only where somebody waits, so any machine finds the same
+numbers. Then recorded chunks are executed with the same delay. Fails where the default seam loses
+over a tenth of the pairs to lock-step, net, or steps further than 1.5 times what chunks do inside.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deft_client.chunks import Seam
+from deft_client.libero.evaluation import point_world
+from deft_client.libero.evaluation.episode import (
+    EpisodeLog,
+    EpisodePlan,
+    EpisodePolicy,
+    RealTimePlayer,
+    TimedAnswer,
+    play_in_lock_step,
+)
+from deft_client.libero.evaluation.selection import select_episodes
+from deft_client.libero.report.summary import largest_seams
+from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.statistics import mcnemar_exact
+from deft_client.libero.simulator import conventions
+from deft_client.libero.simulator.environment import EnvironmentSettings
+from deft_client.types import Observation
+from scripts.check_seams.recorded import load_chunks, replay
+
+CHUNKS = Path(__file__).parents[2] / "tests/golden/chunks/oft_tiny.npz"
+_FRAMES = EnvironmentSettings(frame_size=8)  # the policy reads the state
+_ROUNDING_S = 1e-9
+_WORST_LOSS, _WORST_RATIO = 0.1, 1.5
+
+
+@dataclass
+class VirtualClock:
+    """Time that passes only when somebody sleeps."""
+
+    seconds: float = 0.0
+
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return self.seconds
+
+    def sleep_until(self, moment_s: float) -> None:
+        """Be there."""
+        self.seconds = max(self.seconds, moment_s)
+
+
+class DelayedCalls:
+    """Answers that come after a fixed virtual time."""
+
+    def __init__(self, policy: EpisodePolicy, clock: VirtualClock, delay_s: float) -> None:
+        self._policy, self._clock, self._delay_s = policy, clock, delay_s
+        self._pending: tuple[float, Observation] | None = None
+
+    def send(self, observation: Observation) -> None:
+        """Take an observation."""
+        self._pending = (self._clock.now_s(), observation)
+
+    def collect(self) -> TimedAnswer | None:
+        """The answer, once its time has come."""
+        if self._pending is None:
+            return None
+        sent_s, observation = self._pending
+        if self._clock.now_s() - sent_s < self._delay_s - _ROUNDING_S:
+            return None
+        self._pending = None
+        return TimedAnswer(self._policy.act(observation), self._delay_s)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way of executing chunks; losses and wins are against lock-step on the same trials."""
+
+    seam: str
+    delay_ms: float
+    pairs: int
+    succeeded: int
+    losses: int
+    wins: int
+    mcnemar_p: float
+    mean_steps: float
+    held_steps: int
+    largest_step: float
+    largest_step_inside: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether success and smoothness are what they must be."""
+        is_smooth = self.largest_step <= _WORST_RATIO * self.largest_step_inside
+        return is_smooth and self.losses - self.wins <= _WORST_LOSS * self.pairs
+
+
+def play(key: TrialKey, seam: Seam | None, delay_s: float) -> EpisodeLog:
+    """Play one episode, without a seam in lock-step."""
+    suite, log = point_world.find_suite(key.suite), EpisodeLog()
+    world = point_world.open_environment(suite.task(key.task), _FRAMES)
+    policy = point_world.plan(world)
+    plan = EpisodePlan(key.trial, suite.step_limit, str(key), seam=seam or Seam.FREEZE)
+    if seam is None:
+        play_in_lock_step(world, policy, plan, log)
+    else:
+        clock = VirtualClock()
+        RealTimePlayer(world, policy, clock, DelayedCalls(policy, clock, delay_s)).play(plan, log)
+    return log
+
+
+def compare(num_pairs: int, delay_s: float) -> Iterator[Line]:
+    """Lock-step, then each kind of seam."""
+    suite = point_world.find_suite(point_world.GRASP_SUITE)
+    keys = select_episodes(suite, None, None, num_pairs)
+    paced = [play(key, None, 0.0) for key in keys]
+    for seam in (None, *Seam):
+        logs = paced if seam is None else [play(key, seam, delay_s) for key in keys]
+        outcomes = [
+            (one.has_succeeded, other.has_succeeded) for one, other in zip(paced, logs, strict=True)
+        ]
+        losses, wins = outcomes.count((True, False)), outcomes.count((False, True))
+        sizes = largest_seams(log.seams for log in logs)
+        yield Line(
+            seam="lock-step" if seam is None else seam.value,
+            delay_ms=0.0 if seam is None else 1000 * delay_s,
+            pairs=len(keys),
+            succeeded=sum(log.has_succeeded for log in logs),
+            losses=losses,
+            wins=wins,
+            mcnemar_p=mcnemar_exact(losses, wins),
+            mean_steps=float(np.mean([len(log.actions) for log in logs])),
+            held_steps=sum(log.held_steps for log in logs),
+            largest_step=sizes.commanded,
+            largest_step_inside=sizes.inside,
+        )
+
+
+def _table(lines: list[Line]) -> str:
+    rows = ["seam       success  losses  wins  McNemar p  steps  held  largest step  inside  ratio"]
+    for one in lines:
+        ratio = one.largest_step / one.largest_step_inside if one.largest_step_inside else 0.0
+        rows.append(
+            f"{one.seam:10} {one.succeeded:3}/{one.pairs:<3} {one.losses:7} {one.wins:5} "
+            f"{one.mcnemar_p:10.3g} {one.mean_steps:6.1f} {one.held_steps:5} "
+            f"{one.largest_step:13.3f} {one.largest_step_inside:7.3f} {ratio:6.2f}"
+        )
+    return "\n".join(rows)
+
+
+def _recorded_table(path: Path, delay_s: float) -> str:
+    """The same of chunks that were recorded at LIBERO's rate."""
+    chunks, delay = load_chunks(path), math.ceil(delay_s * conventions.CONTROL_HZ)
+    rows = [f"{path.name}, {len(chunks)} frames  largest step  inside  ratio"]
+    for seam in Seam:
+        sizes = replay(chunks, conventions.ACTION_RULES, seam, delay)
+        ratio = sizes.commanded / sizes.inside
+        rows.append(f"{seam.value:24} {sizes.commanded:13.3f} {sizes.inside:7.3f} {ratio:6.2f}")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; 1 where the default seam does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--delay-ms", type=float, default=200.0)
+    parser.add_argument("--chunks", type=Path, default=CHUNKS, help="recorded chunks, .npz")
+    parser.add_argument("--lines", type=Path, help="write a line of JSON per kind of seam")
+    given = parser.parse_args(arguments)
+    lines = list(compare(given.pairs, given.delay_ms / 1000))
+    print(_table(lines))
+    print(_recorded_table(given.chunks, given.delay_ms / 1000))
+    if given.lines is not None:
+        text = "".join(json.dumps(asdict(one)) + "\n" for one in lines)
+        given.lines.write_text(text)
+    return 0 if next(one for one in lines if one.seam == Seam.FREEZE.value).holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""`deft reproduce STUDY...`: the tables and figures of the papers, on one engine, from lines."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from deft_client.commands.program import CommandParser, distribution_version
+from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.files import write_atomically
+from deft_policies import catalog
+from deft_policies.commands.parse import parse_command, run_command
+from deft_server.reproduce.check import check, write
+from deft_server.reproduce.frames import FrameSet
+from deft_server.reproduce.local_server import ServerDidNotStartError
+from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES
+from deft_server.reproduce.played import Played, load_played
+from deft_server.reproduce.replays import PolicyWords, Replays
+from deft_server.reproduce.study import (
+    FOLDER,
+    SUFFIX,
+    FrameKind,
+    ReproductionError,
+    Row,
+    Study,
+    distinct,
+    load_study,
+    study_names,
+)
+
+PROG = "deft reproduce"
+ALL = "all"
+_STRIP_FRAMES = 6
+_QUICK_EPISODES = 1
+_STEPS_PER_EPISODE = 60  # an episode has more, so that there are frames enough
+
+
+def main(arguments: list[str]) -> int:
+    """Record what is missing and write the page; or check one. Returns the exit code."""
+    parser = _parser()
+
+    def run() -> int:
+        command = parse_command(parser, arguments)
+        given, words = command.namespace, _policy_words(*command.words)
+        if given.write is not None:
+            write(given.write)
+            return 0
+        if given.check is not None:
+            return _check(given.check)
+        if not given.studies:
+            parser.error(f"name a study, {ALL}, --check or --write")
+        try:
+            return _reproduce(given, words)
+        except ServerDidNotStartError as error:
+            raise ReproductionError(str(error)) from error
+
+    return run_command(PROG, run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = study_names()
+    parser = CommandParser(
+        PROG,
+        description="Run a paper's comparison on one engine and write its tables and plots. A "
+        "killed run goes on with the same command. Default: the small policy that ships.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "studies", nargs="*", metavar="STUDY[/TABLE]", help=f"{', '.join(names)} or {ALL}"
+    )
+    parser.add_argument("--rows", metavar="NAME[,NAME...]", help="these alone, and plain decoding")
+    parser.add_argument("--check", type=Path, metavar="PAGE|DIR", help="derive its numbers again")
+    parser.add_argument("--write", type=Path, metavar="PAGE|DIR", help="write them from the lines")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/reproduced"), metavar="DIR",
+        help="lines, page, CSV and plots (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="few frames and episodes: the shapes")
+    group = parser.add_argument_group("frames that every row answers")
+    group.add_argument("--recording", type=Path, metavar="DATA", help="a data set of held-out "
+                       "episodes (default: what plain decoding sees, played now)")  # fmt: skip
+    add_camera_flag(group)  # type: ignore[arg-type]
+    group.add_argument("--frames", type=int, metavar="N", help="(default: 2,000; --quick: 120)")
+    group = parser.add_argument_group("episodes of the rows that are played in closed loop")
+    group.add_argument("--no-episodes", action="store_true", help="replay frames alone")
+    group.add_argument("--suite", default="libero_object", help="(default: %(default)s)")
+    group.add_argument("--tasks", default="trained", help="as `deft-client eval`")
+    group.add_argument("--trials", default="40-49", help="(default: %(default)s)")
+    group.add_argument("--assets", metavar="FOLDER", help="as `deft-client eval`")
+    group.add_argument("--workers", default="1", metavar="N", help="(default: %(default)s)")
+    return parser
+
+
+def _policy_words(name: str, *arguments: str) -> PolicyWords:
+    """Those of the arguments that are the policy's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    catalog.find(name).add_flags(parser.add_argument_group(name))
+    others = parser.parse_known_args(arguments)[1]  # in order, as the arguments are
+    flags = []
+    for word in arguments:
+        if others and word == others[0]:
+            del others[0]
+        else:
+            flags.append(word)
+    return PolicyWords(name, tuple(flags))
+
+
+def _check(path: Path) -> int:
+    found = check(path)
+    sys.stdout.write("\n".join(found) + "\n" if found else f"{path}: as its lines say\n")
+    return 1 if found else 0
+
+
+def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
+    out: Path = given.out
+    studies = _load([text.partition("/")[0] for text in given.studies], out)
+    if studies[0].flags and not words.flags:
+        words = PolicyWords(catalog.default_for(studies[0].flags), studies[0].flags)
+    rows = _rows(given, studies)
+    episodes = Played(words, out, given.suite, _evaluation_flags(given))
+    frames = _frames(given, studies[0], episodes)
+    replays = Replays(words, frames, out)
+    load = os.getloadavg()[0]
+    try:
+        replays.record(rows)
+        if not given.no_episodes:
+            episodes.play(rows, _QUICK_EPISODES if given.quick else None)
+    finally:
+        facts = {**replays.told, **_facts(given, frames, load)}
+        found = {"environment": facts, "left_out": replays.left_out}
+        write_atomically(out / FACTS, json.dumps(found, indent=2).encode() + b"\n")
+        if studies[0].frames is FrameKind.RECORDED:
+            _write_strip(frames, out / STRIP)
+        write(out)
+    sys.stdout.write(f"wrote {out / PAGE}\n")
+    return 0
+
+
+def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
+    """Those asked for; `ReproductionError` where there are none."""
+    keys = [text.partition("/")[2] for text in given.studies] + [""] * len(studies)
+    names = given.rows.split(",") if given.rows else []
+    asked = zip(studies, keys, strict=False)
+    found = distinct(row for study, key in asked for row in study.rows(key, names))
+    if len(found) < 2:
+        raise ReproductionError(
+            f"{' '.join(given.studies)}, --rows {given.rows}: no such table or rows; the studies "
+            f"are files in {FOLDER}"
+        )
+    return found
+
+
+def _load(names: Sequence[str], out: Path) -> list[Study]:
+    """The studies asked for; their files go with the results, which mean what they say."""
+    paths = {name: FOLDER / f"{name}{SUFFIX}" for name in study_names()}
+    known = {name: load_study(path) for name, path in paths.items()}
+    if ALL in names:
+        names = [name for name, study in known.items() if not study.flags]
+    unknown = set(names) - set(known)
+    if unknown:
+        raise ReproductionError(f"unknown study {min(unknown)!r}; known: {', '.join(known)}, {ALL}")
+    if len({(known[name].frames, known[name].flags) for name in names}) > 1:
+        raise ReproductionError(f"{', '.join(names)}: of different policies; one --out for each")
+    (out / STUDIES).mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(paths[name], out / STUDIES / paths[name].name)
+    return [known[name] for name in names]
+
+
+def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:
+    flags = ["--tasks", given.tasks, "--trials", given.trials, "--workers", given.workers]
+    return (*flags, *(("--assets", given.assets) if given.assets else ()))
+
+
+def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameSet:
+    """Those given, those that plain decoding sees when it plays, or generated ones."""
+    limit: int = given.frames or (study.quick_frames if given.quick else study.num_frames)
+    if study.frames is FrameKind.GENERATED:
+        return FrameSet(None, limit)
+    if given.recording is not None:
+        return FrameSet(given.recording, limit, read_cameras(given))
+    return FrameSet(episodes.record_frames(math.ceil(limit / _STEPS_PER_EPISODE)), limit)
+
+
+def _facts(given: argparse.Namespace, frames: FrameSet, load: float) -> dict[str, str]:
+    """What numbers depend on beside the policy."""
+    played = f"{given.suite}, tasks {given.tasks}, states {given.trials}"
+    played += ", one per method (--quick)" if given.quick else ""
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    return {
+        "frames": frames.label,
+        "episodes": "none" if given.no_episodes else played,
+        "assets": ", ".join({run.header.assets for run in load_played(given.out).values()})
+        or "none",
+        "plans": "fixed (--no-guard)",
+        "seeds": "0 of scripted drafts and random weights, 7 of episodes",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}; load {load:.1f} when it began",
+        "peak memory": f"{peak_gb:.1f} GB of this process",
+        "commit": _commit(),
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+    }
+
+
+def _commit() -> str:
+    """Of the checkout that this file lies in; where it lies in none, the version."""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return told.stdout.strip() or distribution_version("deft-vla")
+
+
+def _write_strip(frames: FrameSet, path: Path) -> None:
+    """Evenly spaced frames of the first episode, side by side."""
+    seen = next(frames.episodes()).observations
+    picked = np.linspace(0, len(seen) - 1, _STRIP_FRAMES).astype(int)
+    small = [Image.fromarray(seen[index].image).resize((128, 128)) for index in picked]
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(np.hstack([np.asarray(one) for one in small])).save(path, optimize=True)

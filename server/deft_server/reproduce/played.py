@@ -1,0 +1,77 @@
+"""Rows that are played in closed loop, by `deft-client eval` against a server of this machine.
+
+Plain decoding is played first, and the frames it saw are recorded: what every row replays.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from deft_client.libero.results.store import RunResults, load_runs
+from deft_client.recordings import SUFFIX
+from deft_server.reproduce.local_server import local_server
+from deft_server.reproduce.replays import PolicyWords
+from deft_server.reproduce.study import PLAIN, ReproductionError, Row
+
+FOLDER = "played"
+RECORDING = "recording"
+
+
+@dataclass(frozen=True)
+class Played:
+    """Which episodes are played, as `deft-client eval` takes them."""
+
+    words: PolicyWords
+    out: Path
+    suite: str
+    flags: tuple[str, ...]  # of `deft-client eval`: tasks, trials, assets, ...
+
+    def record_frames(self, num_episodes: int) -> Path:
+        """Let plain decoding play, and keep what it saw; done once per folder."""
+        folder = self.out / RECORDING
+        if not folder.exists():
+            unfinished = self.out / f".{RECORDING}"
+            shutil.rmtree(unfinished, ignore_errors=True)  # a run cut short has half an episode
+            shutil.rmtree(self.out / f".{FOLDER}", ignore_errors=True)
+            with self._server("--record", str(unfinished)) as url:
+                self._play(url, [PLAIN], self.out / f".{FOLDER}", num_episodes)
+            if not any(unfinished.rglob(f"*{SUFFIX}")):
+                raise ReproductionError(f"{unfinished}: the server recorded nothing")
+            (unfinished / ".gitignore").write_text("*\n")  # pictures have no place among results
+            unfinished.rename(folder)
+        return folder
+
+    def play(self, rows: Sequence[Row], num_episodes: int | None) -> None:
+        """Play what is missing."""
+        methods = list(dict.fromkeys(row.method for row in rows if row.played))
+        if methods:
+            with self._server() as url:
+                self._play(url, methods, self.out / FOLDER, num_episodes)
+
+    def _server(self, *flags: str) -> AbstractContextManager[str]:
+        return local_server("--policy", self.words.name, *self.words.flags, "--no-guard", *flags)
+
+    def _play(self, url: str, methods: Sequence[str], out: Path, num: int | None) -> None:
+        episodes = () if num is None else ("--episodes", str(num))
+        command = [
+            *(sys.executable, "-m", "deft_client", "eval", self.suite, "--url", url, "--stream"),
+            *("--out", str(out), "--decoding", *methods, *self.flags, *episodes),
+        ]
+        code = subprocess.run(command, check=False).returncode
+        if code:
+            raise ReproductionError(
+                f"the evaluation ended with {code}; the same command goes on. Without a simulator: "
+                "--recording DATA for the frames, and --no-episodes"
+            )
+
+
+def load_played(out: Path) -> Mapping[str, RunResults]:
+    """What was played, by method."""
+    folder = out / FOLDER
+    if not folder.is_dir():
+        return {}
+    return {run.header.options["decoding"]: run for run in load_runs(folder)}

@@ -1,0 +1,271 @@
+"""Studies: rows answer frames, lines are kept, and every number of a page comes from them."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from deft_client.libero.results.records import Outcome
+from deft_client.libero.results.store import ResultsStore, load_run
+from deft_client.libero.simulator.conventions import to_robosuite
+from deft_client.types import ActOptions
+from deft_policies.base import ActRequest
+from deft_policies.benchmark.full_size import action_ms
+from deft_policies.decoding.knobs import find_method
+from deft_policies.memory import SessionMemory
+from deft_server.__main__ import main
+from deft_server.reproduce.check import check, fill, write
+from deft_server.reproduce.frames import FrameSet
+from deft_server.reproduce.measures import cell_of, find_measure
+from deft_server.reproduce.page import ResultsFolder, outputs
+from deft_server.reproduce.replays import PolicyWords, Replays
+from deft_server.reproduce.study import (
+    FOLDER,
+    PLAIN,
+    ReproductionError,
+    Study,
+    distinct,
+    load_study,
+    study_names,
+)
+from tests.client.libero.episodes import header, record
+from tests.repository import ROOT
+
+RELAXED = "within-bins:drafts=previous"
+STUDY = f"""
+title = "A study"
+about = "Two rows."
+[[table]]
+key = "small"
+title = "Small"
+measures = ["success", "points", "played-passes", "passes", "committed", "equal", "mm", "deg"]
+row = [
+  {{ name = "plain", played = true }},
+  {{ name = "relaxed", method = "{RELAXED}", played = true, x = 1 }},
+  {{ name = "half right", acceptance = 0.5, levels = 2 }},
+  {{ name = "impossible", method = "lossless:drafts=retrieval" }},
+]
+plot = {{ measures = ["passes"], x = "number" }}
+"""
+WORDS = PolicyWords("tiny-libero", ("--threads", "1"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """The study's rows over six generated frames."""
+    out = tmp_path_factory.mktemp("reproduced")
+    study_in(out)
+    replays = Replays(WORDS, FrameSet(None, 6), out)
+    replays.record(distinct(load_study(out / "studies" / "made-up.toml").rows()))
+    facts = {"environment": replays.told, "left_out": replays.left_out}
+    (out / "environment.json").write_text(json.dumps(facts))
+    write(out)
+    return out
+
+
+@pytest.fixture
+def folder(recorded, tmp_path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(recorded, tmp_path / "copy"))
+
+
+def study_in(out: Path) -> Study:
+    (out / "studies").mkdir()
+    (out / "studies" / "made-up.toml").write_text(STUDY)
+    return load_study(out / "studies" / "made-up.toml")
+
+
+def rows_of(folder: Path):
+    results = ResultsFolder(folder)
+    return {one.row.name: one for one in results.rows_of(results.table("made-up", "small"))}
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_that_ships_asks_for_what_there_is(name):
+    study = load_study(FOLDER / f"{name}.toml")
+    for row in study.rows():
+        find_method(row.method)
+    for table in study.table:
+        assert table.rows, table.key
+        for measure in (*table.measures, *(table.plot.measures if table.plot else ())):
+            find_measure(measure)
+
+
+def test_rows_that_answer_alike_are_one_and_plain_decoding_is_played_beside_those_that_are(
+    tmp_path,
+):
+    study = study_in(tmp_path)
+    names = [(row.method, row.played) for row in distinct(study.rows())]
+    assert names[:2] == [(PLAIN, True), (RELAXED, True)]
+    assert [row.played for row in distinct(study.rows(names=["half right"]))] == [False, False]
+    assert [row.name for row in study.rows("small", ["relaxed"])] == [PLAIN, "relaxed"]
+    assert study.rows("large") == []
+
+
+def test_a_field_that_a_study_does_not_have_is_refused_by_name(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text(STUDY.replace("levels = 2", "leaves = 2"))
+    with pytest.raises(ReproductionError, match="leaves"):
+        load_study(path)
+
+
+def test_cells_say_what_asking_the_policy_frame_by_frame_says(recorded):
+    """The slow twin: no lines, no summary, no pairs."""
+    rows, policy = rows_of(recorded), WORDS.load()
+    seen = next(FrameSet(None, 6).episodes()).observations
+    actions, passes, checked = {}, {}, []
+    for method in (PLAIN, RELAXED):
+        memory, actions[method], passes[method] = SessionMemory(), [], []
+        for frame in seen:
+            (answer,) = policy.act([ActRequest(frame, memory, ActOptions(decoding=method))])
+            memory, trace = answer.memory, answer.chunk.trace
+            actions[method].append(to_robosuite(answer.chunk.actions[0]))
+            passes[method].append(trace.num_passes)
+            checked += [one.committed_length for one in trace.checked_passes]
+    plain, relaxed = np.array(actions[PLAIN]), np.array(actions[RELAXED])
+    far = np.linalg.norm(plain[:, :3] - relaxed[:, :3], axis=1).mean() * 50
+    turned = np.degrees(np.linalg.norm(plain[:, 3:6] - relaxed[:, 3:6], axis=1).mean() * 0.5)
+    same = [np.array_equal(one, other) for one, other in zip(plain, relaxed, strict=True)]
+    found = {name: cell_of(name, rows["relaxed"]).value for name in ("passes", "committed", "mm")}
+    assert found == pytest.approx(
+        {"passes": np.mean(passes[RELAXED]), "committed": np.mean(checked), "mm": far}
+    )
+    assert cell_of("passes", rows["plain"]).value == np.mean(passes[PLAIN]) == 7
+    assert cell_of("equal", rows["relaxed"]).value == pytest.approx(100 * np.mean(same))
+    assert cell_of("deg", rows["relaxed"]).value == pytest.approx(turned)
+
+
+def test_scripted_drafts_leave_answers_as_they_are(recorded):
+    rows = rows_of(recorded)
+    assert cell_of("equal", rows["half right"]).value == 100
+    assert 2 < cell_of("passes", rows["half right"]).value < 7
+
+
+def test_a_row_that_this_policy_cannot_answer_is_left_out_and_the_page_says_why(recorded):
+    assert "impossible" not in rows_of(recorded)
+    page = (recorded / "page.md").read_text()
+    assert "Left out: `lossless-drafts=retrieval`" in page
+    assert "--draft-head" in page
+
+
+def test_a_killed_replay_goes_on_and_ends_with_the_same_numbers(folder):
+    before, frames = outputs(ResultsFolder(folder)), FrameSet(None, 6)
+    lines = folder / "frames" / "autoregressive" / "episodes.jsonl"
+    lines.write_bytes(lines.read_bytes()[:-20])  # as a kill leaves it: a torn line
+    study = load_study(folder / "studies" / "made-up.toml")
+    other = folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl"
+    kept = other.read_bytes()
+    Replays(WORDS, frames, folder).record(distinct(study.rows()))
+    assert other.read_bytes() == kept
+    after = outputs(ResultsFolder(folder))
+    assert after == before
+    assert not load_run(lines.parent).has_torn_line
+
+
+def test_lines_of_other_frames_are_never_mixed(folder):
+    with pytest.raises(Exception, match="made differently"):
+        Replays(WORDS, FrameSet(None, 5), folder).record(
+            distinct(load_study(folder / "studies" / "made-up.toml").rows())
+        )
+
+
+def test_a_page_as_its_lines_say_passes_and_one_changed_digit_is_found(folder, capsys):
+    assert check(folder) == []
+    assert main(["reproduce", "--check", str(folder)]) == 0
+    page = folder / "page.md"
+    page.write_text(page.read_text().replace("7.00", "7.10", 1))
+    assert any("7.10" in line for line in check(folder))
+    assert main(["reproduce", "--check", str(folder)]) == 1
+    assert "7.10" in capsys.readouterr().out
+    write(folder)
+    assert check(folder) == []
+
+
+def test_a_changed_line_is_found_too(folder):
+    lines = folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl"
+    found = json.loads(lines.read_text())
+    found["answers"]["accepted"] = [[0] * len(one) for one in found["answers"]["accepted"]]
+    lines.write_text(json.dumps(found) + "\n")
+    assert any(line.startswith("+") for line in check(folder))
+    (folder / "page.md").unlink()
+    assert any("page.md is missing" in line for line in check(folder))
+
+
+def test_a_page_quotes_tables_and_has_no_measured_number_of_its_own(folder, tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text(
+        "# Results\n\nTable 2 took `7.5 ms`.\n\n"
+        "<!-- from copy#made-up/small -->\nold\n<!-- end -->\n"
+    )
+    assert any("old" in line for line in check(page))
+    write(page)
+    assert check(page) == []
+    assert "| relaxed |" in page.read_text()
+    page.write_text(page.read_text() + "It won 30 of 30, in 12 ms and 5.5 more, by 3 %.\n")
+    loose = [line.rpartition("line ")[2].split("'")[1] for line in check(page)]
+    assert loose == ["30 of 30", "12 ms", "5.5", "3 %"]
+    with pytest.raises(ReproductionError, match="it has made-up/small"):
+        fill("<!-- from copy#made-up/large -->\nx\n<!-- end -->", tmp_path)
+
+
+def test_plots_are_whole_svg_with_a_line_per_measure(recorded):
+    (plot,) = (recorded / "plots").glob("*.svg")
+    tree = ElementTree.fromstring(plot.read_text())
+    assert len(tree.findall("{*}polyline")) == 1
+
+
+def play(folder: Path, method: str, outcomes: str, passes: int) -> None:
+    """A played run whose trials succeeded (s) or failed (f)."""
+    told = replace(header(run=method), options={"decoding": method})
+    store = ResultsStore(folder / "played" / method.partition(":")[0], told)
+    for trial, mark in enumerate(outcomes):
+        outcome = Outcome.SUCCEEDED if mark == "s" else Outcome.FAILED
+        one = record(trial=trial, outcome=outcome, passes=(0,) * passes)
+        store.append(replace(one, actions=one.actions + passes))
+    store.close()
+
+
+def test_closed_loop_rows_are_paired_with_plain_decoding_and_the_cheapest_good_one_is_named(folder):
+    play(folder, PLAIN, "s" * 300, passes=7)
+    play(folder, RELAXED, "s" * 299 + "f", passes=2)
+    (page,) = (text for name, text in outputs(ResultsFolder(folder)).items() if name == "page.md")
+    assert "| relaxed | 99.7% (299/300) |" in page
+    assert (
+        "- 300 episodes show no difference of success: relaxed minus plain is -0.3 points" in page
+    )
+    assert "That relaxed loses 5 points or more is ruled out." in page
+    assert "Fewest passes of the rows that lose less for sure: relaxed, 2.00." in page
+
+
+def test_full_size_milliseconds_are_those_of_the_limits():
+    """As docs/performance.md computes them: seven passes, and one pass for everything."""
+    assert action_ms([0] * 7, [0] * 7, 0) == pytest.approx(23.8, abs=0.05)
+    assert action_ms([6], [6], 0) == pytest.approx(5.3, abs=0.1)
+    drafted = action_ms([0, 5], [0, 5], 5) - action_ms([0, 5], [0, 5], 0)
+    assert drafted == pytest.approx(5 * 0.11, abs=0.01)
+
+
+def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = ["--random-weights", "small", "--threads", "1"]
+    arguments = ["reproduce", "full-size", "--frames", "2", "--no-episodes", "--out", str(out)]
+    assert main([*arguments, *flags]) == 0
+    assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
+    assert check(out) == []
+    assert main(["reproduce", "nothing", "--out", str(out)]) == 1
+    assert "unknown study 'nothing'; known: comparison" in capsys.readouterr().err
+
+
+PAGES = [
+    *sorted(path.parent for path in (ROOT / "docs" / "results").glob("*/environment.json")),
+    *(path for path in [ROOT / "docs" / "results.md"] if path.exists()),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_number_of_a_committed_page_comes_from_its_lines(page):
+    assert check(page) == []
