@@ -63,17 +63,18 @@ class LlamaPasses:
         num_rows, _, width = tokens.embeds.shape
         attend = self._attention(tokens, cache)
         # A copy, because layers add to it in place.
-        hidden = tokens.embeds.reshape(-1, width).clone()
+        hidden, branch = tokens.embeds.reshape(-1, width).clone(), None
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if index == last and tokens.rows_out is not None:
                 attend = attend.of_rows_out(tokens.rows_out)
-            fused = layer.qkv.apply(layer.attention_norm.apply(hidden))
+            fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
             mixed = attend.mix(index, fused)
-            hidden = layer.out.add_to(attend.keep(hidden), mixed)
-            gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden))
-            hidden = layer.down.add_to(hidden, self._open(gate_up, layer.down))
-        return self._norm.plain(hidden).view(num_rows, -1, width)
+            hidden = attend.keep(hidden)
+            branch = layer.out.add_to(hidden, mixed)
+            gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
+            branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
+        return self._norm.plain(hidden, branch).view(num_rows, -1, width)
 
     def _attention(self, tokens: PassInput, cache: KVCache | None) -> "_Attention":
         num_rows, num_tokens = tokens.positions.shape
@@ -134,11 +135,15 @@ class Projection:
             return functional.linear(inputs, self._weight)
         return torch.mm(inputs, self._turned)
 
-    def add_to(self, residual: Tensor, inputs: Tensor | Fp8Rows) -> Tensor:
-        """Multiply [token, in] and add to [token, out] in place: else that is copied first."""
+    def add_to(self, residual: Tensor, inputs: Tensor | Fp8Rows) -> Tensor | None:
+        """Multiply [token, in] and add to [token, out] in place: else that is copied first.
+
+        Returns what is still to be added: not every product can add at once.
+        """
         if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._turned is None:
-            return residual.add_(self.apply(inputs))
-        return residual.addmm_(inputs, self._turned)
+            return self.apply(inputs)
+        residual.addmm_(inputs, self._turned)
+        return None
 
 
 class _Norm:
@@ -158,13 +163,16 @@ class _Norm:
         self._share = 1.0 / len(weight)
         self._is_float32 = weight.dtype == torch.float32
 
-    def apply(self, hidden: Tensor) -> Tensor | Fp8Rows:
+    def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor | Fp8Rows:
+        """Add what is still to be added, in place, and normalise."""
         if self._kernels is not None and self._is_fp8:
-            return self._kernels.rms_norm_fp8(hidden, self._weight, self._number)
-        return self.plain(hidden)
+            return self._kernels.rms_norm_fp8(hidden, branch, self._weight, self._number)
+        return self.plain(hidden, branch)
 
-    def plain(self, hidden: Tensor) -> Tensor:
+    def plain(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
         """In the format of `hidden`."""
+        if branch is not None:
+            hidden.add_(branch)
         if self._kernels is not None:
             return self._kernels.rms_norm(hidden, self._weight, self._number)
         wide = hidden if self._is_float32 else hidden.float()

@@ -82,7 +82,12 @@ def test_fused_producers_quantise_what_they_would_have_written(dtype: torch.dtyp
     kernels, weight = Counted().kernels, random(40, dtype=dtype, seed=1)
     hidden, gate_up = random(5, 40, dtype=dtype), random(3, 96, dtype=dtype)
     normed = kernels.rms_norm(hidden, weight, 1e-6)
-    assert_quantised(kernels.rms_norm_fp8(hidden, weight, 1e-6), normed)
+    assert_quantised(kernels.rms_norm_fp8(hidden, None, weight, 1e-6), normed)
+    branch = random(5, 40, dtype=dtype, seed=2)
+    total = hidden + branch
+    found = kernels.rms_norm_fp8(hidden, branch, weight, 1e-6)
+    assert_quantised(found, kernels.rms_norm(total, weight, 1e-6))
+    assert torch.equal(hidden, total)
     assert_quantised(kernels.silu_times_fp8(gate_up), kernels.silu_times(gate_up))
     assert_quantised(kernels.quantise_rows(hidden), hidden)
 
@@ -92,7 +97,11 @@ def test_fused_passes_in_fp8_score_what_plain_ones_do() -> None:
     launch = pytest.importorskip("deft_policies.model.kernels.launch")
 
     class PlainCasts(launch.FusedKernels):  # type: ignore[name-defined,misc]
-        def rms_norm_fp8(self, hidden: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+        def rms_norm_fp8(
+            self, hidden: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+        ) -> Fp8Rows:
+            if branch is not None:
+                hidden.add_(branch)
             return Fp8Rows.of(self.rms_norm(hidden, weight, eps))
 
         def silu_times_fp8(self, gate_up: Tensor) -> Fp8Rows:

@@ -60,7 +60,7 @@ def variants() -> Iterator[Variant]:
     fp8 = {"out": "*fp8e4nv", "scales": _WIDE, "width": "i32"}
     yield Variant("quantise_rows", programs.quantise_rows, fp8, {"BLOCK": 4096})
     norm = {**fp8, "eps": "fp32"}
-    yield Variant("rms_norm_fp8", programs.rms_norm_fp8, norm, {"BLOCK": 4096})
+    yield Variant("rms_norm_fp8", programs.rms_norm_fp8, norm, {"HAS_BRANCH": True, "BLOCK": 4096})
     widest = {"BLOCK": 16384}
     yield Variant("silu_times_fp8", programs.silu_times_fp8, fp8, widest, WARPS_OF_ROWS)
     slots = {"slots": _INDEX, "rotation_stride": "i32"}

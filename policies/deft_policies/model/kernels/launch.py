@@ -70,13 +70,16 @@ class FusedKernels:
         self.launch(programs.silu_times, grid, (gate_up, out, width), {"BLOCK": _COLUMNS})
         return out
 
-    def rms_norm_fp8(self, hidden: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
-        """`rms_norm`, ready for a matrix in fp8."""
+    def rms_norm_fp8(
+        self, hidden: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+    ) -> Fp8Rows:
+        """`rms_norm`, ready for a matrix in fp8; a branch is added to `hidden` before, in place."""
         tokens, width = hidden.shape
         rows = Fp8Rows.like(hidden, width)
-        given = (hidden, weight, rows.values, rows.scales, width, eps)
-        block = triton.next_power_of_2(width)
-        self.launch(programs.rms_norm_fp8, (tokens,), given, {"BLOCK": block})
+        added = hidden if branch is None else branch
+        given = (hidden, added, weight, rows.values, rows.scales, width, eps)
+        constants = {"HAS_BRANCH": branch is not None, "BLOCK": triton.next_power_of_2(width)}
+        self.launch(programs.rms_norm_fp8, (tokens,), given, constants)
         return rows
 
     def silu_times_fp8(self, gate_up: Tensor) -> Fp8Rows:

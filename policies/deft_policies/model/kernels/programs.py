@@ -197,12 +197,21 @@ def quantise_rows(rows, out, scales, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rms_norm_fp8(hidden, weight, out, scales, width, eps, BLOCK: tl.constexpr):
-    """`rms_norm`, in fp8."""
+def rms_norm_fp8(
+    hidden, branch, weight, out, scales, width, eps,
+    HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`rms_norm`, in fp8; a branch is added to the token before, in place."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    wide = tl.load(hidden + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+    here = token * width + columns
+    wide = tl.load(hidden + here, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BRANCH:
+        wide += tl.load(branch + here, mask=inside, other=0.0).to(tl.float32)
+        total = wide.to(hidden.dtype.element_ty)
+        tl.store(hidden + here, total, mask=inside)
+        wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     narrow = (wide * scale).to(hidden.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
