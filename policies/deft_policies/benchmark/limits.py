@@ -245,7 +245,7 @@ def _measure_format(
     )
     started = time.perf_counter()
     policy = load_policy(options)
-    policy.warm_up()
+    policy.warm_up(methods=())
     frames = with_statistics_key(frames, policy)
     _say(f"{quantization.value}: built and warmed up in {time.perf_counter() - started:.1f} s")
     weight = policy.parts.target.decoder.embedding.weight

@@ -216,10 +216,10 @@ class ScriptedPolicy(OpenVLAPolicy):
         settings = PolicySettings(statistics_key=key, method=script.method)
         super().__init__(replace(policy.parts, drafts=models), settings)
 
-    def warm_up(self) -> None:
+    def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Capture what this script's own drafts need beside the policy's."""
         with self.parts.target.runner.warming_up(), torch.inference_mode():
-            self.capture([self._settings.method.name])
+            self.capture(methods or ())
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Tell the drafts what is right, then answer."""

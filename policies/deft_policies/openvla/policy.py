@@ -183,17 +183,19 @@ class OpenVLAPolicy:
         self._decoder_for(options)
         self._parts.check(observation.instruction)
 
-    def warm_up(self) -> None:
+    def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Answer a black frame by every way the default method may take, to learn what they cost.
 
-        Where steps are captured, capture before that all that any batch, prompt or method within
-        the reserve can need: nothing is captured afterwards. Then known frames are answered as a
-        test.
+        Where steps are captured, capture before that all that any batch or prompt within the
+        reserve can need by the default and these `methods`, else by every method there is: nothing
+        is captured afterwards. Then known frames are answered as a test.
         """
+        if methods is None:
+            methods = [name for name in method_names() if self.has_method(name)]
         runner = self._parts.target.runner
         with runner.warming_up(), torch.inference_mode():
             self._parts.target.warm_up()
-            self.capture([name for name in method_names() if self.has_method(name)])
+            self.capture(methods)
             self._learn_costs()
         key = self._default_key or self._keys[0]
         self_test(self, self.action_limits(key), plain_method=AUTOREGRESSIVE)

@@ -39,13 +39,6 @@ def policy_on(runner: StepRunner, key_mask: KeyMask = KeyMask.CAUSAL) -> OpenVLA
     return OpenVLAPolicy(PolicyParts(target, WordIds(300), images, statistics, drafts))
 
 
-def warm_up(policy: OpenVLAPolicy, runner: CapturedRunner) -> None:
-    """As the policy does, but for the methods of this file alone."""
-    with runner.warming_up(), torch.inference_mode():
-        policy.parts.target.warm_up()
-        policy.capture(METHODS)
-
-
 def mixed_batches(seed: int = 0) -> list[list[tuple[Observation, ActOptions, int]]]:
     """Frames of sixteen sessions, with methods, statistics and prompt lengths at random."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
@@ -86,7 +79,7 @@ def serve(
 def test_500_mixed_frames_capture_nothing_after_the_warm_up_and_answer_as_without() -> None:
     runner = CapturedRunner(RecordingCapturer(), RESERVE)
     policy = policy_on(runner)
-    warm_up(policy, runner)
+    policy.warm_up(METHODS)
     num_captured = runner.num_captured
     batches = mixed_batches()
     tokens = serve(policy, batches)
@@ -100,7 +93,7 @@ def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
     """Captured growth once read the lengths of the prompt that it had been captured with."""
     runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=48))
     captured = policy_on(runner, KeyMask.PREFIX_ONLY)
-    warm_up(captured, runner)
+    captured.warm_up(METHODS)
     batches = [batch[:2] for batch in mixed_batches(2)[:8]]
     plain = policy_on(EagerRunner(), KeyMask.PREFIX_ONLY)
     assert serve(captured, batches) == serve(plain, batches)
@@ -109,7 +102,7 @@ def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
 def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothing() -> None:
     runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=40))
     policy = policy_on(runner)
-    warm_up(policy, runner)
+    policy.warm_up(METHODS)
     num_captured = runner.num_captured
     batches = mixed_batches(1)[:6]
     assert serve(policy, batches) == serve(policy_on(EagerRunner()), batches)
