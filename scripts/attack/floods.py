@@ -6,13 +6,16 @@ it. They come from another address of this machine, so that limits per address d
 
 import contextlib
 import random
+import selectors
 import socket
 import ssl
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from io import BytesIO
+from multiprocessing.synchronize import Barrier
 
 import msgpack
 import numpy as np
@@ -111,14 +114,16 @@ def idle_connections(port: int, until_s: float, rng: random.Random) -> None:
             time.sleep(max(0.0, min(1.0, until_s - time.monotonic())))
 
 
-def _posted(bodies: Callable[[random.Random], bytes], path: str = "/v1/act") -> Attack:
+def _posted(
+    bodies: Callable[[random.Random], bytes], path: bytes = b"/v1/act", kind: bytes = b"msgpack"
+) -> Attack:
     """Return an attack that posts bodies and hangs up at once."""
 
     def attack(port: int, until_s: float, rng: random.Random) -> None:
         while time.monotonic() < until_s:
             with _connection(port) as opened:
                 body = bodies(rng)
-                head = _POST.replace(b"/v1/act", path.encode())
+                head = _POST.replace(b"/v1/act", path).replace(b"msgpack", kind)
                 opened.sendall(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
 
     return attack
@@ -129,14 +134,20 @@ def _with_picture(encoding: str, picture: bytes) -> bytes:
     return bytes(msgpack.packb({"v": 1, "instruction": "lift", "image": image}))
 
 
-def many_scans(num_scans: int = 4000) -> bytes:
-    """Return a progressive JPEG that says its last scan again and again."""
+@cache
+def _large_picture() -> bytes:
+    """Return a progressive JPEG of 4 million pixels, which decoders are busy with for long."""
     buffer = BytesIO()
     image = np.random.default_rng(0).integers(0, 255, (1024, 1024, 3), np.uint8)
     PIL.Image.fromarray(image).resize((2000, 2000)).save(
         buffer, "JPEG", progressive=True, quality=5
     )
-    data = buffer.getvalue()
+    return buffer.getvalue()
+
+
+def many_scans(num_scans: int = 4000) -> bytes:
+    """Return a progressive JPEG that says its last scan again and again."""
+    data = _large_picture()
     last = data.rindex(b"\xff\xda")
     end = last + 2 + int.from_bytes(data[last + 2 : last + 4], "big")
     return data[:last] + (data[last:end] + b"\x00" * 2) * num_scans + b"\xff\xd9"
@@ -156,6 +167,23 @@ def many_chunks(kind: bytes = b"iCCP", num_chunks: int = 8000) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + pixels
 
 
+@cache
+def _jpeg() -> bytes:
+    return _with_picture("jpeg", many_scans())
+
+
+@cache
+def _png() -> bytes:
+    return _with_picture("png", many_chunks())
+
+
+@cache
+def _maps() -> bytes:
+    """Return a message that is nothing but small maps, as large as one may be."""
+    row = msgpack.packb({f"{number:04x}": 0 for number in range(65_535)})
+    return b"\x81\xa5image\xdc\x00\x20" + bytes(row) * 32
+
+
 def _nonsense(rng: random.Random) -> bytes:
     return rng.randbytes(rng.randrange(1, 2000))
 
@@ -169,15 +197,62 @@ def handshakes(port: int, until_s: float, rng: random.Random) -> None:
         context.wrap_bio(incoming, outgoing).do_handshake()
     hello = outgoing.read()
     with contextlib.ExitStack() as held:
+        callers = [held.enter_context(_connection(port)) for _ in range(900)]
+        for one in callers:  # all at the same moment
+            one.sendall(hello)
         while time.monotonic() < until_s:
             with contextlib.suppress(OSError):
                 opened = socket.create_connection(("127.0.0.1", port), 1, (OWN_ADDRESS, 0))
                 held.enter_context(opened).sendall(hello)
 
 
+def many_pictures(port: int, until_s: float, rng: random.Random) -> None:
+    """Ask with the largest pictures that are taken over many connections, and wait for answers."""
+    body = _with_picture("jpeg", _large_picture())
+    request = _POST + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    with contextlib.ExitStack() as held, selectors.DefaultSelector() as answered:
+        for _ in range(200):
+            opened = held.enter_context(_connection(port))
+            opened.sendall(request)
+            answered.register(opened, selectors.EVENT_READ, opened)
+        while time.monotonic() < until_s:
+            for key, _ in answered.select(0.1):
+                key.data.recv(65536)
+                key.data.sendall(request)
+
+
+def many_requests(port: int, until_s: float, rng: random.Random) -> None:
+    """Ask over a thousand connections at once, again and again."""
+    request = _POST + b"content-length: 1\r\n\r\n\xc1"
+    while time.monotonic() < until_s:
+        with contextlib.ExitStack() as held:
+            callers = [held.enter_context(_connection(port)) for _ in range(1000)]
+            while time.monotonic() < until_s:
+                for one in callers:
+                    one.sendall(request)
+                for one in callers:
+                    one.recv(65536)
+
+
+def many_streams(port: int, until_s: float, rng: random.Random) -> None:
+    """Send the smallest frames over hundreds of WebSockets, as many as each of them takes."""
+    pongs = _frame(10, b"") * (CHUNK // 6)
+    while time.monotonic() < until_s:
+        with contextlib.ExitStack() as held:
+            callers = [held.enter_context(_connection(port)) for _ in range(300)]
+            for one in callers:
+                one.sendall(_HANDSHAKE)
+                one.recv(4096)
+                one.setblocking(False)
+            while time.monotonic() < until_s:
+                for one in callers:
+                    with contextlib.suppress(BlockingIOError):
+                        one.send(pongs)
+                time.sleep(0.01)
+
+
 _TRAILERS = _POST + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
-_JPEG = _with_picture("jpeg", many_scans())
-_PNG = _with_picture("png", many_chunks())
+_ZEROS = b'{"image": [' + b"0," * 8_000_000
 FLOODS: dict[str, Attack] = {
     "one header without end": _repeat(_POST + b"x-big: ", b"a" * CHUNK),
     "headers without end": _repeat(_POST, b"x-one: 1\r\n" * (CHUNK // 10)),
@@ -191,10 +266,15 @@ FLOODS: dict[str, Attack] = {
     "small messages": _websocket(_frame(2, b"x") * (CHUNK // 7)),
     "unfinished messages": unfinished_messages,
     "idle connections": idle_connections,
-    "large resets": _posted(lambda _: b'{"session_id": "' + b"a" * 15_000_000, "/v1/reset"),
+    "large resets": _posted(lambda _: b'{"session_id": "' + b"a" * 15_000_000, b"/v1/reset"),
     "nonsense": _posted(_nonsense),
-    "JPEGs of 4000 scans": _posted(lambda _: _JPEG),
-    "PNGs of 8000 profiles": _posted(lambda _: _PNG),
+    "1000 connections at once": many_requests,
+    "300 streams at once": many_streams,
+    "JPEGs of 4000 scans": _posted(lambda _: _jpeg()),
+    "PNGs of 8000 profiles": _posted(lambda _: _png()),
+    "large pictures, 200 connections": many_pictures,
+    "16 MB of zeros in JSON": _posted(lambda _: _ZEROS, kind=b"json"),
+    "16 MB of maps in msgpack": _posted(lambda _: _maps()),
     "a content type of semicolons": _repeat(
         _POST.replace(b"application/msgpack", b"multipart/form-data" + b";" * 8000)
         + b"content-length: 1\r\n\r\nx",
@@ -203,6 +283,10 @@ FLOODS: dict[str, Attack] = {
 }
 
 
-def run_flood(name: str, port: int, seconds: float, seed: int) -> None:
-    """Attack a port of this machine; the target of a process."""
-    FLOODS[name](port, time.monotonic() + seconds, random.Random(seed))
+TLS_FLOODS: dict[str, Attack] = {"TLS handshakes left open": handshakes}
+
+
+def run_flood(name: str, port: int, seconds: float, seed: int, start: Barrier) -> None:
+    """Attack a port of this machine once everybody is there; the target of a process."""
+    start.wait()
+    (FLOODS | TLS_FLOODS)[name](port, time.monotonic() + seconds, random.Random(seed))

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from deft_draft_training.errors import DataError, StorageError
+from deft_draft_training.errors import ConfigError, DataError, StorageError
 from deft_draft_training.heads.evaluate import _setup
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses
 from deft_draft_training.heads.record import (
@@ -197,3 +197,9 @@ def test_a_head_may_learn_to_leave_the_other_tokens_alone(samples):
             judged = head_losses(head, target.every_logit, batch, config)
         losses[is_whole] = float(judged["distillation"])
     assert losses[True] < losses[False] - 0.5
+
+
+@pytest.mark.parametrize("counts", [{"batch_size": 0}, {"samples_per_shard": -1}])
+def test_counts_below_one_are_refused_before_anything_is_read(tmp_path, counts):
+    with pytest.raises(ConfigError, match="at least 1"):
+        RecordConfig(EpisodeSource((tmp_path,)), **counts)

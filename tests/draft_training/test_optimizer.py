@@ -19,6 +19,21 @@ def test_orthogonalised_matrices_have_singular_values_near_one():
         assert values.max() < 1.3
 
 
+def test_matrices_that_are_orthogonalised_together_come_out_as_each_alone():
+    for shape in ((8, 20), (20, 8)):
+        matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+        alone = torch.stack([orthogonalise(one) for one in matrices])
+        assert torch.allclose(orthogonalise(matrices), alone, atol=1e-5)
+
+
+def test_under_autocast_matrices_are_orthogonalised_in_its_precision():
+    matrix = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = orthogonalise(matrix)
+    assert found.dtype is torch.bfloat16
+    assert torch.cosine_similarity(found.float(), orthogonalise(matrix), dim=-1).min() > 0.99
+
+
 def test_every_trained_parameter_belongs_to_exactly_one_optimizer():
     module = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.LayerNorm(8))
     module[2].bias.requires_grad_(False)

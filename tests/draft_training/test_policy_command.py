@@ -60,6 +60,7 @@ def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task:
     frame = Observation(np.zeros((32, 32, 3), np.uint8), "lift the milk, quick")
     policy = load_policy(options)
     assert policy.info.instructions == ("lift the milk, quick", *sorted(INSTRUCTIONS))
+    assert policy.info.assets == "none"
     (answer,) = policy.act([ActRequest(frame)])
     chunk = answer.chunk
     assert chunk.actions.shape == (1, 7)

@@ -1,12 +1,15 @@
 """A small policy learns from samples made up here, and a killed run resumes to the bit."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
+from deft_draft_training.config import load_config
+from deft_draft_training.errors import ConfigError, DivergedError
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.policy.data import (
     AugmentConfig,
@@ -26,6 +29,7 @@ from deft_draft_training.policy.fit import (
 )
 from deft_draft_training.policy.growth import deepened
 from deft_draft_training.policy.model import PolicyModelConfig, PolicyNet, build_config, initialise
+from deft_draft_training.run_directory import STATE_FILE
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics
@@ -195,3 +199,51 @@ def test_augmentation_is_repeatable_and_bounded():
     assert torch.equal(one, again)
     untouched = augment(frames, AugmentConfig(0, 0, 0, 0), torch.Generator().manual_seed(4))
     assert torch.equal(untouched, frames)
+
+
+def test_augmented_bytes_are_those_of_the_formula_applied_to_every_pixel():
+    frames = torch.randint(
+        0, 256, (4, 9, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    config = AugmentConfig(shift_pixels=2, brightness=0.5, contrast=0.5, colour=0.5)
+    found = augment(frames, config, torch.Generator().manual_seed(4))
+    assert torch.equal(found, augment_plainly(frames, config, torch.Generator().manual_seed(4)))
+
+
+def augment_plainly(
+    frames: torch.Tensor, config: AugmentConfig, generator: torch.Generator
+) -> torch.Tensor:
+    rows, height, width, _ = frames.shape
+    offsets = torch.randint(0, 2 * config.shift_pixels + 1, (rows, 2), generator=generator)
+    shifted = torch.empty(frames.shape)
+    for row, y, x in product(range(rows), range(height), range(width)):
+        down, along = (offsets[row] - config.shift_pixels).tolist()
+        at = (min(max(y + down, 0), height - 1), min(max(x + along, 0), width - 1))
+        shifted[row, y, x] = frames[row][at].float()
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) * 2 - 1
+
+    gain = 1 + config.brightness * draw(rows, 1, 1, 1)
+    gain = gain * (1 + config.colour * draw(rows, 1, 1, 3))
+    contrast = 1 + config.contrast * draw(rows, 1, 1, 1)
+    centre = shifted.mean(dim=(1, 2, 3), keepdim=True)
+    return ((shifted - centre) * contrast + centre).mul(gain).clamp(0, 255).round().byte()
+
+
+def test_a_run_whose_loss_is_not_finite_ends_with_an_error_and_what_was_saved(tmp_path):
+    """Once it went on to its end, and ended with success."""
+    samples = made_up_samples()
+    PolicyTrainer(fit_config(4, 4), CONFIG, samples, PROMPTS).run(tmp_path / "run")
+    saved = (tmp_path / "run" / STATE_FILE).read_bytes()
+    trainer = PolicyTrainer(fit_config(8, 4), CONFIG, samples, PROMPTS)
+    trainer.samples = replace(samples, positions=np.full_like(samples.positions, np.nan))
+    with pytest.raises(DivergedError, match="step 4"):
+        trainer.run(tmp_path / "run")
+    assert (tmp_path / "run" / STATE_FILE).read_bytes() == saved
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "save_every", "log_every"])
+def test_counts_below_one_are_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"'{name}': 0"):
+        load_config(PolicyFitConfig, None, [f"{name}=0"])

@@ -39,7 +39,7 @@ def memories(draw: st.DrawFn) -> SessionMemory:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(memories())
 def test_a_memory_survives_the_way_there_and_back(memory: SessionMemory) -> None:
     assert decode_memory(encode_memory(memory)) == memory
@@ -49,7 +49,7 @@ def test_a_full_memory_is_small() -> None:
     assert len(encode_memory(FULL)) < 2500
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(encode_memory(FULL)) - 1), st.integers(1, 255), st.booleans())
 def test_damaged_bytes_are_refused_or_are_another_memory(
     place: int, change: int, is_cut: bool

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from enum import Enum
 from io import BytesIO
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from deft_client.wire.fields import (
     constant,
     record,
 )
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 MAX_AXES = 8
 
@@ -134,6 +137,7 @@ JPEG_QUALITY = 95
 MAX_JPEG_SCANS = 16  # each costs a pass over all pixels; cameras write 1, encoders 10 or so
 MAX_EXTRAS = 300  # segments or chunks besides the pixels; a colour profile may take 255
 MAX_PIXEL_CHUNKS = 8192  # of a PNG
+STRIP_ROWS = 512
 
 # Pillow's decoders raise these for damaged files, depending on where the damage is.
 _DAMAGED = (
@@ -188,9 +192,20 @@ def decode_image(data: bytes, field: str, limits: WireLimits = DEFAULT_LIMITS) -
                 raise UnusableValueError(
                     field, f"must be 8-bit RGB or greyscale, got colour mode {picture.mode}"
                 )
-            return np.asarray(picture.convert("RGB"))
+            return _pixels(picture)
     except _DAMAGED as error:
         raise UnusableValueError(field, f"the picture is damaged: {error}") from error
+
+
+def _pixels(picture: "PIL.Image.Image") -> Image:
+    """Return a picture as RGB, read in strips: all at once Pillow holds it four times."""
+    width, height = picture.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    for top in range(0, height, STRIP_ROWS):
+        strip = picture.crop((0, top, width, min(top + STRIP_ROWS, height)))
+        converted = strip if strip.mode == "RGB" else strip.convert("RGB")
+        pixels[top : top + STRIP_ROWS] = np.asarray(converted)
+    return pixels
 
 
 def _check_work(data: bytes, field: str) -> None:

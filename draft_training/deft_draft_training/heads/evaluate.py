@@ -24,9 +24,9 @@ from deft_draft_training.heads.target import (
     FeatureTarget,
     add_target_flags,
     load_target,
-    target_flags,
 )
 from deft_policies.benchmark.summary import drafted_by_position
+from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.decoder import Decoder, DecodeRow, DraftModels, build_decoder
 from deft_policies.decoding.drafts.medusa import MedusaHeads
 from deft_policies.decoding.history import ActionHistory

@@ -16,9 +16,9 @@ from deft_draft_training.heads.target import (
     FeatureTarget,
     add_target_flags,
     load_target,
-    target_flags,
 )
 from deft_draft_training.run_directory import STATE_FILE, explained
+from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadLayout, load_head, save_head
 from deft_policies.decoding.drafts.medusa import MedusaHeads, is_medusa, load_medusa, save_medusa
 from deft_policies.errors import PolicyError

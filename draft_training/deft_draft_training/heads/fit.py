@@ -30,13 +30,13 @@ from deft_draft_training.heads.target import (
     FeatureTarget,
     add_target_flags,
     load_target,
-    target_flags,
 )
 from deft_draft_training.heads.workers import Workers
 from deft_draft_training.optimizer import computing_in
 from deft_draft_training.policy.data import chosen_at
 from deft_draft_training.run_directory import RunDirectory
 from deft_draft_training.trainer import FitConfig, Trainer
+from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
 

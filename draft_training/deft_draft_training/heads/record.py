@@ -23,15 +23,15 @@ from tqdm import tqdm
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
-from deft_draft_training.errors import DataError
+from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.samples import EpisodeSource, HeadSample
 from deft_draft_training.heads.target import (
     FeatureTarget,
     add_target_flags,
     load_target,
-    target_flags,
 )
 from deft_draft_training.run_directory import explained
+from deft_policies.commands.parse import target_flags
 
 INDEX = "index.json"
 _FORMAT = 1
@@ -198,6 +198,13 @@ class RecordConfig:
     batch_size: int = 8
     samples_per_shard: int = 512
     dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if min(self.batch_size, self.samples_per_shard) < 1:
+            raise ConfigError(
+                f"frames at a time and samples of a shard must be at least 1, got "
+                f"{self.batch_size} and {self.samples_per_shard}"
+            )
 
 
 def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:

@@ -102,12 +102,6 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("target", "as for `deft serve --policy openvla`"))
 
 
-def target_flags(given: argparse.Namespace) -> str:
-    """The flags to name the same target in the next command."""
-    named = (("--checkpoint", given.checkpoint), ("--statistics-key", given.statistics_key))
-    return " ".join(f"{flag} {value}" for flag, value in named if value is not None)
-
-
 def load_target(given: argparse.Namespace) -> FeatureTarget:
     """Load the target that the flags name."""
     try:

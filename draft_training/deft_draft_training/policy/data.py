@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  (the name everybody knows it by)
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -26,28 +25,29 @@ class AugmentConfig:
 
 def augment(frames: Tensor, config: AugmentConfig, generator: torch.Generator) -> Tensor:
     """Shifted and recoloured copies of uint8 frames [row, height, width, 3]."""
-    shifted = _shift(frames, config.shift_pixels, generator)
+    shifted = _shift(frames.numpy(), config.shift_pixels, generator)
     rows = len(frames)
-    gain = 1 + config.brightness * _uniform((rows, 1, 1, 1), generator)
-    gain = gain * (1 + config.colour * _uniform((rows, 1, 1, 3), generator))
-    contrast = 1 + config.contrast * _uniform((rows, 1, 1, 1), generator)
-    values = shifted.float()
-    centre = values.mean(dim=(1, 2, 3), keepdim=True)
-    return ((values - centre) * contrast + centre).mul(gain).clamp(0, 255).round().to(torch.uint8)
+    gain = 1 + config.brightness * _uniform((rows, 1, 1), generator)
+    gain = gain * (1 + config.colour * _uniform((rows, 1, 3), generator))
+    contrast = 1 + config.contrast * _uniform((rows, 1, 1), generator)
+    centre = torch.from_numpy(shifted.mean(axis=(1, 2, 3), dtype=np.float32)).view(rows, 1, 1)
+    codes = torch.arange(256.0).view(256, 1)
+    # What becomes of a byte depends on its frame and channel alone: 256 values, not 40,000 pixels.
+    becomes = ((codes - centre) * contrast + centre).mul(gain).clamp(0, 255).round()
+    for frame, table in zip(shifted, becomes.to(torch.uint8).numpy(), strict=True):
+        for channel in range(3):
+            frame[..., channel] = table[:, channel][frame[..., channel]]
+    return torch.from_numpy(shifted)
 
 
-def _shift(frames: Tensor, limit: int, generator: torch.Generator) -> Tensor:
-    """Move each frame by up to `limit` pixels either way, repeating its border."""
-    if limit == 0:
-        return frames
+def _shift(frames: NDArray[np.uint8], limit: int, generator: torch.Generator) -> NDArray[np.uint8]:
+    """Copies of frames, each moved by up to `limit` pixels either way, repeating its border."""
     rows, height, width, _ = frames.shape
-    padded = F.pad(frames.permute(0, 3, 1, 2).float(), (limit,) * 4, mode="replicate")
-    padded = padded.to(torch.uint8).permute(0, 2, 3, 1)
-    offsets = torch.randint(0, 2 * limit + 1, (rows, 2), generator=generator)
-    row = torch.arange(rows)[:, None, None]
-    down = (offsets[:, :1] + torch.arange(height))[:, :, None]
-    along = (offsets[:, 1:] + torch.arange(width))[:, None, :]
-    return padded[row, down, along]
+    edges = (limit, limit)
+    padded = np.pad(frames, ((0, 0), edges, edges, (0, 0)), mode="edge")
+    offsets = torch.randint(0, 2 * limit + 1, (rows, 2), generator=generator).tolist()
+    cut = [one[y : y + height, x : x + width] for one, (y, x) in zip(padded, offsets, strict=True)]
+    return np.stack(cut)
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -33,7 +33,7 @@ from deft_policies.checkpoint.writer import write_checkpoint
 from deft_policies.errors import PolicyError
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.prompt import PromptEncoder, load_tokenizer
-from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.sizes import OpenVLAConfig, TrainingNotes
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.openvla.action_codec import ActionCodec
 
@@ -87,9 +87,10 @@ def prepare(
     instructions = tuple(sorted({one.header.instruction for one in episodes}))
     statistics = kept.statistics if kept else measure_statistics(episodes)
     tokenizer = kept.tokenizer if kept else build_tokenizer(instructions)
+    assets = ", ".join(sorted({one.header.assets for one in episodes}))
     config = replace(
         build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics}),
-        instructions=instructions,
+        training=TrainingNotes(instructions, assets),
     )
     encoder = PromptEncoder(tokenizer, config.prompt_template, Path("the tokenizer made here"))
     prompts = PromptTable([encoder.encode(one) for one in instructions])
@@ -203,7 +204,7 @@ def main(arguments: list[str]) -> int:
     prepared = prepare(episodes, config.fit.model, config.statistics_key, kept)
     sys.stderr.write(
         f"{len(episodes)} episodes, {len(prepared.samples)} frames, "
-        f"{len(prepared.config.instructions)} instructions\n"
+        f"{len(prepared.config.training.instructions)} instructions\n"
     )
     trainer = PolicyTrainer(
         config.fit,

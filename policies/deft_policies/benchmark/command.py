@@ -1,6 +1,7 @@
 """`deft bench`: replay observations through a policy and print where the time goes."""
 
 import json
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -25,10 +26,10 @@ from deft_policies.benchmark.replay import (
 )
 from deft_policies.benchmark.roofline import CostModel, measure_rates
 from deft_policies.benchmark.scripted import Script, ScriptedPolicy, find_answers
-from deft_policies.benchmark.summary import Decoding, summarise_decoding, summarise_speed
+from deft_policies.benchmark.summary import Decoding, Speed, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
-from deft_policies.commands.parse import parse_command, run_command
+from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.knobs import find_method
@@ -159,15 +160,28 @@ def main(arguments: list[str]) -> int:
             report = measure_openvla(policy, frames, options)
             if options.has_audit:
                 report = replace(report, audit=run_audit(command.namespace, frames))
+            following = next_command(policy, report.speeds, command.namespace)
         else:
             require_plain(policy, options)
             report = measure_any(policy, frames, options)
-        sys.stdout.write(report.render() + "\n")
+            following = f"next: deft serve {target_flags(command.namespace)}"
+        sys.stdout.write(f"{report.render()}\n{following}\n")
         if options.json_path is not None:
             options.json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
         return 1 if report.audit is not None and report.audit.faults else 0
 
     return run_command(PROG, run)
+
+
+def next_command(policy: OpenVLAPolicy, speeds: Sequence[Speed], given: Namespace) -> str:
+    """The line that serves the fastest method of those measured."""
+    typed = {}
+    for one in speeds:
+        named = re.fullmatch(r"(\S+)(?: r(\d+))?", one.name)
+        if named and policy.has_method(named[1], int(named[2]) if named[2] else None):
+            radius = f" --radius {named[2]}" if named[2] else ""
+            typed[one.total.p50] = f" --decoding {named[1]}{radius}"
+    return f"next: deft serve {target_flags(given)}{typed[min(typed)] if typed else ''}"
 
 
 def read_frames(options: BenchOptions, policy: Policy) -> list[ReplayFrame]:

@@ -4,7 +4,6 @@ The published 7B leaves most sizes out of `config.json`; the defaults here are t
 classes it was saved with.
 """
 
-import json
 from pathlib import Path
 
 from deft_policies.checkpoint.fields import JsonFields
@@ -20,12 +19,13 @@ from deft_policies.model.sizes import (
     ResizeStrategy,
     TowerConfig,
     TowerFamily,
+    TrainingNotes,
 )
 from deft_policies.model.statistics import load_statistics
 
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
-INSTRUCTIONS_FILE = "instructions.json"
+TRAINING_FILE = "training.json"
 MODEL_TYPE = "openvla"
 DINOV2_TIMM_ID = "vit_large_patch14_reg4_dinov2.lvd142m"
 SIGLIP_TIMM_ID = "vit_so400m_patch14_siglip_224"
@@ -66,21 +66,16 @@ def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
         vocabulary=_read_vocabulary(fields, llm),
         prompt_template=_find_template(fields, directory, name),
         statistics=load_statistics(fields),
-        instructions=_load_instructions(directory / INSTRUCTIONS_FILE),
+        training=_load_training(directory / TRAINING_FILE),
     )
 
 
-def _load_instructions(path: Path) -> tuple[str, ...]:
+def _load_training(path: Path) -> TrainingNotes:
     """What `deft train policy` noted; published checkpoints have no such file."""
     if not path.exists():
-        return ()
-    try:
-        instructions = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); remove or repair it") from None
-    if not isinstance(instructions, list) or not all(isinstance(one, str) for one in instructions):
-        raise CheckpointError(f"{path} must hold a list of instructions; remove or repair it")
-    return tuple(instructions)
+        return TrainingNotes()
+    fields = JsonFields.load(path, "remove or repair it")
+    return TrainingNotes(fields.values("instructions", str), fields.value("assets", str, ""))
 
 
 def _read_vocabulary(fields: JsonFields, llm: LlamaConfig) -> ActionVocabulary:

@@ -5,6 +5,7 @@ A directory appears whole or not at all.
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,10 +17,10 @@ from deft_client.files import creating
 from deft_policies.checkpoint.config import (
     CONFIG_FILE,
     DINOV2_TIMM_ID,
-    INSTRUCTIONS_FILE,
     MODEL_TYPE,
     PREPROCESSOR_FILE,
     SIGLIP_TIMM_ID,
+    TRAINING_FILE,
 )
 from deft_policies.checkpoint.open import check_tensors
 from deft_policies.checkpoint.reader import INDEX_FILE, MODEL_FILE, StoredTensor
@@ -78,8 +79,8 @@ def write_checkpoint(
             _write_json(beside / CONFIG_FILE, describe_config(config, dtype))
             _write_json(beside / PREPROCESSOR_FILE, _describe_processor(config.image))
             _write_json(beside / STATISTICS_FILE, _describe_statistics(config.statistics))
-            if config.instructions:
-                _write_json(beside / INSTRUCTIONS_FILE, list(config.instructions))
+            if config.training.instructions:
+                _write_json(beside / TRAINING_FILE, asdict(config.training))
             write_tokenizer(tokenizer, beside)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

@@ -46,6 +46,16 @@ def load_by_words(name: str, *arguments: str) -> Policy:
     return entry.load(parser.parse_known_args(arguments)[0])
 
 
+def target_flags(given: Namespace) -> str:
+    """The flags to name the same weights in the next command."""
+    named = [("--policy", given.policy)] if getattr(given, "policy", "openvla") != "openvla" else []
+    named += [
+        (f"--{name.replace('_', '-')}", getattr(given, name, None))
+        for name in ("checkpoint", "statistics_key")
+    ]
+    return " ".join(f"{flag} {value}" for flag, value in named if value is not None)
+
+
 def run_command(prog: str, command: Callable[[], int]) -> int:
     """Run a command; what was raised on purpose becomes one line and exit code 1."""
     try:

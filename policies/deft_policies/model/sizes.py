@@ -136,6 +136,14 @@ class ActionVocabulary:
         return TokenRange(self.text_vocab_size - self.num_bins, self.text_vocab_size - 1)
 
 
+@dataclass(frozen=True)
+class TrainingNotes:
+    """What somebody noted of a checkpoint's training; empty where nobody did."""
+
+    instructions: tuple[str, ...] = ()
+    assets: str = ""  # of the simulator, as LIBERO's results name them
+
+
 @dataclass(frozen=True, eq=False)
 class OpenVLAConfig:
     """All that the modules, the processor and the codec need to know of a checkpoint."""
@@ -146,7 +154,7 @@ class OpenVLAConfig:
     vocabulary: ActionVocabulary
     prompt_template: PromptTemplate
     statistics: Mapping[str, ActionStatistics]
-    instructions: tuple[str, ...] = ()  # those it was trained on, where somebody noted them
+    training: TrainingNotes = TrainingNotes()
 
     @property
     def projector(self) -> ProjectorKind:

@@ -140,6 +140,7 @@ class OpenVLAPolicy:
     def info(self) -> ServerInfo:
         """What the server advertises."""
         size = self._parts.target.model.config.image.size
+        training = self._parts.target.model.config.training
         statistics = self._parts.statistics[self._default_key or self._keys[0]]
         chains = type(self._parts.images.chain)
         return ServerInfo(
@@ -154,7 +155,8 @@ class OpenVLAPolicy:
             image_chains=tuple(chain.value for chain in chains),
             decoding=self._settings.method.name,
             decoding_methods=tuple(name for name in method_names() if self.has_method(name)),
-            instructions=self._parts.target.model.config.instructions,
+            instructions=training.instructions,
+            assets=training.assets,
             versions=dict(self._settings.versions),
             details={**dict(self._settings.details), **self._settings.method.described()},
         )

@@ -15,12 +15,15 @@ from pathlib import Path
 import httpx
 
 from deft_client.commands.program import CommandParser
+from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.errors import DeftError
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.simulator.assets import cache_folder, find_assets, libero_folder
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
 from deft_client.libero.simulator.mujoco_version import installed_mujoco, warning
 from deft_policies.base import Finding, Verdict
 from deft_policies.errors import PolicyError
+from deft_server.commands.image_chains import examine_chains
 from deft_server.commands.serve import listen
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.serving.access import KeyFileError, read_keys
@@ -168,17 +171,32 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
         description="Say whether `deft serve` with the same flags would work on this machine.",
     )
+    parser.add_argument(
+        "--demonstration", type=Path, metavar="DATA",
+        help="episodes of the policy's training: load the weights and see whether image chain and "
+        "statistics fit them",
+    )  # fmt: skip
+    add_camera_flag(parser)
     try:
         command = read_command(parser, arguments, os.environ)
     except (SettingsError, PolicyError) as error:
         sys.stdout.write(_lines([Finding("settings", Verdict.BAD, str(error))]))
         return 1
     findings = examine(command)
+    given = command.policy.namespace
+    if given.demonstration is not None and not _num(findings, Verdict.BAD):
+        try:
+            findings += examine_chains(command.policy, given.demonstration, read_cameras(given))
+        except (PolicyError, DeftError, OSError) as error:
+            findings.append(Finding("demonstration", Verdict.BAD, str(error)))
     sys.stdout.write(_lines(findings))
-    num_bad = sum(one.verdict is Verdict.BAD for one in findings)
-    num_doubtful = sum(one.verdict is Verdict.DOUBTFUL for one in findings)
-    sys.stdout.write(f"{num_bad} errors, {num_doubtful} warnings\n")
+    num_bad = _num(findings, Verdict.BAD)
+    sys.stdout.write(f"{num_bad} errors, {_num(findings, Verdict.DOUBTFUL)} warnings\n")
     return 1 if num_bad else 0
+
+
+def _num(findings: Sequence[Finding], verdict: Verdict) -> int:
+    return sum(one.verdict is verdict for one in findings)
 
 
 def examine(command: ServeCommand) -> list[Finding]:

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
@@ -27,12 +27,12 @@ from deft_server.hosting.allocator import keep_freed_memory
 from deft_server.hosting.host import Elsewhere
 from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.http.http_protocol import build_http_protocol
+from deft_server.http.listener import FairListener
 from deft_server.http.websocket_protocol import build_websocket_protocol
 from deft_server.replicas.host import ReplicaHost
 from deft_server.replicas.ray_serve import Deployment, RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
-from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
 
 SWITCH_INTERVAL_S = 0.0005
@@ -115,7 +115,7 @@ def run(app: DeftApp) -> ExitCode:
     keep_freed_memory()
     log = start_logging(settings)
     url = _url(settings, listening)
-    server = _Server(config, app.service, url)
+    server = _Server(config, app, url)
     logger.info("listening on %s", url)
     server.run(sockets=[listening])
     logger.info("stopped with exit code %d", server.exit_code)
@@ -207,10 +207,12 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """Stops when told by a signal, or when the policy is beyond help."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, app: DeftApp, url: str) -> None:
         super().__init__(config)
         self.exit_code = ExitCode.STOPPED
-        self._service = service
+        self._service = service = app.service
+        self._bounds = app.bounds
+        self._listeners: list[FairListener] = []
         self._url = url
         self._stopping: asyncio.Task[None] | None = None
         service.scheduler.on_fatal = self._give_up
@@ -228,6 +230,24 @@ class _Server(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as ever, but for the listening, which is ours."""
+        await super().startup(sockets=[])
+        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        build_protocol = partial(
+            protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self._listeners = [FairListener(one, build_protocol, self._bounds) for one in sockets or ()]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, and end as ever."""
+        for one in self._listeners:
+            one.close()
+        await super().shutdown(sockets)
 
     def _welcome(self) -> None:
         # What exists once the policy is warm lives as long as the process; the garbage collector

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from deft_server.errors import OverloadedError
+from deft_server.http.fair_calls import FairCalls
 from deft_server.settings import Settings
 
 BUSY_FOR_S = 1.0
@@ -81,6 +82,7 @@ class ConnectionBounds:
     message_timeout_s: float
     held: HeldBytes
     connections: ConnectionCounts
+    calls: FairCalls = field(default_factory=FairCalls)
 
 
 def build_bounds(settings: Settings) -> ConnectionBounds:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import ssl
 from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
@@ -26,7 +28,7 @@ def build_http_protocol(
     bases: tuple[type, ...]
     if find_spec("httptools") is not None:
         base = import_module("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
-        bases = (_CountedConnection, _HeaderClock, _BoundedHeaders, base)
+        bases = (_CountedConnection, _HeaderClock, _BoundedHeaders, _FairStart, base)
     else:  # h11 bounds headers and trailers itself, and takes one request at a time
         base = import_module("uvicorn.protocols.http.h11_impl").H11Protocol
         bases = (_CountedConnection, _HeaderClock, base)
@@ -52,6 +54,22 @@ def _refusal(status: str, detail: str) -> bytes:
 _TOO_MANY_CONNECTIONS = _refusal(
     "503 Service Unavailable", "too many connections are open; close some, or keep one and reuse it"
 )
+
+
+class _Secure(SSLProtocol):
+    """asyncio's, with less to hold for a connection that may never say a word."""
+
+    max_size = 16 * 1024  # read at a time, kept from the first moment; 256 kB there
+    make_call: Callable[[Callable[[], None]], None]  # when it is the address's turn
+    _state: Any
+
+    def _do_handshake(self) -> None:
+        """Go on shaking hands, which is a millisecond's work each time."""
+        self.make_call(self._shake_hands)
+
+    def _shake_hands(self) -> None:
+        if self._state.name == "DO_HANDSHAKE":  # and not given up meanwhile
+            super()._do_handshake()  # type: ignore[misc]
 
 
 class _CountedConnection:
@@ -104,7 +122,7 @@ class _CountedConnection:
         """Begin at once: under uvloop, what comes before a later `start_tls` would be lost."""
         ended = self.loop.create_future()
         ended.add_done_callback(self._handshake_ended)
-        secure = SSLProtocol(
+        secure = _Secure(
             self.loop,
             cast(asyncio.Protocol, self),
             tls,
@@ -112,6 +130,7 @@ class _CountedConnection:
             server_side=True,
             ssl_handshake_timeout=self.bounds.header_timeout_s,  # type: ignore[arg-type]
         )
+        secure.make_call = partial(self.bounds.calls.make, self._address)
         transport.set_protocol(secure)
         secure.connection_made(transport)
 
@@ -160,6 +179,17 @@ class _HeaderClock:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _FairStart:
+    """Begins with a request when it is its address's turn."""
+
+    bounds: ConnectionBounds
+    _address: str
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        start = super()._start_asgi_task  # type: ignore[misc]
+        self.bounds.calls.make(self._address, partial(start, cycle, app))
 
 
 class _BoundedHeaders:

@@ -33,7 +33,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state)
         self._address = ""
         self._unparsed = memoryview(b"")
-        self._next_turn: asyncio.Handle | None = None
+        self._awaits_turn = False
         self._num_frames = 0
         self._held = 0
         self._num_message_bytes = 0  # of the messages, and parts of one, that nobody is done with
@@ -47,8 +47,6 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._unparsed = memoryview(b"")
         self._stop_clock()
-        if self._next_turn is not None:
-            self._next_turn.cancel()
         self.bounds.held.release(self._held)
         self._held = 0
         self.bounds.connections.leave(self._address)
@@ -56,8 +54,10 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed = memoryview(bytes(self._unparsed) + data if self._unparsed else data)
-        if self._next_turn is None:
-            self._parse()
+        self._go_on()
+        if self._unparsed and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._count_bytes()
 
     async def receive(self) -> Any:
         """Return the next message; the one before it is done with.
@@ -109,11 +109,12 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def _parse(self) -> None:
         """Parse until enough was done for a turn, or until somebody must catch up first."""
-        self._next_turn = None
+        self._awaits_turn = False
         last = self._num_frames + MAX_FRAMES_A_TURN
         while self._unparsed and self._may_go_on():
             if self._num_frames >= last:
-                self._next_turn = self.loop.call_soon(self._parse)
+                self._awaits_turn = True
+                self.loop.call_soon(self._await_turn)
                 break
             part, self._unparsed = self._unparsed[:SLICE_BYTES], self._unparsed[SLICE_BYTES:]
             super().data_received(part)  # type: ignore[arg-type]
@@ -129,8 +130,12 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()
 
     def _go_on(self) -> None:
-        if self._next_turn is None and self._may_go_on():
-            self._parse()
+        if not self._awaits_turn and self._may_go_on():
+            self._awaits_turn = True
+            self._await_turn()
+
+    def _await_turn(self) -> None:
+        self.bounds.calls.make(self._address, self._parse)
 
     def _count_bytes(self) -> None:
         num_partial = len(self.conn.reader.buffer)

@@ -23,7 +23,10 @@ class ServerDidNotStartError(Exception):
 
 @contextmanager
 def local_server(*flags: str, settings: ClientSettings | None = None) -> Iterator[str]:
-    """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it."""
+    """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it.
+
+    If it ends earlier, its last words are told: whoever asked it saw no more than refusals.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
         stderr=subprocess.PIPE,
@@ -33,9 +36,12 @@ def local_server(*flags: str, settings: ClientSettings | None = None) -> Iterato
     found: deque[str] = deque()
     reader = threading.Thread(target=_follow, args=(process, log, found), daemon=True)
     reader.start()
+    url = ""
     try:
-        yield _when_ready(process, log, found, settings)
+        url = _when_ready(process, log, found, settings)
+        yield url
     finally:
+        code = process.poll()
         process.terminate()
         try:
             process.wait(STOPPED_WITHIN_S)
@@ -43,6 +49,8 @@ def local_server(*flags: str, settings: ClientSettings | None = None) -> Iterato
             process.kill()
             process.wait()
         reader.join()
+        if url and code is not None:
+            sys.stderr.write(f"the server ended with {code}; its last words:\n{''.join(log)}")
 
 
 def _follow(process: subprocess.Popen[str], log: deque[str], found: deque[str]) -> None:

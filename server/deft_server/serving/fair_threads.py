@@ -5,7 +5,6 @@ nothing of what the work is.
 """
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from deft_server.errors import OverloadedError
+from deft_server.serving.turns import Turns
 
 NUM_THREADS = 2
 MAX_PENDING = 64  # that wait for a thread, of all owners
@@ -36,8 +36,7 @@ class FairThreads:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
         self._num_free = num_threads
         self._max_pending = max_pending
-        self._num_pending = 0
-        self._pending: OrderedDict[str, deque[_Job]] = OrderedDict()  # whose turn it is first
+        self._pending: Turns[_Job] = Turns()
 
     async def run(self, owner: str, work: Callable[[], ResultT]) -> ResultT:
         """Return what `work` returns; raise `OverloadedError` where too much of it waits.
@@ -50,7 +49,7 @@ class FairThreads:
         try:
             result: ResultT = await job.result
         except asyncio.CancelledError:
-            self._give_up(owner, job)
+            self._pending.discard(owner, job)
             raise
         return result
 
@@ -59,33 +58,18 @@ class FairThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _join(self, owner: str, job: _Job) -> None:
-        if self._num_pending >= self._max_pending:
-            largest = max(self._pending, key=lambda one: len(self._pending[one]))
+        if len(self._pending) >= self._max_pending:
+            largest = self._pending.largest()
             error = OverloadedError("too many pictures wait to be decoded", BUSY_FOR_S)
-            if len(self._pending[largest]) <= len(self._pending.get(owner, ())) + 1:
+            if self._pending.count(largest) <= self._pending.count(owner) + 1:
                 raise error
-            loser = self._pending[largest].pop()
-            self._num_pending -= 1
-            loser.result.set_exception(error)
-        self._pending.setdefault(owner, deque()).append(job)
-        self._num_pending += 1
-
-    def _give_up(self, owner: str, job: _Job) -> None:
-        own = self._pending.get(owner, ())
-        if job in own:
-            self._pending[owner].remove(job)
-            self._num_pending -= 1
-            if not self._pending[owner]:
-                del self._pending[owner]
+            self._pending.take_newest(largest).result.set_exception(error)
+        self._pending.add(owner, job)
 
     def _start(self) -> None:
-        """Give every free thread the first job of the owner whose turn it is."""
+        """Give every free thread the next job."""
         while self._num_free and self._pending:
-            owner, own = self._pending.popitem(last=False)
-            job = own.popleft()
-            if own:
-                self._pending[owner] = own
-            self._num_pending -= 1
+            job = self._pending.take()
             self._num_free -= 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
             running.add_done_callback(partial(self._end, job))

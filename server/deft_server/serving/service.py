@@ -20,7 +20,7 @@ from deft_client.types import (
     StageTimings,
 )
 from deft_policies.base import ActRequest
-from deft_policies.errors import PolicyError, RequestError
+from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
 from deft_server.hosting.host import Elsewhere, HostedPolicy, NewHost
 from deft_server.hosting.process import PolicyProcess
@@ -128,6 +128,8 @@ class Service:
         started_s = now_s if arrived_s is None else arrived_s
         policy = self.policy
         self._check_options(options)
+        if not observation.instruction.strip():
+            raise UnusableObservationError("instruction", "it is empty; say what is to be done")
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s)
         self._guard.require_memory(session)

@@ -10,7 +10,7 @@ import pytest
 
 from deft_client.errors import MessageTooLargeError, UnsupportedMessageError, UnusableValueError
 from deft_client.wire.fields import WireLimits
-from deft_client.wire.images import ImageEncoding, decode_image, encode_image
+from deft_client.wire.images import STRIP_ROWS, ImageEncoding, decode_image, encode_image
 from tests.client.samples import frame, saved
 
 
@@ -140,3 +140,12 @@ def test_a_jpeg_of_very_many_segments_is_refused_before_it_is_decoded():
     for filler in (b"\xff\xe1\x00\x02" * 400, b"\xff" * 400):
         with pytest.raises(UnusableValueError, match="no frame header"):
             decode_image(data[:2] + filler + data[2:], "image")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA"])
+def test_a_picture_of_several_strips_is_the_one_that_pillow_reads_at_once(mode: str):
+    image = np.random.default_rng(0).integers(0, 256, (2 * STRIP_ROWS + 3, 5, 3), np.uint8)
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(image).convert(mode).save(buffer, "PNG")
+    expected = np.asarray(PIL.Image.open(buffer).convert("RGB"))
+    np.testing.assert_array_equal(decode_image(buffer.getvalue(), "image"), expected)

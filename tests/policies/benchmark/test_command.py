@@ -1,6 +1,7 @@
 """`deft bench` as its user calls it, and the arithmetic behind its tables."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from deft_client.types import (
 )
 from deft_policies.base import ActAnswer
 from deft_policies.benchmark.audit import audit, describe, last_place
+from deft_policies.benchmark.command import next_command
 from deft_policies.benchmark.replay import (
     Contender,
     MeasuredAnswer,
@@ -30,7 +32,7 @@ from deft_policies.benchmark.replay import (
     replay,
 )
 from deft_policies.benchmark.roofline import PassTokens, WeightBytes, decoder_cost, vision_cost
-from deft_policies.benchmark.summary import summarise_decoding, summarise_speed
+from deft_policies.benchmark.summary import Speed, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import length_table, render
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.constant import ConstantPolicy
@@ -74,6 +76,23 @@ def one_pass(tokens: int, accepted: int) -> PassTrace:
         path=tuple(range(1, accepted + 1)),
         bonus=0,
     )
+
+
+def test_the_last_line_serves_the_fastest_method_that_a_request_may_ask_for() -> None:
+    policy = load_policy(golden_options())
+
+    def speed(name: str, milliseconds: float, size: int = 1) -> Speed:
+        return Speed(name, size, 1, percentiles([milliseconds]), {})
+
+    speeds = [
+        speed("autoregressive", 9.0),
+        speed("within-bins r9", 5.0),
+        speed("prefill drafts 100% right", 1.0),
+        speed("lossless x4", 2.0, size=4),
+    ]
+    given = Namespace(policy="openvla", checkpoint="mine", statistics_key=None)
+    typed = next_command(policy, speeds, given)
+    assert typed == "next: deft serve --checkpoint mine --decoding within-bins --radius 9"
 
 
 def run_of(name: str, traces: list[DecodeTrace]) -> Replay:
@@ -258,7 +277,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     against = ["--against", "transformers", "--batch", "1,2", "--json", str(target)]
     assert deft(["bench", *arguments, *chosen, *sizes, *against]) == 0
     text = capsys.readouterr().out
-    for stage in ("preprocess", "vision", "prefill", "draft", "decode", "commit", "post", "total"):
+    for stage in ("preprocess", "vision", "prefill", "draft", "judge", "commit", "post", "total"):
         assert f"| {stage} " in text
     assert "% of limit" in text
     assert "x transformers" in text
@@ -274,6 +293,8 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert decodings["lossless"]["equal_actions"] == 1.0
     assert decodings["transformers"]["equal_actions"] == 1.0
     assert decodings["lossless"]["committed_by_pass"]
+    assert decodings["within-bins r9"]["rule"].startswith("WithinBins(radius=9); plans: ")
+    assert "lossless: ExactMatch(); plans: " in text
     assert report["rates"]["bytes_per_s"] > 0.0
 
 

@@ -12,7 +12,7 @@ from deft_policies.checkpoint.tokenizer import build_tokenizer
 from deft_policies.checkpoint.writer import write_checkpoint
 from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import load_tokenizer
-from deft_policies.model.sizes import OpenVLAConfig, ResizeStrategy
+from deft_policies.model.sizes import OpenVLAConfig, ResizeStrategy, TrainingNotes
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import (
     loaded_tensors,
@@ -60,19 +60,19 @@ def test_letterboxing_survives_writing(tmp_path: Path) -> None:
     assert load_config(tmp_path / "model").image == image
 
 
-def test_the_instructions_it_was_trained_on_stay_with_the_weights(tmp_path: Path) -> None:
-    instructions = ("lift the cup", "把杯子放到桌上")
-    write_tiny(tmp_path / "model", replace(tiny_config(), instructions=instructions))
-    assert load_config(tmp_path / "model").instructions == instructions
+def test_what_was_noted_of_the_training_stays_with_the_weights(tmp_path: Path) -> None:
+    training = TrainingNotes(("lift the cup", "把杯子放到桌上"), "real 4a83e826")
+    write_tiny(tmp_path / "model", replace(tiny_config(), training=training))
+    assert load_config(tmp_path / "model").training == training
     write_tiny(tmp_path / "other", tiny_config())
-    assert load_config(tmp_path / "other").instructions == ()
+    assert load_config(tmp_path / "other").training == TrainingNotes()
 
 
-@pytest.mark.parametrize("text", ["{", '{"a": 1}', "[1]"])
-def test_instructions_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', '{"instructions": [1]}', "[1]"])
+def test_notes_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     write_tiny(tmp_path / "model", tiny_config())
-    (tmp_path / "model" / "instructions.json").write_text(text)
-    with pytest.raises(CheckpointError, match="instructions.json .* remove or repair it"):
+    (tmp_path / "model" / "training.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"training.json"):
         load_config(tmp_path / "model")
 
 

@@ -141,7 +141,7 @@ def test_the_deft_preset_cannot_be_frozen_either() -> None:
 ANSWERS = st.lists(st.tuples(*[st.integers(35, 65)] * LENGTH), min_size=1, max_size=8)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ANSWERS, st.integers(0, 12), st.integers(1, 20), st.sampled_from([1.0, 0.9, 0.5]))
 def test_no_answers_whatever_can_exceed_the_budget(
     answers: list[tuple[int, ...]], radius: int, budget: int, leak: float

@@ -211,7 +211,7 @@ def test_the_reason_names_both_prices() -> None:
 COSTS = st.tuples(st.floats(1, 50), st.floats(0.5, 20), st.floats(0, 6))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(
     plain=COSTS,
     plans=st.lists(COSTS, min_size=1, max_size=5),
@@ -237,7 +237,7 @@ def test_whatever_things_cost_speculation_is_never_on_where_plain_looks_faster(
     assert all(gap >= GuardSettings().min_interval for gap in gaps)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(plans=st.lists(COSTS, min_size=1, max_size=5), seed=st.integers(0, 999))
 def test_whatever_things_cost_the_long_run_is_within_a_few_percent_of_plain(
     plans: list[tuple[float, float, float]], seed: int

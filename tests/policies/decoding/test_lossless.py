@@ -174,7 +174,6 @@ def expect_lossless(
 @settings(
     max_examples=500,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(cases())
@@ -182,7 +181,7 @@ def test_exact_match_answers_as_plain_decoding_does(case: Case) -> None:
     expect_lossless(case, fast_target(decoder_of(case.seed)))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_it_does_so_over_a_target_without_cache_and_masks(case: Case) -> None:
     expect_lossless(case, TinyTarget(decoder_of(case.seed)))

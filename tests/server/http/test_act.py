@@ -27,6 +27,8 @@ JSON = {"content-type": json_codec.CONTENT_TYPE}
 PNG = encode_image(frame(8, 200).image, ImageEncoding.PNG)
 JPEG = encode_image(frame(8, 200).image, ImageEncoding.JPEG)
 
+PIXEL = frame().image.tolist()
+
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
@@ -50,6 +52,14 @@ def test_act_returns_the_policys_actions(client: TestClient):
     chunk = msgpack_codec.decode_answer(response.content)
     np.testing.assert_array_equal(chunk.actions, np.full((1, 7), 0.5))
     assert chunk.timings.total_ms >= chunk.timings.queue_ms
+
+
+@pytest.mark.parametrize("instruction", ["", " \n"])
+def test_an_empty_instruction_is_refused(client: TestClient, instruction: str):
+    response = client.post("/v1/act", json={"image": PIXEL, "instruction": instruction})
+    assert response.status_code == 422
+    assert response.json()["field"] == "instruction"
+    assert response.json()["detail"] == "it is empty; say what is to be done"
 
 
 def test_json_in_json_out(client: TestClient):

@@ -28,7 +28,6 @@ BOUNDARY = "xyz"
 FUZZ = settings(
     max_examples=20,
     deadline=None,
-    derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
     database=None,

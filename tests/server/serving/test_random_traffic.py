@@ -143,8 +143,6 @@ class ReplicatedTraffic(Traffic):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
-)
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestReplicatedTraffic = ReplicatedTraffic.TestCase
 TestReplicatedTraffic.settings = TestTraffic.settings

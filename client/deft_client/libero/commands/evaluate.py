@@ -173,7 +173,8 @@ def _add_simulation(group: Group) -> None:
     )  # fmt: skip
     group.add_argument(
         "--assets", type=Path, metavar="FOLDER",
-        help="other assets than LIBERO's own; stand-in: scenes of boxes and cylinders",
+        help=f"other assets than LIBERO's own; stand-in: scenes of boxes and cylinders; {TRAINED}: "
+        "whichever of the two the policy says it was trained on",
     )  # fmt: skip
     group.add_argument(
         "--any-mujoco", action="store_true",
@@ -316,11 +317,7 @@ def _play(run: PlannedRun, options: EvaluationOptions, place: Workplace) -> int:
     store = ResultsStore(run.settings.folder, run.header)
     wanted = set(run.keys)
     sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
-    if run.untrained:
-        sys.stderr.write(
-            f"the policy was not trained on tasks {', '.join(map(str, run.untrained))} of "
-            f"{run.header.suite}; `--tasks {TRAINED}` leaves them out\n"
-        )
+    sys.stderr.writelines(f"{warning}\n" for warning in run.warnings)
     progress = ProgressLine(run.header.name, len(wanted), sys.stderr)
     progress.resume([record for record in store.resumed if record.key in wanted])
     limits = Limits(patience_s=options.patience_s)

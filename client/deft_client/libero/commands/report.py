@@ -2,11 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationError, SelectionError
-from deft_client.libero.report.page import build_page, build_views
+from deft_client.libero.report.page import View, build_page, build_views
+from deft_client.libero.report.picture import write_picture
+from deft_client.libero.report.races import find_races
 from deft_client.libero.report.tables import episodes_csv, markdown_tables, terminal_table
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
@@ -43,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
         "--episode", metavar="SUITE:TASK:TRIAL",
         help="whose actions to draw (default: the first that went differently)",
     )  # fmt: skip
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE",
+        help="also the baseline beside the quickest run as an animation, .webp or .gif: the first "
+        "trial that was filmed",
+    )  # fmt: skip
     return parser
 
 
@@ -58,9 +66,23 @@ def _report(options: argparse.Namespace) -> int:
     out.with_suffix(".md").write_text(markdown_tables(summaries, compared), "utf-8")
     out.with_suffix(".csv").write_text(episodes_csv(runs), "utf-8")
     sys.stdout.write(terminal_table(summaries))
+    if options.picture is not None:
+        _write_picture(options.picture, views)
     names = ", ".join(str(out.with_suffix(suffix)) for suffix in (out.suffix, ".md", ".csv"))
     sys.stdout.write(f"wrote {names}\n")
     return DONE
+
+
+def _write_picture(path: Path, views: Sequence[View]) -> None:
+    """The first trial that was filmed in a baseline and in another run."""
+    names = {id(view.run): view.name for view in views}
+    for racers in find_races([view.run for view in views]).values():
+        first, *others = racers
+        if others:
+            both = (first, min(others, key=lambda racer: racer.seconds))
+            write_picture(path, both, [names[id(racer.run)] for racer in both])
+            return
+    raise SelectionError("--picture takes two runs of one trial with --video all; there are none")
 
 
 def _episode(text: str, runs: list[RunResults]) -> TrialKey:

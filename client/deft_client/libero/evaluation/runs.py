@@ -4,6 +4,7 @@ import platform
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib import metadata
@@ -20,6 +21,7 @@ from deft_client.libero.evaluation.selection import (
     describe_assets,
     find_suite,
     select_episodes,
+    settle_assets,
     trained_tasks,
     untrained_tasks,
 )
@@ -66,11 +68,12 @@ class PlannedRun:
     header: RunHeader
     settings: WorkerSettings
     keys: tuple[TrialKey, ...]
-    untrained: tuple[int, ...]  # those of its tasks that the policy was not trained on
+    warnings: tuple[str, ...]  # what the policy was not trained on
 
 
 def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
     """Every run of the evaluation, in the order in which they are played."""
+    asked = replace(asked, environment=settle_assets(asked.environment, info))
     suites = [find_suite(asked.simulator, name) for name in asked.suites]
     if not asked.any_mujoco:
         check_physics(asked.simulator, asked.environment, asked.suites, installed_mujoco())
@@ -82,14 +85,30 @@ def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[Planned
         numbers = {key.task for key in keys}
         if asked.source.factory == EXPERT:
             check_tasks(map(suite.task, sorted(numbers)))
-        untrained = tuple(one for one in untrained_tasks(suite, info) if one in numbers)
+        warnings = tuple(_warnings(suite, numbers, assets, info))
         for decoding in asked.decodings:
             for pacing in asked.pacings:
                 settings = _settings(asked, suite, decoding, pacing, info)
                 header = _header(suite, settings, assets, info)
                 settings = replace(settings, folder=asked.folder / _slug(header.name))
-                runs.append(PlannedRun(header, settings, keys, untrained))
+                runs.append(PlannedRun(header, settings, keys, warnings))
     return runs
+
+
+def _warnings(
+    suite: Suite, numbers: AbstractSet[int], assets: str, info: ServerInfo | None
+) -> Iterator[str]:
+    if strange := [str(one) for one in untrained_tasks(suite, info) if one in numbers]:
+        yield (
+            f"the policy was not trained on tasks {', '.join(strange)} of {suite.name}; "
+            f"`--tasks {TRAINED}` leaves them out"
+        )
+    kinds = {one.partition(" ")[0] for one in (info.assets if info else "").split(", ")}
+    if kinds != {""} and assets.partition(" ")[0] not in kinds:
+        yield (
+            f"the policy was trained on {info.assets if info else ''}, and this is {assets}; "
+            f"`--assets {TRAINED}` plays on what it knows"
+        )
 
 
 def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | None) -> str | None:

@@ -6,13 +6,20 @@ both. Results keep the words, so names stay what they are wherever the code behi
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from deft_client.libero.errors import SelectionError
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.simulator import suites
-from deft_client.libero.simulator.assets import AssetsKind, cache_folder, find_assets
+from deft_client.libero.simulator.assets import (
+    STAND_INS,
+    AssetsKind,
+    cache_folder,
+    find_assets,
+)
 from deft_client.libero.simulator.environment import Environment, EnvironmentSettings
 from deft_client.libero.simulator.mujoco_version import refused_suites, warning
 from deft_client.libero.simulator.suites import NUM_TRIALS, Suite, Task
@@ -20,7 +27,7 @@ from deft_client.types import ServerInfo
 
 LIBERO = "libero"
 EXPERT = "expert"
-TRAINED = "trained"  # in place of task numbers: those the policy says it was trained on
+TRAINED = "trained"  # in place of task numbers, or of assets: what the policy was trained on
 
 _NAMED = {
     ("--environment", LIBERO): "deft_client.libero.simulator.environment:open_environment",
@@ -71,6 +78,14 @@ def describe_assets(simulator: str, settings: EnvironmentSettings) -> str:
     if simulator != LIBERO:
         return f"those of {simulator.partition(':')[0]}"
     return find_assets(settings.assets_folder, cache_folder(settings.cache)).label
+
+
+def settle_assets(settings: EnvironmentSettings, info: ServerInfo | None) -> EnvironmentSettings:
+    """TRAINED assets become the stand-ins where the policy says so, LIBERO's own otherwise."""
+    if settings.assets_folder != Path(TRAINED):
+        return settings
+    on_stand_ins = info is not None and info.assets.startswith(AssetsKind.STAND_IN.value)
+    return replace(settings, assets_folder=STAND_INS if on_stand_ins else None)
 
 
 def check_physics(

@@ -1,0 +1,88 @@
+"""`deft doctor --demonstration`: a wrong image chain or statistics key is told, a right one too."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deft_client.image_chain import ImageChain
+from deft_client.recordings import (
+    EpisodeHeader,
+    RecordedStep,
+    encode_end,
+    encode_header,
+    encode_step,
+)
+from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_policies.base import ActRequest, Verdict
+from deft_policies.memory import SessionMemory
+from deft_policies.openvla.load import load_policy
+from deft_policies.openvla.options import OpenVLAOptions
+from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
+from deft_server.commands import doctor
+from deft_server.commands.image_chains import EVERY, judge_chain, judge_statistics
+from tests.client.samples import frame
+
+FLAGS = ("--checkpoint", str(CHECKPOINT), "--statistics-key", STATISTICS_KEY, "--port", "0")
+NUM_STEPS = 8 * EVERY
+
+
+def demonstrate(folder: Path, chain: ImageChain) -> Path:
+    """A recording whose actions are the policy's own, behind a chain."""
+    options = OpenVLAOptions(str(CHECKPOINT), statistics_key=STATISTICS_KEY, image_chain=chain)
+    policy = load_policy(options)
+    parts = [encode_header(EpisodeHeader("arm", 1000.0, part=0))]
+    picture = frame(96, 96)
+    for index in range(NUM_STEPS):
+        seen = Observation(np.roll(picture, 5 * index, axis=1), "pick up the butter")
+        chunk = ActionChunk(np.zeros((1, 7)))
+        if index % EVERY == 0:  # the others are not looked at
+            (answer,) = policy.act([ActRequest(seen, SessionMemory(), ActOptions())])
+            chunk = ActionChunk(answer.chunk.actions)
+        parts.append(encode_step(RecordedStep(index, 0.1 * index, seen, ActOptions(), chunk)))
+    folder.mkdir()
+    (folder / "episode-0.deftrec").write_bytes(b"".join([*parts, encode_end("reset")]))
+    return folder
+
+
+def test_a_wrong_image_chain_is_told_and_the_right_one_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = demonstrate(tmp_path / "data", ImageChain.LIBERO)
+    asked = [*FLAGS, "--demonstration", str(data), "--image-chain"]
+    assert doctor.main([*asked, "none"]) == 1
+    said = capsys.readouterr().out
+    assert "none is not the nearest: --image-chain libero\n" in said
+    assert doctor.main([*asked, "libero"]) == 0
+    said = capsys.readouterr().out
+    assert "libero 0.00%" in said
+    assert "the demonstration lies in their range" in said
+
+
+def test_a_demonstration_that_is_none_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main([*FLAGS, "--demonstration", str(tmp_path)]) == 1
+    assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_a_chain_that_is_hardly_farther_is_not_called_wrong() -> None:
+    rng = np.random.default_rng(0)
+    near = rng.uniform(0.0, 0.1, 24)
+    errors = {ImageChain.NONE: near, ImageChain.LIBERO: near + rng.normal(0, 0.05, 24)}
+    worse = max(errors, key=lambda chain: float(errors[chain].mean()))
+    assert judge_chain(worse, errors, 0.3).verdict is Verdict.GOOD
+    errors = {ImageChain.NONE: near, ImageChain.LIBERO: near + rng.uniform(0.01, 0.02, 24)}
+    assert judge_chain(ImageChain.LIBERO, errors, 0.3).verdict is Verdict.BAD
+
+
+def test_chains_that_are_no_better_than_not_looking_say_nothing() -> None:
+    errors = {ImageChain.NONE: np.full(24, 0.31), ImageChain.LIBERO: np.full(24, 0.30)}
+    found = judge_chain(ImageChain.NONE, errors, 0.3)
+    assert found.verdict is Verdict.DOUBTFUL
+    assert "No chain does better" in found.text
+
+
+def test_actions_beyond_the_statistics_hint_at_another_key() -> None:
+    assert judge_statistics(0.02).verdict is Verdict.GOOD
+    assert "--statistics-key" in judge_statistics(0.4).text

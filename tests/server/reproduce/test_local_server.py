@@ -1,0 +1,29 @@
+"""The server that scripts start for themselves."""
+
+import signal
+
+import psutil
+import pytest
+
+from deft_client import PolicyClient
+from deft_client.errors import TransportError
+from deft_server.reproduce.local_server import local_server
+
+
+def test_a_server_that_ends_too_early_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:
+    with local_server("--policy", "constant") as url, PolicyClient(url) as client:
+        assert client.info().action_dim == 7
+        (server,) = psutil.Process().children()
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+        with pytest.raises(TransportError):
+            client.ping()
+    told = capfd.readouterr().err
+    assert "the server ended with 0; its last words:" in told
+    assert "listening on http://" in told
+
+
+def test_a_server_that_is_stopped_at_the_end_is_not(capfd: pytest.CaptureFixture[str]) -> None:
+    with local_server("--policy", "constant"):
+        pass
+    assert capfd.readouterr().err == ""

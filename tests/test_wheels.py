@@ -1,0 +1,91 @@
+"""What pip installs from a wheel is what lies in the repository, and runs from there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.repository import PACKAGES, ROOT, tracked
+
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+PROJECTS = {"client": ("client",), ".": tuple(one for one in PACKAGES if one != "client")}
+
+
+def files_of(packages: tuple[str, ...]) -> dict[str, Path]:
+    """What git knows of some packages, by the name that it has in a wheel."""
+    found = [path for name in packages for path in tracked(f"{name}/deft_{name}/**")]
+    return {"/".join(path.relative_to(ROOT).parts[1:]): path for path in found}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both wheels, built from copies without the network and unpacked into one folder."""
+    folder = tmp_path_factory.mktemp("wheels")
+    site = folder / "site"
+    for project, packages in PROJECTS.items():
+        source, out = folder / f"source-{project}", folder / f"out-{project}"
+        out.mkdir()
+        root = ROOT / project
+        for path in [root / "pyproject.toml", *files_of(packages).values()]:
+            copy = source / path.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True,
+                       capture_output=True)  # fmt: skip
+        (wheel,) = out.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    return site
+
+
+def test_wheels_hold_every_file_and_no_other(installed: Path) -> None:
+    held = {
+        path.relative_to(installed).as_posix()
+        for path in installed.rglob("*")
+        if path.is_file() and ".dist-info" not in path.parts[len(installed.parts)]
+    }
+    assert held == set(files_of(PACKAGES))
+
+
+@pytest.mark.parametrize(
+    ("module", "distribution"), [("deft_server", "deft-vla"), ("deft_client", "deft-client")]
+)
+def test_what_a_wheel_installs_answers_from_any_directory(
+    installed: Path, tmp_path: Path, module: str, distribution: str
+) -> None:
+    told = (
+        "import sys, importlib; from importlib.metadata import entry_points, version;"
+        f"assert importlib.import_module('{module}').__file__.startswith(sys.argv[1]);"
+        f"(found,) = [one for one in entry_points(group='console_scripts')"
+        f" if one.value == '{module}.__main__:main' and"
+        " str(one.dist.locate_file('')).startswith(sys.argv[1])];"
+        f"sys.exit(found.load()(['--version']) or version('{distribution}') != sys.argv[2])"
+    )
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    run = subprocess.run(
+        [sys.executable, "-c", told, str(installed), version],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert version in run.stdout
+
+
+def test_the_policy_in_the_wheel_answers_a_picture(installed: Path, tmp_path: Path) -> None:
+    picture = installed / "deft_server/dashboard/static/example.png"
+    run = subprocess.run(
+        [sys.executable, "-m", "deft_server", "act", picture, "pick up the butter"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert '"action": [' in run.stdout
