@@ -13,7 +13,14 @@ from deft_client.libero.report.tables import markdown_table
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 from deft_server.reproduce import played, replays
-from deft_server.reproduce.measures import NOTHING, RowResults, cell_of, find_measure, heading_of
+from deft_server.reproduce.measures import (
+    MARGIN,
+    NOTHING,
+    RowResults,
+    cell_of,
+    find_measure,
+    heading_of,
+)
 from deft_server.reproduce.plots import line_plot
 from deft_server.reproduce.study import (
     PLAIN,
@@ -207,7 +214,10 @@ def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
     counted = [(cell_of("played-passes", one).value, one.row.name) for one in good]
     fewest = min((pair for pair in counted if pair[0] is not None), default=None)
     if len(good) > 1 and fewest is not None:
-        yield f"Fewest passes of the rows that lose less for sure: {fewest[1]}, {fewest[0]:.2f}."
+        yield (
+            f"Of the rows for which a loss of {100 * MARGIN:g} points is ruled out, {fewest[1]} has "
+            f"the fewest passes: {fewest[0]:.2f}."
+        )
 
 
 def _sheet(rows: Sequence[RowResults], measures: Sequence[str]) -> str:
