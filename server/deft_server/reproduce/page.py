@@ -215,8 +215,8 @@ def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
     fewest = min((pair for pair in counted if pair[0] is not None), default=None)
     if len(good) > 1 and fewest is not None:
         yield (
-            f"Of the rows for which a loss of {100 * MARGIN:g} points is ruled out, {fewest[1]} has "
-            f"the fewest passes: {fewest[0]:.2f}."
+            f"Of the rows for which a loss of {100 * MARGIN:g} points is ruled out, {fewest[1]} "
+            f"has the fewest passes: {fewest[0]:.2f}."
         )
 
 
