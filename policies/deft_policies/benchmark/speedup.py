@@ -28,12 +28,14 @@ class Speedup:
     """Acceptance, draft length and cost as they were, and what they should and did bring.
 
     Over the passes behind the prefill that checked drafts. The prediction knows no end of the
-    action and takes a pass over many nodes to cost what a pass over one costs.
+    action and takes a pass over many nodes to cost what a pass over one costs; `pass_cost` says
+    what it did cost.
     """
 
     acceptance: float
     length: float
     cost: float  # of drafting one token, in plain passes
+    pass_cost: float  # of a pass and of judging it, in plain passes
     predicted: float
     measured: float
 
@@ -42,7 +44,8 @@ class Speedup:
         """None where no pass behind the prefill checked drafts, or there are no times."""
         checked = [one for trace in traces for one in trace.checked_passes if not one.is_prefill]
         single = [one.pass_ms for trace in plain for one in trace.passes if not one.is_prefill]
-        spent_ms = sum(one.draft_ms + one.pass_ms + one.judge_ms for one in checked)
+        checked_ms = sum(one.pass_ms + one.judge_ms for one in checked)
+        spent_ms = checked_ms + sum(one.draft_ms for one in checked)
         if not checked or not single or spent_ms == 0 or sum(single) == 0:
             return None
         pass_ms = sum(single) / len(single)
@@ -58,6 +61,7 @@ class Speedup:
             acceptance=acceptance,
             length=length,
             cost=cost,
+            pass_cost=checked_ms / len(checked) / pass_ms,
             predicted=expected_speedup(acceptance, length, cost),
             measured=committed * pass_ms / spent_ms,
         )

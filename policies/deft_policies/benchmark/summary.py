@@ -1,5 +1,6 @@
 """From a run's answers to the numbers that are reported. Pure; prints nothing."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -68,6 +69,7 @@ class Decoding:
     committed_by_pass: tuple[float, ...]
     drafted_by_position: tuple[float, ...]
     speedup: Speedup | None = None  # None where nothing was drafted behind the prefill
+    rule: str = ""  # with its numbers, and the plans that were used; empty where nothing drafts
     wait: str | None = None  # the line of its rule that makes the host wait for the device
 
 
@@ -115,7 +117,16 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         committed_by_pass=_committed_by_pass(own_traces),
         drafted_by_position=drafted_by_position(own_traces),
         speedup=Speedup.of(own_traces, [other for _, other, _ in pairs]),
+        rule=_rule_of(own_traces),
     )
+
+
+def _rule_of(traces: Sequence[DecodeTrace]) -> str:
+    """How drafts were judged, and which plans made them how often."""
+    if not traces or not traces[0].rule:
+        return ""
+    plans = Counter(trace.plan for trace in traces)
+    return f"{traces[0].rule}; plans: " + ", ".join(f"{one} {num}x" for one, num in plans.items())
 
 
 def _bins_apart(own: DecodeTrace, other: DecodeTrace) -> NDArray[np.int64]:

@@ -35,6 +35,7 @@ class Report:
         if self.rates is not None:
             parts.append(_say_rates(self.rates))
         if self.decodings:
+            parts += ["\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule)]
             parts += [table(self.decodings) for table in _DECODING_TABLES]
             parts += [batch_table(self.speeds, AUTOREGRESSIVE), *_say_waits(self.decodings)]
         if self.audit is not None:
@@ -159,6 +160,7 @@ def speedup_table(decodings: Sequence[Decoding]) -> str:
         "acceptance",
         "length",
         "cost",
+        "pass",
         "predicted",
         "measured",
     ]
@@ -168,6 +170,7 @@ def speedup_table(decodings: Sequence[Decoding]) -> str:
             f"{found.acceptance:.2f}",
             f"{found.length:.2f}",
             f"{found.cost:.3f}",
+            f"{found.pass_cost:.2f}",
             f"{found.predicted:.2f}x",
             f"{found.measured:.2f}x",
         ]

@@ -277,7 +277,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     against = ["--against", "transformers", "--batch", "1,2", "--json", str(target)]
     assert deft(["bench", *arguments, *chosen, *sizes, *against]) == 0
     text = capsys.readouterr().out
-    for stage in ("preprocess", "vision", "prefill", "draft", "decode", "commit", "post", "total"):
+    for stage in ("preprocess", "vision", "prefill", "draft", "judge", "commit", "post", "total"):
         assert f"| {stage} " in text
     assert "% of limit" in text
     assert "x transformers" in text
@@ -293,6 +293,8 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert decodings["lossless"]["equal_actions"] == 1.0
     assert decodings["transformers"]["equal_actions"] == 1.0
     assert decodings["lossless"]["committed_by_pass"]
+    assert decodings["within-bins r9"]["rule"].startswith("WithinBins(radius=9); plans: ")
+    assert "lossless: ExactMatch(); plans: " in text
     assert report["rates"]["bytes_per_s"] > 0.0
 
 
