@@ -81,6 +81,7 @@ def test_importing_every_module_of_a_package_does_nothing(package):
     assert run.returncode == 0, run.stderr
     complaints, _, modules = run.stdout.partition("\n--")
     assert complaints.strip() == ""
+    assert "ray" not in modules.split()
     if package == "client":
         assert set(modules.split()).isdisjoint(HEAVY | SIMULATOR)
 

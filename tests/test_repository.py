@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from deft_client.libero.simulator.assets import HOW_TO_INSTALL
 from tests.repository import PACKAGES, ROOT, code, identifiers, name_of, texts, tracked, words
 
 if sys.version_info >= (3, 11):
@@ -192,6 +193,13 @@ def test_every_file_of_a_package_is_shipped_with_it(project):
         for path in tracked(f"{folder}/deft_*/**")
         if path.suffix not in {".py", *suffixes} and path.name != "py.typed"
     )
+
+
+def test_what_to_type_for_libero_names_the_pinned_versions():
+    pins = (ROOT / "requirements" / "libero.txt").read_text()
+    named = re.findall(r"(bddl|hf-libero|robosuite)==([\d.]+)", HOW_TO_INSTALL)
+    assert len(named) == 3
+    assert named == re.findall(r"^(bddl|hf-libero|robosuite)==([\d.]+)", pins, re.M)
 
 
 def test_both_distributions_have_the_same_version_licence_and_typing():

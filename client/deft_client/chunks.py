@@ -116,10 +116,12 @@ class ActionQueue:
         actions = chunk.actions
         inside = self._largest(np.diff(actions, axis=0), self._sizes.inside)
         self._sizes = replace(self._sizes, inside=inside)
-        # An answer that comes when all of it is over still says where to be by now.
-        first = min(self._now.actions - asked.actions, len(actions) - 1)
-        self._num_wanted = max((self._execute or len(actions)) - first, 0)
-        if self._seam is Seam.FREEZE and first > 0 and self._last is not None:
+        executed = self._now.actions - asked.actions
+        # An answer that comes when all of it is over still says what to do last.
+        first = min(executed, len(actions) - 1)
+        self._num_wanted = max((self._execute or len(actions)) - first, 1)
+        leads = self._seam is Seam.FREEZE and self._last is not None
+        if leads and 0 < executed < len(actions):
             left = self._led_up_to(actions, first, self._now.moved - asked.moved)
         else:
             left = [_Entry(action) for action in actions[first:]]

@@ -74,9 +74,8 @@ class Trainer(ABC, Generic[Net]):
         first, average = run.load(self.net, self.optimizers)
         self.average.restore(average)
         steps = range(first, rules.steps)
-        for step in tqdm(
-            steps, initial=first, total=rules.steps, file=sys.stderr, disable=not writes
-        ):
+        bar = tqdm(steps, initial=first, total=rules.steps, file=sys.stderr, disable=not writes)
+        for step in bar:
             losses, done = self._step(step), step + 1
             if not all(map(math.isfinite, losses.values())):
                 raise DivergedError(
@@ -85,6 +84,7 @@ class Trainer(ABC, Generic[Net]):
                 )
             if writes and done % rules.log_every == 0:
                 run.log(done, losses)
+                bar.set_postfix({name: f"{value:.4g}" for name, value in losses.items()})
             if writes and (done % rules.save_every == 0 or done == rules.steps):
                 run.save(done, self.net, self.optimizers, self.average.state())
         self.average.copy_to(self.net)

@@ -46,7 +46,7 @@ def message(size: int, session_id: str | None = None) -> bytes:
 
 def http_request(body: bytes) -> bytes:
     head = (
-        "POST /v1/act HTTP/1.1\r\nhost: bench\r\ncontent-type: application/msgpack\r\n"
+        "POST /v1/act HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/msgpack\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -61,14 +61,18 @@ class Connection:
 
     async def ask(self, request: bytes) -> int:
         """Send a request and return the status of its answer."""
+        return (await self.exchange(request))[0]
+
+    async def exchange(self, request: bytes) -> tuple[int, bytes]:
+        """Send a request and return the status and the body of its answer."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         writer.write(request)
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
-        await reader.readexactly(int(length))
-        return int(head.split(b" ", 2)[1])
+        body = await reader.readexactly(int(length))
+        return int(head.split(b" ", 2)[1]), body
 
     def close(self) -> None:
         if self._streams is not None:

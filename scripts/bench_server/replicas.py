@@ -1,29 +1,27 @@
-"""Measures replicas behind one front: throughput, added time, a kill under load, and the forecast.
+"""Measures replicas behind one front: throughput, added time, and the forecast beside what is.
 
-Start Ray first, because starting it takes longer than some measurements:
-    ray start --head --num-cpus 4 --include-dashboard=false
-    python -m scripts.bench_server.replicas --ray 127.0.0.1:6379
+`python -m scripts.bench_server.cluster` runs it.
 """
 
-import argparse
 import asyncio
+import os
 import re
-import threading
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import websockets.asyncio.client
 
 from deft_client.types import ActOptions
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from deft_client.wire.msgpack_codec import encode_request
-from deft_server.planning.service_times import parse
+from deft_server.planning.service_times import read_log
 from deft_server.planning.simulate import Capacity, Fleet, Forecast, simulate
 from deft_server.reproduce.local_server import local_server
 from deft_server.serving.waiting_line import LineRules
@@ -38,8 +36,6 @@ from scripts.bench_server.load import (
 )
 
 FRAME_SIDE = 258  # 200 kB of pixels
-REPLICA_NAME = "ray::ServeReplica:deft:PolicyReplica"
-KILL_AFTER_S = 5.0
 CPU = "process_cpu_seconds_total"
 
 
@@ -50,10 +46,9 @@ class RayPlace:
     ray: str
     seconds: float
 
-    def flags(self, num_replicas: int, sleep_ms: float) -> list[str]:
-        """Return the flags of a server with replicas that sleep, one frame at a time."""
-        own = ["--replicas", str(num_replicas), "--ray", self.ray, "--replica-cpus", "0.1"]
-        return [*own, *sleeping(sleep_ms)]
+    def flags(self, num_replicas: int) -> list[str]:
+        """Return the flags of a server with so many replicas."""
+        return ["--replicas", str(num_replicas), "--ray", self.ray, "--replica-cpus", "0.1"]
 
 
 def sleeping(sleep_ms: float) -> list[str]:
@@ -68,7 +63,7 @@ def throughput(place: RayPlace) -> None:
     """Sixteen sessions that ask again as soon as they are answered."""
     rates = {}
     for count in (1, 2):
-        with local_server(*place.flags(count, 50)) as url:
+        with local_server(*place.flags(count), *sleeping(50)) as url:
             wait_for_replicas(url, count)
             bodies = [message(64, f"s{number}") for number in range(16)]
             loads = asyncio.run(sessions(port_of(url), bodies, place.seconds))
@@ -82,7 +77,7 @@ def added_time(place: RayPlace) -> None:
     body = message(FRAME_SIDE, "s")
     with (
         local_server(*sleeping(0.5)) as here,
-        local_server(*place.flags(1, 0.5)) as there,
+        local_server(*place.flags(1), *sleeping(0.5)) as there,
     ):
         wait_for_replicas(there, 1)
         took_ms = asyncio.run(alternate([port_of(here), port_of(there)], body, 400))
@@ -108,41 +103,6 @@ async def alternate(ports: list[int], body: bytes, rounds: int) -> list[list[flo
     for socket in sockets:
         await socket.close()
     return took_ms
-
-
-def kill(place: RayPlace) -> None:
-    """Kill one of two replicas under the load of sixteen sessions."""
-    with local_server(*place.flags(2, 50)) as url:
-        wait_for_replicas(url, 2)
-        back: list[float] = []
-        killer = threading.Thread(target=lambda: back.append(kill_one(url)))
-        killer.start()
-        load = robots(port_of(url), 16, 2.0, KILL_AFTER_S + 25, ImageEncoding.RAW)
-        killer.join()
-    print(
-        f"kill -9 of a replica: {dict(statuses(load))} of {len(load.replies)} frames, both "
-        f"replicas back after {back[0]:.1f} s (at most 15)"
-    )
-
-
-def kill_one(url: str) -> float:
-    time.sleep(KILL_AFTER_S)
-    before = replicas()
-    before[0].kill()
-    start_s = time.monotonic()
-    while len([one for one in replicas() if one.pid != before[0].pid]) < 2:
-        time.sleep(0.1)
-    wait_for_replicas(url, 2)
-    return time.monotonic() - start_s
-
-
-def replicas() -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or [""]
-        if line[0].startswith(REPLICA_NAME):
-            found.append(process)
-    return found
 
 
 def wait_for_replicas(url: str, count: int) -> None:
@@ -194,41 +154,50 @@ def robots(port: int, count: int, rate_hz: float, seconds: float, encoding: Imag
     return load
 
 
-def statuses(load: Load) -> Counter[int]:
-    return Counter(one.status for one in load.replies)
+def statuses(replies: Sequence[Reply]) -> Counter[int]:
+    return Counter(one.status for one in replies)
 
 
 def forecast(place: RayPlace) -> None:
     """Twenty robots at 5 Hz over four replicas, measured and foretold; then more robots."""
-    with local_server(*place.flags(4, 50), "--log-batches") as url:
+    log: deque[str] = deque()
+    seconds = 3 * place.seconds
+    flags = [*place.flags(4), *sleeping(50), "--log-batches"]
+    with local_server(*flags, log=log) as url:
         wait_for_replicas(url, 4)
         spent_s = metric(httpx.get(f"{url}/metrics").text, CPU)
-        load = robots(port_of(url), 20, 5.0, place.seconds, ImageEncoding.JPEG)
-        page = httpx.get(f"{url}/metrics").text
-    mean_ms = (
-        1000 * metric(page, "deft_batch_seconds_sum") / metric(page, "deft_batch_seconds_count")
-    )
-    front_ms = 1000 * (metric(page, CPU) - spent_s) / len(load.replies)
-    took_ms = load.took_ms(200)
-    sent = int(place.seconds * 5) * 20
+        load = robots(port_of(url), 20, 5.0, seconds, ImageEncoding.JPEG)
+        front_s = metric(httpx.get(f"{url}/metrics").text, CPU) - spent_s
+    sent = int(seconds * 5) * 20
+    print(f"20 robots at 5 Hz, 4 replicas: {len(load.replies)} replies to {sent} frames:")
+    print(f"  {dict(statuses(load.replies))}, load average {os.getloadavg()[0]:.1f}")
+    capacity = fitted(log, front_s / len(load.replies))
+    told = simulate(Fleet(20, 5.0, seconds=seconds), capacity)
+    seen_ms = np.percentile(load.took_ms(200), [50, 99])
+    share = load.count(200) / len(load.replies)
+    print(f"  measured p50 {seen_ms[0]:.1f} ms, p99 {seen_ms[1]:.1f} ms, {share:.1%} answered")
+    print(f"  foretold {line(told)}")
     print(
-        f"20 robots at 5 Hz, 4 replicas: {len(load.replies)} of {sent} frames had one reply each:"
-    )
-    print(
-        f"  {dict(statuses(load))}; a batch took {mean_ms:.1f} ms on average, "
-        f"the front {front_ms:.2f} ms of processor time a frame"
-    )
-    rules = LineRules(max_batch=1, num_replicas=4)
-    capacity = Capacity(parse(f"{mean_ms}"), rules, front_ms / 1000)
-    told = simulate(Fleet(20, 5.0, seconds=place.seconds), capacity)
-    seen = np.percentile(took_ms, [50, 99])
-    print(f"  measured p50 {seen[0]:.1f} ms, p99 {seen[1]:.1f} ms; foretold {line(told)}")
-    print(
-        f"  p99: measured {seen[1] / (told.at(0.99) * 1000):.2f} times the forecast (at most 1.25)"
+        f"  measured / foretold: p50 {seen_ms[0] / (told.at(0.5) * 1000):.2f}, "
+        f"p99 {seen_ms[1] / (told.at(0.99) * 1000):.2f} (at most 1.25)"
     )
     for count in (100, 1000):
         told = simulate(Fleet(count, 5.0), capacity)
         print(f"  {count} robots, foretold: {line(told)}")
+
+
+def fitted(log: deque[str], front_s: float) -> Capacity:
+    """Return what the forecast needs to know, as `deft plan --log --front-ms` would read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "server.log")
+        file.write_text("".join(log))
+        service = read_log(file)
+    p50, p99 = (service.at(1, share) * 1000 for share in (0.5, 0.99))
+    print(
+        f"  a batch took {p50:.1f} ms (p99 {p99:.1f}), the front {front_s * 1000:.2f} ms of "
+        f"processor time a frame"
+    )
+    return Capacity(service, LineRules(max_batch=1, num_replicas=4), front_s)
 
 
 def line(told: Forecast) -> str:
@@ -237,25 +206,3 @@ def line(told: Forecast) -> str:
         f"{told.answered_share:.1%} answered, {told.num_superseded} superseded, "
         f"{told.num_refused} refused of {told.num_sent}"
     )
-
-
-MEASUREMENTS: dict[str, Callable[[RayPlace], None]] = {
-    "throughput": throughput,
-    "added": added_time,
-    "kill": kill,
-    "forecast": forecast,
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ray", required=True, help="address of a Ray cluster")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
-    parser.add_argument("--only", choices=list(MEASUREMENTS), nargs="*", default=[*MEASUREMENTS])
-    given = parser.parse_args()
-    for name in given.only:
-        MEASUREMENTS[name](RayPlace(given.ray, given.seconds))
-
-
-if __name__ == "__main__":
-    main()

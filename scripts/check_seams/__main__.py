@@ -1,9 +1,10 @@
 """What waiting for chunks costs, and how smoothly they meet: `python -m scripts.check_seams`.
 
 Plays pairs of episodes of `point_world_grasp` with its policy `plan`: in lock-step, and in real
-time with every kind of seam. Time passes only where somebody waits, so any machine finds the same
-numbers. Then recorded chunks are executed with the same delay. Fails where the default seam loses
-over a tenth of the pairs to lock-step, net, or steps further than 1.5 times what chunks do inside.
+time with every kind of seam, at answers of exactly 200 ms (four periods) and a little more (five,
+as by any wall clock). Time passes only where somebody waits, so any machine finds the same numbers.
+Then recorded chunks are executed with the same delay. Fails where the default seam loses over a
+tenth of the pairs to lock-step, net, or steps further than 1.5 times what chunks do inside.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from deft_client.types import Observation
 from scripts.check_seams.recorded import load_chunks, replay
 
 CHUNKS = Path(__file__).parents[2] / "tests/golden/chunks/oft_tiny.npz"
+DELAYS_MS = (200.0, 201.0)
 _FRAMES = EnvironmentSettings(frame_size=8)  # the policy reads the state
 _ROUNDING_S = 1e-9
 _WORST_LOSS, _WORST_RATIO = 0.1, 1.5
@@ -83,7 +85,10 @@ class DelayedCalls:
 
 @dataclass(frozen=True)
 class Line:
-    """One way of executing chunks; losses and wins are against lock-step on the same trials."""
+    """One way of executing chunks; losses and wins are against lock-step on the same trials.
+
+    `delay_ms` is how long an answer takes where anybody notices: in lock-step the world waits.
+    """
 
     seam: str
     delay_ms: float
@@ -132,7 +137,7 @@ def compare(num_pairs: int, delay_s: float) -> Iterator[Line]:
         sizes = largest_seams(log.seams for log in logs)
         yield Line(
             seam="lock-step" if seam is None else seam.value,
-            delay_ms=0.0 if seam is None else 1000 * delay_s,
+            delay_ms=1000 * delay_s,
             pairs=len(keys),
             succeeded=sum(log.has_succeeded for log in logs),
             losses=losses,
@@ -172,17 +177,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table; 1 where the default seam does not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--delay-ms", type=float, default=200.0)
+    parser.add_argument("--delay-ms", type=float, nargs="+", default=DELAYS_MS)
     parser.add_argument("--chunks", type=Path, default=CHUNKS, help="recorded chunks, .npz")
     parser.add_argument("--lines", type=Path, help="write a line of JSON per kind of seam")
     given = parser.parse_args(arguments)
-    lines = list(compare(given.pairs, given.delay_ms / 1000))
-    print(_table(lines))
-    print(_recorded_table(given.chunks, given.delay_ms / 1000))
+    lines: list[Line] = []
+    for delay_ms in given.delay_ms:
+        found = list(compare(given.pairs, delay_ms / 1000))
+        print(f"answers after {delay_ms:g} ms\n{_table(found)}")
+        print(_recorded_table(given.chunks, delay_ms / 1000))
+        lines += found
     if given.lines is not None:
         text = "".join(json.dumps(asdict(one)) + "\n" for one in lines)
         given.lines.write_text(text)
-    return 0 if next(one for one in lines if one.seam == Seam.FREEZE.value).holds else 1
+    return 0 if all(one.holds for one in lines if one.seam == Seam.FREEZE.value) else 1
 
 
 if __name__ == "__main__":

@@ -107,6 +107,28 @@ def test_an_answer_that_comes_when_it_is_over_still_says_where_to_be():
     assert queue.next() is None
 
 
+def test_such_an_answer_is_not_led_up_to():
+    """How the robot was to get there is over too, and what it did since is no error."""
+    queue = ActionQueue(MOTION)
+    queue.refill(numbered(1))
+    asked = queue.now
+    for _ in range(5):
+        queue.next()
+    queue.refill(chunk(0.5, 0.25), asked)
+    assert queue.next().tolist() == [0.25]
+
+
+def test_a_robot_that_waits_executes_something_of_every_answer():
+    """It was moved on for longer than it was to execute of a chunk."""
+    queue = ActionQueue(JOINT, Seam.WAIT, execute=2)
+    asked = queue.now
+    for _ in range(3):
+        queue.next()
+        queue.note(np.zeros(1))
+    queue.refill(numbered(0), asked)
+    assert [one and one.tolist() for one in (queue.next(), queue.next())] == [[3.0], None]
+
+
 def test_a_hold_does_not_count_unless_the_robot_was_moved_on():
     for is_moved, expected in ((False, 10.0), (True, 12.0)):
         queue = ActionQueue(JOINT, Seam.SWITCH)

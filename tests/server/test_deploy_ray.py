@@ -4,6 +4,7 @@ The shapes are written out here as far as our files go; anything else in them is
 """
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -215,6 +216,15 @@ def test_what_serve_is_told_to_import_is_our_application(serve_config: ServeConf
     assert callable(getattr(ray_serve, function))
     assert application.name == ray_serve.APPLICATION
     assert application.deployments[0].name == ray_serve.DEPLOYMENT
+
+
+def test_the_documented_scaling_is_that_of_the_flags() -> None:
+    text = (DEPLOY.parent / "docs/scaling.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    documented = yaml.safe_load(block)["autoscaling_config"]
+    assert documented == ray_serve.scaling(2, 8)
+    module, _, function = documented["policy"]["policy_function"].partition(":")
+    assert getattr(import_module(module), function) is ray_serve.replicas_wanted
 
 
 def test_the_flags_in_the_configuration_are_those_of_the_policy(serve_config: ServeConfig) -> None:

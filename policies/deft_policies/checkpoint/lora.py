@@ -2,20 +2,22 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from deft_policies.checkpoint.config import CONFIG_FILE
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.reader import CheckpointReader, Shape, list_names, read_header
 from deft_policies.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FOLDER = "lora_adapter"  # in which OFT's training puts it, beside its other files
 _PREFIX = "base_model.model."
+_WRAPPER = re.compile(r"\.(modules_to_save|base_layer)(?=\.)")
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
@@ -66,7 +68,9 @@ class LoraAdapter:
                 f"{path} changes weights that the base does not have: {list_names(foreign)}; "
                 f"give the base it was trained on ({self._base or 'not named in its config'})"
             )
-        wrong = [name for name in self.targets if self._shape_of_change(name) != shapes[name]]
+        wrong = [
+            name for name in self.targets if set(self._shapes_of_changes(name)) != {shapes[name]}
+        ]
         if wrong:
             raise CheckpointError(
                 f"{path} has changes of another shape than the base's weights: "
@@ -74,23 +78,33 @@ class LoraAdapter:
             )
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight with its change, in float32 so that it is rounded only once."""
+        """Return a weight with its change, in float32 so that it is rounded only once.
+
+        Factors that are stored in half precision like the weight are merged as PEFT merges them
+        there: product, change and sum are each rounded, so that answers are the merged model's.
+        """
         if name in self._replaced:
-            return self._reader.tensor(self._replaced[name], weight.device)
+            weight = self._reader.tensor(self._replaced[name], weight.device)
         factors = self._factors.get(name)
         if factors is None:
             return weight
-        down = self._reader.tensor(factors.down, weight.device, torch.float32)
-        up = self._reader.tensor(factors.up, weight.device, torch.float32)
-        return weight.float() + (up @ down) * factors.scale
+        down = self._reader.tensor(factors.down, weight.device)
+        up = self._reader.tensor(factors.up, weight.device)
+        product = up.float().flatten(1) @ down.float().flatten(1)
+        if down.dtype == weight.dtype:
+            product = product.to(weight.dtype)
+            return weight + (product * factors.scale).view(weight.shape)
+        return weight.float() + (product * factors.scale).view(weight.shape)
 
-    def _shape_of_change(self, name: str) -> Shape:
+    def _shapes_of_changes(self, name: str) -> Iterator[Shape]:
         stored = self._reader.stored
         if name in self._replaced:
-            return stored[self._replaced[name]].shape
-        factors = self._factors[name]
-        up, down = stored[factors.up].shape, stored[factors.down].shape
-        return (up[0], down[1]) if len(up) == len(down) == 2 and up[1] == down[0] else ()
+            yield stored[self._replaced[name]].shape
+        factors = self._factors.get(name)
+        if factors is not None:
+            up, down = stored[factors.up].shape, stored[factors.down].shape
+            fits = len(up) == len(down) > 1 and up[1] == down[0] and not any(n > 1 for n in up[2:])
+            yield (up[0], *down[1:]) if fits else ()
 
     def _pair_factors(self, fields: JsonFields) -> dict[str, _Factors]:
         sides: dict[str, dict[str, str]] = {}
@@ -98,8 +112,8 @@ class LoraAdapter:
             name = stored_name.removeprefix(_PREFIX)
             match = _FACTOR.fullmatch(name)
             if match is None:
-                # Modules that were trained whole; PEFT saves them beside the factors.
-                self._replaced[name.replace(".modules_to_save", "")] = stored_name
+                # PEFT saves modules that were trained whole, and some of those it adapted.
+                self._replaced[_WRAPPER.sub("", name)] = stored_name
             else:
                 sides.setdefault(match["module"], {})[match["side"]] = stored_name
         lonely = [module for module, found in sides.items() if len(found) != 2]
@@ -114,9 +128,13 @@ class LoraAdapter:
         }
 
 
-def is_adapter(directory: Path) -> bool:
-    """True if the directory holds an adapter instead of a whole model."""
-    return (directory / ADAPTER_CONFIG_FILE).exists()
+def find_adapter(directory: Path) -> Path | None:
+    """Where a directory has an adapter instead of a whole model; None if it has a model."""
+    if (directory / ADAPTER_CONFIG_FILE).exists():
+        return directory
+    folder = directory / ADAPTER_FOLDER
+    has_one = (folder / ADAPTER_CONFIG_FILE).exists() and not (directory / CONFIG_FILE).exists()
+    return folder if has_one else None
 
 
 def _check_kind(fields: JsonFields) -> None:

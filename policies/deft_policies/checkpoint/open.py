@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from deft_policies.checkpoint.config import CONFIG_FILE, load_config
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.lora import ADAPTER_CONFIG_FILE, LoraAdapter, is_adapter
+from deft_policies.checkpoint.lora import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
+    LoraAdapter,
+    find_adapter,
+)
 from deft_policies.checkpoint.memory import check_memory, estimate_memory
 from deft_policies.checkpoint.reader import CheckpointReader, Shape, StoredTensor, list_names
 from deft_policies.checkpoint.tensor_file import require_finite
@@ -44,9 +49,17 @@ class CheckpointSource:
 
     def find(self, file_name: str) -> Path:
         """The directory whose file counts."""
-        if self.overlay is not None and (self.overlay / file_name).exists():
-            return self.overlay
+        for directory in (self.overlay, self.tuned):
+            if directory is not None and (directory / file_name).exists():
+                return directory
         return self.directory
+
+    @property
+    def tuned(self) -> Path:
+        """Where fine-tuning put its own files: the adapter's directory, or the one it lies in."""
+        if self.overlay is None:
+            return self.directory
+        return self.overlay.parent if self.overlay.name == ADAPTER_FOLDER else self.overlay
 
     def read_statistics(self) -> JsonFields:
         """The action statistics as they are written, by key."""
@@ -61,24 +74,31 @@ def locate_checkpoint(
 ) -> CheckpointSource:
     """Find the files of what the user named: existing directories, else hub ids.
 
-    A directory that is an adapter itself leads to its base, unless it is named as the adapter.
+    A directory that has an adapter and no model leads to its base, unless it is named as adapter.
     """
     fetch = download or download_snapshot
     directory = _locate(name, fetch)
     if adapter is not None:
-        return CheckpointSource(name, directory, _locate(adapter, fetch))
-    if not is_adapter(directory):
+        named = _locate(adapter, fetch)
+        return CheckpointSource(name, directory, find_adapter(named) or named)
+    overlay = find_adapter(directory)
+    if overlay is None:
         return CheckpointSource(name, directory)
-    base = LoraAdapter.load(directory).base
+    base = LoraAdapter.load(overlay).base
     if not base:
         raise CheckpointError(
-            f"{directory / ADAPTER_CONFIG_FILE} names no base_model_name_or_path; write the "
+            f"{overlay / ADAPTER_CONFIG_FILE} names no base_model_name_or_path; write the "
             "directory or hub id of the model that the adapter was trained on there"
         )
     beside = directory / base
-    return CheckpointSource(
-        base, _locate(str(beside) if beside.is_dir() else base, fetch), directory
-    )
+    try:
+        found = _locate(str(beside) if beside.is_dir() else base, fetch)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{overlay} is to be merged into {base}, which its {ADAPTER_CONFIG_FILE} names, but "
+            f"{error}; or name both: --checkpoint BASE --adapter {directory}"
+        ) from None
+    return CheckpointSource(base, found, overlay)
 
 
 def download_snapshot(hub_id: str) -> Path:

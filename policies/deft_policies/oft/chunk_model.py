@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from deft_policies.model.kv_cache import Append
-from deft_policies.model.layout import EagerRunner, StepRunner, Tensors, pad_batch
+from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors, pad_batch
 from deft_policies.model.passes import LlamaPasses, PassInput
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.oft.modules import RegressionHead, StateProjector
 
 STOP_ID = 2
 _FILLER_ID = 1  # its embedding is never used
-# Recorded passes come in lengths that are multiples of this.
-_LENGTH_BUCKET = 16
+_MOST_PADDING = Reserve().bucket
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,15 @@ class ChunkShape:
     def num_values(self) -> int:
         """Numbers in a chunk."""
         return self.num_steps * self.action_dim
+
+    def num_before(self, num_patches: int) -> int:
+        """Positions between the first prompt id and the second one; a picture has `num_patches`."""
+        return self.num_pictures * num_patches + (self.state_dim is not None)
+
+    def reserve(self, num_patches: int, longest_prompt: int, num_rows: int) -> Reserve:
+        """For passes of up to `num_rows` prompts of one id up to `longest_prompt`."""
+        others = self.num_before(num_patches) + self.num_values + 1
+        return Reserve(num_rows, others + 1, others + longest_prompt)
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class ChunkModel:
         self.shape = shape
         self.parts = parts.to(model.decoder.embedding.weight)
         self._passes = LlamaPasses(model.decoder)
-        self._runner: StepRunner = runner or EagerRunner()
+        self.runner: StepRunner = runner or EagerRunner()
 
     @property
     def device(self) -> torch.device:
@@ -99,36 +107,45 @@ class ChunkModel:
         return self.model.decoder.embedding.weight.device
 
     @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether passes are recorded, one recording for each shape."""
-        return self._runner.has_fixed_shapes
-
-    @property
     def num_before(self) -> int:
         """Positions between the first prompt id and the second one."""
-        patches = self.shape.num_pictures * self.model.config.num_patches
-        return patches + (self.parts.state is not None)
+        return self.shape.num_before(self.model.config.num_patches)
 
     @property
     def longest_prompt(self) -> int:
         """Ids that a prompt may have."""
         taken = self.num_before + self.shape.num_values + 1
-        return self.model.decoder.sizes.max_positions - taken - _LENGTH_BUCKET
+        return self.model.decoder.sizes.max_positions - taken - _MOST_PADDING
 
     def lay_out(self, prompts: Sequence[Sequence[int]]) -> ChunkPrompts:
-        """Bring prompts to one length, the next recorded one where passes are recorded."""
+        """Bring prompts to one length, the next captured one where there is one."""
         behind = [_FILLER_ID] * self.shape.num_values + [STOP_ID]
         texts = [[*ids, *behind] for ids in prompts]
         longest = max(len(text) for text in texts)
-        if self._runner.has_fixed_shapes:
-            longest += -(self.num_before + longest) % _LENGTH_BUCKET
+        reserve, rows = self.runner.reserve, len(prompts)
+        is_held = reserve is not None and reserve.holds(rows, self.num_before + longest)
+        if reserve is not None and is_held:
+            longest = reserve.padded(self.num_before + longest) - self.num_before
         shortest = min(len(text) for text in texts)
         padded = [text + [_FILLER_ID] * (longest - len(text)) for text in texts]
         return ChunkPrompts(
             torch.tensor(padded).to(self.device, non_blocking=True),
             torch.tensor([len(ids) for ids in prompts]).to(self.device, non_blocking=True),
-            is_padded=shortest < longest or self._runner.has_fixed_shapes,
+            is_padded=shortest < longest or is_held,
         )
+
+    def capture(self) -> None:
+        """Capture every pass that a batch within the reserve can need; none without a reserve."""
+        reserve, config = self.runner.reserve, self.model.config
+        channels, size = 3 * len(config.towers), config.image.size
+        weight = self.model.decoder.embedding.weight
+        for rows in () if reserve is None else reserve.batches:
+            pixels = weight.new_zeros(rows, self.shape.num_pictures, channels, size, size)
+            states = weight.new_zeros(rows, self.shape.state_dim or 0)
+            for length in reserve.lengths if reserve is not None else ():
+                num_ids = length - self.num_before - self.shape.num_values - 1
+                prompts = self.lay_out([[STOP_ID] * num_ids] * rows)
+                self.answer(self.see(pixels, prompts), prompts, states)
 
     @torch.no_grad()
     def see(self, pixels: Tensor, prompts: ChunkPrompts) -> Tensor:
@@ -136,7 +153,7 @@ class ChunkModel:
         text = (prompts.ids, prompts.lengths) if self.parts.film is not None else ()
         inputs = tuple(self._pad(one) for one in (pixels, *text))
         shapes = tuple(one.shape for one in inputs)
-        (patches,) = self._runner.run(("see", shapes), self._see_step, inputs)
+        (patches,) = self.runner.run(("see", shapes), self._see_step, inputs)
         return patches[: len(pixels)]
 
     @torch.no_grad()
@@ -149,14 +166,15 @@ class ChunkModel:
         inputs = tuple(self._pad(one) for one in own)
         step = self._padded_step if prompts.is_padded else self._exact_step
         key = ("answer", prompts.is_padded, inputs[0].shape, inputs[1].shape)
-        found = self._runner.run(key, step, inputs)
+        found = self.runner.run(key, step, inputs)
         if self.parts.head is not None:
             return ChunkValues(actions=found[0][: len(patches)])
         steps = [one[: len(patches)].view(len(patches), -1, self.shape.action_dim) for one in found]
         return ChunkValues(tokens=steps[0], margins=steps[1])
 
     def _pad(self, values: Tensor) -> Tensor:
-        return pad_batch(values) if self._runner.has_fixed_shapes else values
+        reserve = self.runner.reserve
+        return values if reserve is None or len(values) > reserve.rows else pad_batch(values)
 
     def _see_step(self, pixels: Tensor, *text: Tensor) -> Tensors:
         modulations = None

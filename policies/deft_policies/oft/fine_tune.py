@@ -6,7 +6,7 @@ Everything that can be wrong is found before the weights of the model are read.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deft_policies.checkpoint.open import Checkpoint, open_checkpoint
+from deft_policies.checkpoint.open import Checkpoint, locate_checkpoint, open_checkpoint
 from deft_policies.errors import CheckpointError
 from deft_policies.oft.chunk_model import ChunkParts, ChunkShape
 from deft_policies.oft.files import load_head, load_state_projector
@@ -34,15 +34,22 @@ def open_fine_tune(options: OftOptions) -> FineTune:
     """Open what the options name, or say what is missing."""
     if options.checkpoint is None:
         raise CheckpointError("give --checkpoint, the folder or hub id of an OFT fine-tune")
+    source = locate_checkpoint(options.checkpoint, options.adapter)
+    directory, film = source.tuned, find_file(source.tuned, OftFile.VISION)
+    if film is not None and source.overlay is not None:
+        raise CheckpointError(
+            f"{film} is of a fine-tune with FiLM, whose {source.overlay} cannot be merged here; "
+            "merge it into its base with OFT's own script, and give the folder that this writes"
+        )
     checkpoint = open_checkpoint(options.checkpoint, options.adapter)
-    directory, config = checkpoint.source.directory, checkpoint.config
+    config = checkpoint.config
     head, towers = load_head(directory, config.llm.width), FilmTowers.load(directory)
     if towers is not None:
         towers.check(config)
-        if head is None or checkpoint.adapter is not None:
+        if head is None:
             raise CheckpointError(
-                f"{find_file(directory, OftFile.VISION)} is of a fine-tune with FiLM, which has a "
-                f"*{OftFile.HEAD.value}*checkpoint* beside it and takes no --adapter"
+                f"{film} is of a fine-tune with FiLM, which has a "
+                f"*{OftFile.HEAD.value}*checkpoint* beside it; restore that file"
             )
         checkpoint = replace(checkpoint, adapter=towers)
     parts = ChunkParts(
@@ -85,7 +92,7 @@ def is_absolute(shape: ChunkShape) -> bool:
 
 
 def _find_source(checkpoint: Checkpoint) -> object:
-    head = find_file(checkpoint.source.directory, OftFile.HEAD)
+    head = find_file(checkpoint.source.tuned, OftFile.HEAD)
     return head or checkpoint.source.read_statistics().path
 
 
@@ -115,7 +122,7 @@ def _read_ranges(
         if wanted not in (None, found):
             raise CheckpointError(
                 f"{statistics.path}: {key}.proprio has {found} dimensions, but "
-                f"{find_file(checkpoint.source.directory, OftFile.STATE)} reads {wanted}; restore "
+                f"{find_file(checkpoint.source.tuned, OftFile.STATE)} reads {wanted}; restore "
                 "the files of one fine-tuning run"
             )
     return ranges

@@ -10,7 +10,8 @@ from deft_policies.checkpoint.open import load_model
 from deft_policies.errors import PolicyError
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.quantization import check_quantization
-from deft_policies.oft.chunk_model import ChunkModel, ChunkParts
+from deft_policies.model.vla import OpenVLAModel
+from deft_policies.oft.chunk_model import ChunkModel, ChunkParts, ChunkShape
 from deft_policies.oft.fine_tune import choose_shape, is_absolute, open_fine_tune
 from deft_policies.oft.modules import RegressionHead, StateProjector
 from deft_policies.oft.options import OftOptions
@@ -18,11 +19,13 @@ from deft_policies.oft.policy import OftParts, OftPolicy, OftSettings
 from deft_policies.oft.ranges import Ranges, RobotRanges
 from deft_policies.openvla.examine import examine_weights, is_at_hand
 from deft_policies.openvla.load import (
+    LONGEST_INSTRUCTION,
     build_random,
     choose_device,
     choose_dtype,
     choose_runner,
     describe_device,
+    fuse_kernels,
     version_of,
 )
 
@@ -77,7 +80,7 @@ def _load(options: OftOptions, device: torch.device, dtype: torch.dtype) -> OftP
     tuned = open_fine_tune(options)
     model = load_model(tuned.checkpoint, device, dtype, options.quantization)
     return OftParts(
-        model=ChunkModel(model, tuned.parts, tuned.shape, choose_runner(options, device)),
+        model=_join(model, tuned.parts, tuned.shape, options, device),
         encoder=tuned.checkpoint.encoder,
         images=ImageProcessor(model.config.image, options.image_chain),
         ranges=tuned.ranges,
@@ -101,9 +104,21 @@ def _build_random(
     ones = np.ones(_STATE_DIM)
     action = Ranges(statistics.q01, statistics.q99, statistics.mask)
     return OftParts(
-        model=ChunkModel(model, own, shape, choose_runner(options, device)),
+        model=_join(model, own, shape, options, device),
         encoder=encoder,
         images=ImageProcessor(model.config.image, options.image_chain),
         ranges={key: RobotRanges(action, Ranges(-ones, ones, ones > 0))},
         is_absolute=False,
     )
+
+
+def _join(
+    model: OpenVLAModel,
+    parts: ChunkParts,
+    shape: ChunkShape,
+    options: OftOptions,
+    device: torch.device,
+) -> ChunkModel:
+    fuse_kernels(model, options, device)
+    reserve = shape.reserve(model.config.num_patches, LONGEST_INSTRUCTION, options.largest_batch)
+    return ChunkModel(model, parts, shape, choose_runner(options, device, reserve))

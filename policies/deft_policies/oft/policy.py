@@ -38,8 +38,6 @@ from deft_policies.self_test import self_test
 METHOD = "parallel"
 # What a camera's name contains if the model may look through it.
 WRIST = "wrist"
-# Ids of the prompts whose passes are recorded beforehand, one for each bucket of usual lengths.
-_RECORDED_LENGTHS = (15, 31, 47, 63)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,20 +134,10 @@ class OftPolicy:
             )
 
     def warm_up(self) -> None:
-        """Answer a black frame in prompts of usual lengths, which records passes where they are."""
-        parts, model = self._parts, self._parts.model
-        size, weight = model.model.config.image.size, model.model.decoder.embedding.weight
-        black = parts.images.fit(np.zeros((size, size, 3), dtype=np.uint8))
-        ids = list(self._encode("pick up the cup"))
-        lengths = _RECORDED_LENGTHS if model.has_fixed_shapes else (len(ids),)
-        state_dim = model.shape.state_dim
-        states = None if state_dim is None else torch.zeros(1, state_dim, device=model.device)
-        with torch.inference_mode():
-            views = [black] * model.shape.num_pictures
-            pixels = parts.images.pixel_values(views, model.device, weight.dtype)[None]
-            for length in lengths:
-                prompts = model.lay_out([(ids + [ids[-1]] * length)[:length]])
-                model.answer(model.see(pixels, prompts), prompts, states)
+        """Capture passes, where they are captured, for good; then answer known frames as a test."""
+        model = self._parts.model
+        with model.runner.warming_up(), torch.inference_mode():
+            model.capture()
         self_test(self, None, complete=self.complete)  # a head may answer beyond the statistics
 
     def complete(self, observation: Observation) -> Observation:

@@ -10,7 +10,6 @@ from deft_policies.errors import CheckpointError
 
 PICKLE_SUFFIX, SAFETENSORS_SUFFIX = ".pt", ".safetensors"
 _SUFFIXES = (SAFETENSORS_SUFFIX, PICKLE_SUFFIX)  # a converted file before what it was made from
-_ADAPTER_FOLDER = "lora_adapter"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -90,8 +89,10 @@ def check_is_openvla(directory: Path, statistics: JsonFields, num_steps: int | N
 
 def _find_sign(directory: Path, statistics: JsonFields) -> str:
     """What makes a folder look like OFT's; empty if nothing does."""
-    if (directory / _ADAPTER_FOLDER).is_dir():
-        return f"a folder {_ADAPTER_FOLDER}"
+    from deft_policies.checkpoint.lora import ADAPTER_FOLDER
+
+    if (directory / ADAPTER_FOLDER).is_dir():
+        return f"a folder {ADAPTER_FOLDER}"
     for key in statistics.keys():  # noqa: SIM118 - JsonFields is no mapping
         state = statistics.section(key).section("proprio")
         if any(

@@ -26,7 +26,7 @@ def examine(options: OpenVLAOptions) -> list[Finding]:
     assert options.checkpoint is not None
     source = locate_checkpoint(options.checkpoint, options.adapter)
     try:
-        check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
+        check_is_openvla(source.tuned, source.read_statistics(), options.num_steps)
     except PolicyError as error:
         findings.append(Finding("policy", Verdict.BAD, str(error)))
     return findings

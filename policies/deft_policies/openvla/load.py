@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
 _log = logging.getLogger(__name__)
-_LONGEST_INSTRUCTION = 64  # ids of a prompt that passes are captured for
+LONGEST_INSTRUCTION = 64  # ids of a prompt that passes are captured for
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
 
 
@@ -68,10 +68,8 @@ def _load_parts(
     model, encoder = _load_model(options, device, dtype)
     if device.type == "cpu" and options.quantization is Quantization.NONE:
         model.decoder.prefer_columns()
-    kernels = find_kernels(device) if options.fuses_kernels else None
-    if kernels is not None:
-        model.fuse(kernels)
-    first, last = model.config.num_patches + 1, model.config.num_patches + _LONGEST_INSTRUCTION
+    fuse_kernels(model, options, device)
+    first, last = model.config.num_patches + 1, model.config.num_patches + LONGEST_INSTRUCTION
     reserve = Reserve(options.largest_batch, first, last)
     runner = beside.runner if beside is not None else choose_runner(options, device, reserve)
     return PolicyParts(
@@ -161,7 +159,7 @@ def _load_model(
     assert options.checkpoint is not None
     checkpoint = open_checkpoint(options.checkpoint, options.adapter)
     source = checkpoint.source
-    check_is_openvla(source.directory, source.read_statistics(), options.num_steps)
+    check_is_openvla(source.tuned, source.read_statistics(), options.num_steps)
     if options.statistics_key is not None:
         find_statistics_key(tuple(checkpoint.config.statistics), options.statistics_key)
     model = load_model(checkpoint, device, dtype, options.quantization)
@@ -220,6 +218,13 @@ def choose_runner(
     if device.type == "cuda" and options.has_graphs:
         return CapturedRunner(CudaCapturer(), reserve)
     return EagerRunner()
+
+
+def fuse_kernels(model: OpenVLAModel, options: WeightOptions, device: torch.device) -> None:
+    """Let passes run with fused kernels where there are some, unless the options forbid it."""
+    kernels = find_kernels(device) if options.fuses_kernels else None
+    if kernels is not None:
+        model.fuse(kernels)
 
 
 def find_kernels(device: torch.device) -> "FusedKernels | None":

@@ -24,8 +24,8 @@ from deft_policies.commands.parse import parse_command, run_command
 from deft_server.reproduce.check import check, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.local_server import ServerDidNotStartError
-from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES
-from deft_server.reproduce.played import Played, load_played
+from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES, TIMES, ResultsFolder
+from deft_server.reproduce.played import Played
 from deft_server.reproduce.replays import PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
@@ -79,19 +79,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "studies", nargs="*", metavar="STUDY[/TABLE]", help=f"{', '.join(names)} or {ALL}"
     )
-    parser.add_argument("--rows", metavar="NAME[,NAME...]", help="these alone, and plain decoding")
+    parser.add_argument(
+        "--row", action="append", default=[], metavar="NAME",
+        help="this row alone, and plain decoding; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--check", type=Path, metavar="PAGE|DIR", help="derive its numbers again")
     parser.add_argument("--write", type=Path, metavar="PAGE|DIR", help="write them from the lines")
     parser.add_argument(
         "--out", type=Path, default=Path("results/reproduced"), metavar="DIR",
         help="lines, page, CSV and plots (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--busy", action="store_true", help="the machine does other work: leave times out"
+    )
     parser.add_argument("--quick", action="store_true", help="few frames and episodes: the shapes")
     group = parser.add_argument_group("frames that every row answers")
     group.add_argument("--recording", type=Path, metavar="DATA", help="a data set of held-out "
                        "episodes (default: what plain decoding sees, played now)")  # fmt: skip
     add_camera_flag(group)  # type: ignore[arg-type]
-    group.add_argument("--frames", type=int, metavar="N", help="(default: 2,000; --quick: 120)")
+    group.add_argument("--frames", type=int, metavar="N", help="(default: 2,000; --quick: 60)")
     group = parser.add_argument_group("episodes of the rows that are played in closed loop")
     group.add_argument("--no-episodes", action="store_true", help="replay frames alone")
     group.add_argument("--suite", default="libero_object", help="(default: %(default)s)")
@@ -138,7 +144,8 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
             episodes.play(rows, _QUICK_EPISODES if given.quick else None)
     finally:
         facts = {**replays.told, **_facts(given, frames, load)}
-        found = {"environment": facts, "left_out": replays.left_out}
+        known = ResultsFolder(out).facts["left_out"] if (out / FACTS).exists() else {}
+        found = {"environment": facts, "left_out": {**known, **replays.left_out}}
         write_atomically(out / FACTS, json.dumps(found, indent=2).encode() + b"\n")
         if studies[0].frames is FrameKind.RECORDED:
             _write_strip(frames, out / STRIP)
@@ -150,13 +157,12 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
 def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
     """Those asked for; `ReproductionError` where there are none."""
     keys = [text.partition("/")[2] for text in given.studies] + [""] * len(studies)
-    names = given.rows.split(",") if given.rows else []
     asked = zip(studies, keys, strict=False)
-    found = distinct(row for study, key in asked for row in study.rows(key, names))
+    found = distinct(row for study, key in asked for row in study.rows(key, given.row))
     if len(found) < 2:
         raise ReproductionError(
-            f"{' '.join(given.studies)}, --rows {given.rows}: no such table or rows; the studies "
-            f"are files in {FOLDER}"
+            f"{' '.join(given.studies)}: no such table, or no row {' or '.join(given.row)}; the "
+            f"studies are files in {FOLDER}"
         )
     return found
 
@@ -195,14 +201,10 @@ def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameS
 
 def _facts(given: argparse.Namespace, frames: FrameSet, load: float) -> dict[str, str]:
     """What numbers depend on beside the policy."""
-    played = f"{given.suite}, tasks {given.tasks}, states {given.trials}"
-    played += ", one per method (--quick)" if given.quick else ""
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
     return {
         "frames": frames.label,
-        "episodes": "none" if given.no_episodes else played,
-        "assets": ", ".join({run.header.assets for run in load_played(given.out).values()})
-        or "none",
+        **({TIMES: "left out: the machine did other work"} if given.busy else {}),
         "plans": "fixed (--no-guard)",
         "seeds": "0 of scripted drafts and random weights, 7 of episodes",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "

@@ -14,7 +14,8 @@ from deft_client.files import write_atomically
 from deft_server.reproduce.page import ResultsFolder, outputs, render_facts, render_table
 from deft_server.reproduce.study import ReproductionError
 
-_BLOCK = re.compile(r"(<!-- from ([^#\s]+)#(\S+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- from ([^#\s]+)#(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_START = "<!-- from "
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
 _MEASURED = re.compile(r"\d+\.\d+|\d+\s?%|\d+\s?(ms|mm|s|points|times|of \d+)\b")
 
@@ -44,7 +45,17 @@ def write(path: Path) -> None:
 
 def fill(text: str, folder: Path) -> str:
     """A page with its blocks made anew from the lines."""
-    return _BLOCK.sub(lambda found: found[1] + _block(folder / found[2], found[3]) + found[5], text)
+    whole = [found[0].count(_START) for found in _BLOCK.finditer(text)]
+    if whole != [1] * text.count(_START):
+        raise ReproductionError(
+            "a block that begins with `<!-- from DIR#STUDY/TABLE -->` on a line of its own, and no "
+            "other block in it, must end with `<!-- end -->`"
+        )
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}{_block(folder / found[2], found[3])}\n{found[5]}"
+
+    return _BLOCK.sub(made, text)
 
 
 def _block(folder: Path, key: str) -> str:

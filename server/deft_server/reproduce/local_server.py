@@ -15,6 +15,7 @@ from deft_client.errors import NotReadyError, TransportError
 LISTENING = re.compile(r"listening on (https?://[^\s\"]+)")
 READY_WITHIN_S = 300.0
 STOPPED_WITHIN_S = 30.0
+LAST_WORDS = 20  # lines
 
 
 class ServerDidNotStartError(Exception):
@@ -22,17 +23,20 @@ class ServerDidNotStartError(Exception):
 
 
 @contextmanager
-def local_server(*flags: str, settings: ClientSettings | None = None) -> Iterator[str]:
+def local_server(
+    *flags: str, settings: ClientSettings | None = None, log: deque[str] | None = None
+) -> Iterator[str]:
     """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it.
 
-    If it ends earlier, its last words are told: whoever asked it saw no more than refusals.
+    If it ends earlier, its last words are told: whoever asked it saw no more than refusals. All it
+    logs goes into `log`.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
         stderr=subprocess.PIPE,
         text=True,
     )
-    log: deque[str] = deque(maxlen=20)
+    log = deque(maxlen=LAST_WORDS) if log is None else log
     found: deque[str] = deque()
     reader = threading.Thread(target=_follow, args=(process, log, found), daemon=True)
     reader.start()
@@ -50,7 +54,7 @@ def local_server(*flags: str, settings: ClientSettings | None = None) -> Iterato
             process.wait()
         reader.join()
         if url and code is not None:
-            sys.stderr.write(f"the server ended with {code}; its last words:\n{''.join(log)}")
+            sys.stderr.write(f"the server ended with {code}; its last words:\n{_last_words(log)}")
 
 
 def _follow(process: subprocess.Popen[str], log: deque[str], found: deque[str]) -> None:
@@ -73,7 +77,11 @@ def _when_ready(
         if found and _is_ready(found[0], settings):
             return found[0]
         time.sleep(0.05)
-    raise ServerDidNotStartError("the server did not start; its last words:\n" + "".join(log))
+    raise ServerDidNotStartError(f"the server did not start; its last words:\n{_last_words(log)}")
+
+
+def _last_words(log: deque[str]) -> str:
+    return "".join(list(log)[-LAST_WORDS:])
 
 
 def _is_ready(url: str, settings: ClientSettings | None) -> bool:

@@ -91,6 +91,7 @@ class Measure:
 
     heading: str
     cell: Callable[[RowResults, str], Cell]
+    is_time: bool = False  # of this machine: worth nothing where it did other work
 
 
 def find_measure(name: str) -> tuple[Measure, str]:
@@ -140,13 +141,18 @@ def _verdict(results: RowResults, _: str) -> Cell:
 
 def _points(results: RowResults, _: str) -> Cell:
     found = results.played_apart
-    return (
-        Cell() if found is None else Cell(points_text(found.interval), found.comparison.difference)
-    )
+    if found is None or not found.comparison.num_pairs:
+        return Cell()
+    one = found.comparison
+    is_same = one.num_same_actions == one.num_pairs
+    return Cell("the same actions" if is_same else points_text(found.interval), one.difference)
 
 
 def _of_summary(heading: str, pick: Callable[[RunSummary], float], form: str) -> Measure:
-    return Measure(heading, lambda results, _: _number(_maybe(pick, results.summary), form))
+    is_time = heading.endswith("ms") or heading.startswith("ms")
+    return Measure(
+        heading, lambda results, _: _number(_maybe(pick, results.summary), form), is_time
+    )
 
 
 def _maybe(pick: Callable[[RunSummary], float], found: RunSummary | None) -> float | None:
@@ -179,7 +185,7 @@ def _equal(results: RowResults, _: str) -> Cell:
         for one in own.records
         for pair in zip(one.actions, others.get(one.key, ()), strict=False)
     ]
-    return _number(100 * float(np.mean(same)) if same else None, ".1f", "%")
+    return _number(100 * sum(same) / len(same) if same else None, ".1f", "%")
 
 
 def _deviation(results: RowResults, unit: str) -> Cell:
@@ -311,20 +317,22 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "accepted": Measure("{} accepted", _share),
         "start": Measure("from t{}", _start),
         "phase": Measure("passes in {}", _phase_passes),
-        "p50": Measure("ms, median", lambda one, _: _number(_median_ms(one), ".1f")),
+        "p50": Measure("ms, median", lambda one, _: _number(_median_ms(one), ".1f"), is_time=True),
         "prefill-ms": _of_summary("prefill ms", lambda one: _stage(one, "prefill_ms"), ".0f"),
         "vision-ms": _of_summary("vision ms", lambda one: _stage(one, "vision_ms"), ".0f"),
         "later-ms": _of_summary("ms of later passes", lambda one: _stage(one, "verify_ms"), ".0f"),
         "draft-ms": _of_summary("drafting ms", lambda one: _stage(one, "draft_ms"), ".1f"),
-        "speedup": Measure("speed-up here", _speedup),
+        "speedup": Measure("speed-up here", _speedup, is_time=True),
         "full-size": Measure(
             "OpenVLA-7B on an H200, ms (predicted)",
             lambda one, _: _number(_full_size_ms(one), ".1f"),
         ),
         "full-speedup": Measure("speed-up there (predicted)", _full_speedup),
-        "lesson": Measure("{}", _lesson),
-        "rate": Measure("actions per second", lambda one, _: _number(_rate(one), ".1f")),
-        "rate-gain": Measure("times plain's at this batch", _rate_gain),
+        "lesson": Measure("{}", _lesson, is_time=True),
+        "rate": Measure(
+            "actions per second", lambda one, _: _number(_rate(one), ".1f"), is_time=True
+        ),
+        "rate-gain": Measure("times plain's at this batch", _rate_gain, is_time=True),
     }
 )
 

@@ -10,9 +10,17 @@ from pathlib import Path
 
 from deft_client.libero.report.difference import conclusion
 from deft_client.libero.report.tables import markdown_table
+from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 from deft_server.reproduce import played, replays
-from deft_server.reproduce.measures import NOTHING, RowResults, cell_of, heading_of
+from deft_server.reproduce.measures import (
+    MARGIN,
+    NOTHING,
+    RowResults,
+    cell_of,
+    find_measure,
+    heading_of,
+)
 from deft_server.reproduce.plots import line_plot
 from deft_server.reproduce.study import (
     PLAIN,
@@ -25,6 +33,7 @@ from deft_server.reproduce.study import (
 )
 
 PAGE, FACTS, STUDIES, STRIP = "page.md", "environment.json", "studies", "plots/frames.png"
+TIMES = "times"  # the fact that says why there are none
 _STEP = "step"  # the x of a plot over one episode
 _PLAIN_NAMES = {PLAIN: "plain"}  # what sentences call a baseline
 
@@ -55,14 +64,23 @@ class ResultsFolder:
     @cached_property
     def _replayed(self) -> Mapping[str, RunResults]:
         folder = self.folder / replays.FOLDER
-        return {run.folder.name: run for run in load_runs(folder)} if folder.is_dir() else {}
+        runs = load_runs(folder) if folder.is_dir() else ()
+        return {run.folder.name: run for run in runs if run.records}
 
     @cached_property
     def _played(self) -> Mapping[str, RunResults]:
         return played.load_played(self.folder)
 
+    @property
+    def episodes(self) -> str:
+        """Which were played in closed loop, and on which assets."""
+        runs = self._played.values()
+        counts = sorted({len(run.records) for run in runs})
+        told = sorted({f"{run.header.suite}, assets {run.header.assets}" for run in runs})
+        return f"{' or '.join(map(str, counts))} a row of {'; '.join(told)}" if counts else "none"
+
     def rows_of(self, table: Table) -> list[RowResults]:
-        """The rows that have lines."""
+        """The rows that have lines; of frames only those with all that the baseline answered."""
         rows = []
         for row in table.rows:
             # A batch is compared with plain decoding of as many.
@@ -71,16 +89,25 @@ class ResultsFolder:
             found = self._results(row, base if row.slug != base.row.slug else None)
             if found.replayed is not None or found.played is not None:
                 rows.append(found)
-        return rows
+        # A baseline with nothing beside it says nothing.
+        return rows if any(one.plain is not None for one in rows) else []
 
     def _results(self, row: Row, plain: RowResults | None) -> RowResults:
         is_base = not row.flags and row.batch == 1 and row.acceptance is None
+        replayed = self._replayed.get(row.slug)
+        if plain is not None and replayed is not None and _keys(plain.replayed) - _keys(replayed):
+            replayed = None
         return RowResults(
             row,
-            self._replayed.get(row.slug),
+            replayed,
             self._played.get(row.method) if is_base else None,
             plain,
         )
+
+    def shown(self, measures: Sequence[str]) -> list[str]:
+        """Those of the measures that mean something: no times where the machine did other work."""
+        has_times = TIMES not in self.facts["environment"]
+        return [one for one in measures if has_times or not find_measure(one)[0].is_time]
 
     def table(self, study: str, key: str) -> Table:
         """One table; `ReproductionError` lists those there are."""
@@ -94,6 +121,10 @@ class ResultsFolder:
         return tables[f"{study}/{key}"]
 
 
+def _keys(run: RunResults | None) -> set[TrialKey]:
+    return set() if run is None else {record.key for record in run.records}
+
+
 def outputs(results: ResultsFolder) -> dict[str, str]:
     """Everything that is derived, by its path below the folder."""
     found = {PAGE: "\n\n".join(_page(results)) + "\n"}
@@ -101,9 +132,11 @@ def outputs(results: ResultsFolder) -> dict[str, str]:
         for table in study.table:
             rows = results.rows_of(table)
             if rows:
-                found[f"tables/{name}-{table.key}.csv"] = _sheet(table, rows)
+                found[f"tables/{name}-{table.key}.csv"] = _sheet(
+                    rows, results.shown(table.measures)
+                )
                 if table.plot is not None:
-                    found[f"plots/{name}-{table.key}.svg"] = _plot(table, rows)
+                    found[f"plots/{name}-{table.key}.svg"] = _plot(table, rows, results)
     return found
 
 
@@ -135,9 +168,9 @@ def _strip(results: ResultsFolder) -> Iterator[str]:
 
 def render_facts(results: ResultsFolder) -> str:
     """Which policy, which frames, which machine."""
-    facts = results.facts["environment"]
+    facts = {**results.facts["environment"], "episodes": results.episodes}
     lines = [markdown_table(("", ""), list(facts.items())).rstrip()]
-    left_out = results.facts.get("left_out", {})
+    left_out = results.facts["left_out"]
     if left_out:
         lines.append("")
         lines += [f"Left out: `{row}`: {why}." for row, why in sorted(left_out.items())]
@@ -147,8 +180,9 @@ def render_facts(results: ResultsFolder) -> str:
 def render_table(results: ResultsFolder, study: str, table: Table) -> str:
     """A table with its note, what may be concluded from it, and what was published."""
     rows = results.rows_of(table)
-    headings = ["", *(heading_of(name) for name in table.measures)]
-    shown = [[one.row.name, *(cell_of(name, one).text for name in table.measures)] for one in rows]
+    measures = results.shown(table.measures)
+    headings = ["", *map(heading_of, measures)]
+    shown = [[one.row.name, *(cell_of(name, one).text for name in measures)] for one in rows]
     kept = [
         column
         for column in range(len(headings))
@@ -180,26 +214,29 @@ def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
     counted = [(cell_of("played-passes", one).value, one.row.name) for one in good]
     fewest = min((pair for pair in counted if pair[0] is not None), default=None)
     if len(good) > 1 and fewest is not None:
-        yield f"Fewest passes of the rows that lose less for sure: {fewest[1]}, {fewest[0]:.2f}."
+        yield (
+            f"Of the rows for which a loss of {100 * MARGIN:g} points is ruled out, {fewest[1]} "
+            f"has the fewest passes: {fewest[0]:.2f}."
+        )
 
 
-def _sheet(table: Table, rows: Sequence[RowResults]) -> str:
+def _sheet(rows: Sequence[RowResults], measures: Sequence[str]) -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["row", "method", "flags", *map(heading_of, table.measures)])
+    writer.writerow(["row", "method", "flags", *map(heading_of, measures)])
     for one in rows:
-        cells = [cell_of(name, one).text for name in table.measures]
+        cells = [cell_of(name, one).text for name in measures]
         writer.writerow([one.row.name, one.row.method, " ".join(one.row.flags), *cells])
     return stream.getvalue()
 
 
-def _plot(table: Table, rows: Sequence[RowResults]) -> str:
+def _plot(table: Table, rows: Sequence[RowResults], results: ResultsFolder) -> str:
     assert table.plot is not None
     if table.plot.x == _STEP:
         lines = [(one.row.name, _passes_by_step(one)) for one in rows]
         return line_plot(f"{table.title}: passes per action", _STEP, lines)
     lines = []
-    for name in table.plot.measures:
+    for name in results.shown(table.plot.measures):
         points = [
             (one.row.x, value)
             for one in rows

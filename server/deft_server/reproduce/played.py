@@ -74,4 +74,4 @@ def load_played(out: Path) -> Mapping[str, RunResults]:
     folder = out / FOLDER
     if not folder.is_dir():
         return {}
-    return {run.header.options["decoding"]: run for run in load_runs(folder)}
+    return {run.header.options["decoding"]: run for run in load_runs(folder) if run.records}

@@ -132,7 +132,7 @@ class Study:
     about: str
     table: tuple[Table, ...]
     frames: FrameKind = FrameKind.RECORDED
-    quick_frames: int = 120
+    quick_frames: int = 60
     num_frames: int = 2000
     flags: tuple[str, ...] = field(default=())  # of the policy, where the command line names none
 

@@ -198,18 +198,35 @@ def test_a_changed_line_is_found_too(folder):
 def test_a_page_quotes_tables_and_has_no_measured_number_of_its_own(folder, tmp_path):
     page = tmp_path / "results.md"
     page.write_text(
-        "# Results\n\nTable 2 took `7.5 ms`.\n\n"
-        "<!-- from copy#made-up/small -->\nold\n<!-- end -->\n"
+        "# Results\n\nTable 2 took `7.5 ms`.\n\n<!-- from copy#made-up/small -->\n<!-- end -->\n"
     )
-    assert any("old" in line for line in check(page))
+    assert any("+| relaxed |" in line for line in check(page))
     write(page)
     assert check(page) == []
     assert "| relaxed |" in page.read_text()
     page.write_text(page.read_text() + "It won 30 of 30, in 12 ms and 5.5 more, by 3 %.\n")
     loose = [line.rpartition("line ")[2].split("'")[1] for line in check(page)]
     assert loose == ["30 of 30", "12 ms", "5.5", "3 %"]
+    with pytest.raises(ReproductionError, match="must end with"):
+        fill("<!-- from copy#made-up/small -->\nx\n", tmp_path)
     with pytest.raises(ReproductionError, match="it has made-up/small"):
         fill("<!-- from copy#made-up/large -->\nx\n<!-- end -->", tmp_path)
+
+
+def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
+    (folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl").write_bytes(b"")
+    assert set(rows_of(folder)) == {"plain", "half right"}
+
+
+def test_times_of_a_machine_that_did_other_work_are_left_out(folder):
+    study = folder / "studies" / "made-up.toml"
+    study.write_text(study.read_text().replace('"passes", "committed"', '"passes", "p50"', 1))
+    results = ResultsFolder(folder)
+    assert "ms, median" in outputs(results)["tables/made-up-small.csv"]
+    facts = json.loads((folder / "environment.json").read_text())
+    facts["environment"]["times"] = "left out"
+    (folder / "environment.json").write_text(json.dumps(facts))
+    assert "ms, median" not in "".join(outputs(ResultsFolder(folder)).values())
 
 
 def test_plots_are_whole_svg_with_a_line_per_measure(recorded):
@@ -238,7 +255,7 @@ def test_closed_loop_rows_are_paired_with_plain_decoding_and_the_cheapest_good_o
         "- 300 episodes show no difference of success: relaxed minus plain is -0.3 points" in page
     )
     assert "That relaxed loses 5 points or more is ruled out." in page
-    assert "Fewest passes of the rows that lose less for sure: relaxed, 2.00." in page
+    assert "a loss of 5 points is ruled out, relaxed has the fewest passes: 2.00." in page
 
 
 def test_full_size_milliseconds_are_those_of_the_limits():

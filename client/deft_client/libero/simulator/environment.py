@@ -24,6 +24,7 @@ from deft_client.files import write_atomically
 from deft_client.libero.errors import AssetsError, SimulatorMissingError, UnstableError
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.assets import (
+    HOW_TO_INSTALL,
     Assets,
     AssetsKind,
     cache_folder,
@@ -351,7 +352,7 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
             import libero.libero
             from libero.libero.envs.env_wrapper import ControlEnv
     except ImportError as error:
-        raise SimulatorMissingError(f"{error}; run `make install-libero`") from error
+        raise SimulatorMissingError(f"{error}: {HOW_TO_INSTALL}") from error
     text = warning(_mujoco().__version__)
     if text and assets.kind is AssetsKind.REAL:
         logger.warning("%s", text)

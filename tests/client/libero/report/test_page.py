@@ -204,7 +204,9 @@ def _answered_after(one: EpisodeRecord, milliseconds: float) -> EpisodeRecord:
     return replace(one, answers=tuple(answers))
 
 
-def test_the_speed_up_is_that_of_the_trials_both_runs_have(tmp_path: Path) -> None:
+def test_the_speed_up_is_that_of_the_trials_both_runs_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = _write(
         tmp_path / "plain",
         _answered_after(record(0, 0, num_steps=2), 30.0),
@@ -223,6 +225,7 @@ def test_the_speed_up_is_that_of_the_trials_both_runs_have(tmp_path: Path) -> No
     speedup = speedup_of(fast, plain)
     assert speedup == Speedup(num_trials=2, times=15.0 / 5.0, low=2.0, high=6.0)
     assert '<div class="big">3.00×</div>' in _report(tmp_path, str(fast.folder), str(plain.folder))
+    assert "fast: 3.00 times as fast as plain; " in capsys.readouterr().out
 
 
 def test_no_speed_up_is_told_between_a_robot_that_waits_and_one_that_does_not(
