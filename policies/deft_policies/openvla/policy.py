@@ -85,8 +85,8 @@ class PolicyParts:
         if self.draft is None:
             return prompts
         # Asked for by what drafts, where its time counts as drafting.
-        unheard = StageClock(CPU)
-        return replace(prompts, for_draft=partial(self.draft.read, observations, unheard))
+        apart = StageClock(CPU)
+        return replace(prompts, for_draft=partial(self.draft.read, observations, apart))
 
 
 @dataclass(frozen=True)
