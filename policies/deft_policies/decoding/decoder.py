@@ -18,15 +18,16 @@ from deft_policies.decoding.acceptance.rule import (
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.growth import Drawing
-from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
-from deft_policies.decoding.drafts.memory import (
+from deft_policies.decoding.drafts.guessers import (
     Extrapolation,
     NgramLookup,
     PreviousAction,
     Recycled,
+    Retrieval,
+    RetrievalIndex,
 )
-from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
+from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
+from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts, SmallModelOptions
 from deft_policies.decoding.drafts.sources import BatchDrafts, Grower, Guesser, Seen, Sources
 from deft_policies.decoding.drafts.token_recycling import TokenRecycling

@@ -32,7 +32,7 @@ from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
 from deft_server.errors import CallerGoneError, ServerError
-from deft_server.http.caller_watch import CallerWatch
+from deft_server.http.cancelling import CallerWatch
 from deft_server.http.gate import caller_of
 from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute

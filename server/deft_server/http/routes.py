@@ -21,7 +21,7 @@ from deft_client.types import ActionChunk, ServerInfo
 from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info, encode_problem
 from deft_client.wire.msgpack_codec import CONTENT_TYPE as MSGPACK_CONTENT_TYPE
 from deft_server.errors import CallerGoneError
-from deft_server.http.caller_watch import CallerWatch
+from deft_server.http.cancelling import CallerWatch
 from deft_server.http.frame_bodies import FrameDecoder, encode_answer, wants_msgpack
 from deft_server.http.gate import ADMIN_PREFIX, caller_of
 from deft_server.http.problems import describe

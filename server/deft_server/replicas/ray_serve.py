@@ -16,8 +16,8 @@ from typing import Any
 
 from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
+from deft_server.hosting.host import LoadPolicy
 from deft_server.hosting.messages import PolicyFacts
-from deft_server.hosting.recipe import LoadPolicy
 from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
 from deft_server.replicas.remote import Backlogs, FrontState, Replica, ReplicaAnswers
 from deft_server.settings import SettingsError

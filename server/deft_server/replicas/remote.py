@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
 from deft_server.hosting.attempts import Attempts, Failure
+from deft_server.hosting.host import LoadPolicy, load_and_warm
 from deft_server.hosting.messages import PolicyFacts, decode_message, encode_message
-from deft_server.hosting.recipe import LoadPolicy, load_and_warm
 from deft_server.hosting.worker import answer, facts_of
 
 BACKLOG_FRESH_S = 5.0

@@ -22,9 +22,8 @@ from deft_client.types import (
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.hosting.host import Elsewhere, HostedPolicy, NewHost
+from deft_server.hosting.host import Elsewhere, HostedPolicy, LoadPolicy, NewHost, PolicyRecipe
 from deft_server.hosting.process import PolicyProcess
-from deft_server.hosting.recipe import LoadPolicy, PolicyRecipe
 from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded

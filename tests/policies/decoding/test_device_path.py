@@ -15,8 +15,8 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.rule import ActionContext, ActionSpace, SpaceTensors
 from deft_policies.decoding.decoder import DraftModels
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.guessers import RetrievalIndex
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.drafts.sources import BatchDrafts, Seen
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.llama_target import LlamaTarget, Room

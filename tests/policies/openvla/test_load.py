@@ -12,8 +12,8 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
+from deft_policies.decoding.drafts.guessers import RetrievalIndex, save_index
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes, save_medusa
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.decoding.methods import METHODS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.openvla.load import load_float32_twin, load_policy

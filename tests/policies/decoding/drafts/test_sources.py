@@ -7,6 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.drafts.guessers import (
+    Extrapolation,
+    NgramLookup,
+    PreviousAction,
+    Recycled,
+    Retrieval,
+    RetrievalIndex,
+    build_index,
+    frame_keys,
+    line_weights,
+    load_index,
+    save_index,
+)
 from deft_policies.decoding.drafts.medusa import (
     MedusaDrafts,
     MedusaHeads,
@@ -14,21 +27,6 @@ from deft_policies.decoding.drafts.medusa import (
     is_medusa,
     load_medusa,
     save_medusa,
-)
-from deft_policies.decoding.drafts.memory import (
-    Extrapolation,
-    NgramLookup,
-    PreviousAction,
-    Recycled,
-    line_weights,
-)
-from deft_policies.decoding.drafts.retrieval import (
-    Retrieval,
-    RetrievalIndex,
-    build_index,
-    frame_keys,
-    load_index,
-    save_index,
 )
 from deft_policies.decoding.drafts.sources import Guesser
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
