@@ -100,6 +100,7 @@ class FrameDecoder:
             decode = partial(decode_body, content_type, body, self._limits)
             return await self._threads.run(owner, decode)
         entries = msgpack_codec.unpack(body, self._limits)
+        del body  # what is in it was copied, and may have to wait for long
         read = partial(REQUEST.read, entries, "", Terms(self._limits))
         return await self._threads.run(owner, read) if has_pictures(entries) else read()
 

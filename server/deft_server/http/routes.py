@@ -78,7 +78,7 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
 
     async def act(request: Request) -> Response:
         """Answer one camera frame with the actions that follow it."""
-        body = await read_body(request.receive)
+        received = [await read_body(request.receive)]
         arrived_s = time.monotonic()
         service.readiness.require()
         content_type = request.headers.get("content-type", "")
@@ -86,7 +86,7 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
 
         async def answer() -> ActionChunk:
             await service.admit(caller)
-            asked = await decoder.decode(content_type, body, caller.owner)
+            asked = await decoder.decode(content_type, received.pop(), caller.owner)
             return await service.act(asked.observation, asked.options, caller, arrived_s)
 
         is_quick = service.scheduler.answers_at_once
