@@ -9,6 +9,7 @@ import asyncio
 from email.message import Message
 from functools import partial
 from importlib import import_module
+from io import BytesIO
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser
@@ -38,14 +39,14 @@ async def read_body(receive: Receive) -> bytes:
 
     It grows in one place: a list of its parts would leave as many holes in the memory.
     """
-    grown = bytearray()
+    grown = BytesIO()  # which gives its bytes away without a copy
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        grown += message.get("body", b"")
+        grown.write(message.get("body", b""))
         if not message.get("more_body", False):
-            return bytes(grown)
+            return grown.getvalue()
 
 
 def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage:
