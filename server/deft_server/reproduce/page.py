@@ -89,8 +89,9 @@ class ResultsFolder:
             found = self._results(row, base if row.slug != base.row.slug else None)
             if found.replayed is not None or found.played is not None:
                 rows.append(found)
-        # A baseline with nothing beside it says nothing.
-        return rows if any(one.plain is not None for one in rows) else []
+        # A baseline with nothing beside it says nothing, and neither do rows without a column.
+        says_something = self.shown(table.measures) and any(one.plain for one in rows)
+        return rows if says_something else []
 
     def _results(self, row: Row, plain: RowResults | None) -> RowResults:
         is_base = not row.flags and row.batch == 1 and row.acceptance is None
