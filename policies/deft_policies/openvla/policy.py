@@ -196,6 +196,8 @@ class OpenVLAPolicy:
             methods = [name for name in method_names() if self.has_method(name)]
         runner = self._parts.target.runner
         with runner.warming_up(), torch.inference_mode():
+            if runner.reserve is not None:
+                _log.info("capturing passes of up to %d rows", runner.reserve.rows)
             self._parts.target.warm_up()
             self.capture(methods)
             self._learn_costs()
@@ -212,7 +214,10 @@ class OpenVLAPolicy:
         every = dict.fromkeys((self._settings.method.name, *names))
         for index, name in enumerate(every):
             seconds = time.perf_counter() - started
-            _log.info("capturing %s: %d of %d methods, %.0f s", name, index, len(every), seconds)
+            left = (
+                f"about {seconds / index * (len(every) - index):.0f} s to go" if index else "first"
+            )
+            _log.info("capturing rounds of %s (%d of %d): %s", name, index + 1, len(every), left)
             for space in spaces.values():
                 self._decoder_for(ActOptions(decoding=name)).capture(batches, space)
         _log.info("everything captured in %.0f s", time.perf_counter() - started)
