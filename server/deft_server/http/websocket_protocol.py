@@ -8,7 +8,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
-from websockets.frames import CloseCode, Frame
+from websockets.frames import CTRL_OPCODES, CloseCode, Frame
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
@@ -17,6 +17,7 @@ from deft_server.http.http_protocol import peer_of
 SLICE_BYTES = 8192  # parsed at a time; of the smallest frames, ten milliseconds' work
 MAX_FRAMES_A_TURN = 16  # then everybody else has a turn
 MAX_FRAGMENTS = 4096  # of one message
+MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
 
 
 def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOProtocol]:
@@ -35,6 +36,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._unparsed = memoryview(b"")
         self._awaits_turn = False
         self._num_frames = 0
+        self._num_controls = 0
+        self._controls_until_s = 0.0
         self._held = 0
         self._num_message_bytes = 0  # of the messages, and parts of one, that nobody is done with
         self._num_taken_bytes = 0  # of the message that the app has in hand
@@ -102,10 +105,22 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def handle_events(self) -> None:
         self._num_frames += len(self.conn.events)
+        num_controls = sum(getattr(one, "opcode", None) in CTRL_OPCODES for one in self.conn.events)
         super().handle_events()
+        if num_controls:
+            self._count_controls(num_controls)
         if self.conn.handshake_exc is not None:  # uvicorn would leave it without an answer
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
+
+    def _count_controls(self, number: int) -> None:
+        now_s = self.loop.time()
+        if now_s > self._controls_until_s:
+            self._num_controls = 0
+            self._controls_until_s = now_s + self.bounds.message_timeout_s
+        self._num_controls += number
+        if self._num_controls > MAX_CONTROLS:
+            self._fail(CloseCode.POLICY_VIOLATION, f"more than {MAX_CONTROLS} pings and pongs")
 
     def _parse(self) -> None:
         """Parse until enough was done for a turn, or until somebody must catch up first."""

@@ -242,11 +242,13 @@ class Service:
         return Answered(ActionChunk(actions, intervention=Intervention.HOLD), 0.0, 0)
 
     def _timed(self, answered: Answered, started_s: float, decoded_s: float) -> ActionChunk:
-        """Return the answer with the server's own stages filled in, and count it."""
+        """Return the answer with the server's own stages filled in, and count it soon."""
         total_s = time.monotonic() - started_s
         chunk = answered.chunk
         spent = {stage: value for stage, value in vars(chunk.timings).items() if value}
-        self.metrics.observe_answer(spent, chunk.trace, answered.queue_s, total_s)
+        # Counted once the answer has been sent: traces are put into words when they are looked at.
+        count = partial(self.metrics.observe_answer, spent, chunk.trace, answered.queue_s, total_s)
+        asyncio.get_running_loop().call_soon(count)
         own = {
             "wire_ms": (decoded_s - started_s) * 1000,
             "queue_ms": answered.queue_s * 1000,

@@ -227,5 +227,3 @@ def test_devices_that_are_not_there_are_device_errors() -> None:
         load_policy(replace(OPTIONS, device="toaster"))
     with pytest.raises(DeviceError, match="only cpu and cuda"):
         load_policy(replace(OPTIONS, device="meta"))
-    with pytest.raises(DeviceError, match="fp8 needs an NVIDIA GPU"):
-        load_policy(replace(OPTIONS, quantization=Quantization.FP8))

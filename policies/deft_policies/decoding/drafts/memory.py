@@ -19,6 +19,7 @@ class PreviousAction:
     """The action will be the target's own last one."""
 
     kind = DraftKind.PREVIOUS
+    may_be_recorded = True
     steps_needed = 1
     guesses_once = True
 
@@ -44,6 +45,7 @@ class Extrapolation:
     action_tokens: TokenRange
     num_steps: int = 2
     kind = DraftKind.EXTRAPOLATION
+    may_be_recorded = True
     guesses_once = True
 
     @property
@@ -88,6 +90,7 @@ class NgramLookup:
     longest: int = 3
     steps_kept: int = 16
     kind = DraftKind.NGRAM
+    may_be_recorded = True
     guesses_once = False
 
     @property
@@ -133,6 +136,7 @@ class Recycled:
     """
 
     kind = DraftKind.RECYCLED
+    may_be_recorded = True
     steps_needed = 0
     guesses_once = False
 

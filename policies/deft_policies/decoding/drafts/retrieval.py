@@ -122,6 +122,7 @@ class Retrieval:
     index: RetrievalIndex
     count: int = 1
     kind = DraftKind.RETRIEVAL
+    may_be_recorded = True
     steps_needed = 0
     guesses_once = True
 
