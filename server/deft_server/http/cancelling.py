@@ -17,8 +17,7 @@ from deft_server.serving.access import RECHECK_S, Access, Caller
 
 
 class Cancellation:
-    """One task that may be cancelled by us; tells our cancellation from anybody else's.
-"""
+    """One task that may be cancelled by us; tells our cancellation from anybody else's."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()

@@ -36,8 +36,8 @@ ENVIRONMENT = {
     # Nobody calls a replica over HTTP; with it, every replica that stops first waits for half a
     # minute in case somebody does.
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-    # A batch often comes a moment before its replica knows that the one before is answered, and is
-    # sent again. Ray would wait for 25 ms to 0.5 s with that: half the throughput.
+    # A batch may come a moment before its replica knows that the one before is answered, and is
+    # sent again. Ray would wait for 25 ms to 0.5 s with that.
     "RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S": "0.001",
     "RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S": "0.01",
 }
