@@ -3,18 +3,22 @@ loop, the bytes that all connections hold, the time and fragments of a message; 
 """
 
 import asyncio
+from collections.abc import Generator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import CTRL_OPCODES, CloseCode, Frame
+from websockets.streams import StreamReader
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
 from deft_server.http.http_protocol import peer_of
 
-SLICE_BYTES = 8192  # parsed at a time; of the smallest frames, ten milliseconds' work
+# Parsed at a time, or what a frame lacks if that is more; of the smallest frames, ten milliseconds'
+# work.
+SLICE_BYTES = 8192
 MAX_FRAMES_A_TURN = 16  # then everybody else has a turn
 MAX_FRAGMENTS = 4096  # of one message
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
@@ -34,6 +38,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state)
         self._address = ""
         self._unparsed = memoryview(b"")
+        self._num_wanted = 0  # bytes of a frame, or of its header, that the parser waits for
+        self.conn.reader.read_exact = self._read_exact  # type: ignore[assignment, method-assign]
         self._awaits_turn = False
         self._num_frames = 0
         self._num_controls = 0
@@ -131,7 +137,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
                 self._awaits_turn = True
                 self.loop.call_soon(self._await_turn)
                 break
-            part, self._unparsed = self._unparsed[:SLICE_BYTES], self._unparsed[SLICE_BYTES:]
+            size = max(SLICE_BYTES, self._num_wanted - len(self.conn.reader.buffer))
+            part, self._unparsed = self._unparsed[:size], self._unparsed[size:]
             super().data_received(part)  # type: ignore[arg-type]
         if self.transport.is_closing():
             return
@@ -140,6 +147,12 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         elif self._may_go_on():
             self.transport.resume_reading()
         self._count_bytes()
+
+    def _read_exact(self, number: int) -> Generator[None, None, bytearray]:
+        self._num_wanted = number
+        found = yield from StreamReader.read_exact(self.conn.reader, number)
+        self._num_wanted = 0
+        return found
 
     def _may_go_on(self) -> bool:
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()
