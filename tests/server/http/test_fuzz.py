@@ -97,7 +97,7 @@ def test_no_damaged_body_is_the_servers_fault(content_type: str, caplog: pytest.
         before = 0
         for number in range(NUM_MESSAGES):
             damaged = mutate(rng.choice(BODIES[content_type]), rng)
-            status = await asyncio.wait_for(post(app, content_type, damaged), 20)
+            status = await post(app, content_type, damaged)
             assert status < 500, damaged
             if number == NUM_MESSAGES // 4:
                 app.service.reset_all()
@@ -109,7 +109,8 @@ def test_no_damaged_body_is_the_servers_fault(content_type: str, caplog: pytest.
         assert await post(app, content_type, BODIES[content_type][0]) == 200
         await app.service.close()
 
-    asyncio.run(fuzz())
+    # One clock for all: those of single messages are kept for a while after they were cancelled.
+    asyncio.run(asyncio.wait_for(fuzz(), 120))
 
 
 def test_no_damaged_frame_is_the_streams_fault():
