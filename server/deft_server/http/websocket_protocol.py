@@ -79,7 +79,10 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._num_taken_bytes = 0
         message: Any = await super().receive()
         self._num_taken_bytes = len(message.get("bytes") or (message.get("text") or "").encode())
-        self._go_on()
+        if self._unparsed:
+            self._go_on()
+        else:
+            self._count_bytes()
         return message
 
     def pause_writing(self) -> None:
