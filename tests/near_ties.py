@@ -25,8 +25,8 @@ from deft_client.types import Observation
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.decoder import Decoder, DraftModels
 from deft_policies.decoding.drafts.eagle import load_head
+from deft_policies.decoding.drafts.guessers import RetrievalIndex, frame_keys
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.drafts.small_model import self_draft_target
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method

@@ -140,8 +140,8 @@ MUTATIONS = (
     Mutation("history", "leak * old + (done - wanted)", "(done - wanted)", DRIFT),
     Mutation(
         "drafts/head",
-        "return self._features.lengths - 2",
-        "return self._features.lengths - 1",
+        "return self._counters.prompt - 2",
+        "return self._counters.prompt - 1",
         "decoding/drafts/test_head.py",
     ),
     Mutation("knobs", "if not 0 <= number <= LARGEST or", "if", PLUGINS),
@@ -153,12 +153,6 @@ MUTATIONS = (
     ),
     Mutation("plan", "theirs = sorted(", "theirs = [] and sorted(", PLUGINS),
     Mutation("decoder", "plan=plan.name,", 'plan="",', PASSES),
-    Mutation(
-        "drafts/head",
-        "self._visible(start.seen[:, None])",
-        "self._visible(self._last_seen(self._length - 1)[:, None])",
-        "decoding/drafts/test_recorded_head.py",
-    ),
     # Branches of a tree, draft models, recycled tokens and judging timed apart.
     Mutation(
         "acceptance/confidence",
@@ -209,7 +203,7 @@ MUTATIONS = (
         RECYCLING,
     ),
     Mutation("drafts/token_recycling", "-age.float()", "age.float()", RECYCLING),
-    Mutation("records", "judge_ms=times[2]", "judge_ms=times[1]", "openvla/test_policy.py"),
+    Mutation("records", "(Stage.JUDGE,)", "(Stage.VERIFY,)", "openvla/test_policy.py"),
 )
 
 

@@ -1,6 +1,6 @@
 """What a robot sends and what it gets back. Knows nothing of bytes, models or servers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -137,7 +137,7 @@ class DecodeTrace:
     tokens: tuple[int, ...]  # executed
     predicted: tuple[int, ...]  # the target's greedy token at each position, given those executed
     margins: tuple[float, ...]  # gap between the two largest logits at each position
-    passes: tuple[PassTrace, ...]
+    passes: Sequence[PassTrace]
     guard: str = ""  # why the never-slower guard chose this method; empty when it did not act
     rule: str = ""  # the acceptance rule with its numbers; empty where nothing was ever drafted
     plan: str = ""  # which of the method's plans was used: what a replay has to be told

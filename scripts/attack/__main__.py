@@ -23,7 +23,7 @@ from deft_client.settings import TlsFiles
 from deft_server.reproduce.local_server import local_server
 from scripts.attack.bystanders import Noticed, Target, measure
 from scripts.attack.floods import FLOODS, TLS_FLOODS
-from scripts.attack.outcomes import Outcome
+from scripts.attack.outcomes import AttackOutcome
 from scripts.attack.scenes import SCENES
 from tests.server.certificates import make_certificate
 
@@ -49,7 +49,7 @@ def main() -> int:
     return 1 if "FAIL" in verdicts else 0
 
 
-def _outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
+def _outcomes(options: argparse.Namespace) -> Iterator[AttackOutcome]:
     flags = ("--policy", options.policy, "--max-total-bytes", str(HELD_BYTES))
     if any(options.only in name for name in FLOODS):
         with local_server(*flags) as url:
@@ -75,7 +75,7 @@ def _tls_server(*flags: str) -> Iterator[Target]:
 
 def _floods(
     target: Target, names: tuple[str, ...], options: argparse.Namespace
-) -> Iterator[Outcome]:
+) -> Iterator[AttackOutcome]:
     def flood(name: str | None, seconds: float) -> Noticed:
         return measure(target, name, seconds, options.seed)
 

@@ -18,7 +18,7 @@ from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from scripts.attack.floods import run_flood
-from scripts.attack.outcomes import Outcome
+from scripts.attack.outcomes import AttackOutcome
 
 MAX_GROWTH_MB = 100.0
 MAX_HEALTH_MS = 500.0
@@ -56,7 +56,7 @@ class Noticed:
     resident_mb: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def judged(self, before_mb: float) -> Outcome:
+    def judged(self, before_mb: float) -> AttackOutcome:
         """Hold what was noticed against the bounds."""
         figures = {
             "growth_mb": round(max(self.resident_mb) - before_mb, 1),
@@ -68,7 +68,7 @@ class Noticed:
             "growth_mb": MAX_GROWTH_MB, "health_ms": MAX_HEALTH_MS, "robot_ms": MAX_ANSWER_MS
         }  # fmt: skip
         faults = [f"{one} is {most[one]:g} or more" for one in most if figures[one] >= most[one]]
-        return Outcome(figures, (*faults, *self.failures))
+        return AttackOutcome(figures, (*faults, *self.failures))
 
 
 def measure(target: Target, name: str | None, seconds: float, seed: int) -> Noticed:

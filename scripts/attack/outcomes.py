@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttackOutcome:
     """One attack: whether we held, what was measured, and what is wrong if anything is."""
 
     figures: Mapping[str, float]

@@ -22,7 +22,7 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
 from deft_server.reproduce.local_server import local_server
-from scripts.attack.outcomes import Outcome
+from scripts.attack.outcomes import AttackOutcome
 from scripts.check_deadlines import ARM_MAY_WAIT_S, CALL_MAY_TAKE_S, endurance
 from tests.server.process import serving
 
@@ -41,7 +41,7 @@ def frame(side: int = 64) -> bytes:
     return msgpack_codec.encode_request(message)
 
 
-def rebinding() -> Outcome:
+def rebinding() -> AttackOutcome:
     """Call the server by names that lead to it, as a web page can make a browser do."""
     names = ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "")
     faults, tried = [], 0
@@ -57,7 +57,7 @@ def rebinding() -> Outcome:
                 status = _handshake(port, path, name)
                 faults += [f"WebSocket {path} as {name!r}: {status}"] * (status != 421)
             tried += len(calls) + len(STREAMS)
-    return Outcome({"calls": tried}, tuple(faults))
+    return AttackOutcome({"calls": tried}, tuple(faults))
 
 
 def _handshake(port: str, path: str, host: str) -> int:
@@ -71,7 +71,7 @@ def _handshake(port: str, path: str, host: str) -> int:
         return int(opened.recv(4096).split(b" ", 2)[1])
 
 
-def revoked_keys() -> Outcome:
+def revoked_keys() -> AttackOutcome:
     """Take two keys out of the file while their owners stream, watch, and call."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"
@@ -96,7 +96,7 @@ def revoked_keys() -> Outcome:
                 headers = {**MSGPACK, "authorization": f"Bearer {key}"}
                 status = httpx.post(f"{url}/v1/act", content=frame(), headers=headers).status_code
                 faults += [f"a call afterwards: {status}, not {wanted}"] * (status != wanted)
-    return Outcome({"ended_s": round(ended_s, 2)}, tuple(faults))
+    return AttackOutcome({"ended_s": round(ended_s, 2)}, tuple(faults))
 
 
 def _opened(url: str, path: str, key: str = "") -> websockets.sync.client.ClientConnection:
@@ -116,11 +116,11 @@ def _ends(stream: websockets.sync.client.ClientConnection, until_s: float) -> bo
     return False
 
 
-def full_disk() -> Outcome:
+def full_disk() -> AttackOutcome:
     """Record on a disk of a megabyte until it is full, and beyond."""
     with tempfile.TemporaryDirectory() as folder, _small_disk(Path(folder)) as is_small:
         if not is_small:
-            return Outcome({}, skipped="this machine does not allow mounting a file system")
+            return AttackOutcome({}, skipped="this machine does not allow mounting a file system")
         flags = (*CONSTANT, "--record", folder, "--record-min-free-bytes", "0")
         with local_server(*flags) as url, httpx.Client(base_url=url) as client:
             codes = [
@@ -133,7 +133,7 @@ def full_disk() -> Outcome:
         ]
         if steps != list(range(len(steps))) or not 10 < len(steps) < NUM_FRAMES:
             faults.append(f"steps {steps[:3]} to {steps[-3:]} can be read")
-    return Outcome({"frames": len(codes), "steps_kept": len(steps)}, tuple(faults))
+    return AttackOutcome({"frames": len(codes), "steps_kept": len(steps)}, tuple(faults))
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", str(folder)], check=True)
 
 
-def answers_that_are_no_numbers() -> Outcome:
+def answers_that_are_no_numbers() -> AttackOutcome:
     """Serve a policy that answers with NaN, infinity, and what is far out of its range."""
     faults, answered = [], 0
     for value in ("np.nan", "np.inf", "1e300"):
@@ -163,10 +163,10 @@ def answers_that_are_no_numbers() -> Outcome:
             ready, alive = (server.http.get(path).status_code for path in ("/readyz", "/healthz"))
             if (ready, alive) != (503, 200):
                 faults.append(f"/readyz {ready} and /healthz {alive} while {value} is answered")
-    return Outcome({"frames": answered}, tuple(faults))
+    return AttackOutcome({"frames": answered}, tuple(faults))
 
 
-def servers_that_hold_up() -> Outcome:
+def servers_that_hold_up() -> AttackOutcome:
     """Call servers that are frozen, drip, flood or refuse; see scripts/hostile_servers.py."""
     faults, call_s, gap_s = [], 0.0, 0.0
     for manner, calls_s, loop_gap_s in endurance(num_periods=10):
@@ -174,9 +174,9 @@ def servers_that_hold_up() -> Outcome:
         if max(calls_s.values()) >= CALL_MAY_TAKE_S or loop_gap_s >= ARM_MAY_WAIT_S:
             faults.append(f"{manner}: {max(calls_s.values()):.3f} s, arm {loop_gap_s:.3f} s")
     figures = {"call_s": round(call_s, 3), "arm_gap_s": round(gap_s, 3)}
-    return Outcome(figures, tuple(faults))
+    return AttackOutcome(figures, tuple(faults))
 
 
-SCENES: tuple[Callable[[], Outcome], ...] = (
+SCENES: tuple[Callable[[], AttackOutcome], ...] = (
     *(rebinding, revoked_keys, full_disk, answers_that_are_no_numbers, servers_that_hold_up),
 )

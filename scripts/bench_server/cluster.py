@@ -1,4 +1,4 @@
-"""Measures replicas on Ray: everything in about seven minutes, on a Ray of its own.
+"""Measures replicas on Ray: everything in about five minutes, on a Ray of its own.
 
 `python -m scripts.bench_server.cluster` runs it all, naming measurements runs those.
 """

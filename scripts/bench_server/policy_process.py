@@ -21,8 +21,8 @@ from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import RefusedFrameError
 from deft_server.hosting.allocator import keep_freed_memory
+from deft_server.hosting.host import PolicyRecipe
 from deft_server.hosting.process import PolicyProcess
-from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.serving.access import Caller
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service

@@ -37,6 +37,7 @@ from scripts.bench_server.load import (
 
 FRAME_SIDE = 258  # 200 kB of pixels
 CPU = "process_cpu_seconds_total"
+FORECAST_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def statuses(replies: Sequence[Reply]) -> Counter[int]:
 def forecast(place: RayPlace) -> None:
     """Twenty robots at 5 Hz over four replicas, measured and foretold; then more robots."""
     log: deque[str] = deque()
-    seconds = 3 * place.seconds
+    seconds = FORECAST_S
     flags = [*place.flags(4), *sleeping(50), "--log-batches"]
     with local_server(*flags, log=log) as url:
         wait_for_replicas(url, 4)

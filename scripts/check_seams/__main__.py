@@ -84,7 +84,7 @@ class DelayedCalls:
 
 
 @dataclass(frozen=True)
-class Line:
+class SeamRow:
     """One way of executing chunks; losses and wins are against lock-step on the same trials.
 
     `delay_ms` is how long an answer takes where anybody notices: in lock-step the world waits.
@@ -123,7 +123,7 @@ def play(key: TrialKey, seam: Seam | None, delay_s: float) -> EpisodeLog:
     return log
 
 
-def compare(num_pairs: int, delay_s: float) -> Iterator[Line]:
+def compare(num_pairs: int, delay_s: float) -> Iterator[SeamRow]:
     """Lock-step, then each kind of seam."""
     suite = point_world.find_suite(point_world.GRASP_SUITE)
     keys = select_episodes(suite, None, None, num_pairs)
@@ -135,7 +135,7 @@ def compare(num_pairs: int, delay_s: float) -> Iterator[Line]:
         ]
         losses, wins = outcomes.count((True, False)), outcomes.count((False, True))
         sizes = largest_seams(log.seams for log in logs)
-        yield Line(
+        yield SeamRow(
             seam="lock-step" if seam is None else seam.value,
             delay_ms=1000 * delay_s,
             pairs=len(keys),
@@ -150,7 +150,7 @@ def compare(num_pairs: int, delay_s: float) -> Iterator[Line]:
         )
 
 
-def _table(lines: list[Line]) -> str:
+def _table(lines: list[SeamRow]) -> str:
     rows = ["seam       success  losses  wins  McNemar p  steps  held  largest step  inside  ratio"]
     for one in lines:
         ratio = one.largest_step / one.largest_step_inside if one.largest_step_inside else 0.0
@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=Path, default=CHUNKS, help="recorded chunks, .npz")
     parser.add_argument("--lines", type=Path, help="write a line of JSON per kind of seam")
     given = parser.parse_args(arguments)
-    lines: list[Line] = []
+    lines: list[SeamRow] = []
     for delay_ms in given.delay_ms:
         found = list(compare(given.pairs, delay_ms / 1000))
         print(f"answers after {delay_ms:g} ms\n{_table(found)}")

@@ -16,8 +16,7 @@ from deft_server.compat.groot import GrootSocket
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_route
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
-from deft_server.hosting.host import Elsewhere
-from deft_server.hosting.recipe import LoadPolicy
+from deft_server.hosting.host import Elsewhere, LoadPolicy
 from deft_server.http.bounds import ConnectionBounds, build_bounds
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate

@@ -12,7 +12,7 @@ from deft_server.serving import fair_threads, waiting_line
 from deft_server.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
-ROW = re.compile(r"^\| [^|]+ \| (\d+|none) \| (`?)(\w+)`? \|$", re.MULTILINE)
+ROW = re.compile(r"^\| [^|]+ \| ([\d.]+|none) \| (`?)(\w+)`? \|$", re.MULTILINE)
 MODULES = (
     *(
         bounds,

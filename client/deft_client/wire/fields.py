@@ -7,7 +7,7 @@ observations or actions; `messages` says which fields there are.
 import math
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -243,7 +243,7 @@ def _kind_of(hint: Any) -> Kind[Any]:
         return _SCALARS[hint]
     if is_dataclass(hint):
         return record_of(hint)  # type: ignore[arg-type]
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) in (tuple, Sequence):
         return list_of(_kind_of(inner[0]))
     if typing.get_origin(hint) is Mapping:
         return map_of(SENTENCE)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import torch._dynamo  # noqa: F401  (Triton's LLVM before Mesa's: the other way round crashes)
 from numpy.typing import NDArray
 from tqdm import tqdm
 

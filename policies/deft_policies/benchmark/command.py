@@ -14,7 +14,6 @@ from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
 from deft_policies.benchmark.chunk_cost import ChunkCostModel
-from deft_policies.benchmark.host_waits import find_wait
 from deft_policies.benchmark.replay import (
     Contender,
     Replay,
@@ -31,6 +30,7 @@ from deft_policies.benchmark.summary import Decoding, Speed, summarise_decoding,
 from deft_policies.benchmark.tables import Report
 from deft_policies.benchmark.transformers_baseline import BaselineLoop, TransformersPolicy
 from deft_policies.commands.parse import parse_command, run_command, target_flags
+from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.knobs import find_method
 from deft_policies.errors import PolicyError

@@ -37,10 +37,10 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     side = _GPU_SIDE if is_cuda else _CPU_SIDE
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    copied_s = _best_s(lambda: target.copy_(source), device)
+    copied_s = best_s(lambda: target.copy_(source), device)
     first = torch.ones(side, side, device=device, dtype=dtype)
     second = torch.ones_like(first)
-    multiplied_s = _best_s(lambda: first @ second, device)
+    multiplied_s = best_s(lambda: first @ second, device)
     return DeviceRates(2 * num_bytes / copied_s, 2 * side**3 / multiplied_s, describe(device))
 
 
@@ -51,7 +51,8 @@ def describe(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def _best_s(work: Callable[[], object], device: torch.device) -> float:
+def best_s(work: Callable[[], object], device: torch.device) -> float:
+    """The time of some work, the best of a few."""
     best = float("inf")
     for _ in range(_ROUNDS + 1):
         if device.type == "cuda":

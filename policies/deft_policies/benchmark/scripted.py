@@ -29,12 +29,14 @@ from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.layout import StepRunner
+from deft_policies.model.staging import to_device
 from deft_policies.model.vla import OpenVLAModel
 from deft_policies.openvla.policy import OpenVLAPolicy, PolicySettings
 
 _ACTION_LENGTH = 7
 _HEAD_LEVELS = 5
 _NUM_DRAWS = 4096
+_MOST_ROWS = 16
 _BINS_OFF = 64  # a wrong guess is this far away, too far for any rule
 
 
@@ -83,7 +85,7 @@ class Script:
 
 
 class Dice:
-    """Random numbers on the device, drawn beforehand and used in turn."""
+    """Random numbers, drawn beforehand and used in turn."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values  # [draw, ...]
@@ -103,12 +105,27 @@ class Dice:
         return self._values[start : start + num_rows]
 
 
-@dataclass(eq=False)
 class Answers:
-    """What a script's drafts know: the right tokens of the batch that is answered next."""
+    """What a script's drafts know of the batch that is answered next.
 
-    script: Script
-    tokens: Tensor  # [row, position]
+    In tensors that stay where they are, because rounds that are recorded read them. Rows beyond
+    the batch are like its first.
+    """
+
+    def __init__(self, script: Script, device: torch.device) -> None:
+        self.script = script
+        self._coins = Dice.coins(torch.tensor([0.0, *script.chances]), device)
+        with torch.inference_mode(False):
+            self.tokens = torch.zeros(_MOST_ROWS, _ACTION_LENGTH, dtype=torch.int64, device=device)
+            # Where the head's path is right if it is so before, [row, position].
+            self.is_right = torch.zeros_like(self.tokens)
+
+    def take(self, tokens: Sequence[tuple[int, ...]]) -> None:
+        """Learn the next batch, and throw the coins for it."""
+        more = _MOST_ROWS - len(tokens)
+        self.tokens.copy_(to_device([*tokens, *[tokens[0]] * more], self.tokens.device))
+        if self.script.chances:
+            self.is_right[: len(tokens)] = self._coins.roll(len(tokens))
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,7 @@ class ScriptedChains:
     coins: Dice  # of [chain, position]
     action_tokens: TokenRange
     kind = DraftKind.RETRIEVAL  # a stored answer, with errors
+    may_be_recorded = True
     steps_needed = 0
     guesses_once = True
 
@@ -128,7 +146,7 @@ class ScriptedChains:
 
     def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
         """Repeat the answer, with errors."""
-        answer = self.answers.tokens[:, None]
+        answer = self.answers.tokens[: len(progress.roots), None]
         is_right = self.coins.roll(len(answer))
         tokens = torch.where(is_right, answer, spoil(answer, self.action_tokens))
         return Guesses(tokens, torch.ones_like(is_right))
@@ -145,19 +163,17 @@ class ScriptedHead(HeadDrafts):
     ) -> None:
         super().__init__(head, target, runner=runner)
         self._answers = answers
-        chances = torch.tensor([0.0, *answers.script.chances])
-        self._coins = Dice.coins(chances, head.fc.weight.device)
 
     def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
         """Grow the head's tree and put the scripted path in the place of its last nodes."""
         tree = super().grow(progress, shape)
         depth = min(shape.levels, progress.depth, tree.num_nodes - 1)
-        answer = self._answers.tokens
+        num_rows = len(progress.roots)
+        answer, is_right = self._answers.tokens[:num_rows], self._answers.is_right[:num_rows]
         steps = torch.arange(depth, device=answer.device)
         places = (progress.num_committed[:, None] + steps).clamp(max=answer.shape[1] - 1)
-        coins = self._coins.roll(len(answer)).gather(1, places)
-        answer, is_right = answer.gather(1, places), coins.cummin(dim=1).values
-        path = torch.where(is_right, answer, spoil(answer, self._drafted))
+        answer, is_right = answer.gather(1, places), is_right.gather(1, places).cummin(dim=1).values
+        path = torch.where(is_right > 0, answer, spoil(answer, self._drafted))
         chain = torch.cat((progress.roots[:, None], path), dim=1)
         kept = torch.arange(tree.num_nodes - depth, device=answer.device)
         return DraftTree.side_by_side([tree.select(kept), DraftTree.chain(chain, self.kind.number)])
@@ -190,8 +206,7 @@ class ScriptedPolicy(OpenVLAPolicy):
         """`answers` are by the identity of the observation."""
         target = policy.parts.target
         self._answers = answers
-        nothing = torch.zeros(0, _ACTION_LENGTH, dtype=torch.int64, device=target.device)
-        self._next = Answers(script, nothing)
+        self._next = Answers(script, target.device)
         models = ScriptedModels(
             head=random_head(target.model) if script.chances else None,
             runner=policy.parts.drafts.runner,
@@ -201,15 +216,15 @@ class ScriptedPolicy(OpenVLAPolicy):
         settings = PolicySettings(statistics_key=key, method=script.method)
         super().__init__(replace(policy.parts, drafts=models), settings)
 
-    def warm_up(self) -> None:
+    def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Capture what this script's own drafts need beside the policy's."""
         with self.parts.target.runner.warming_up(), torch.inference_mode():
-            self._decoder_for(ActOptions()).capture(_ACTION_LENGTH)
+            self.capture(methods or ())
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Tell the drafts what is right, then answer."""
         answers = [self._answers[id(request.observation)] for request in batch]
-        self._next.tokens = torch.tensor(answers, device=self.parts.target.device)
+        self._next.take(answers)
         return super().act(batch)
 
 

@@ -11,7 +11,7 @@ from deft_client.datasets.episodes import StoredStep
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import read_dataset
 from deft_policies.commands.parse import parse_command, run_command
-from deft_policies.decoding.drafts.retrieval import save_index
+from deft_policies.decoding.drafts.guessers import save_index
 from deft_policies.errors import PolicyError
 from deft_policies.openvla.indexing import StoredActions, index_frames
 from deft_policies.openvla.policy import OpenVLAPolicy

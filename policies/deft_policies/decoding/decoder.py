@@ -1,6 +1,6 @@
 """The way in: join a target model, a method and draft sources, and decode batches of actions."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deft_client.types import DecodeTrace
+from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import (
     ActionContext,
     ActionSpace,
@@ -17,15 +18,16 @@ from deft_policies.decoding.acceptance.rule import (
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
 from deft_policies.decoding.drafts.eagle import EagleHead
 from deft_policies.decoding.drafts.growth import Drawing
-from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
-from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
-from deft_policies.decoding.drafts.memory import (
+from deft_policies.decoding.drafts.guessers import (
     Extrapolation,
     NgramLookup,
     PreviousAction,
     Recycled,
+    Retrieval,
+    RetrievalIndex,
 )
-from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
+from deft_policies.decoding.drafts.head import DrawnHeadDrafts, HeadDrafts, HeadOptions
+from deft_policies.decoding.drafts.medusa import MedusaDrafts, MedusaHeads
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts, SmallModelOptions
 from deft_policies.decoding.drafts.sources import BatchDrafts, Grower, Guesser, Seen, Sources
 from deft_policies.decoding.drafts.token_recycling import TokenRecycling
@@ -41,13 +43,20 @@ from deft_policies.decoding.plan import (
     Plan,
     RopeOffset,
 )
-from deft_policies.decoding.records import ActionCost, ActionRun, StageClock, cost_of_plain
-from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.records import (
+    ActionCost,
+    ActionRun,
+    Settled,
+    StageClock,
+    cost_of_plain,
+)
+from deft_policies.decoding.speculative import Round, Rounds, run_actions
 from deft_policies.decoding.target import Prompts, TargetModel
 from deft_policies.decoding.verify import SampledVerifier, Verifier
 from deft_policies.errors import RequestError
 from deft_policies.memory import STEPS_KEPT
-from deft_policies.model.layout import EagerRunner, StepRunner
+from deft_policies.model.layout import EagerRunner, StepRunner, pad_batch
+from deft_policies.model.leaves import leaves, with_leaves
 
 _WARM_UP_RUNS = 3
 
@@ -129,9 +138,20 @@ def _made_by(found: EntryPoint, target: TargetModel) -> Any:
 class Decoder:
     """Decodes batches of actions by one method. One thread; keeps what its guard has measured."""
 
-    def __init__(self, target: TargetModel, method: Method, sources: Sources) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        method: Method,
+        sources: Sources,
+        runner: StepRunner | None = None,
+    ) -> None:
+        """`runner` replays rounds that can be recorded."""
         self.target = target
         self.method = method
+        self._runner: StepRunner = runner or EagerRunner()
+        # A rule that makes the host wait, or that is no key, keeps its rounds from being recorded.
+        is_key = isinstance(method.rule, Hashable)
+        self._records = is_key and find_wait(method.rule) is None
         self._sources = sources
         self._plans = sources.usable(method.plans)
         self._guards: dict[int, Guard] = {}
@@ -156,7 +176,10 @@ class Decoder:
             choice = guard.choose(sessions, may_try=None not in remembering)
         else:
             choice = Choice(self._plans[0].name, "")
-        traces, cost = self._carry_out(choice, prompts, rows, clock, wants_margins)
+        padded, every = self._padded(prompts, rows)
+        traces, cost = self._carry_out(choice, padded, every, clock, wants_margins)
+        traces = traces[: len(rows)]
+        cost = replace(cost, num_passes=cost.num_passes[: len(rows)])
         for trace, row in zip(traces, rows, strict=True):
             row.history.append(trace.tokens, trace.predicted, self.method.rule.drift_leak)
         if guard is not None:
@@ -164,19 +187,36 @@ class Decoder:
             self._learn_hypothetically(guard, choice, rows)
         return traces
 
-    def capture(self, length: int) -> None:
-        """Run every step of its draft sources, for actions of `length` tokens."""
-        length += self.method.loop.num_behind
-        for plan in self._plans:
+    def capture(self, batches: Sequence[Prompts], space: ActionSpace) -> None:
+        """Run every step of the plans it may choose, on batches that nobody waits for."""
+        length = space.length + self.method.loop.num_behind
+        plans = self._plans if self.method.is_guarded else self._plans[:1]
+        for plan in plans:
             for grower in self._sources.growers_of(plan.rounds):
                 grower.warm_up(plan.shape, length)
+            for prompts in batches if plan.kinds else ():
+                self._capture_rounds(plan, prompts, space)
+
+    def _capture_rounds(self, plan: Plan, prompts: Prompts, space: ActionSpace) -> None:
+        """Rounds of every depth, with all that can guess: what sessions remember decides that."""
+        clock, known = StageClock(prompts.embeds.device), set()
+        for num_steps in (0, 1, STEPS_KEPT):
+            row = DecodeRow(_warm_history(space, num_steps), space)
+            rounds, prompts = self._rounds(plan, prompts, [row] * len(prompts.lengths), False)
+            if rounds.recipe in known:
+                continue
+            known.add(rounds.recipe)
+            features = rounds.prefill(prompts, rounds.first_drafts(prompts), clock.lap)
+            if rounds.begin(features):
+                for fewest in range(rounds.length):
+                    rounds.play(fewest, clock.lap)
 
     def warm_up(self, prompts: Prompts, spaces: Sequence[ActionSpace]) -> None:
         """Run every plan on a batch that nobody waits for, so that the guard knows their costs."""
         guard = self._guard(spaces[0].length)
         for plan in dict.fromkeys((*self._plans, PLAIN)):
             for _ in range(_WARM_UP_RUNS):
-                rows = [DecodeRow(_warm_history(space), space) for space in spaces]
+                rows = [DecodeRow(_warm_history(space, STEPS_KEPT), space) for space in spaces]
                 clock = StageClock(prompts.embeds.device)
                 choice = Choice(plan.name, "")
                 _, cost = self._carry_out(choice, prompts, rows, clock, wants_margins=False)
@@ -201,7 +241,9 @@ class Decoder:
             traces = plainly.decode(prompts, length, clock)
             cost = cost_of_plain(traces)
         else:
-            run = self._run(plan, prompts, rows, clock, wants_margins)
+            rounds, prompts = self._rounds(plan, prompts, rows, wants_margins)
+            run = ActionRun(len(rows), rounds.length)
+            run_actions(rounds, prompts, run, clock)
             traces, cost = run.read(clock), run.cost(clock)
         return [
             replace(
@@ -214,14 +256,23 @@ class Decoder:
             for trace in traces
         ], cost
 
-    def _run(
-        self,
-        plan: Plan,
-        prompts: Prompts,
-        rows: Sequence[DecodeRow],
-        clock: StageClock,
-        wants_margins: bool,
-    ) -> ActionRun:
+    def _padded(
+        self, prompts: Prompts, rows: Sequence[DecodeRow]
+    ) -> tuple[Prompts, Sequence[DecodeRow]]:
+        """The batch with copies of its first row behind, up to the next captured batch size."""
+        if not self._fits(prompts):
+            return prompts, rows
+        padded = _padded(prompts)
+        return padded, [*rows, *[rows[0]] * (len(padded.lengths) - len(rows))]
+
+    def _fits(self, prompts: Prompts) -> bool:
+        reserve = self._runner.reserve
+        return reserve is not None and reserve.holds(*prompts.embeds.shape[:2])
+
+    def _rounds(
+        self, plan: Plan, prompts: Prompts, rows: Sequence[DecodeRow], wants_margins: bool
+    ) -> tuple[Rounds, Prompts]:
+        """The passes of a batch, and its prompts with what will be read of them."""
         histories = [row.history for row in rows]
         device = prompts.embeds.device
         behind = self.method.loop.num_behind
@@ -232,10 +283,16 @@ class Decoder:
         context = ActionContext(space, history.drift, history.num_steps)
         keep_hidden = self.method.rule.needs_patches or self._sources.needs_hidden(plan)
         prompts = replace(prompts, keep_hidden=keep_hidden)
-        seen = Seen(prompts, histories, history, self.target.widest_tree)
+        trims = device.type == "cpu" and self._runner.reserve is None
+        seen = Seen(prompts, histories, history, self.target.widest_tree, trims)
         verifier = self.verifier_for(histories, space.length, device)
-        state = RunState(self.target, verifier, context, wants_margins)
-        return run_actions(state, prompts, BatchDrafts(self._sources, plan, seen), clock)
+        settled = Settled.nothing(space.groups, wants_margins)
+        progress = settled.progress(prompts.last_tokens, fewest=0)
+        drafts = BatchDrafts.of(self._sources, plan, seen, progress)
+        is_recorded = self._records and self._fits(prompts) and drafts.may_be_recorded
+        runner = self._runner if is_recorded and not wants_margins else EagerRunner()
+        first = Round(self.target, drafts, verifier, context)
+        return Rounds(first, settled, runner), prompts
 
     def _guard(self, length: int) -> Guard | None:
         """The guard for actions of this length; None where there is nothing to choose."""
@@ -286,6 +343,12 @@ class Decoder:
         )
 
 
+def _padded(prompts: Prompts) -> Prompts:
+    of_draft = prompts.for_draft
+    padded = with_leaves(prompts, tuple(pad_batch(one) for one in leaves(prompts)))
+    return replace(padded, for_draft=of_draft and (lambda: _padded(of_draft())))
+
+
 def _without(trace: DecodeTrace, num_behind: int) -> DecodeTrace:
     """The trace of the action alone, where a loop has decoded tokens behind it."""
     if num_behind == 0:
@@ -315,7 +378,7 @@ def build_decoder(
             "(--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, or "
             "choose another method",
         )
-    return Decoder(target, method, sources)
+    return Decoder(target, method, sources, None if models is None else models.runner)
 
 
 def num_changed(before: Sequence[int], after: Sequence[int]) -> int:
@@ -323,9 +386,9 @@ def num_changed(before: Sequence[int], after: Sequence[int]) -> int:
     return sum(old != new for old, new in zip(before[:-1], after[:-1], strict=True))
 
 
-def _warm_history(space: ActionSpace) -> ActionHistory:
+def _warm_history(space: ActionSpace, num_steps: int) -> ActionHistory:
     """A session that has acted before, so that guesses from memory have their usual width."""
     history = ActionHistory()
-    for _ in range(STEPS_KEPT):
+    for _ in range(num_steps):
         history.append((0,) * space.length, (0,) * space.length, leak=1.0)
     return history

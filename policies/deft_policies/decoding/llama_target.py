@@ -22,7 +22,6 @@ from deft_policies.model.layout import (
     Tensors,
     is_chain,
     pad_ancestors,
-    pad_batch,
     prefill_layout,
     prefill_mask,
     tree_mask,
@@ -36,6 +35,7 @@ from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 _TREE_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 50, 64)
 _RIDER_WIDTHS = (1, 8, 24, 50, 64)
 _ALIGNMENT = 64  # of the slots of a cache
+_EAGER = EagerRunner()
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class LlamaTarget:
         self._active = self._runner  # what runs this batch
         self._reads_lengths = self.device.type == "cpu" and self._runner.reserve is None
         self._kept = self._cache = self._allocate(self._runner.reserve)
-        self._lengths = torch.zeros(0, dtype=torch.int64, device=self.device)  # [row], committed
-        self._roots = self._lengths  # [row], slot of the root of the last pass
-        self._num_rows = 0
+        # Where it is captured what moves on lies in memory that does not, as the cache does.
+        self._counters = self._allocate_counters(self._cache.num_rows)
+        self._lengths, self._roots = self._counters  # [row] each: committed; root of the last pass
         self._extent = Extent(0)
 
     @property
@@ -125,13 +125,6 @@ class LlamaTarget:
     def longest_prompt(self) -> int:
         """Positions a prompt may have, patches included."""
         return self.decoder.sizes.max_positions - self._room.new_tokens
-
-    def pad_rows(self, values: Tensor) -> Tensor:
-        """The batch with copies of its first row behind, up to the next captured batch size."""
-        reserve = self._runner.reserve
-        if reserve is None or len(values) > reserve.rows:
-            return values
-        return pad_batch(values)
 
     def warm_up(self) -> None:
         """Capture every pass that a batch within the reserve can need."""
@@ -171,13 +164,13 @@ class LlamaTarget:
     @torch.no_grad()
     def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
         """Run the prompts and the guesses behind them in one pass."""
-        self._num_rows, num_positions, _ = prompts.embeds.shape
-        embeds, lengths = self.pad_rows(prompts.embeds), self.pad_rows(prompts.lengths)
+        embeds, lengths = prompts.embeds, prompts.lengths
+        num_positions = embeds.shape[1]
         reserve = self._runner.reserve
         missing = 0 if reserve is None else reserve.padded(num_positions) - num_positions
         if missing:
             embeds = functional.pad(embeds, (0, 0, 0, missing))
-        self._begin(lengths, embeds.shape[1])
+        self._begin(lengths, num_positions, embeds.shape[1])
         is_causal = tree.num_nodes == 1 or (self._reads_lengths and is_chain(tree.parents))
         kind = PrefillKind(is_causal, prompts.keep_hidden)
         tokens, ancestors = self._widen(tree, _RIDER_WIDTHS)
@@ -190,14 +183,14 @@ class LlamaTarget:
             step,
             (embeds, lengths, tokens, ancestors),
         )
-        kept = kept[: self._num_rows, :num_positions]
-        features = PromptFeatures(prompts.embeds, kept, prompts.lengths, prompts.patches)
+        kept = kept[:, :num_positions]
+        features = PromptFeatures(prompts.embeds, kept, lengths, prompts.patches)
         return self._scores_of(tree, logits, scored), features
 
     @torch.no_grad()
     def score(self, tree: DraftTree) -> Scores:
         """Run one pass over a tree whose root is the last committed token."""
-        self._roots = self._lengths
+        self._roots.copy_(self._lengths)
         if self._extent.is_exact:
             return self._score_aligned(tree)
         tokens, ancestors = self._widen(tree, _TREE_WIDTHS)
@@ -218,19 +211,18 @@ class LlamaTarget:
     @torch.no_grad()
     def commit(self, path: Tensor, lengths: Tensor) -> None:
         """Keep the slots of a path of the last pass, in place."""
-        path, lengths = self.pad_rows(path), self.pad_rows(lengths)
         if path.shape[1] > 1:
             nodes = path[:, 1:].clamp(0, self._room.nodes)
             places = torch.arange(1, path.shape[1], device=path.device)
             roots = self._roots[:, None]
             self._cache.move(roots + nodes, roots + places)
-        self._lengths = self._roots + lengths
+        torch.add(self._roots, lengths, out=self._lengths)
         if self._reads_lengths:
             self._extent = _measure(self._lengths)
 
     def _widen(self, tree: DraftTree, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens and ancestors of a tree, padded to the next captured width where there is one."""
-        tokens, ancestors = self.pad_rows(tree.tokens), self.pad_rows(tree.ancestor_mask())
+        tokens, ancestors = tree.tokens, tree.ancestor_mask()
         width = tree.num_nodes
         if self._runner.reserve is not None:
             width = next((one for one in widths if one >= width), width)
@@ -241,28 +233,38 @@ class LlamaTarget:
 
     def _scores_of(self, tree: DraftTree, logits: Tensor, hidden: Tensor) -> Scores:
         """What was asked for, without the padding of captured shapes."""
-        rows, nodes = slice(self._num_rows), slice(tree.num_nodes)
-        return Scores(logits[rows, nodes], hidden[rows, nodes])
+        return Scores(logits[:, : tree.num_nodes], hidden[:, : tree.num_nodes])
 
-    def _begin(self, lengths: Tensor, num_positions: int) -> None:
+    def _begin(self, lengths: Tensor, num_positions: int, num_padded: int) -> None:
         """Choose the memory of a batch: what is kept, or where that is too small, more."""
         num_rows, room = lengths.shape[0], self._room.new_tokens + self._room.nodes
+        reserve, counters = self._runner.reserve, self._counters
         self._cache, self._active = self._kept, self._runner
-        if not self._cache.fits(num_rows, num_positions + room):
-            self._cache = self._allocate(Reserve(num_rows, longest=num_positions))
-            if self._runner.reserve is None:
-                self._kept = self._cache
-            else:  # captured passes point to what is kept
-                self._active = EagerRunner()
-        self._lengths = lengths
-        self._roots = lengths - 1
-        self._extent = _measure(lengths) if self._reads_lengths else Extent(num_positions)
+        if reserve is not None and not reserve.holds(num_rows, num_positions):
+            # Captured passes point to what is kept.
+            self._cache, self._active = (
+                self._allocate(Reserve(num_rows, longest=num_padded)),
+                _EAGER,
+            )
+            counters = self._allocate_counters(num_rows)
+        elif not self._cache.fits(num_rows, num_padded + room):
+            self._kept = self._cache = self._allocate(Reserve(num_rows, longest=num_padded))
+            counters = self._counters = self._allocate_counters(self._cache.num_rows)
+        self._lengths, self._roots = counters[:, :num_rows]
+        self._lengths.copy_(lengths)
+        torch.sub(lengths, 1, out=self._roots)
+        self._extent = _measure(lengths) if self._reads_lengths else Extent(num_padded)
+
+    def _allocate_counters(self, num_rows: int) -> Tensor:
+        """[counter, row], not an inference tensor: written to outside of inference mode too."""
+        with torch.inference_mode(False):
+            return torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
 
     def _allocate(self, reserve: Reserve | None) -> KVCache:
         sizes, weight = self.decoder.sizes.cache, self.decoder.embedding.weight
         if reserve is None:
             return KVCache(sizes, 0, 0, weight)
-        needed = reserve.longest + self._room.new_tokens + self._room.nodes
+        needed = reserve.padded(reserve.longest) + self._room.new_tokens + self._room.nodes
         return KVCache(sizes, reserve.batches[0], needed + -needed % _ALIGNMENT, weight)
 
     def _prefill_step(

@@ -9,6 +9,7 @@ from math import prod
 from typing import ClassVar
 
 MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that are asked for
+MOST_GROWN = 128  # nodes that rounds which are recorded look behind
 DRAFT_SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
 
 

@@ -5,184 +5,238 @@ it accepted and one token of the target's own, so an action ends when its last t
 never has one more. Plain decoding is this loop with trees that are only a root.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from deft_policies.decoding.acceptance.rule import ActionContext, ScoredTree
-from deft_policies.decoding.drafts.sources import BatchDrafts
+from deft_policies.decoding.drafts.sources import BatchDrafts, GivenDrafts
 from deft_policies.decoding.records import (
     ActionRun,
-    BatchProgress,
-    PassRecord,
+    PassReport,
     PassResult,
+    Settled,
     Stage,
     StageClock,
 )
-from deft_policies.decoding.sampling import all_finite, first_maximum, top_gap
+from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath, Verifier
+from deft_policies.model.layout import FixedMemory, StepRunner, Tensors
+from deft_policies.model.leaves import copy_together, leaves, shapes_of, with_leaves
+
+Lap = Callable[[Stage], object]
 
 
-def run_actions(
-    state: "RunState", prompts: Prompts, drafts: BatchDrafts, clock: StageClock
-) -> ActionRun:
+def run_actions(rounds: "Rounds", prompts: Prompts, run: ActionRun, clock: StageClock) -> ActionRun:
     """Decode one batch to the end."""
-    tree = drafts.before_prefill(state.progress(prompts.last_tokens))
-    draft_lap = clock.lap(Stage.DRAFT)
-    scores, features = state.target.prefill(prompts, tree)
-    pass_lap = clock.lap(Stage.PREFILL)
-    result = state.verify(tree, scores, features)
-    records = [PassRecord(result, pass_lap, clock.lap(Stage.JUDGE), draft_lap)]
-    if not state.is_done:
-        drafts.begin(features)
-    while not state.is_done:
-        state.commit(result)
-        commit_lap = clock.lap(Stage.COMMIT)
-        tree = drafts.between_passes(state.progress(result.accepted.bonus))
-        draft_lap = clock.lap(Stage.DRAFT)
-        scores = state.target.score(tree)
-        pass_lap = clock.lap(Stage.VERIFY)
-        result = state.verify(tree, scores)
-        judge_lap = clock.lap(Stage.JUDGE)
-        records.append(PassRecord(result, pass_lap, judge_lap, draft_lap, commit_lap))
-    return state.finish(records)
+    tree = rounds.first_drafts(prompts)
+    clock.lap(Stage.DRAFT)
+    features = rounds.prefill(prompts, tree, clock.lap)
+    run.take(rounds.report(), clock)
+    if not run.is_done:
+        rounds.begin(features)
+    while not run.is_done:
+        run.take(rounds.play(run.fewest, clock.lap), clock)
+    run.margins = rounds.margins
+    return run
 
 
-class RunState:
-    """One batch of actions on its way. Owns every tensor that changes from pass to pass."""
+@dataclass(frozen=True)
+class Round:
+    """What happens in a round, as a function of tensors.
 
-    def __init__(
-        self,
-        target: TargetModel,
-        verifier: Verifier,
-        context: ActionContext,
-        wants_margins: bool = False,
-    ) -> None:
-        """`wants_margins` costs a search through the logits of every path."""
-        self.wants_margins = wants_margins
-        self.target = target
-        self.verifier = verifier
-        self.context = context
-        num_rows, self.length = context.space.groups.shape
-        device = context.space.groups.device
-        # One column more than an action has: what overshoots is written there and never read.
-        self.tokens = torch.zeros(num_rows, self.length + 1, dtype=torch.int64, device=device)
-        self.own = torch.zeros_like(self.tokens)
-        self.num_committed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.counts = [0] * num_rows  # what the host knows of num_committed
-        self.last: PassResult | None = None
-        self._longest_path = 1
-        self._written: list[tuple[Tensor, Tensor]] = []
-        self._sums: list[Tensor] = []  # of all logits, [row] for each pass
+    What its target and its growers keep besides lies in memory that does not move.
+    """
+
+    target: TargetModel
+    drafts: BatchDrafts
+    verifier: Verifier
+    context: ActionContext
 
     @property
-    def is_done(self) -> bool:
-        """True once every row has its last token."""
-        return min(self.counts) >= self.length
+    def given(self) -> "Given":
+        """The tensors that differ from batch to batch."""
+        return Given(self.verifier, self.context, self.drafts.given)
 
-    def progress(self, roots: Tensor) -> BatchProgress:
-        """What draft sources may see."""
-        return BatchProgress(
-            self.tokens, self.num_committed, roots, min(self.counts), self.length, self.last
-        )
+    def over(self, given: "Given") -> "Round":
+        """The same round where those lie elsewhere."""
+        drafts = self.drafts.over(given.drafts)
+        return Round(self.target, drafts, given.verifier, given.context)
+
+    def having_seen(self, features: PromptFeatures) -> "Round":
+        """With what the rule reads of the prompt."""
+        if not self.verifier.rule.needs_patches:
+            return self
+        patches = features.hidden[:, features.patches]
+        return replace(self, context=replace(self.context, patches=patches))
+
+    def play(self, settled: Settled, fewest: int, lap: Lap) -> Settled:
+        """Commit what was accepted, draft behind it, verify the drafts."""
+        last = settled.last
+        assert last is not None
+        kept = last.accepted.num_accepted + 1
+        # Rows that are finished keep nothing more.
+        self.target.commit(last.accepted.path, kept * (last.num_committed < settled.length))
+        lap(Stage.COMMIT)
+        tree = self.drafts.between_passes(settled.progress(last.accepted.bonus, fewest))
+        lap(Stage.DRAFT)
+        scores = self.target.score(tree)
+        lap(Stage.VERIFY)
+        settled = self.verify(settled, tree, scores)
+        lap(Stage.JUDGE)
+        return settled
 
     def verify(
-        self, tree: DraftTree, scores: Scores, features: PromptFeatures | None = None
-    ) -> PassResult:
-        """Judge a pass and write down what it commits. The prefill has `features`."""
-        if features is not None and self.verifier.rule.needs_patches:
-            patches = features.hidden[:, features.patches]
-            self.context = replace(self.context, patches=patches)
-        self._sums.append(scores.logits.sum(dim=(1, 2)))
-        predictions = self.verifier.predict(tree, scores, self.num_committed)
-        accepted = self.verifier.judge(self._scored(tree, scores, predictions))
-        self.last = PassResult(
-            tree=tree,
-            scores=scores,
-            predictions=predictions,
-            accepted=accepted,
-            next_tokens=_next_tokens(tree, accepted),
-            num_committed=self.num_committed,
-            is_open=tuple(count < self.length for count in self.counts),
-            is_prefill=features is not None,
+        self, settled: Settled, tree: DraftTree, scores: Scores, is_prefill: bool = False
+    ) -> Settled:
+        """Judge a pass and write down what it commits."""
+        predictions = self.verifier.predict(tree, scores, settled.num_committed)
+        accepted = self.verifier.judge(self._scored(settled, tree, scores, predictions))
+        path, next_tokens = accepted.path, _next_tokens(tree, accepted)
+        places = _places(settled, accepted)
+        margins = settled.margins
+        if margins is not None:
+            logits = _at_path(scores.logits, path)
+            margins = margins.scatter(1, places, top_gap(logits, first_maximum(logits)))
+        num_committed = settled.num_committed + accepted.num_accepted + 1
+        return Settled(
+            tokens=settled.tokens.scatter(1, places, next_tokens),
+            own=settled.own.scatter(1, places, accepted.own),
+            num_committed=num_committed.clamp_(max=settled.length),
+            sums=settled.sums + scores.logits.sum(dim=(1, 2)),
+            margins=margins,
+            last=PassResult(
+                tree=tree,
+                predictions=predictions,
+                accepted=accepted,
+                next_tokens=next_tokens,
+                hidden=_at_path(scores.hidden, path),
+                num_committed=settled.num_committed,
+                scores=scores,
+                is_prefill=is_prefill,
+            ),
         )
-        self._write(self.last)
-        return self.last
 
-    def _scored(self, tree: DraftTree, scores: Scores, predictions: Tensor) -> ScoredTree:
+    def _scored(
+        self, settled: Settled, tree: DraftTree, scores: Scores, predictions: Tensor
+    ) -> ScoredTree:
         return ScoredTree(
             tree=tree,
             scores=scores,
             predictions=predictions,
-            num_committed=self.num_committed,
-            spent=self.tokens[:, : self.length] - self.own[:, : self.length],
+            num_committed=settled.num_committed,
+            spent=(settled.tokens - settled.own)[:, : settled.length],
             vocabulary=self.target.vocabulary,
             action_tokens=self.target.action_tokens,
             context=self.context,
             num_tokens=self.target.num_tokens,
         )
 
-    def _places(self, accepted: Tensor, num_steps: int) -> Tensor:
-        """Where the tokens of a pass belong, [row, step]; the spare column for what is none."""
-        if num_steps == 1:
-            return self.num_committed[:, None]
-        steps = torch.arange(num_steps, device=accepted.device)
-        places = self.num_committed[:, None] + steps
-        places = places.masked_fill_(steps > accepted[:, None], self.length)
-        return places.clamp_(max=self.length)
 
-    def _write(self, result: PassResult) -> None:
-        """Append what was committed."""
-        path, accepted = result.accepted.path, result.accepted.num_accepted
-        places = self._places(accepted, path.shape[1])
-        self.tokens.scatter_(1, places, result.next_tokens)
-        self.own.scatter_(1, places, result.accepted.own)
-        if self.wants_margins:  # a copy: a captured pass overwrites its logits when it runs again
-            self._written.append((_at_path(result.scores.logits, path), places))
-        self.num_committed = (self.num_committed + accepted + 1).clamp_(max=self.length)
-        # Where nothing was guessed the host knows what was committed without reading.
-        kept = [0] * len(self.counts) if path.shape[1] == 1 else self.read_from_device(accepted)
-        self._longest_path = max(kept) + 1
-        self.counts = [
-            min(count + num + 1, self.length) for count, num in zip(self.counts, kept, strict=True)
-        ]
+@dataclass(frozen=True)
+class Given:
+    """What a batch brings along and its rounds do not change."""
 
-    def read_from_device(self, accepted: Tensor) -> list[int]:
-        """The one read in a round, and so the one place where the host waits for the device."""
-        lengths: list[int] = accepted.tolist()
-        return lengths
+    verifier: Verifier
+    context: ActionContext
+    drafts: GivenDrafts
 
-    def commit(self, result: PassResult) -> None:
-        """Keep the path in the target's cache; rows that are finished keep nothing more."""
-        kept = result.accepted.num_accepted + 1
-        if not all(result.is_open):
-            kept = kept * (result.num_committed < self.length)
-        self.target.commit(result.accepted.path[:, : self._longest_path], kept)
 
-    def finish(self, records: Sequence[PassRecord]) -> ActionRun:
-        """Everything that was settled."""
-        margins = self._margins() if self.wants_margins else None
-        length = self.length
-        return ActionRun(
-            self.tokens[:, :length],
-            self.own[:, :length],
-            margins,
-            all_finite(self._sums),
-            tuple(records),
-        )
+class Rounds:
+    """The passes of one batch. Where its rounds are recorded, each of them is one launch."""
 
-    def _margins(self) -> Tensor:
-        """Top-2 gaps of the logits along every path, in one call over all passes."""
-        logits = torch.cat([logits for logits, _ in self._written], dim=1)
-        gaps = top_gap(logits, first_maximum(logits))
-        places = torch.cat([places for _, places in self._written], dim=1)
-        margins = torch.zeros(self.tokens.shape, device=gaps.device)
-        margins.scatter_(1, places, gaps)
-        return margins[:, : self.length]
+    def __init__(self, first: Round, settled: Settled, runner: StepRunner) -> None:
+        """`runner` records rounds while it is warming up, and replays them afterwards."""
+        self._round = first
+        self._settled = settled
+        self._runner = runner
+        self._place: FixedMemory | None = None
+
+    @property
+    def recipe(self) -> Hashable:
+        """What their drafts have in common with those of other batches."""
+        return self._round.drafts.recipe
+
+    @property
+    def margins(self) -> Tensor | None:
+        """Gaps of the two largest logits, [row, position], where wanted."""
+        margins = self._settled.margins
+        return None if margins is None else margins[:, : self._settled.length]
+
+    def first_drafts(self, prompts: Prompts) -> DraftTree:
+        """The guesses that ride behind the prompt."""
+        progress = self._settled.progress(prompts.last_tokens, fewest=0)
+        return self._round.drafts.before_prefill(progress)
+
+    def prefill(self, prompts: Prompts, tree: DraftTree, lap: Lap) -> PromptFeatures:
+        """The first pass."""
+        scores, features = self._round.target.prefill(prompts, tree)
+        lap(Stage.PREFILL)
+        self._round = self._round.having_seen(features)
+        self._settled = self._round.verify(self._settled, tree, scores, is_prefill=True)
+        lap(Stage.JUDGE)
+        return features
+
+    def report(self) -> PassReport:
+        """What the pass that has just ended tells the host."""
+        return PassReport.of(self._settled)
+
+    @property
+    def length(self) -> int:
+        """Tokens of one action."""
+        return self._settled.length
+
+    def begin(self, features: PromptFeatures) -> bool:
+        """Make ready for rounds, once it is known that there are any; True if they are replayed."""
+        drafts = self._round.drafts
+        drafts.begin(features)
+        if self._runner.reserve is None:
+            return False
+        self._settled = self._settled.padded(drafts.seen.widest_tree)
+        read = (self._round.given, self._settled)
+        key = (self._round.target, drafts.recipe, shapes_of(read))
+        self._place = self._runner.place(key, leaves(read))
+        return self._place is not None
+
+    def play(self, fewest: int, lap: Lap) -> PassReport:
+        """One round."""
+        if self._place is None:
+            self._settled = self._round.play(self._settled, fewest, lap)
+            return self.report()
+        drafts, place = self._round.drafts, self._place
+        grown, depth = drafts.at(self._settled.length - 1 - fewest)
+
+        def step() -> Tensors:
+            return self._step(place, fewest)
+
+        table, columns = self._runner.run((place, grown, depth), step, ())
+        lap(Stage.VERIFY)
+        has_guesses = grown is not None or depth > 0
+        # The next round overwrites its report, and the host reads of columns at the end alone.
+        return PassReport(table, columns.clone(), drafts.seen.widest_tree, has_guesses)
+
+    def _step(self, place: FixedMemory, fewest: int) -> Tensors:
+        """The round that is recorded: from memory that never moves, and back to there."""
+        given, settled = with_leaves((self._round.given, self._settled), place.tensors)
+        played = self._round.over(given).play(settled, fewest, lambda _: None)
+        played = played.padded(self._round.drafts.seen.widest_tree)
+        copy_together(leaves(settled), leaves(played))
+        report = PassReport.of(settled)
+        return report.table, report.columns
+
+
+def _places(settled: Settled, accepted: AcceptedPath) -> Tensor:
+    """Where the tokens of a pass belong, [row, step]; the spare column for what is none."""
+    if accepted.path.shape[1] == 1:
+        return settled.num_committed[:, None]
+    steps = torch.arange(accepted.path.shape[1], device=accepted.path.device)
+    places = settled.num_committed[:, None] + steps
+    places = places.masked_fill_(steps > accepted.num_accepted[:, None], settled.length)
+    return places.clamp_(max=settled.length)
 
 
 def _next_tokens(tree: DraftTree, accepted: AcceptedPath) -> Tensor:

@@ -116,6 +116,13 @@ class DraftTree:
         parents = torch.where(parents < 0, parents, renumbered[parents.clamp(min=0)])
         return DraftTree(tokens, parents, *others, is_chain=self.is_chain)
 
+    def padded(self, num_nodes: int) -> "DraftTree":
+        """The same with nodes that are not real behind, told by its tensors alone."""
+        more = (0, num_nodes - self.num_nodes)
+        fills = (0, 0, False, 0.0, -1)
+        columns = zip(self._columns(), fills, strict=True)
+        return DraftTree(*(functional.pad(one, more, value=fill) for one, fill in columns))
+
     def _columns(self) -> tuple[Tensor, ...]:
         return self.tokens, self.parents, self.is_real, self.log_probs, self.sources
 

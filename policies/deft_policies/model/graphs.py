@@ -5,14 +5,18 @@ tensors that the next replay of the same step overwrites, and no other.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from deft_policies.model.layout import Reserve, Step, Tensors
+from deft_policies.model.layout import FixedMemory, Reserve, Step, Tensors
+from deft_policies.model.leaves import copy_together
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +28,7 @@ class CapturedStep:
     inputs: Tensors
     outputs: Tensors
     replay: Callable[[], None]
+    outside: Tensors = ()  # what it reads besides, which must not be freed before it
 
 
 class StepCapturer(Protocol):
@@ -46,7 +51,9 @@ class CapturedRunner:
         self.reserve = reserve or Reserve()
         self._capturer = capturer
         self._captured: dict[Hashable, CapturedStep] = {}
+        self._places: dict[Hashable, FixedMemory] = {}
         self._is_capturing = False
+        self._is_warming_up = False
         self._is_sealed = False
         self.uncaptured: set[Hashable] = set()  # what came up after sealing
 
@@ -64,24 +71,42 @@ class CapturedRunner:
             return step(*inputs)
         if captured is None:
             captured = self._captured[key] = self._capture(step, inputs)
-        _copy_together(captured.inputs, inputs)
+        copy_together(captured.inputs, inputs)
         captured.replay()
         return captured.outputs
+
+    def place(self, key: Hashable, tensors: Tensors) -> FixedMemory | None:
+        """Copy tensors to the memory of this key, which never moves.
+
+        There is none of a key that did not come up while warming up: steps that change what they
+        read can only be captured where nobody needs it, because capturing runs them.
+        """
+        place = self._places.get(key)
+        if place is not None:
+            copy_together(place.tensors, tensors)
+        elif self._is_warming_up:
+            place = self._places[key] = FixedMemory(
+                tuple(one.clone(memory_format=torch.contiguous_format) for one in tensors)
+            )
+        return place
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """Capture what comes up inside of the block, and seal the runner at its end."""
-        self._is_sealed = False
+        self._is_sealed, self._is_warming_up = False, True
         yield
-        self._is_sealed = True
+        self._is_sealed, self._is_warming_up = True, False
 
     def _capture(self, step: Step, inputs: Tensors) -> CapturedStep:
         own = tuple(tensor.clone() for tensor in inputs)
         self._is_capturing = True  # steps inside of this one become part of it
         try:
-            return self._capturer.capture(step, own)
+            step(*own)  # settles libraries, and makes what is remembered from then on
+            with _Outside(own) as outside:
+                captured = self._capturer.capture(step, own)
         finally:
             self._is_capturing = False
+        return replace(captured, outside=tuple(outside.held.values()))
 
     def _note(self, key: Hashable) -> None:
         if key not in self.uncaptured:
@@ -89,22 +114,49 @@ class CapturedRunner:
             _log.warning("not captured when the policy warmed up, so run step by step: %s", key)
 
 
-def _copy_together(kept: Tensors, given: Tensors) -> None:
-    """Copy inputs to where they are read, those of one format in one launch."""
-    for dtype in {tensor.dtype for tensor in kept}:
-        pairs = [pair for pair in zip(kept, given, strict=True) if pair[0].dtype == dtype]
-        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+class _Outside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Holds the tensors that a step reads and has not made: replays read them too.
+
+    Who made them may forget them, as a cache of limited size does; what a replay then read would
+    be anything. Programs that are launched without operations read weights and caches alone.
+    """
+
+    def __init__(self, inputs: Tensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: dict[int, Tensor] = {}
+        self._made = {_address(tensor) for tensor in inputs}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in _tensors((args, kwargs)):
+            if _address(tensor) not in self._made:
+                self.held[_address(tensor)] = tensor
+        self._made |= {_address(one) for one in _tensors(found)} - self.held.keys()
+        return found
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 class CudaCapturer:
     """Captures CUDA graphs. All share one memory pool, since only one runs at a time."""
 
-    def __init__(self, num_warm_ups: int = 2) -> None:
-        self._num_warm_ups = num_warm_ups
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, step: Step, inputs: Tensors) -> CapturedStep:
-        """Run the step a few times to settle libraries, then capture it.
+        """Run the step once more on a stream of its own, then capture it.
 
         Memory of the pool that one graph has done with serves the next, so outputs are copied to
         where no graph computes.
@@ -112,8 +164,6 @@ class CudaCapturer:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(self._num_warm_ups - 1):
-                step(*inputs)
             outputs = tuple(tensor.clone() for tensor in step(*inputs))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

@@ -5,10 +5,12 @@ So a layer appends with one copy, and keeping the accepted nodes of a draft tree
 one scatter over all layers. Knows nothing of trees or of who may attend to whom.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,15 @@ class KVCache:
     def fits(self, num_rows: int, length: int) -> bool:
         """Whether a batch of these sizes has room."""
         return num_rows <= self.num_rows and length <= self.length
+
+    def longer(self, more: int) -> "KVCache":
+        """A copy with more slots behind."""
+        longer = copy(self)
+        with torch.inference_mode(False):
+            longer.length = self.length + more
+            longer.data = functional.pad(self.data, (0, 0, 0, 0, 0, more))
+            longer._flat = longer.data.flatten(3).flatten(1, 2)
+        return longer
 
     def open(self, num_rows: int, num_tokens: int, append: Append) -> "CacheWindow":
         """The part of the cache that one pass writes and reads."""

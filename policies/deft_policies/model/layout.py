@@ -32,7 +32,7 @@ class Reserve:
 
     def holds(self, num_rows: int, num_positions: int) -> bool:
         """Whether a batch is within it."""
-        return num_rows <= self.rows and num_positions <= self.longest
+        return num_rows <= self.rows and num_positions <= self.padded(self.longest)
 
     def padded(self, num_positions: int) -> int:
         """The length of the captured prompts that one of this length is padded to."""
@@ -51,6 +51,13 @@ class Reserve:
         return tuple(1 << power for power in reversed(range((self.rows - 1).bit_length() + 1)))
 
 
+@dataclass(frozen=True, eq=False)
+class FixedMemory:
+    """Memory that never moves; its identity is the key of the steps that work on it."""
+
+    tensors: Tensors
+
+
 class StepRunner(Protocol):
     """Runs steps. `key` names the step and every shape and number baked into it."""
 
@@ -65,6 +72,12 @@ class StepRunner(Protocol):
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Return what `step(*inputs)` returns; valid until the same key runs again."""
 
+    def place(self, key: Hashable, tensors: Tensors) -> "FixedMemory | None":
+        """Copy tensors to memory that never moves, for steps that change what they read.
+
+        None where no such steps are captured for the key; then they run on the tensors themselves.
+        """
+
     def warming_up(self) -> AbstractContextManager[None]:
         """A block in which steps are captured; once it has ended, no more are."""
 
@@ -78,6 +91,10 @@ class EagerRunner:
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Call it."""
         return step(*inputs)
+
+    def place(self, key: Hashable, tensors: Tensors) -> "FixedMemory | None":
+        """There is no such memory."""
+        return None
 
     def warming_up(self) -> AbstractContextManager[None]:
         """Nothing is ever captured."""
@@ -146,6 +163,8 @@ def tree_mask(roots: Tensor, ancestors: Tensor, read: int) -> Tensor:
 def pad_batch(values: Tensor) -> Tensor:
     """The batch with copies of its first row behind, up to the next power of two."""
     missing = (1 << (len(values) - 1).bit_length()) - len(values)
+    if missing == 0:
+        return values
     return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
 
 

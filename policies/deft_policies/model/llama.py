@@ -121,18 +121,22 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(sizes.width, fused, bias=False)
         self.out = nn.Linear(inner, sizes.width, bias=False)
 
+    def append(
+        self, hidden: Tensor, rotation: Rotation, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries of [row, token, width], and the keys and values that they may look at."""
+        fused = self.qkv(hidden).unflatten(2, (-1, self.head_dim))
+        rotation.apply_(fused[:, :, : self.num_heads + self.num_kv_heads])
+        queries, seen = fused[:, :, : self.num_heads], fused[:, :, self.num_heads :]
+        return queries, seen if cache is None else cache.append(seen)
+
     def forward(
         self, hidden: Tensor, context: PassContext, cache: LayerCache | None = None
     ) -> Tensor:
         """Attend from every token to those before it, in the cache or in `hidden` alone."""
-        fused = self.qkv(hidden).unflatten(2, (-1, self.head_dim))
-        context.rotation.apply_(fused[:, :, : self.num_heads + self.num_kv_heads])
-        queries = fused[:, :, : self.num_heads]
+        queries, seen = self.append(hidden, context.rotation, cache)
         if context.rows_out is not None:
             queries = take_rows(queries, context.rows_out)
-        seen = fused[:, :, self.num_heads :]
-        if cache is not None:
-            seen = cache.append(seen)
         mixed = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
             seen[:, :, : self.num_kv_heads].transpose(1, 2),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft_policies.model.kernels.fp8 import Fp8Linear, Fp8Rows
 from deft_policies.model.kv_cache import Append, CacheWindow, HeadSplit, KVCache
 from deft_policies.model.llama import Layer, LlamaDecoder, RMSNorm, Rotation
 
@@ -62,17 +63,18 @@ class LlamaPasses:
         num_rows, _, width = tokens.embeds.shape
         attend = self._attention(tokens, cache)
         # A copy, because layers add to it in place.
-        hidden = tokens.embeds.reshape(-1, width).clone()
+        hidden, branch = tokens.embeds.reshape(-1, width).clone(), None
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if index == last and tokens.rows_out is not None:
                 attend = attend.of_rows_out(tokens.rows_out)
-            fused = layer.qkv.apply(layer.attention_norm.apply(hidden))
+            fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
             mixed = attend.mix(index, fused)
-            hidden = layer.out.add_to(attend.keep(hidden), mixed)
-            gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden))
-            hidden = layer.down.add_to(hidden, self._open(gate_up))
-        return self._norm.apply(hidden).view(num_rows, -1, width)
+            hidden = attend.keep(hidden)
+            branch = layer.out.add_to(hidden, mixed)
+            gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
+            branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
+        return self._norm.plain(hidden, branch).view(num_rows, -1, width)
 
     def _attention(self, tokens: PassInput, cache: KVCache | None) -> "_Attention":
         num_rows, num_tokens = tokens.positions.shape
@@ -91,42 +93,68 @@ class LlamaPasses:
             return _Attention(heads, rotation, tokens, window)
         return _FusedAttention(heads, rotation, tokens, window, kernels=self._kernels)
 
-    def _open(self, gate_up: Tensor) -> Tensor:
+    def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""
         if self._kernels is not None:
-            return self._kernels.silu_times(gate_up)
+            fused = self._kernels
+            return (fused.silu_times_fp8 if reader.is_fp8 else fused.silu_times)(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
         return functional.silu(gate).mul_(up)
 
 
 class Projection:
-    """A weight, ready to multiply [token, in] from the right. Without a bias."""
+    """A weight, ready to multiply [token, in] from the right. Without a bias.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    One in fp8 takes rows that are quantised, or quantises them.
+    """
+
+    def __init__(self, linear: nn.Module, kernels: "FusedKernels | None" = None) -> None:
         """Remember the weight; it must not be replaced afterwards."""
+        self._fp8 = linear if isinstance(linear, Fp8Linear) else None
+        self._quantise = Fp8Rows.of if kernels is None else kernels.quantise_rows
+        if self._fp8 is not None:
+            return
+        assert isinstance(linear, nn.Linear)
         self._weight = linear.weight
         # Quantised weights are tensors of another class, and only know `linear`.
         is_plain = type(linear.weight) is nn.Parameter and type(linear.weight.data) is Tensor
         self._turned = linear.weight.detach().t() if is_plain else None
 
-    def apply(self, inputs: Tensor) -> Tensor:
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it is best given rows in fp8."""
+        return self._fp8 is not None
+
+    def apply(self, inputs: Tensor | Fp8Rows) -> Tensor:
         """Multiply [token, in]."""
+        if self._fp8 is not None:
+            rows = inputs if isinstance(inputs, Fp8Rows) else self._quantise(inputs)
+            return self._fp8.multiply(rows)
+        assert isinstance(inputs, Tensor)
         if self._turned is None:
             return functional.linear(inputs, self._weight)
         return torch.mm(inputs, self._turned)
 
-    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
-        """Multiply [token, in] and add to [token, out] in place: else that is copied first."""
-        if self._turned is None:
-            return residual.add_(functional.linear(inputs, self._weight))
-        return residual.addmm_(inputs, self._turned)
+    def add_to(self, residual: Tensor, inputs: Tensor | Fp8Rows) -> Tensor | None:
+        """Multiply [token, in] and add to [token, out] in place: else that is copied first.
+
+        Returns what is still to be added: not every product can add at once.
+        """
+        if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._turned is None:
+            return self.apply(inputs)
+        residual.addmm_(inputs, self._turned)
+        return None
 
 
 class _Norm:
     """`RMSNorm` with as few kernels as it takes: on a CPU they cost more than the arithmetic."""
 
-    def __init__(self, norm: nn.Module, kernels: "FusedKernels | None") -> None:
+    def __init__(
+        self, norm: nn.Module, kernels: "FusedKernels | None", is_fp8: bool = False
+    ) -> None:
+        """Where what reads it `is_fp8`, fused kernels quantise in the same launch."""
         assert isinstance(norm, RMSNorm)
+        self._is_fp8 = is_fp8
         weight, eps = norm.weight, norm.eps
         self._kernels = kernels
         self._number = eps
@@ -135,7 +163,16 @@ class _Norm:
         self._share = 1.0 / len(weight)
         self._is_float32 = weight.dtype == torch.float32
 
-    def apply(self, hidden: Tensor) -> Tensor:
+    def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor | Fp8Rows:
+        """Add what is still to be added, in place, and normalise."""
+        if self._kernels is not None and self._is_fp8:
+            return self._kernels.rms_norm_fp8(hidden, branch, self._weight, self._number)
+        return self.plain(hidden, branch)
+
+    def plain(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
+        """In the format of `hidden`."""
+        if branch is not None:
+            hidden.add_(branch)
         if self._kernels is not None:
             return self._kernels.rms_norm(hidden, self._weight, self._number)
         wide = hidden if self._is_float32 else hidden.float()
@@ -151,12 +188,12 @@ class _LayerWeights:
 
     def __init__(self, layer: nn.Module, kernels: "FusedKernels | None") -> None:
         assert isinstance(layer, Layer)
-        self.attention_norm = _Norm(layer.attention_norm, kernels)
-        self.qkv = Projection(layer.attention.qkv)
-        self.out = Projection(layer.attention.out)
-        self.mlp_norm = _Norm(layer.mlp_norm, kernels)
-        self.gate_up = Projection(layer.mlp.gate_up)
-        self.down = Projection(layer.mlp.down)
+        self.qkv = Projection(layer.attention.qkv, kernels)
+        self.out = Projection(layer.attention.out, kernels)
+        self.gate_up = Projection(layer.mlp.gate_up, kernels)
+        self.down = Projection(layer.mlp.down, kernels)
+        self.attention_norm = _Norm(layer.attention_norm, kernels, self.qkv.is_fp8)
+        self.mlp_norm = _Norm(layer.mlp_norm, kernels, self.gate_up.is_fp8)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stores the decoder's matrices in fewer bits, through torchao.
+"""Stores the decoder's matrices in fewer bits: fp8 by PyTorch itself, the others through torchao.
 
 The library is imported only when it is asked for: it is slow to import, and speaks on the way.
 Embedding, head, norms and everything that looks at the image keep their format.
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from deft_policies.errors import DeviceError
+from deft_policies.model.kernels.fp8 import Fp8Linear
 from deft_policies.openvla.options import Quantization
 
 _GROUP = 32  # inputs that share an int4 scale on a CPU
@@ -30,11 +31,14 @@ def check_quantization(
     """Raise `DeviceError` if the device cannot hold or multiply such matrices."""
     if quantization is Quantization.NONE:
         return
-    _import_torchao()
+    if quantization is not Quantization.FP8:
+        _import_torchao()
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"quantization works on cpu and cuda, not on {device}")
-    if quantization is Quantization.FP8:
+    if quantization is Quantization.FP8 and device.type == "cuda":
         _check_capability(quantization, device, _FP8_CAPABILITY)
+        if dtype is not torch.bfloat16:
+            raise DeviceError("fp8 on a GPU yields bfloat16 only; use --dtype bfloat16")
     if quantization is Quantization.INT4 and device.type == "cuda":
         _check_capability(quantization, device, _INT4_CAPABILITY)
         if dtype is not torch.bfloat16:
@@ -50,9 +54,14 @@ def quantize_linears(
     """
     if quantization is Quantization.NONE:
         return []
-    library = _import_torchao()
     kept = [name for name, linear in _linears(module) if not _fits(linear, quantization, device)]
     keep = set(kept)
+    if quantization is Quantization.FP8:
+        for name, linear in list(_linears(module)):
+            if name not in keep:
+                module.set_submodule(name, Fp8Linear(linear))
+        return kept
+    library = _import_torchao()
     with _quiet():
         library.quantize_(
             module,
@@ -80,11 +89,6 @@ def _config(library: ModuleType, quantization: Quantization, device: torch.devic
     """The library's own description of the format."""
     if quantization is Quantization.INT8:
         return library.Int8WeightOnlyConfig(set_inductor_config=False)
-    if quantization is Quantization.FP8:
-        # Activations become fp8 as well, row by row: that is what makes the product itself fast.
-        return library.Float8DynamicActivationFloat8WeightConfig(
-            granularity=library.PerRow(), set_inductor_config=False
-        )
     if device.type == "cuda":
         return library.Int4WeightOnlyConfig(
             group_size=_GROUP_CUDA,
@@ -102,9 +106,7 @@ def _config(library: ModuleType, quantization: Quantization, device: torch.devic
 def _check_capability(
     quantization: Quantization, device: torch.device, least: tuple[int, int]
 ) -> None:
-    needed = f"{quantization.value} needs an NVIDIA GPU of compute capability {least[0]}.{least[1]}"
-    if device.type != "cuda":
-        raise DeviceError(f"{needed}, not {device}; use int8, or no quantization")
+    needed = f"{quantization.value} needs compute capability {least[0]}.{least[1]}"
     found = torch.cuda.get_device_capability(device)
     if found < least:
         raise DeviceError(f"{needed}, {device} has {found[0]}.{found[1]}; use int8 instead")

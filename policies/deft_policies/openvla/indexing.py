@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deft_client.datasets.episodes import StoredStep
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex, build_index, frame_keys
+from deft_policies.decoding.drafts.guessers import RetrievalIndex, build_index, frame_keys
 from deft_policies.decoding.records import StageClock
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import PolicyError

@@ -12,8 +12,8 @@ from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.open import load_model, open_checkpoint
 from deft_policies.decoding.decoder import DraftModels
 from deft_policies.decoding.drafts.eagle import load_head
+from deft_policies.decoding.drafts.guessers import load_index
 from deft_policies.decoding.drafts.medusa import is_medusa, load_medusa
-from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.drafts.small_model import self_draft_target
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method

@@ -85,8 +85,8 @@ class PolicyParts:
         if self.draft is None:
             return prompts
         # Asked for by what drafts, where its time counts as drafting.
-        unheard = StageClock(CPU)
-        return replace(prompts, for_draft=partial(self.draft.read, observations, unheard))
+        apart = StageClock(CPU)
+        return replace(prompts, for_draft=partial(self.draft.read, observations, apart))
 
 
 @dataclass(frozen=True)
@@ -185,40 +185,52 @@ class OpenVLAPolicy:
         self._decoder_for(options)
         self._parts.check(observation.instruction)
 
-    def warm_up(self) -> None:
+    def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Answer a black frame by every way the default method may take, to learn what they cost.
 
-        Where steps are captured, capture before that all that any batch, prompt or method within
-        the reserve can need: nothing is captured afterwards. Then known frames are answered as a
-        test.
+        Where steps are captured, capture before that all that any batch or prompt within the
+        reserve can need by the default and these `methods`, else by every method there is: nothing
+        is captured afterwards. Then known frames are answered as a test.
         """
+        if methods is None:
+            methods = [name for name in method_names() if self.has_method(name)]
         runner = self._parts.target.runner
         with runner.warming_up(), torch.inference_mode():
             if runner.reserve is not None:
-                self._capture()
+                _log.info("capturing passes of up to %d rows", runner.reserve.rows)
+            self._parts.target.warm_up()
+            self.capture(methods)
             self._learn_costs()
         key = self._default_key or self._keys[0]
         self_test(self, self.action_limits(key), plain_method=AUTOREGRESSIVE)
 
-    def _capture(self) -> None:
-        started = time.perf_counter()
-        self._parts.target.warm_up()
-        lengths = {statistics.action_dim for statistics in self._parts.statistics.values()}
-        names = [name for name in method_names() if self.has_method(name)]
-        for index, name in enumerate((self._settings.method.name, *names)):
+    def capture(self, names: Sequence[str]) -> None:
+        """Capture all that these methods and the default can need, for any batch in the reserve."""
+        started, reserve = time.perf_counter(), self._parts.target.runner.reserve
+        if reserve is None:
+            return
+        batches = [self._blank_prompts(rows) for rows in reserve.batches]
+        spaces = {space.length: space for space in self._spaces.values()}
+        every = dict.fromkeys((self._settings.method.name, *names))
+        for index, name in enumerate(every):
             seconds = time.perf_counter() - started
-            _log.info("capturing: %d of %d methods, %.0f s", index, len(names) + 1, seconds)
-            for length in lengths:
-                self._decoder_for(ActOptions(decoding=name)).capture(length)
+            left = (
+                f"about {seconds / index * (len(every) - index):.0f} s to go" if index else "first"
+            )
+            _log.info("capturing rounds of %s (%d of %d): %s", name, index + 1, len(every), left)
+            for space in spaces.values():
+                self._decoder_for(ActOptions(decoding=name)).capture(batches, space)
         _log.info("everything captured in %.0f s", time.perf_counter() - started)
 
     def _learn_costs(self) -> None:
-        parts = self._parts
-        size = parts.target.model.config.image.size
-        black = Observation(np.zeros((size, size, 3), dtype=np.uint8), "pick up the cup")
         space = self.action_space(self._default_key or self._keys[0])
-        prompts = parts.read([black], StageClock(CPU))
-        self._decoder_for(ActOptions()).warm_up(prompts, [space])
+        self._decoder_for(ActOptions()).warm_up(self._blank_prompts(1), [space])
+
+    def _blank_prompts(self, rows: int) -> Prompts:
+        """What a batch of black frames starts from."""
+        size = self._parts.target.model.config.image.size
+        black = Observation(np.zeros((size, size, 3), dtype=np.uint8), "pick up the cup")
+        return self._parts.read([black] * rows, StageClock(CPU))
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.target import Prompts
-from deft_policies.model.layout import StepRunner, Tensors
+from deft_policies.model.layout import StepRunner, Tensors, pad_batch
 from deft_policies.model.staging import to_device
 from deft_policies.model.vla import OpenVLAModel
 
@@ -44,7 +44,9 @@ class OpenVLATarget(LlamaTarget):
         padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
         ids = to_device(padded, self.device)
         texts = to_device([len(row) for row in prompt_ids], self.device)
-        pixels = self.pad_rows(pixels)
+        reserve = self._runner.reserve
+        if reserve is not None and len(pixels) <= reserve.rows:
+            pixels = pad_batch(pixels)
         patches, features = self._runner.run(
             (self, "see", *pixels.shape), self._see_step, (pixels,)
         )

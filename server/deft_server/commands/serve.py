@@ -24,8 +24,7 @@ from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.hosting.allocator import keep_freed_memory
-from deft_server.hosting.host import Elsewhere
-from deft_server.hosting.recipe import PolicyRecipe
+from deft_server.hosting.host import Elsewhere, PolicyRecipe
 from deft_server.http.http_protocol import build_http_protocol
 from deft_server.http.listener import FairListener
 from deft_server.http.websocket_protocol import build_websocket_protocol

@@ -32,7 +32,8 @@ from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
 from deft_server.errors import CallerGoneError, ServerError
-from deft_server.http.caller_watch import CallerWatch
+from deft_server.http.cancelling import CallerWatch
+from deft_server.http.frame_bodies import read_body
 from deft_server.http.gate import caller_of
 from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
@@ -97,7 +98,7 @@ def build_peer_act_route(service: Service) -> PlainRoute:
 
     async def act(request: Request) -> Response:
         """Answer an OpenVLA client; see docs/protocols.md."""
-        body = await request.body()
+        body = await read_body(request.receive)
         arrived_s = time.monotonic()
         caller = caller_of(request.scope)
         if not _wants_problems(request):  # a client that understands a status tries again itself

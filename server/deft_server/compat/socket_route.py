@@ -46,7 +46,7 @@ from deft_server.compat.profiles import (
     staying,
 )
 from deft_server.errors import CallerGoneError, ServerError
-from deft_server.http.caller_watch import CallerWatch
+from deft_server.http.cancelling import CallerWatch
 from deft_server.http.gate import caller_of
 from deft_server.http.problems import describe
 from deft_server.serving.access import Caller

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 
-_KEPT_BYTES = 64 * 1024 * 1024
+_KEPT_BYTES = 16 * 1024 * 1024
 _LARGEST_KEPT_BYTES = 4 * 1024 * 1024  # frames of cameras; what is larger is given back at once
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 

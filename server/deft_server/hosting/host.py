@@ -7,6 +7,7 @@ robot, so it can be lost and loaded again at any time.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol
 
 from deft_client.types import ActOptions, Observation, ServerInfo
@@ -96,3 +97,27 @@ class Elsewhere:
     """Stands for a policy that this process does not load: `new_host` knows where it lives."""
 
     new_host: NewHost
+
+
+LoadPolicy = Callable[[], Policy]
+
+
+@dataclass(frozen=True)
+class PolicyRecipe:
+    """A function, as `module:name`, and its arguments; call the recipe to load the policy here."""
+
+    function: str
+    arguments: tuple[str, ...] = ()
+
+    def __call__(self) -> Policy:
+        """Load the policy."""
+        module, _, name = self.function.partition(":")
+        policy: Policy = getattr(import_module(module), name)(*self.arguments)
+        return policy
+
+
+def load_and_warm(load: LoadPolicy) -> Policy:
+    """Load a policy and make it ready to answer."""
+    policy = load()
+    policy.warm_up()
+    return policy

@@ -19,7 +19,7 @@ from deft_policies.base import ActionLimits, ActRequest
 from deft_policies.model.statistics import find_statistics_key
 from deft_server.hosting.attempts import Attempts
 from deft_server.hosting.frame_block import FrameBlock
-from deft_server.hosting.host import HostedPolicy, Listener
+from deft_server.hosting.host import HostedPolicy, Listener, PolicyRecipe
 from deft_server.hosting.messages import (
     PolicyFacts,
     decode_message,
@@ -27,7 +27,6 @@ from deft_server.hosting.messages import (
     take_message,
     write_batch,
 )
-from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.settings import Settings
 
 _RECEIVED_BYTES = 1024 * 1024

@@ -10,8 +10,7 @@ from threading import Thread
 from deft_policies.base import ActRequest, Policy
 from deft_policies.errors import PolicyError
 from deft_server.hosting.attempts import answer_batch
-from deft_server.hosting.host import HostedPolicy, Listener
-from deft_server.hosting.recipe import LoadPolicy, load_and_warm
+from deft_server.hosting.host import HostedPolicy, Listener, LoadPolicy, load_and_warm
 from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from deft_server.commands.logs import start_logging
 from deft_server.hosting.allocator import keep_freed_memory
 from deft_server.hosting.attempts import Answer, Attempts, answer_batch
 from deft_server.hosting.frame_block import FrameBlock
+from deft_server.hosting.host import PolicyRecipe, load_and_warm
 from deft_server.hosting.messages import (
     Message,
     PolicyFacts,
@@ -24,7 +25,6 @@ from deft_server.hosting.messages import (
     read_batch,
     take_message,
 )
-from deft_server.hosting.recipe import PolicyRecipe, load_and_warm
 from deft_server.settings import LogFormat, LogLevel, Settings, SettingsError
 
 _RECEIVED_BYTES = 64 * 1024

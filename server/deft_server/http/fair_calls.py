@@ -5,11 +5,13 @@ whoever spoke then as well would wait for all of it.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from deft_server.serving.turns import Turns
 
-MAX_CALLS_A_TURN = 8
+MAX_CALLS_A_TURN = 8  # most of them begin what the next turn goes on with
+MAX_TURN_S = 0.005  # after which no call is made any more
 
 
 class FairCalls:
@@ -19,10 +21,10 @@ class FairCalls:
     of a WebSocket to parse.
     """
 
-    def __init__(self, most_a_turn: int = MAX_CALLS_A_TURN) -> None:
-        self._most = most_a_turn
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._waiting: Turns[Callable[[], None]] = Turns()
-        self._num_made = 0  # in this turn
+        self._num_made, self._until_s = 0, 0.0  # in this turn, and its end
         self._next_turn: asyncio.Handle | None = None
 
     def count(self, address: str) -> int:
@@ -32,17 +34,24 @@ class FairCalls:
     def make(self, address: str, call: Callable[[], None]) -> None:
         """Make a call on behalf of an address, now or when it is its turn."""
         if self._next_turn is None:
-            self._next_turn = asyncio.get_running_loop().call_soon(self._begin_turn)
-        if self._num_made < self._most and not self._waiting:
+            self._enter_turn()
+        if self._waiting or self._is_over():
+            self._waiting.add(address, call)
+        else:
             self._num_made += 1
             call()
-        else:
-            self._waiting.add(address, call)
 
-    def _begin_turn(self) -> None:
+    def _enter_turn(self) -> None:
+        self._num_made, self._until_s = 0, self._clock() + MAX_TURN_S
+        self._next_turn = asyncio.get_running_loop().call_soon(self._end_turn)
+
+    def _is_over(self) -> bool:
+        return self._num_made >= MAX_CALLS_A_TURN or self._clock() >= self._until_s
+
+    def _end_turn(self) -> None:
         self._next_turn = None
-        self._num_made = min(self._most, len(self._waiting))
-        if self._num_made:
-            self._next_turn = asyncio.get_running_loop().call_soon(self._begin_turn)
-        for _ in range(self._num_made):
+        if self._waiting:
+            self._enter_turn()
+        while self._waiting and not self._is_over():
+            self._num_made += 1
             self._waiting.take()()

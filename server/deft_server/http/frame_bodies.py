@@ -9,9 +9,12 @@ import asyncio
 from email.message import Message
 from functools import partial
 from importlib import import_module
+from io import BytesIO
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from deft_client.errors import (
     MalformedMessageError,
@@ -29,6 +32,21 @@ from deft_server.serving.fair_threads import FairThreads
 
 FORM = "multipart/form-data"
 _CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Return the whole body of a request, or raise `ClientDisconnect`.
+
+    It grows in one place: a list of its parts would leave as many holes in the memory.
+    """
+    grown = BytesIO()  # which gives its bytes away without a copy
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        grown.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            return grown.getvalue()
 
 
 def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage:
@@ -83,6 +101,7 @@ class FrameDecoder:
             decode = partial(decode_body, content_type, body, self._limits)
             return await self._threads.run(owner, decode)
         entries = msgpack_codec.unpack(body, self._limits)
+        del body  # what is in it was copied, and may have to wait for long
         read = partial(REQUEST.read, entries, "", Terms(self._limits))
         return await self._threads.run(owner, read) if has_pictures(entries) else read()
 

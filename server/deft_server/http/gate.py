@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
 from deft_server.http.bounds import SMALL_BODY_BYTES, ConnectionBounds
-from deft_server.http.caller_watch import Cancellation
-from deft_server.http.key_watch import KeyWatch
+from deft_server.http.cancelling import Cancellation, KeyWatch
 from deft_server.http.problems import describe, problem_response
 from deft_server.serving.access import (
     REQUEST_ID_HEADER,

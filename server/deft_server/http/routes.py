@@ -21,8 +21,8 @@ from deft_client.types import ActionChunk, ServerInfo
 from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info, encode_problem
 from deft_client.wire.msgpack_codec import CONTENT_TYPE as MSGPACK_CONTENT_TYPE
 from deft_server.errors import CallerGoneError
-from deft_server.http.caller_watch import CallerWatch
-from deft_server.http.frame_bodies import FrameDecoder, encode_answer, wants_msgpack
+from deft_server.http.cancelling import CallerWatch
+from deft_server.http.frame_bodies import FrameDecoder, encode_answer, read_body, wants_msgpack
 from deft_server.http.gate import ADMIN_PREFIX, caller_of
 from deft_server.http.problems import describe
 from deft_server.serving.access import Caller
@@ -78,7 +78,7 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
 
     async def act(request: Request) -> Response:
         """Answer one camera frame with the actions that follow it."""
-        body = await request.body()
+        received = [await read_body(request.receive)]
         arrived_s = time.monotonic()
         service.readiness.require()
         content_type = request.headers.get("content-type", "")
@@ -86,7 +86,7 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
 
         async def answer() -> ActionChunk:
             await service.admit(caller)
-            asked = await decoder.decode(content_type, body, caller.owner)
+            asked = await decoder.decode(content_type, received.pop(), caller.owner)
             return await service.act(asked.observation, asked.options, caller, arrived_s)
 
         is_quick = service.scheduler.answers_at_once

@@ -3,20 +3,25 @@ loop, the bytes that all connections hold, the time and fragments of a message; 
 """
 
 import asyncio
+from collections.abc import Generator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
-from websockets.frames import CloseCode, Frame
+from websockets.frames import CTRL_OPCODES, CloseCode, Frame
+from websockets.streams import StreamReader
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
 from deft_server.http.http_protocol import peer_of
 
-SLICE_BYTES = 8192  # parsed at a time; of the smallest frames, ten milliseconds' work
+# Parsed at a time, or what a frame lacks if that is more; of the smallest frames, ten milliseconds'
+# work.
+SLICE_BYTES = 8192
 MAX_FRAMES_A_TURN = 16  # then everybody else has a turn
 MAX_FRAGMENTS = 4096  # of one message
+MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
 
 
 def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOProtocol]:
@@ -33,8 +38,12 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state)
         self._address = ""
         self._unparsed = memoryview(b"")
+        self._num_wanted = 0  # bytes of a frame, or of its header, that the parser waits for
+        self.conn.reader.read_exact = self._read_exact  # type: ignore[assignment, method-assign]
         self._awaits_turn = False
         self._num_frames = 0
+        self._num_controls = 0
+        self._controls_until_s = 0.0
         self._held = 0
         self._num_message_bytes = 0  # of the messages, and parts of one, that nobody is done with
         self._num_taken_bytes = 0  # of the message that the app has in hand
@@ -70,7 +79,10 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._num_taken_bytes = 0
         message: Any = await super().receive()
         self._num_taken_bytes = len(message.get("bytes") or (message.get("text") or "").encode())
-        self._go_on()
+        if self._unparsed:
+            self._go_on()
+        else:
+            self._count_bytes()
         return message
 
     def pause_writing(self) -> None:
@@ -102,10 +114,22 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def handle_events(self) -> None:
         self._num_frames += len(self.conn.events)
+        num_controls = sum(getattr(one, "opcode", None) in CTRL_OPCODES for one in self.conn.events)
         super().handle_events()
+        if num_controls:
+            self._count_controls(num_controls)
         if self.conn.handshake_exc is not None:  # uvicorn would leave it without an answer
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
+
+    def _count_controls(self, number: int) -> None:
+        now_s = self.loop.time()
+        if now_s > self._controls_until_s:
+            self._num_controls = 0
+            self._controls_until_s = now_s + self.bounds.message_timeout_s
+        self._num_controls += number
+        if self._num_controls > MAX_CONTROLS:
+            self._fail(CloseCode.POLICY_VIOLATION, f"more than {MAX_CONTROLS} pings and pongs")
 
     def _parse(self) -> None:
         """Parse until enough was done for a turn, or until somebody must catch up first."""
@@ -116,7 +140,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
                 self._awaits_turn = True
                 self.loop.call_soon(self._await_turn)
                 break
-            part, self._unparsed = self._unparsed[:SLICE_BYTES], self._unparsed[SLICE_BYTES:]
+            size = max(SLICE_BYTES, self._num_wanted - len(self.conn.reader.buffer))
+            part, self._unparsed = self._unparsed[:size], self._unparsed[size:]
             super().data_received(part)  # type: ignore[arg-type]
         if self.transport.is_closing():
             return
@@ -125,6 +150,12 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         elif self._may_go_on():
             self.transport.resume_reading()
         self._count_bytes()
+
+    def _read_exact(self, number: int) -> Generator[None, None, bytearray]:
+        self._num_wanted = number
+        found = yield from StreamReader.read_exact(self.conn.reader, number)
+        self._num_wanted = 0
+        return found
 
     def _may_go_on(self) -> bool:
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()

@@ -17,7 +17,7 @@ from deft_server.hosting.attempts import Attempts
 from deft_server.hosting.host import HostedPolicy, Listener
 from deft_server.hosting.messages import PolicyFacts
 from deft_server.hosting.process import hosted
-from deft_server.replicas.remote import Backlog, ReplicaAnswers, lost
+from deft_server.replicas.remote import FrontState, ReplicaAnswers, lost
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -43,7 +43,7 @@ class Cluster(Protocol):
     async def look(self) -> tuple[str, PolicyFacts]:
         """Ask a replica for the version of its policy, and what a server has to know of it."""
 
-    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
         """Have a free replica answer a batch, or raise `ReplicaLostError`."""
 
     def count(self) -> int:
@@ -96,7 +96,9 @@ class ReplicaHost:
         """Connect, then tell the scheduler whenever the number of replicas changes."""
         try:
             await asyncio.to_thread(self._cluster.connect)
-            await self._look()
+            version, facts = await self._cluster.look()
+            self._count = await asyncio.to_thread(self._cluster.count)
+            self._learn(version, facts)
         except (SettingsError, PolicyError, ReplicaLostError) as error:
             logger.error("the replicas could not be started: %s", error)
             self._listener.policy_broken(self, error)
@@ -109,19 +111,18 @@ class ReplicaHost:
             await asyncio.sleep(LOOK_EVERY_S)
             count = await asyncio.to_thread(self._cluster.count)
             if count != self._count:
-                self._tell(count)
+                self._count = count
+                self._tell()
 
-    async def _look(self) -> None:
-        """Learn what the policy is, and tell of it before it serves."""
-        self._version, facts = await self._cluster.look()
-        self._policy = hosted(facts)
-        self._tell(await asyncio.to_thread(self._cluster.count))
+    def _learn(self, version: str, facts: PolicyFacts) -> None:
+        """Tell what the policy is now, before an answer of it is let out."""
+        self._version, self._policy = version, hosted(facts)
+        self._tell()
 
-    def _tell(self, count: int) -> None:
+    def _tell(self) -> None:
         assert self._policy is not None
-        logger.info("%d replicas of version %s", count, self._version)
-        self._count = count
-        self._listener.policy_loaded(self, self._policy, count)
+        logger.info("%d replicas of version %s", self._count, self._version)
+        self._listener.policy_loaded(self, self._policy, self._count)
 
     async def _answer(self, number: int, batch: Sequence[ActRequest]) -> None:
         started_s = time.perf_counter()
@@ -130,12 +131,13 @@ class ReplicaHost:
 
     async def _attempts(self, batch: Sequence[ActRequest], started_s: float) -> Attempts:
         reason = ""
-        backlog = Backlog(self._name, self._listener.num_waiting / len(batch))
+        num_waiting = self._listener.num_waiting / len(batch)
         for _ in range(TRIES):
+            state = FrontState(self._name, self._version, num_waiting)
             try:
-                returned = await self._cluster.answer(batch, backlog)
-                if returned.version != self._version:
-                    await self._look()
+                returned = await self._cluster.answer(batch, state)
+                if returned.facts is not None and returned.version != self._version:
+                    self._learn(returned.version, returned.facts)
                 return returned.attempts(time.perf_counter() - started_s)
             except ReplicaLostError as error:
                 reason = str(error)

@@ -16,10 +16,10 @@ from typing import Any
 
 from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
+from deft_server.hosting.host import LoadPolicy
 from deft_server.hosting.messages import PolicyFacts
-from deft_server.hosting.recipe import LoadPolicy
 from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
-from deft_server.replicas.remote import Backlog, Backlogs, Replica, ReplicaAnswers
+from deft_server.replicas.remote import Backlogs, FrontState, Replica, ReplicaAnswers
 from deft_server.settings import SettingsError
 
 APPLICATION = "deft"
@@ -36,8 +36,8 @@ ENVIRONMENT = {
     # Nobody calls a replica over HTTP; with it, every replica that stops first waits for half a
     # minute in case somebody does.
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-    # A batch often comes a moment before its replica knows that the one before is answered, and is
-    # sent again. Ray would wait for 25 ms to 0.5 s with that: half the throughput.
+    # A batch may come a moment before its replica knows that the one before is answered, and is
+    # sent again. Ray would wait for 25 ms to 0.5 s with that.
     "RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S": "0.001",
     "RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S": "0.01",
 }
@@ -62,13 +62,14 @@ class PolicyReplica:
         """Return the version of the policy, and what a server has to know of it."""
         return self._replica.version, self._replica.facts
 
-    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
         """Answer a batch."""
         loop = asyncio.get_running_loop()
         self._busy_since_s = time.monotonic()
-        self._backlogs.note(backlog, self._busy_since_s)
+        self._backlogs.note(state, self._busy_since_s)
         try:
-            return await loop.run_in_executor(self._thread, self._replica.answer, frames)
+            answer = self._replica.answer
+            return await loop.run_in_executor(self._thread, answer, frames, state.version)
         finally:
             self._busy_since_s = None
 
@@ -157,9 +158,9 @@ class RayCluster:
             raise ReplicaLostError(_first_line(error)) from error
         return found
 
-    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
         """Have a free replica answer."""
-        response = self._handle.answer.remote(frames, backlog)
+        response = self._handle.answer.remote(frames, state)
         try:
             answers: ReplicaAnswers = await asyncio.wait_for(response, self.hang_after_s)
         except asyncio.TimeoutError as error:

@@ -10,18 +10,19 @@ from dataclasses import dataclass, replace
 from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
 from deft_server.hosting.attempts import Attempts, Failure
+from deft_server.hosting.host import LoadPolicy, load_and_warm
 from deft_server.hosting.messages import PolicyFacts, decode_message, encode_message
-from deft_server.hosting.recipe import LoadPolicy, load_and_warm
 from deft_server.hosting.worker import answer, facts_of
 
 BACKLOG_FRESH_S = 5.0
 
 
 @dataclass(frozen=True)
-class Backlog:
-    """How many batches wait at a front while a replica has one of it."""
+class FrontState:
+    """What a front says with a batch: the version it knows, and how many batches wait there."""
 
     front: str
+    version: str
     num_batches: float
 
 
@@ -31,9 +32,9 @@ class Backlogs:
     def __init__(self) -> None:
         self._told: dict[str, tuple[float, float]] = {}  # batches, and when
 
-    def note(self, backlog: Backlog, now_s: float) -> None:
+    def note(self, state: FrontState, now_s: float) -> None:
         """Take in what a front says with a batch."""
-        self._told[backlog.front] = backlog.num_batches, now_s
+        self._told[state.front] = state.num_batches, now_s
 
     def total(self, now_s: float) -> float:
         """Return the batches that wait at all fronts."""
@@ -46,7 +47,7 @@ class Backlogs:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaAnswers:
-    """What became of a batch, and who says so.
+    """What became of a batch, and who says so; with `facts` where the front knows others.
 
     Packed, because exceptions do not survive every journey.
     """
@@ -54,6 +55,7 @@ class ReplicaAnswers:
     replica: str
     version: str
     packed: bytes
+    facts: PolicyFacts | None = None
 
     def attempts(self, service_s: float) -> Attempts:
         """Return what came back as the scheduler knows it; `service_s` includes the journey."""
@@ -80,10 +82,11 @@ class Replica:
         """What the server has to know."""
         return facts_of(self._policy)
 
-    def answer(self, frames: Sequence[ActRequest]) -> ReplicaAnswers:
+    def answer(self, frames: Sequence[ActRequest], known_version: str) -> ReplicaAnswers:
         """Answer a batch; a frame that the policy cannot take does not touch the others."""
         packed = encode_message(answer(self._policy, frames))
-        return ReplicaAnswers(self._name, self._version, packed)
+        facts = None if known_version == self._version else self.facts
+        return ReplicaAnswers(self._name, self._version, packed, facts)
 
 
 def lost(num_frames: int, reason: str, service_s: float) -> Attempts:

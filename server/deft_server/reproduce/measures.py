@@ -141,9 +141,11 @@ def _verdict(results: RowResults, _: str) -> Cell:
 
 def _points(results: RowResults, _: str) -> Cell:
     found = results.played_apart
-    return (
-        Cell() if found is None else Cell(points_text(found.interval), found.comparison.difference)
-    )
+    if found is None or not found.comparison.num_pairs:
+        return Cell()
+    one = found.comparison
+    is_same = one.num_same_actions == one.num_pairs
+    return Cell("the same actions" if is_same else points_text(found.interval), one.difference)
 
 
 def _of_summary(heading: str, pick: Callable[[RunSummary], float], form: str) -> Measure:

@@ -13,7 +13,14 @@ from deft_client.libero.report.tables import markdown_table
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 from deft_server.reproduce import played, replays
-from deft_server.reproduce.measures import NOTHING, RowResults, cell_of, find_measure, heading_of
+from deft_server.reproduce.measures import (
+    MARGIN,
+    NOTHING,
+    RowResults,
+    cell_of,
+    find_measure,
+    heading_of,
+)
 from deft_server.reproduce.plots import line_plot
 from deft_server.reproduce.study import (
     PLAIN,
@@ -82,8 +89,9 @@ class ResultsFolder:
             found = self._results(row, base if row.slug != base.row.slug else None)
             if found.replayed is not None or found.played is not None:
                 rows.append(found)
-        # A baseline with nothing beside it says nothing.
-        return rows if any(one.plain is not None for one in rows) else []
+        # A baseline with nothing beside it says nothing, and neither do rows without a column.
+        says_something = self.shown(table.measures) and any(one.plain for one in rows)
+        return rows if says_something else []
 
     def _results(self, row: Row, plain: RowResults | None) -> RowResults:
         is_base = not row.flags and row.batch == 1 and row.acceptance is None
@@ -207,7 +215,10 @@ def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
     counted = [(cell_of("played-passes", one).value, one.row.name) for one in good]
     fewest = min((pair for pair in counted if pair[0] is not None), default=None)
     if len(good) > 1 and fewest is not None:
-        yield f"Fewest passes of the rows that lose less for sure: {fewest[1]}, {fewest[0]:.2f}."
+        yield (
+            f"Of the rows for which a loss of {100 * MARGIN:g} points is ruled out, {fewest[1]} "
+            f"has the fewest passes: {fewest[0]:.2f}."
+        )
 
 
 def _sheet(rows: Sequence[RowResults], measures: Sequence[str]) -> str:

@@ -22,9 +22,8 @@ from deft_client.types import (
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
 from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.hosting.host import Elsewhere, HostedPolicy, NewHost
+from deft_server.hosting.host import Elsewhere, HostedPolicy, LoadPolicy, NewHost, PolicyRecipe
 from deft_server.hosting.process import PolicyProcess
-from deft_server.hosting.recipe import LoadPolicy, PolicyRecipe
 from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
@@ -242,11 +241,13 @@ class Service:
         return Answered(ActionChunk(actions, intervention=Intervention.HOLD), 0.0, 0)
 
     def _timed(self, answered: Answered, started_s: float, decoded_s: float) -> ActionChunk:
-        """Return the answer with the server's own stages filled in, and count it."""
+        """Return the answer with the server's own stages filled in, and count it soon."""
         total_s = time.monotonic() - started_s
         chunk = answered.chunk
         spent = {stage: value for stage, value in vars(chunk.timings).items() if value}
-        self.metrics.observe_answer(spent, chunk.trace, answered.queue_s, total_s)
+        # Counted once the answer has been sent: traces are put into words when they are looked at.
+        count = partial(self.metrics.observe_answer, spent, chunk.trace, answered.queue_s, total_s)
+        asyncio.get_running_loop().call_soon(count)
         own = {
             "wire_ms": (decoded_s - started_s) * 1000,
             "queue_ms": answered.queue_s * 1000,

@@ -15,16 +15,18 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.rule import ActionContext, ActionSpace, SpaceTensors
 from deft_policies.decoding.decoder import DraftModels
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.guessers import RetrievalIndex
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.drafts.sources import BatchDrafts, Seen
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, PLAIN, DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.records import ActionRun, Settled
+from deft_policies.decoding.speculative import Round, Rounds, run_actions
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.verify import Verifier
+from deft_policies.model.layout import EagerRunner
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import clock
 from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
@@ -33,15 +35,15 @@ META = torch.device("meta")
 NUM_ROWS = 2
 
 
-class CountedReads(RunState):
-    """Answers the read of each round from a script."""
+class CountedReads(ActionRun):
+    """Answers the read of each round from a script: the rows go on by two and by three tokens."""
 
     num_reads = 0
 
-    def read_from_device(self, accepted: Tensor) -> list[int]:
-        assert accepted.device == META
+    def read_from_device(self, table: Tensor) -> list[list[int]]:
+        assert table.device == META
         self.num_reads += 1
-        return [1, 2]
+        return [[min(self.num_reads * step, self.length)] for step in (2, 3)]
 
 
 SHAPES = (
@@ -93,12 +95,15 @@ def run(method: Method, plan: Plan) -> tuple[CountedReads, int]:
     prompts = replace(prompts, keep_hidden=needs_hidden)
     verifier = Verifier(method.rule, method.tie_break, target.vocabulary.first)
     context = ActionContext(space, history.drift, history.num_steps)
-    state = CountedReads(target, verifier, context, wants_margins=True)
-    drafting = BatchDrafts(sources, plan, Seen(prompts, sessions, history, 64))
-    finished = run_actions(state, prompts, drafting, clock())
-    assert finished.tokens.device == META
-    with_guesses = [one for one in finished.records if one.result.tree.num_nodes > 1]
-    return state, len(with_guesses)
+    seen, settled = Seen(prompts, sessions, history, 64), Settled.nothing(space.groups, True)
+    progress = settled.progress(prompts.last_tokens, fewest=0)
+    drafting = BatchDrafts.of(sources, plan, seen, progress)
+    rounds = Rounds(Round(target, drafting, verifier, context), settled, EagerRunner())
+    run = CountedReads(NUM_ROWS, LENGTH)
+    run_actions(rounds, prompts, run, clock())
+    assert run.margins is not None
+    assert run.margins.device == META
+    return run, sum(one.report.has_guesses for one in run.records)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])

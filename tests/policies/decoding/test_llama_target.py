@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from deft_policies.decoding.autoregressive import AutoregressiveDecoder
+from deft_policies.decoding.decoder import DraftModels, build_decoder
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.records import StageClock
 from deft_policies.decoding.target import Prompts
@@ -14,6 +16,7 @@ from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.vla import OpenVLAModel
+from tests.policies.decoding.scripts import Session, clock
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import (
     CPU,
@@ -202,12 +205,15 @@ def test_a_recording_made_for_one_prompt_length_serves_its_whole_bucket() -> Non
 def test_batches_of_three_and_four_share_their_recordings() -> None:
     model = tiny_model()
     capturer = RecordingCapturer()
-    decoder = AutoregressiveDecoder(target_of(model, CapturedRunner(capturer)))
+    runner = CapturedRunner(capturer)
+    method, models = find_method("autoregressive"), DraftModels(runner=runner)
+    decoder = build_decoder(target_of(model, runner), method, models)
     four, three = random_prompts(model, [3, 5, 9, 1]), random_prompts(model, [4, 8, 2], seed=1)
-    tokens_of(decoder, four)
+    decoder.decode(four, Session.of(4).rows, clock())
     num_captured = capturer.num_captured
-    expected = [plain_decode(model, one_row(three, row).embeds[0], 7) for row in range(3)]
-    assert tokens_of(decoder, three) == expected
+    expected = [tuple(plain_decode(model, one_row(three, row).embeds[0], 7)) for row in range(3)]
+    traces = decoder.decode(three, Session.of(3).rows, clock())
+    assert [trace.tokens for trace in traces] == expected
     assert capturer.num_captured == num_captured
 
 

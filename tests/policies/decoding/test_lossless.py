@@ -18,8 +18,8 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.decoder import Decoder, DraftModels
 from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.drafts.guessers import RetrievalIndex, frame_keys
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.drafts.small_model import first_layers
 from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import ActionHistory

@@ -24,9 +24,11 @@ from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.knobs import find_method, method_names
 from deft_policies.decoding.methods import METHODS, Method, plan_of
 from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
-from deft_policies.decoding.speculative import RunState, run_actions
+from deft_policies.decoding.records import ActionRun, Settled
+from deft_policies.decoding.speculative import Round, Rounds, run_actions
 from deft_policies.decoding.verify import Verifier
 from deft_policies.errors import RequestError, UnknownDecodingError
+from deft_policies.model.layout import EagerRunner
 from tests.policies.decoding.scripts import ScriptedDrafts, Session, clock, tokens_of
 from tests.tiny_target import (
     CPU,
@@ -231,11 +233,12 @@ def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
     space = SpaceTensors.of([row.space for row in session.rows], CPU)
     verifier = Verifier(method.rule, method.tie_break, TARGET.vocabulary.first)
     context = ActionContext(space, history.drift, history.num_steps)
-    state = RunState(TARGET, verifier, context, wants_margins=True)
     seen = Seen(PROMPTS, histories, history, TARGET.widest_tree)
-    timer = clock()
-    drafting = BatchDrafts(Sources((), ()), PLAIN, seen)
-    found = run_actions(state, PROMPTS, drafting, timer).read(timer)
+    timer, settled = clock(), Settled.nothing(space.groups, wants_margins=True)
+    progress = settled.progress(PROMPTS.last_tokens, fewest=0)
+    drafting = BatchDrafts.of(Sources((), ()), PLAIN, seen, progress)
+    rounds = Rounds(Round(TARGET, drafting, verifier, context), settled, EagerRunner())
+    found = run_actions(rounds, PROMPTS, ActionRun(3, LENGTH), timer).read(timer)
     plain = AutoregressiveDecoder(TARGET, wants_margins=True).decode(PROMPTS, LENGTH, clock())
     for one, two in zip(found, plain, strict=True):
         assert (one.tokens, one.predicted) == (two.tokens, two.predicted)

@@ -178,6 +178,21 @@ def test_our_loop_never_drafts_for_the_last_token_and_needs_no_pass_for_it() -> 
     assert find_method("spec-vla-published").loop is Loop.PUBLISHED
 
 
+def test_a_whole_action_may_end_with_a_path_that_won_beyond_its_end() -> None:
+    """73 stands within 9 of the last token, 70; it comes first, but 70 goes on behind the end."""
+
+    def guess(row: int, place: int, before: tuple[int, ...]) -> list[int]:
+        if place < LENGTH - 1:
+            return [99]  # never near
+        return [73, 70] if place == LENGTH - 1 else [70] * (before[-1] == 70)
+
+    target = AnswerTarget()
+    target.wanted = [(10, 20, 30, 40, 50, 60, 70)]
+    trace = decode(target, blank_prompts(1), guess, radius=9)
+    assert trace.tokens == (10, 20, 30, 40, 50, 60, 70)
+    assert trace.accepted_lengths[-1] == 1
+
+
 def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
     """5 of 7 committed; leaf 33 stands within 9 of 30, beside the exact path 30-31-32."""
     tokens = torch.tensor([[29, 33, 30, 31, 32]])

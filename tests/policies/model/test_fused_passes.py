@@ -8,17 +8,23 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
+from deft_policies.benchmark.prediction import (
+    BLOCK_LAUNCHES,
+    FP8_LAYER_LAUNCHES,
+    LAYER_LAUNCHES,
+)
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.layout import Reserve
+from deft_policies.model.quantization import quantize_linears
+from deft_policies.model.vision import VisionTransformer
 from deft_policies.model.vla import OpenVLAModel
+from deft_policies.openvla.options import Quantization
 from deft_policies.openvla.target import OpenVLATarget
 from tests.launches import LaunchCounter
 from tests.recorder import RecordingCapturer
-from tests.tiny_openvla import random_prompts, tiny_model
+from tests.tiny_openvla import CPU, random_prompts, tiny_config, tiny_model
 from tests.triton_twins import Counted
-
-MOST_PER_LAYER = 10
 
 
 def fixed_shapes(model: OpenVLAModel) -> OpenVLATarget:
@@ -70,12 +76,17 @@ def test_fused_towers_see_what_plain_ones_do() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 8])
-def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches_at_most(num_nodes: int) -> None:
-    """Counted as the difference between models of four and of two layers."""
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.FP8])
+def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches(
+    num_nodes: int, quantization: Quantization
+) -> None:
+    """Counted as the difference between models of four and of two layers; more of them in fp8."""
     totals = []
     for num_layers in (2, 4):
         launch = Counted()
         model = tiny_model(num_layers=num_layers)
+        for layer in model.decoder.layers:
+            quantize_linears(layer, quantization, CPU)
         model.fuse(launch.kernels)
         target = fixed_shapes(model)
         prompts = random_prompts(model, [3])
@@ -86,4 +97,19 @@ def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches_at_most(num_nodes
         with LaunchCounter() as counter:
             target._score_step(64, *inputs)
         totals.append(counter.total + len(launch.launched))
-    assert 0 < (totals[1] - totals[0]) / 2 <= MOST_PER_LAYER, counter.counts
+    is_fp8 = quantization is Quantization.FP8
+    expected = FP8_LAYER_LAUNCHES if is_fp8 else LAYER_LAUNCHES
+    assert (totals[1] - totals[0]) / 2 == expected, counter.counts
+
+
+def test_the_launches_of_a_block_of_a_tower_are_as_the_prediction_says() -> None:
+    totals = []
+    for depth in (3, 5):
+        launch = Counted()
+        sizes = replace(tiny_config().towers[0], depth=depth)
+        tower = VisionTransformer(sizes).requires_grad_(False)
+        tower.kernels = launch.kernels
+        with LaunchCounter() as counter:
+            tower(torch.zeros(1, 3, 28, 28))
+        totals.append(counter.total + len(launch.launched))
+    assert (totals[1] - totals[0]) / 2 == BLOCK_LAUNCHES, counter.counts

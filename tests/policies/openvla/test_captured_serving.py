@@ -1,9 +1,11 @@
 """Serving from captured steps: nothing is captured while robots wait, whatever they send."""
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
@@ -79,7 +81,7 @@ def serve(
 def test_500_mixed_frames_capture_nothing_after_the_warm_up_and_answer_as_without() -> None:
     runner = CapturedRunner(RecordingCapturer(), RESERVE)
     policy = policy_on(runner)
-    policy.warm_up()
+    policy.warm_up(METHODS)
     num_captured = runner.num_captured
     batches = mixed_batches()
     tokens = serve(policy, batches)
@@ -93,16 +95,22 @@ def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
     """Captured growth once read the lengths of the prompt that it had been captured with."""
     runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=48))
     captured = policy_on(runner, KeyMask.PREFIX_ONLY)
-    captured.warm_up()
+    captured.warm_up(METHODS)
     batches = [batch[:2] for batch in mixed_batches(2)[:8]]
     plain = policy_on(EagerRunner(), KeyMask.PREFIX_ONLY)
     assert serve(captured, batches) == serve(plain, batches)
 
 
-def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothing() -> None:
+def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=40))
     policy = policy_on(runner)
-    policy.warm_up()
+    with caplog.at_level("INFO"):
+        policy.warm_up(METHODS)
+    assert "capturing passes of up to 2 rows" in caplog.messages
+    assert "capturing rounds of lossless (1 of 4): first" in caplog.messages
+    assert re.search(r"spec-vla \(3 of 4\): about \d+ s to go", caplog.text)
     num_captured = runner.num_captured
     batches = mixed_batches(1)[:6]
     assert serve(policy, batches) == serve(policy_on(EagerRunner()), batches)

@@ -12,8 +12,8 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
+from deft_policies.decoding.drafts.guessers import RetrievalIndex, save_index
 from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes, save_medusa
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.decoding.methods import METHODS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.openvla.load import load_float32_twin, load_policy
@@ -227,5 +227,3 @@ def test_devices_that_are_not_there_are_device_errors() -> None:
         load_policy(replace(OPTIONS, device="toaster"))
     with pytest.raises(DeviceError, match="only cpu and cuda"):
         load_policy(replace(OPTIONS, device="meta"))
-    with pytest.raises(DeviceError, match="fp8 needs an NVIDIA GPU"):
-        load_policy(replace(OPTIONS, quantization=Quantization.FP8))

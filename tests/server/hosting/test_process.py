@@ -20,8 +20,8 @@ from deft_client.recordings import find_episodes, iterate_steps
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
 from deft_server.errors import NotReadyError, PolicyFailedError, UnsafeAnswerError
+from deft_server.hosting.host import PolicyRecipe
 from deft_server.hosting.process import PolicyProcess
-from deft_server.hosting.recipe import PolicyRecipe
 from deft_server.recording.writer import build_recording
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service

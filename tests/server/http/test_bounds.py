@@ -13,7 +13,7 @@ from websockets.sync.client import connect as open_stream
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import MAX_HEADERS, MAX_PIPELINED, ConnectionCounts, HeldBytes
-from deft_server.http.websocket_protocol import MAX_FRAGMENTS
+from deft_server.http.websocket_protocol import MAX_CONTROLS, MAX_FRAGMENTS
 from tests.server.fakes import MSGPACK, packed
 from tests.server.process import ServerProcess, serving
 
@@ -125,16 +125,26 @@ def test_a_message_that_never_ends_is_refused(server: ServerProcess):
         assert b"a message did not arrive within 0.5 s" in caller.recv(4096)
 
 
-def test_who_reads_no_pongs_may_send_no_pings(server: ServerProcess):
-    ping = b"\x89\xfd" + bytes(4 + 125)
+@pytest.mark.parametrize("frame", [b"\x89\xfd" + bytes(4 + 125), b"\x8a\x80" + bytes(4)])
+def test_a_flood_of_pings_or_pongs_ends_the_connection(server: ServerProcess, frame: bytes):
     with connect(server) as caller:
         caller.sendall(HANDSHAKE + b"\r\n")
         assert caller.recv(4096).startswith(b"HTTP/1.1 101 ")
-        caller.settimeout(1)
-        with pytest.raises(TimeoutError):  # noqa: PT012  the server stops reading
+        with pytest.raises(ConnectionError):  # noqa: PT012  as soon as the server has closed it
             for _ in range(1000):
-                caller.sendall(ping * 1000)
+                caller.sendall(frame * 1000)
         assert server.http.get("/healthz").status_code == 200
+
+
+def test_as_many_pings_as_anybody_needs_are_answered(server: ServerProcess):
+    pong = b"\x8a\x00"
+    with connect(server) as caller:
+        caller.sendall(HANDSHAKE + b"\r\n")
+        assert caller.recv(4096).startswith(b"HTTP/1.1 101 ")
+        caller.sendall((b"\x89\x80" + bytes(4)) * MAX_CONTROLS)
+        heard = b""
+        while heard.count(pong) < MAX_CONTROLS:
+            heard += caller.recv(65536)
 
 
 def test_streams_hold_no_more_bytes_than_all_may_together(server: ServerProcess):

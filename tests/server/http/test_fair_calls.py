@@ -9,46 +9,72 @@ from functools import partial
 import pytest
 
 from deft_server.http.bounds import build_bounds
-from deft_server.http.fair_calls import MAX_CALLS_A_TURN, FairCalls
+from deft_server.http.fair_calls import MAX_CALLS_A_TURN, MAX_TURN_S, FairCalls
 from deft_server.http.listener import FairListener
 from deft_server.settings import Settings
 from tests.server.serving.test_service import on_a_loop
 
 
-async def made_by_turn(calls: FairCalls, num_turns: int, made: list[str]) -> list[str]:
+class Ticking:
+    """A clock that only calls move: each takes a share of a turn."""
+
+    def __init__(self, share: float) -> None:
+        self.now_s = 0.0
+        self.made: list[str] = []
+        self._share_s = share * MAX_TURN_S
+
+    def call(self, address: str) -> Callable[[], None]:
+        def make() -> None:
+            self.made.append(address)
+            self.now_s += self._share_s
+
+        return make
+
+
+async def made_by_turn(clock: Ticking, num_turns: int) -> list[str]:
     """What was made in each of the next turns, as the letters of addresses."""
     turns = []
     for _ in range(num_turns):
-        turns.append("".join(made))
-        made.clear()
+        turns.append("".join(clock.made))
+        clock.made.clear()
         await asyncio.sleep(0)
     return turns
 
 
 @on_a_loop
 async def test_few_calls_are_made_at_once_and_many_in_later_turns():
-    made: list[str] = []
-    calls = FairCalls(most_a_turn=3)
+    clock = Ticking(0.4)
+    calls = FairCalls(lambda: clock.now_s)
     for address in "aaaaaaaab":
-        calls.make(address, partial(made.append, address))
-    assert await made_by_turn(calls, 5, made) == ["aaa", "aba", "aaa", "", ""]
-    calls.make("a", partial(made.append, "a"))
-    assert made == ["a"]
+        calls.make(address, clock.call(address))
+    assert await made_by_turn(clock, 5) == ["aaa", "aba", "aaa", "", ""]
+    calls.make("a", clock.call("a"))
+    assert clock.made == ["a"]
+
+
+@on_a_loop
+async def test_calls_that_take_no_time_are_counted():
+    """Most only begin what the next turn goes on with."""
+    clock = Ticking(0.0)
+    calls = FairCalls(lambda: clock.now_s)
+    for _ in range(MAX_CALLS_A_TURN + 1):
+        calls.make("a", clock.call("a"))
+    assert await made_by_turn(clock, 3) == ["a" * MAX_CALLS_A_TURN, "a", ""]
 
 
 @on_a_loop
 async def test_whoever_comes_late_waits_for_a_turn_and_not_for_a_flood():
-    made: list[str] = []
-    calls = FairCalls(most_a_turn=4)
+    clock = Ticking(0.3)
+    calls = FairCalls(lambda: clock.now_s)
     for _ in range(1000):
-        calls.make("flood", partial(made.append, "f"))
+        calls.make("flood", clock.call("f"))
     for _ in range(50):
         await asyncio.sleep(0)
-        made.clear()
-        calls.make("robot", partial(made.append, "r"))
-        assert made == []
+        clock.made.clear()
+        calls.make("robot", clock.call("r"))
+        assert clock.made == []
         await asyncio.sleep(0)
-        assert made.index("r") < 2
+        assert clock.made.index("r") < 2
     assert calls.count("flood") > 0
 
 

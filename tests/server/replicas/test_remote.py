@@ -27,8 +27,8 @@ from deft_server.replicas.host import ReplicaHangsError, ReplicaHost, ReplicaLos
 from deft_server.replicas.ray_serve import replicas_wanted
 from deft_server.replicas.remote import (
     BACKLOG_FRESH_S,
-    Backlog,
     Backlogs,
+    FrontState,
     Replica,
     ReplicaAnswers,
 )
@@ -48,7 +48,7 @@ def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequ
 
 def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Exception]:
     """Answer a batch as a replica far away would: everything crosses as bytes."""
-    returned = replica.answer(pickle.loads(pickle.dumps(requests)))
+    returned = replica.answer(pickle.loads(pickle.dumps(requests)), "1")
     return list(pickle.loads(pickle.dumps(returned)).attempts(0.01).answers)
 
 
@@ -127,12 +127,11 @@ class FakeCluster:
 
     replicas: list[Replica] = field(default_factory=lambda: [replica_of(FakePolicy())])
     events: list[Exception] = field(default_factory=list)
-    look_fails: list[Exception] = field(default_factory=list)
     on_connect: Callable[[], None] = lambda: None
     num_running: int = 1
     num_answers: int = 0
     most_at_once: int = 0
-    backlogs: list[Backlog] = field(default_factory=list)
+    states: list[FrontState] = field(default_factory=list)
     gate: asyncio.Event | None = None
     _at_once: int = 0
 
@@ -140,13 +139,11 @@ class FakeCluster:
         self.on_connect()
 
     async def look(self) -> tuple[str, PolicyFacts]:
-        if self.look_fails:
-            raise self.look_fails.pop(0)
         return self.replicas[0].version, self.replicas[0].facts
 
-    async def answer(self, frames: Sequence[ActRequest], backlog: Backlog) -> ReplicaAnswers:
+    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
         self.num_answers += 1
-        self.backlogs.append(backlog)
+        self.states.append(state)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
@@ -154,7 +151,9 @@ class FakeCluster:
                 await self.gate.wait()
             if self.events:
                 raise self.events.pop(0)
-            return self.replicas[self.num_answers % len(self.replicas)].answer(frames)
+            return self.replicas[self.num_answers % len(self.replicas)].answer(
+                frames, state.version
+            )
         finally:
             self._at_once -= 1
 
@@ -271,7 +270,7 @@ def test_as_many_batches_are_out_as_replicas_run_and_a_session_is_in_one_of_them
 
 
 def test_a_replica_is_told_how_many_batches_wait():
-    async def story() -> list[Backlog]:
+    async def story() -> list[FrontState]:
         cluster = FakeCluster()
         service = await serving(cluster)
         cluster.gate = asyncio.Event()
@@ -282,7 +281,7 @@ def test_a_replica_is_told_how_many_batches_wait():
         cluster.gate.set()
         await asyncio.gather(first, *asked)
         await service.close()
-        return cluster.backlogs
+        return cluster.states
 
     told = asyncio.run(story())
     assert [one.num_batches for one in told] == [0, 1, 0]
@@ -291,9 +290,9 @@ def test_a_replica_is_told_how_many_batches_wait():
 
 def test_the_batches_that_wait_at_several_fronts_add_up_until_a_front_is_silent():
     backlogs = Backlogs()
-    backlogs.note(Backlog("a", 4.0), now_s=0.0)
-    backlogs.note(Backlog("a", 2.0), now_s=1.0)
-    backlogs.note(Backlog("b", 3.0), now_s=1.0 + BACKLOG_FRESH_S - 0.1)
+    backlogs.note(FrontState("a", "1", 4.0), now_s=0.0)
+    backlogs.note(FrontState("a", "1", 2.0), now_s=1.0)
+    backlogs.note(FrontState("b", "1", 3.0), now_s=1.0 + BACKLOG_FRESH_S - 0.1)
     assert backlogs.total(now_s=1.0 + BACKLOG_FRESH_S - 0.1) == 5.0
     assert backlogs.total(now_s=1.0 + BACKLOG_FRESH_S) == 3.0
 
@@ -358,17 +357,18 @@ def test_replicas_that_do_not_start_end_the_server_with_the_reason():
     assert asyncio.run(story()) == "the policy could not be loaded: no cluster there"
 
 
-def test_a_new_version_that_cannot_be_looked_at_loses_the_batch_and_not_its_replica():
-    async def story() -> list[float]:
-        cluster = FakeCluster()
-        service = await serving(cluster)
-        counted = [await ask(service)]
-        cluster.replicas = [replica_of(FakePolicy(), "2")]
-        cluster.look_fails = [ReplicaLostError("killed"), ReplicaLostError("killed")]
-        with pytest.raises(NotReadyError):
-            await ask(service)
-        counted.append(await ask(service))
-        await service.close()
-        return counted
+def test_while_two_versions_answer_each_is_guarded_by_its_own_limits():
+    """Once the front asked any replica what was new, and an old one could answer that, too."""
 
-    assert asyncio.run(story()) == [1, 2]
+    async def story() -> list[bool]:
+        limited = replica_of(LimitedFake(next_actions=np.full((1, 7), 0.5)), "2")
+        cluster = FakeCluster([replica_of(FakePolicy()), limited])
+        service = await serving(cluster)
+        seen = []
+        for _ in range(4):
+            await ask(service)
+            seen.append(service.policy.limits is not None)
+        await service.close()
+        return seen
+
+    assert asyncio.run(story()) == [True, False, True, False]

@@ -255,7 +255,7 @@ def test_closed_loop_rows_are_paired_with_plain_decoding_and_the_cheapest_good_o
         "- 300 episodes show no difference of success: relaxed minus plain is -0.3 points" in page
     )
     assert "That relaxed loses 5 points or more is ruled out." in page
-    assert "Fewest passes of the rows that lose less for sure: relaxed, 2.00." in page
+    assert "a loss of 5 points is ruled out, relaxed has the fewest passes: 2.00." in page
 
 
 def test_full_size_milliseconds_are_those_of_the_limits():

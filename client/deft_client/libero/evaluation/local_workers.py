@@ -61,7 +61,7 @@ class _Outbox:
 
 @dataclass(frozen=True, eq=False)
 class ProcessLine:
-    """A `Line` to one process."""
+    """A `WorkerLine` to one process."""
 
     process: SpawnProcess
     connection: Connection

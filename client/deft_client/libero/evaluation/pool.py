@@ -23,7 +23,7 @@ class Died:
     reason: str
 
 
-class Line(Protocol):
+class WorkerLine(Protocol):
     """The evaluation's end of one worker."""
 
     @property
@@ -43,10 +43,10 @@ class Line(Protocol):
 class Workplace(Protocol):
     """Where workers run."""
 
-    def start(self, settings: WorkerSettings) -> Line:
+    def start(self, settings: WorkerSettings) -> WorkerLine:
         """Start a worker."""
 
-    def wait(self, timeout_s: float) -> Sequence[Line]:
+    def wait(self, timeout_s: float) -> Sequence[WorkerLine]:
         """Wait until some of the workers have something to say, and return those."""
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Workplace(Protocol):
 class Worker:
     """One worker and the episode it was given. Only the pool changes it."""
 
-    line: Line
+    line: WorkerLine
     key: TrialKey | None = None
     task: tuple[str, int] | None = None  # whose environment it has open
     heard_s: float = field(default_factory=time.monotonic)

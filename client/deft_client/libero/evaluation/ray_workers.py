@@ -73,7 +73,7 @@ class RemotePlayer:
 
 @dataclass(eq=False)
 class ActorLine:
-    """A `Line` to one actor; `coming` is what it will say next."""
+    """A `WorkerLine` to one actor; `coming` is what it will say next."""
 
     ray: Any
     actor: Any

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from deft_client.libero.errors import EvaluationError
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
 from deft_client.libero.report.races import Racer, find_races
-from deft_client.libero.report.speed import Speedup, baseline_first, baseline_of, speedup_of
+from deft_client.libero.report.speed import TimesFaster, baseline_first, baseline_of, speedup_of
 from deft_client.libero.report.summary import (
     RunSummary,
     SpeculationSummary,
@@ -65,7 +65,7 @@ class View:
     style: str
     name: str  # without the suite where all runs are of the same one
     link_from: Path  # folder of the page, from which links to videos are relative
-    speedup: Speedup | None
+    speedup: TimesFaster | None
     comparison: Comparison | None  # with its baseline; None for a baseline
 
     def link(self, record: EpisodeRecord) -> str:

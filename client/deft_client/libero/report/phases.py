@@ -24,14 +24,15 @@ def phases_of(actions: NDArray[np.float64]) -> list[ArmPhase]:
     """The phase of every step, from actions [step, 7] in robosuite's units.
 
     The gripper is first told to close: grasp, for half a second. It is last told to open behind
-    that: place, from half a second before. Between them lies transport. An episode that never
-    closes is approach throughout, one that never opens again ends in transport.
+    that, or the episode ends: place, from half a second before. Between them lies transport. An
+    episode that never closes is approach throughout.
     """
     closes = actions[:, -1] > 0
     first = int(np.argmax(closes)) if closes.any() else len(actions)
     carried = first + GRASP_STEPS
     opens = np.flatnonzero(closes[carried:-1] & ~closes[carried + 1 :]) + carried + 1
-    placed = max(carried, int(opens[-1]) - RELEASE_STEPS) if len(opens) else len(actions)
+    released = int(opens[-1]) if len(opens) else len(actions)
+    placed = max(carried, released - RELEASE_STEPS)
     bounds = ((first, ArmPhase.APPROACH), (carried, ArmPhase.GRASP), (placed, ArmPhase.TRANSPORT))
     return [
         next((phase for end, phase in bounds if step < end), ArmPhase.PLACE)

@@ -11,7 +11,7 @@ _ALIKE = ("pacing", "policy")  # options without which two times have nothing in
 
 
 @dataclass(frozen=True)
-class Speedup:
+class TimesFaster:
     """Mean round trip of the baseline over that of the run: 2 is twice as fast.
 
     `low` and `high` are the least and most of any one trial: they show how steady the number is.
@@ -48,7 +48,7 @@ def baseline_of(run: RunResults, runs: Sequence[RunResults]) -> RunResults | Non
     return min(baselines, key=lambda one: _num_differences(one, run))
 
 
-def speedup_of(run: RunResults, baseline: RunResults | None) -> Speedup | None:
+def speedup_of(run: RunResults, baseline: RunResults | None) -> TimesFaster | None:
     """The speed-up; None where the runs were not answered alike, or had no trial in common."""
     if baseline is None or any(
         run.header.options.get(name) != baseline.header.options.get(name) for name in _ALIKE
@@ -60,7 +60,7 @@ def speedup_of(run: RunResults, baseline: RunResults | None) -> Speedup | None:
         return None
     of_trials = [_mean(before[key]) / _mean(after[key]) for key in keys]
     whole = [_mean([one for key in keys for one in trips[key]]) for trips in (before, after)]
-    return Speedup(len(keys), whole[0] / whole[1], min(of_trials), max(of_trials))
+    return TimesFaster(len(keys), whole[0] / whole[1], min(of_trials), max(of_trials))
 
 
 def _num_differences(one: RunResults, other: RunResults) -> int:

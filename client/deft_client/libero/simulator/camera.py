@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deft_client.libero.errors import GraphicsError
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.graphics import Renderer
-from deft_client.libero.simulator.stage import Drawing
+from deft_client.libero.simulator.stage import GraphicsContext
 from deft_client.libero.simulator.standins.model import RING_NAME
 from deft_client.libero.simulator.still_layer import StillLayer
 from deft_client.types import Image
@@ -74,7 +74,7 @@ class Camera:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, drawing)
         options = mujoco.MjvOption()
         options.geomgroup[0] = 0  # collision shapes stay invisible
-        self.stage = Drawing(
+        self.stage = GraphicsContext(
             mujoco=mujoco,
             model=self._model,
             data=self._data,

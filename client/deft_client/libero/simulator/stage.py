@@ -14,7 +14,7 @@ _OPAQUE = 0.995  # the alpha from which MuJoCo draws a thing as opaque
 
 
 @dataclass(frozen=True, eq=False)
-class Drawing:
+class GraphicsContext:
     """What there is to draw, with what, and where to. OpenGL must be current in this thread."""
 
     mujoco: Any

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.simulator.stage import Drawing
+from deft_client.libero.simulator.stage import GraphicsContext
 
 _STEADY_FRAMES = 2  # unmoved for so many frames, a thing counts as standing still
 _KEPT_GROUP = 5  # of MuJoCo's geom groups, one that no model of robosuite's uses
@@ -100,7 +100,7 @@ class KeptPicture:
 class StillLayer:
     """Draws one camera's frames in two parts: what stands still, kept, and what moves."""
 
-    def __init__(self, stage: Drawing, view: Any) -> None:
+    def __init__(self, stage: GraphicsContext, view: Any) -> None:
         self._stage, self._view = stage, view
         self._options = stage.mujoco.MjvOption()  # its own groups of geoms and sites
         self._is_drawn = stage.options.geomgroup[stage.model.geom_group] != 0  # [geom]

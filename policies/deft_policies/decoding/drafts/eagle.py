@@ -29,6 +29,7 @@ from deft_policies.model.llama import (
     PassContext,
     RMSNorm,
     RotaryTable,
+    Rotation,
     take_rows,
 )
 
@@ -100,6 +101,10 @@ class EagleHead(nn.Module):
             positions = positions.expand(hidden.shape[:2])
         context = PassContext(self.rotary(positions, hidden), mask=mask, is_causal=mask is None)
         return self.run(embeds, hidden, context, None)
+
+    def read(self, embeds: Tensor, hidden: Tensor, rotation: Rotation, cache: LayerCache) -> None:
+        """Append the keys and values of pairs whose output nobody asks for."""
+        self.attention.append(self.fc(torch.cat((embeds, hidden), dim=-1)), rotation, cache)
 
     def run(
         self, embeds: Tensor, hidden: Tensor, context: PassContext, cache: LayerCache | None

@@ -88,16 +88,16 @@ def load_medusa(directory: Path, width: int, like: Tensor) -> MedusaHeads:
     return heads.to(like.device, like.dtype).requires_grad_(False).eval()
 
 
+@dataclass(frozen=True)
 class MedusaDrafts:
     """A grower over `MedusaHeads`; remembers nothing between passes."""
 
+    heads: MedusaHeads
+    target: TargetModel
     kind = DraftKind.MEDUSA
     needs_hidden = False
+    may_be_recorded = True
     steps_needed = 0
-
-    def __init__(self, heads: MedusaHeads, target: TargetModel) -> None:
-        self.heads = heads
-        self._target = target
 
     def begin(self, seen: Seen, features: PromptFeatures) -> None:
         """Nothing of the prompt is needed."""
@@ -112,12 +112,11 @@ class MedusaDrafts:
             raise ValueError("Medusa heads start after the prefill")
         accepted = progress.last.accepted
         rows = torch.arange(len(progress.roots), device=progress.roots.device)
-        end = accepted.path[rows, accepted.num_accepted]
-        seen = progress.last.scores.hidden[rows, end]  # it has predicted the root
+        seen = progress.last.hidden[rows, accepted.num_accepted]  # it has predicted the root
         shape = replace(shape, is_full_depth=False).cut(self._depth(progress, shape))
-        drafted = self._target.action_tokens
+        drafted = self.target.action_tokens
         heads = self.heads(seen)[:, : shape.levels]
-        ahead = self._target.logits(heads, drafted).log_softmax(dim=-1)
+        ahead = self.target.logits(heads, drafted).log_softmax(dim=-1)
 
         def go_on(nodes: OpenNodes) -> Tensor:
             return ahead[:, nodes.depth, None].expand(-1, nodes.tokens.shape[1], -1)

@@ -17,7 +17,7 @@ from deft_policies.decoding.drafts.growth import (
     draw_tree,
     grow_tree,
 )
-from deft_policies.decoding.drafts.memory import NgramLookup
+from deft_policies.decoding.drafts.guessers import NgramLookup
 from deft_policies.decoding.drafts.sources import Seen
 from deft_policies.decoding.llama_target import LlamaTarget
 from deft_policies.decoding.plan import DraftKind, TreeShape

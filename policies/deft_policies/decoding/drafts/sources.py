@@ -5,15 +5,15 @@ its guesses can ride in the prefill. A grower reads the target's hidden states, 
 the prefill and grows a tree. Neither knows which rule will judge its guesses.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
+from deft_policies.decoding.plan import MOST_GROWN, PLAIN, DraftKind, Plan, TreeShape
 from deft_policies.decoding.records import BatchProgress
 from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
@@ -28,7 +28,11 @@ class Guesses:
 
 
 class Guesser(Protocol):
-    """Names whole actions without running a model."""
+    """Names whole actions without running a model.
+
+    One that says `may_be_recorded` reads nothing but tensors: what it does between passes can be
+    replayed without it.
+    """
 
     @property
     def kind(self) -> DraftKind:
@@ -50,7 +54,11 @@ class Guesser(Protocol):
 
 
 class Grower(Protocol):
-    """Grows trees from what the target computed. `begin`, then `grow` after every pass."""
+    """Grows trees from what the target computed. `begin`, then `grow` after every pass.
+
+    One that says `may_be_recorded` lets its `grow` be replayed without it: it reads nothing but
+    tensors, and keeps what changes from pass to pass in tensors that stay where they are.
+    """
 
     @property
     def kind(self) -> DraftKind:
@@ -143,12 +151,7 @@ def _share_prefixes(tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trimmed(tree: DraftTree) -> DraftTree:
-    """Drop nodes that are padding in every row, where looking costs nothing (on a CPU).
-
-    Elsewhere shapes stay fixed and a wider pass is as fast.
-    """
-    if tree.tokens.device.type != "cpu":
-        return tree
+    """Drop nodes that are padding in every row. Looks at the tensor."""
     kept = tree.is_real.any(dim=0)
     if bool(kept.all()):
         return tree
@@ -206,55 +209,105 @@ class Seen:
     sessions: Sequence[ActionHistory]
     history: HistoryTensors
     widest_tree: int
+    trims: bool = False  # drop padding: where looking costs nothing and no shape is captured
 
 
+@dataclass(frozen=True)
 class BatchDrafts:
-    """Where the guesses of one batch come from, by one plan."""
+    """Where the guesses of one batch come from, by one plan.
 
-    def __init__(self, sources: Sources, plan: Plan, seen: Seen) -> None:
-        self._plan = plan
-        self._seen = seen
-        self._riders = sources.guessers_of(plan.prefill)
-        self._guessers = sources.guessers_of(plan.rounds)
-        self._growers = sources.growers_of(plan.rounds)
-        self._guessed: dict[DraftKind, Guesses] = {}
+    Guessers are those that can guess; `known` is what some of them say for the whole action.
+    """
+
+    shape: TreeShape
+    riders: tuple[Guesser, ...]
+    guessers: tuple[Guesser, ...]
+    growers: tuple[Grower, ...]
+    seen: Seen
+    known: Mapping[DraftKind, Guesses]
+
+    @staticmethod
+    def of(sources: Sources, plan: Plan, seen: Seen, progress: BatchProgress) -> "BatchDrafts":
+        """Ask who can guess, and those who guess once."""
+
+        def able(kinds: Sequence[DraftKind]) -> tuple[Guesser, ...]:
+            found = sources.guessers_of(kinds)
+            return tuple(one for one in found if one.can_guess(seen.prompts, seen.sessions))
+
+        riders, guessers = able(plan.prefill), able(plan.rounds)
+        once = {one.kind: one for one in (*riders, *guessers) if one.guesses_once}
+        known = {
+            kind: one.guess(seen.prompts, seen.history, progress) for kind, one in once.items()
+        }
+        growers = tuple(sources.growers_of(plan.rounds))
+        return BatchDrafts(plan.shape, riders, guessers, growers, seen, known)
 
     def before_prefill(self, progress: BatchProgress) -> DraftTree:
         """The chains that ride behind the prompt."""
-        return self._guess(self._riders, progress)
+        return self._guess(self.riders, progress)
 
     def begin(self, features: PromptFeatures) -> None:
         """Hand the growers what the prefill computed of the prompt; only if passes follow."""
-        for grower in self._growers:
-            grower.begin(self._seen, features)
+        for grower in self.growers:
+            grower.begin(self.seen, features)
 
     def between_passes(self, progress: BatchProgress) -> DraftTree:
         """Guesses for the next pass; `progress.last` is the one that just ended."""
-        shape = self._plan.shape
-        grown = [
-            grower.grow(progress, shape)
-            for grower in self._growers
-            if progress.depth > 0 or shape.is_full_depth
-        ]
-        guessed = self._guess(self._guessers, progress)
+        shape, _ = self.at(progress.depth)
+        grown = [grower.grow(progress, self.shape) for grower in self.growers if shape is not None]
+        guessed = self._guess(self.guessers, progress)
         trees = [*grown, guessed] if guessed.num_nodes > 1 or not grown else grown
-        return cut(DraftTree.side_by_side(trees), self._seen.widest_tree)
+        return cut(DraftTree.side_by_side(trees), self.seen.widest_tree)
+
+    def at(self, depth: int) -> tuple[TreeShape | None, int]:
+        """What of the next tree depends on how many levels are of use: what grows, and chains."""
+        grows = bool(self.growers) and (depth > 0 or self.shape.is_full_depth)
+        return self.shape.cut(depth) if grows else None, depth if self.guessers else 0
+
+    @property
+    def recipe(self) -> Hashable:
+        """What does not."""
+        return self.shape, self.guessers, self.growers
+
+    @property
+    def given(self) -> "GivenDrafts":
+        """What differs from batch to batch of what rounds read."""
+        known = tuple(self.known[one.kind] for one in self.guessers if one.kind in self.known)
+        asked = [one for one in self.guessers if one.kind not in self.known]
+        reads_history = any(one.steps_needed > 0 for one in asked)
+        return GivenDrafts(self.seen.history if reads_history else None, known)
+
+    @property
+    def may_be_recorded(self) -> bool:
+        """Whether all of them say that they may be."""
+        sources = (*self.guessers, *self.growers)
+        fits = self.shape.num_grown <= MOST_GROWN
+        return fits and all(getattr(one, "may_be_recorded", False) for one in sources)
+
+    def over(self, given: "GivenDrafts") -> "BatchDrafts":
+        """The same where that lies elsewhere."""
+        kinds = [one.kind for one in self.guessers if one.kind in self.known]
+        known = dict(zip(kinds, given.known, strict=True))
+        seen = replace(self.seen, history=given.history) if given.history else self.seen
+        return replace(self, seen=seen, known=known)
 
     def _guess(self, guessers: Sequence[Guesser], progress: BatchProgress) -> DraftTree:
-        seen = self._seen
-        able = [one for one in guessers if one.can_guess(seen.prompts, seen.sessions)]
-        if not able or progress.depth == 0:
+        seen = self.seen
+        if not guessers or progress.depth == 0:
             return DraftTree.root_only(progress.roots)
-        guesses = [self._ask(one, progress) for one in able]
-        tree = tree_of_guesses(guesses, [one.kind for one in able], progress)
-        return cut(trimmed(tree), self._seen.widest_tree)
+        guesses = [
+            self.known[one.kind]
+            if one.kind in self.known
+            else one.guess(seen.prompts, seen.history, progress)
+            for one in guessers
+        ]
+        tree = tree_of_guesses(guesses, [one.kind for one in guessers], progress)
+        return cut(trimmed(tree) if seen.trims else tree, seen.widest_tree)
 
-    def _ask(self, guesser: Guesser, progress: BatchProgress) -> Guesses:
-        seen = self._seen
-        known = self._guessed.get(guesser.kind)
-        if known is not None:
-            return known
-        guesses = guesser.guess(seen.prompts, seen.history, progress)
-        if guesser.guesses_once:
-            self._guessed[guesser.kind] = guesses
-        return guesses
+
+@dataclass(frozen=True)
+class GivenDrafts:
+    """Tensors that guesses of later rounds come from."""
+
+    history: HistoryTensors | None  # where any guesser still reads it
+    known: tuple[Guesses, ...]

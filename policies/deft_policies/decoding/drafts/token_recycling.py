@@ -82,6 +82,7 @@ class TokenRecycling:
 
     def _with_answers(self, table: Tensor, last: PassResult) -> Tensor:
         """What a pass says after a token replaces what was known of it; the larger of two."""
+        assert last.scores is not None  # no round of this source is recorded
         columns = slice(self._first_column, self._first_column + len(self._tokens))
         said = last.scores.logits[:, :, columns].log_softmax(dim=2)
         tokens = last.tree.tokens - self._tokens.first

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deft_policies.model.kernels import programs
-from deft_policies.model.kernels.launch import STAGES
+from deft_policies.model.kernels.launch import STAGES, WARPS_OF_ROWS
 
 CAPABILITY = 90
 _HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 32, "HEAD_DIM": 128}
@@ -33,6 +33,7 @@ class Variant:
     program: Any
     types: dict[str, str] = field(default_factory=dict)  # of arguments that are not bf16 tensors
     constants: dict[str, int | bool] = field(default_factory=dict)
+    num_warps: int = 4
 
     def source(self) -> ASTSource:
         """What the compiler reads; pointers are taken to be aligned, as PyTorch's are."""
@@ -56,6 +57,12 @@ def variants() -> Iterator[Variant]:
         constants = {"HAS_SCALE": scaled, "BLOCK": triton.next_power_of_2(width)}
         yield Variant(f"add_layer_norm {width}", programs.add_layer_norm, row, constants)
     yield Variant("silu_times", programs.silu_times, row, {"BLOCK": 1024})
+    fp8 = {"out": "*fp8e4nv", "scales": _WIDE, "width": "i32"}
+    yield Variant("quantise_rows", programs.quantise_rows, fp8, {"BLOCK": 4096})
+    norm = {**fp8, "eps": "fp32"}
+    yield Variant("rms_norm_fp8", programs.rms_norm_fp8, norm, {"HAS_BRANCH": True, "BLOCK": 4096})
+    widest = {"BLOCK": 16384}
+    yield Variant("silu_times_fp8", programs.silu_times_fp8, fp8, widest, WARPS_OF_ROWS)
     slots = {"slots": _INDEX, "rotation_stride": "i32"}
     yield Variant("rotate_append", programs.rotate_append, slots, {**_HEADS, "BLOCK": 128})
     scalars = dict.fromkeys(("num_nodes", "read", "row_length", "mask_stride"), "i32")
@@ -79,7 +86,10 @@ class Resources:
 
 def compile_variant(variant: Variant) -> Resources:
     """Compile down to machine code and read what the assembler says of it."""
-    target, options = GPUTarget("cuda", CAPABILITY, 32), {"num_stages": STAGES}
+    target, options = (
+        GPUTarget("cuda", CAPABILITY, 32),
+        {"num_stages": STAGES, "num_warps": variant.num_warps},
+    )
     built = triton.compile(variant.source(), target=target, options=options)
     said = _assemble(built.asm["ptx"])
     registers = re.search(r"Used (\d+) registers", said)

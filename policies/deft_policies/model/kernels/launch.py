@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from deft_policies.model.kernels import programs
+from deft_policies.model.kernels.fp8 import Fp8Rows
 from deft_policies.model.kv_cache import HeadSplit
 
 _SLOTS = 64  # that a program looks at together
@@ -20,6 +21,7 @@ _LEAST_QUERIES = 16  # of a matrix product, on every side
 _PROGRAMS = 256  # that keep a large GPU busy
 _MOST_SPLITS = 8
 _COLUMNS = 1024
+WARPS_OF_ROWS = 16  # for a whole row of the widest matrix: fewer would keep too much in each
 STAGES = 2  # of loads on their way: more take shared memory that small GPUs have not
 
 Grid = tuple[int, ...]
@@ -67,6 +69,36 @@ class FusedKernels:
         grid = (tokens, triton.cdiv(width, _COLUMNS))
         self.launch(programs.silu_times, grid, (gate_up, out, width), {"BLOCK": _COLUMNS})
         return out
+
+    def rms_norm_fp8(
+        self, hidden: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+    ) -> Fp8Rows:
+        """`rms_norm`, ready for a matrix in fp8; a branch is added to `hidden` before, in place."""
+        tokens, width = hidden.shape
+        rows = Fp8Rows.like(hidden, width)
+        added = hidden if branch is None else branch
+        given = (hidden, added, weight, rows.values, rows.scales, width, eps)
+        constants = {"HAS_BRANCH": branch is not None, "BLOCK": triton.next_power_of_2(width)}
+        self.launch(programs.rms_norm_fp8, (tokens,), given, constants)
+        return rows
+
+    def silu_times_fp8(self, gate_up: Tensor) -> Fp8Rows:
+        """`silu_times`, ready for a matrix in fp8."""
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        rows = Fp8Rows.like(gate_up, width)
+        given = (gate_up, rows.values, rows.scales, width)
+        constants = {"BLOCK": triton.next_power_of_2(width), "num_warps": WARPS_OF_ROWS}
+        self.launch(programs.silu_times_fp8, (tokens,), given, constants)
+        return rows
+
+    def quantise_rows(self, wide: Tensor) -> Fp8Rows:
+        """[token, width] in fp8."""
+        tokens, width = wide.shape
+        rows = Fp8Rows.like(wide, width)
+        given = (wide, rows.values, rows.scales, width)
+        block = triton.next_power_of_2(width)
+        self.launch(programs.quantise_rows, (tokens,), given, {"BLOCK": block})
+        return rows
 
     def rotate_append(
         self,

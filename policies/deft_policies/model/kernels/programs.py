@@ -176,3 +176,58 @@ def join_splits(
     tl.store(
         out + entry * HEAD_DIM + columns, (mixed / total).to(out.dtype.element_ty), mask=inside
     )
+
+
+@triton.jit
+def _store_fp8(out, scales, row, width, wide, columns, inside):
+    """Write one row in fp8, and what to multiply it by."""
+    scale = tl.maximum(tl.max(tl.abs(wide), axis=0), 1e-12) / 448.0
+    tl.store(scales + row, scale)
+    tl.store(out + row * width + columns, (wide / scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantise_rows(rows, out, scales, width, BLOCK: tl.constexpr):
+    """Write one row per program in fp8."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    wide = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    _store_fp8(out, scales, row, width, wide, columns, inside)
+
+
+@triton.jit
+def rms_norm_fp8(
+    hidden, branch, weight, out, scales, width, eps,
+    HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`rms_norm`, in fp8; a branch is added to the token before, in place."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    here = token * width + columns
+    wide = tl.load(hidden + here, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BRANCH:
+        wide += tl.load(branch + here, mask=inside, other=0.0).to(tl.float32)
+        total = wide.to(hidden.dtype.element_ty)
+        tl.store(hidden + here, total, mask=inside)
+        wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    narrow = (wide * scale).to(hidden.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = (narrow * factor).to(hidden.dtype.element_ty).to(tl.float32)
+    _store_fp8(out, scales, token, width, normed, columns, inside)
+
+
+@triton.jit
+def silu_times_fp8(gate_up, out, scales, width, BLOCK: tl.constexpr):
+    """`silu_times` of one token per program, in fp8."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + token * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    behind = gate_up + token * 2 * width + width
+    up = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
+    opened = (gate * tl.sigmoid(gate)).to(gate_up.dtype.element_ty).to(tl.float32)
+    product = (opened * up).to(gate_up.dtype.element_ty).to(tl.float32)
+    _store_fp8(out, scales, token, width, product, columns, inside)

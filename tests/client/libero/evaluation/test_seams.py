@@ -7,7 +7,7 @@ import pytest
 
 from deft_client.chunks import Seam
 from deft_client.libero.simulator import conventions
-from scripts.check_seams.__main__ import CHUNKS, DELAYS_MS, Line, compare, main
+from scripts.check_seams.__main__ import CHUNKS, DELAYS_MS, SeamRow, compare, main
 from scripts.check_seams.recorded import load_chunks, replay
 from tests.repository import ROOT
 
@@ -37,10 +37,10 @@ def test_recorded_chunks_meet_without_a_larger_step_than_they_have_inside() -> N
 
 
 def test_a_line_holds_up_to_a_tenth_of_the_pairs_and_one_and_a_half_steps() -> None:
-    good = Line("freeze", 200.0, 100, 90, 10, 0, 1.0, 30.0, 0, 1.5, 1.0)
+    good = SeamRow("freeze", 200.0, 100, 90, 10, 0, 1.0, 30.0, 0, 1.5, 1.0)
     assert good.holds
-    assert not Line(**{**asdict(good), "losses": 11}).holds
-    assert not Line(**{**asdict(good), "largest_step": 1.51}).holds
+    assert not SeamRow(**{**asdict(good), "losses": 11}).holds
+    assert not SeamRow(**{**asdict(good), "largest_step": 1.51}).holds
 
 
 def test_the_command_prints_every_kind_of_seam(capsys: pytest.CaptureFixture[str]) -> None:

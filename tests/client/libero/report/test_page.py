@@ -11,7 +11,7 @@ from deft_client.libero.commands.report import main
 from deft_client.libero.report.chart import Axis, axis_of
 from deft_client.libero.report.page import short_names, stage_parts
 from deft_client.libero.report.races import find_races
-from deft_client.libero.report.speed import Speedup, baseline_first, baseline_of, speedup_of
+from deft_client.libero.report.speed import TimesFaster, baseline_first, baseline_of, speedup_of
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import compare
 from deft_client.libero.results.records import EpisodeRecord, Outcome
@@ -223,7 +223,7 @@ def test_the_speed_up_is_that_of_the_trials_both_runs_have(
     assert baseline_first(runs) == [plain, fast]
     assert (baseline_of(fast, runs), baseline_of(plain, runs)) == (plain, None)
     speedup = speedup_of(fast, plain)
-    assert speedup == Speedup(num_trials=2, times=15.0 / 5.0, low=2.0, high=6.0)
+    assert speedup == TimesFaster(num_trials=2, times=15.0 / 5.0, low=2.0, high=6.0)
     assert '<div class="big">3.00×</div>' in _report(tmp_path, str(fast.folder), str(plain.folder))
     assert "fast: 3.00 times as fast as plain; " in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ import pytest
 from deft_client.libero.simulator.camera import Camera, Look
 from deft_client.libero.simulator.conventions import OPEN, wait_action
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
-from deft_client.libero.simulator.stage import Drawing
+from deft_client.libero.simulator.stage import GraphicsContext
 from deft_client.libero.simulator.still_layer import StillLayer
 from tests.client.libero.simulated import needs_simulator, physics, settle
 
@@ -20,7 +20,7 @@ DOWN_AND_ASIDE = np.array([0.3, 0.2, -0.6, 0.1, 0.0, 0.2, OPEN])
 
 
 @pytest.fixture
-def stage() -> Iterator[Drawing]:
+def stage() -> Iterator[GraphicsContext]:
     """A scene as real assets are drawn, with several samples a pixel."""
     environment = physics(*TASK)
     environment.restart(0)
@@ -35,14 +35,14 @@ def stage() -> Iterator[Drawing]:
     camera.close()
 
 
-def view_of(stage: Drawing, name: str) -> Any:
+def view_of(stage: GraphicsContext, name: str) -> Any:
     view = stage.mujoco.MjvCamera()
     view.type = stage.mujoco.mjtCamera.mjCAMERA_FIXED
     view.fixedcamid = stage.model.camera(name).id
     return view
 
 
-def compare(stage: Drawing, name: str, num_frames: int = 12) -> list[int]:
+def compare(stage: GraphicsContext, name: str, num_frames: int = 12) -> list[int]:
     """Draw frames both ways while the arm moves; return how many things were kept in each."""
     view = view_of(stage, name)
     layer, environment, kept = StillLayer(stage, view), physics(*TASK), []
@@ -56,13 +56,13 @@ def compare(stage: Drawing, name: str, num_frames: int = 12) -> list[int]:
     return kept
 
 
-def test_pixels_are_the_same_and_most_things_are_drawn_once(stage: Drawing):
+def test_pixels_are_the_same_and_most_things_are_drawn_once(stage: GraphicsContext):
     kept = compare(stage, "agentview")
     assert kept[0] == 0, "nothing is known of the first frame"
     assert kept[-1] > 10
 
 
-def test_what_begins_to_move_is_drawn_again(stage: Drawing):
+def test_what_begins_to_move_is_drawn_again(stage: GraphicsContext):
     for _ in range(100):  # until the basket is at rest to the last bit that is drawn
         physics(*TASK).advance(wait_action())
     kept = compare(stage, "agentview")
@@ -71,11 +71,11 @@ def test_what_begins_to_move_is_drawn_again(stage: Drawing):
     assert compare(stage, "agentview", 4)[-1] < kept[-1]
 
 
-def test_a_camera_that_moves_keeps_nothing(stage: Drawing):
+def test_a_camera_that_moves_keeps_nothing(stage: GraphicsContext):
     assert compare(stage, "robot0_eye_in_hand", 5) == [0] * 5
 
 
-def test_where_something_is_transparent_nothing_is_kept(stage: Drawing):
+def test_where_something_is_transparent_nothing_is_kept(stage: GraphicsContext):
     drawn = np.flatnonzero(stage.model.geom_group == 1)
     before = stage.model.geom_rgba[drawn].copy()
     stage.model.geom_rgba[drawn, 3] = 0.5

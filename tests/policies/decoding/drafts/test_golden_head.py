@@ -15,7 +15,7 @@ from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TreeShape
 from deft_policies.decoding.records import BatchProgress, PassResult
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath, TieBreak
 from deft_policies.model.image import build_normalization_table, resize_like_processor
@@ -90,10 +90,8 @@ def progress_after(hidden: torch.Tensor, tokens: list[int], num_before: int) -> 
     before = torch.tensor([num_before])
     tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
     verdict = AcceptedPath(steps, torch.tensor([len(tokens) - 1]), committed[:, -1], committed)
-    scores = Scores(torch.zeros(1, len(tokens), 1), hidden)
-    last = PassResult(
-        tree, scores, committed, verdict, committed, before, (True,), is_prefill=num_before == 0
-    )
+    is_prefill = num_before == 0
+    last = PassResult(tree, committed, verdict, committed, hidden, before, is_prefill)
     count = num_before + len(tokens)
     blank = torch.zeros(1, 8, dtype=torch.int64)
     return BatchProgress(blank, before + len(tokens), committed[:, -1], count, 7, last)

@@ -21,7 +21,7 @@ from deft_policies.decoding.drafts.eagle import (
 from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
 from deft_policies.decoding.records import BatchProgress, PassResult
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
@@ -87,10 +87,8 @@ class Conversation:
         kept = torch.tensor([len(row) - 1 for row in new])
         bonus = torch.tensor([row[-1] for row in new])
         tree = DraftTree(path, path - 1, path >= 0, path.float(), path)
-        scores = Scores(torch.zeros(self.num_rows, steps, 1), hidden)
         verdict = AcceptedPath(path, kept, bonus, padded)
-        is_open = (True,) * self.num_rows
-        last = PassResult(tree, scores, padded, verdict, padded, before, is_open, is_prefill)
+        last = PassResult(tree, padded, verdict, padded, hidden, before, is_prefill)
         counts = [len(row) for row in self.tokens]
         blank = torch.zeros(self.num_rows, LENGTH + 1, dtype=torch.int64)
         return BatchProgress(blank, torch.tensor(counts), bonus, min(counts), LENGTH, last)

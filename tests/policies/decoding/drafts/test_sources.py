@@ -7,6 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.drafts.guessers import (
+    Extrapolation,
+    NgramLookup,
+    PreviousAction,
+    Recycled,
+    Retrieval,
+    RetrievalIndex,
+    build_index,
+    frame_keys,
+    line_weights,
+    load_index,
+    save_index,
+)
 from deft_policies.decoding.drafts.medusa import (
     MedusaDrafts,
     MedusaHeads,
@@ -15,26 +28,10 @@ from deft_policies.decoding.drafts.medusa import (
     load_medusa,
     save_medusa,
 )
-from deft_policies.decoding.drafts.memory import (
-    Extrapolation,
-    NgramLookup,
-    PreviousAction,
-    Recycled,
-    line_weights,
-)
-from deft_policies.decoding.drafts.retrieval import (
-    Retrieval,
-    RetrievalIndex,
-    build_index,
-    frame_keys,
-    load_index,
-    save_index,
-)
 from deft_policies.decoding.drafts.sources import Guesser
 from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.plan import TreeShape, TreeTemplate
 from deft_policies.decoding.records import BatchProgress, PassResult
-from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
@@ -136,9 +133,9 @@ def test_recycling_reads_the_answers_behind_the_first_mismatch() -> None:
     verdict = AcceptedPath(
         torch.tensor([[0, 1, 0, 0]]), torch.tensor([1]), torch.tensor([22]), predictions
     )
-    scores = Scores(torch.zeros(1, 4, 1), torch.zeros(1, 4, 1))
+    hidden = torch.zeros(1, 4, 1)
     zero = torch.tensor([0])
-    last = PassResult(tree, scores, predictions, verdict, predictions, zero, (True,), True)
+    last = PassResult(tree, predictions, verdict, predictions, hidden, zero, True)
     progress = BatchProgress(
         torch.zeros(1, 8, dtype=torch.int64), torch.tensor([2]), torch.tensor([22]), 2, 7, last
     )
@@ -230,8 +227,7 @@ def test_medusa_trees_take_the_odds_of_each_level_from_one_hidden_state() -> Non
     steps = torch.tensor([[0, 1]])
     verdict = AcceptedPath(steps, torch.tensor([1]), torch.tensor([40]), steps)
     tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
-    scores = Scores(torch.zeros(1, 2, 1), hidden)
-    last = PassResult(tree, scores, steps, verdict, steps, torch.tensor([1]), (True,))
+    last = PassResult(tree, steps, verdict, steps, hidden, torch.tensor([1]))
     blank = torch.zeros(1, 8, dtype=torch.int64)
     progress = BatchProgress(blank, torch.tensor([3]), torch.tensor([40]), 3, 7, last)
     drafted = MedusaDrafts(heads, target).grow(progress, TreeShape(5, 2, 14))
