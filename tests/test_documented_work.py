@@ -28,7 +28,8 @@ NOT_RUN = {
     r"deft serve": "never ends; tests/first_hours.py and tests/server serve with these flags",
     r"deft-client (demos|assets|eval libero)|deft train (policy|correct)": "hours in the "
     "simulator; tests/client/libero and tests/draft_training play small ones",
-    r"python -m scripts|deft plan (?!.*--service-ms)": "measures or attacks for minutes",
+    r"python -m scripts|deft plan": "measures this machine or attacks it, and the answer depends on "
+    "it; tests/server/planning/test_plan.py plans with made-up times",
     r"deft reproduce|deft-client compare": "an hour of episodes; tests/server/reproduce plays "
     "small ones",
     r".*openvla-7b": "weights that are not here",
@@ -43,6 +44,7 @@ QUICK = {
     "deft train evaluate": "--radii 0",
     "deft bench": "--frames 2 --warm-ups 0",
     "deft doctor": "--port 0",
+    "deft-client eval point_world": "--episodes 1",
 }
 OWN = {  # what stands for something of the reader's
     r"(--recording|--demonstration|show|replay|index|record|live|evaluate) (DATA|DIR)": r"\1 data",
