@@ -28,8 +28,8 @@ NOT_RUN = {
     r"deft serve": "never ends; tests/first_hours.py and tests/server serve with these flags",
     r"deft-client (demos|assets|eval libero)|deft train (policy|correct)": "hours in the "
     "simulator; tests/client/libero and tests/draft_training play small ones",
-    r"python -m scripts|deft plan": "measures this machine or attacks it, and the answer depends on "
-    "it; tests/server/planning/test_plan.py plans with made-up times",
+    r"python -m scripts|deft plan": "measures this machine or attacks it, and answers by "
+    "what it found; tests/server/planning/test_plan.py plans with made-up times",
     r"deft reproduce|deft-client compare": "an hour of episodes; tests/server/reproduce plays "
     "small ones",
     r".*openvla-7b": "weights that are not here",
