@@ -267,6 +267,21 @@ def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
     assert chi_square(counts, wanted) < 13.82  # the 99.9% quantile for 2 degrees of freedom
 
 
+def test_the_token_behind_accepted_drafts_is_drawn_with_the_noise_of_its_own_position() -> None:
+    """Drafts drawn by the target's odds all stand, so only the token behind them is drawn."""
+    target, _ = logits_and_draft_logits()
+    p = target_odds(target, 1.0)
+    generator = torch.Generator().manual_seed(17)
+    drafts = torch.randint(0, NUM_TOKENS, (100, 2), generator=generator)
+    odds = torch.stack((p[drafts[:, 0]] * 0, p[NUM_TOKENS].expand(100, -1), p[drafts[:, 0]]), 1)
+    judge = verifier(1.0, 100, seed=6)
+    accepted = judge.judge(scored_chains(drafts, odds))
+    behind = p[drafts[:, 1]]
+    assert (accepted.num_accepted == 2).all()
+    assert torch.equal(accepted.bonus, (behind / judge.noise[:, 2]).argmax(dim=1))
+    assert not torch.equal(accepted.bonus, (behind / judge.noise[:, 0]).argmax(dim=1))
+
+
 NUM_ROWS = 500
 SHORT = 4  # tokens of an action whose odds can be summed over all that comes before
 
