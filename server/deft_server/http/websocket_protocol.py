@@ -16,10 +16,7 @@ from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
 from deft_server.http.http_protocol import peer_of
 
-# Parsed at a time, or what a frame lacks if that is more; of the smallest frames, ten milliseconds'
-# work.
-SLICE_BYTES = 8192
-MAX_FRAMES_A_TURN = 16  # then everybody else has a turn
+MAX_PARTS_A_TURN = 64  # of frames, which have three or four each; then everybody else has a turn
 MAX_FRAGMENTS = 4096  # of one message
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
 
@@ -30,18 +27,17 @@ def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOP
 
 
 class _BoundedWebSocket(WebSocketsSansIOProtocol):
-    """Parses what arrives slice by slice, and reads on only when all of it was parsed."""
+    """Parses a few frames at a time, and reads on only when all that has come was parsed."""
 
     bounds: ConnectionBounds
 
     def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: Any) -> None:
         super().__init__(config, server_state, app_state)
         self._address = ""
-        self._unparsed = memoryview(b"")
-        self._num_wanted = 0  # bytes of a frame, or of its header, that the parser waits for
         self.conn.reader.read_exact = self._read_exact  # type: ignore[assignment, method-assign]
+        self._num_parts_left = 0  # that may be parsed in this turn
+        self._is_behind = False  # there may be more to parse than was parsed
         self._awaits_turn = False
-        self._num_frames = 0
         self._num_controls = 0
         self._controls_until_s = 0.0
         self._held = 0
@@ -54,7 +50,6 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._unparsed = memoryview(b"")
         self._stop_clock()
         self.bounds.held.release(self._held)
         self._held = 0
@@ -62,9 +57,10 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed = memoryview(bytes(self._unparsed) + data if self._unparsed else data)
+        self.conn.reader.feed_data(data)
+        self._is_behind = True
         self._go_on()
-        if self._unparsed and not self.transport.is_closing():
+        if self._is_behind and not self.transport.is_closing():
             self.transport.pause_reading()
             self._count_bytes()
 
@@ -79,7 +75,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._num_taken_bytes = 0
         message: Any = await super().receive()
         self._num_taken_bytes = len(message.get("bytes") or (message.get("text") or "").encode())
-        if self._unparsed:
+        if self._is_behind:
             self._go_on()
         else:
             self._count_bytes()
@@ -113,7 +109,6 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     def handle_events(self) -> None:
-        self._num_frames += len(self.conn.events)
         num_controls = sum(getattr(one, "opcode", None) in CTRL_OPCODES for one in self.conn.events)
         super().handle_events()
         if num_controls:
@@ -134,28 +129,31 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def _parse(self) -> None:
         """Parse until enough was done for a turn, or until somebody must catch up first."""
         self._awaits_turn = False
-        last = self._num_frames + MAX_FRAMES_A_TURN
-        while self._unparsed and self._may_go_on():
-            if self._num_frames >= last:
-                self._awaits_turn = True
-                self.loop.call_soon(self._await_turn)
-                break
-            size = max(SLICE_BYTES, self._num_wanted - len(self.conn.reader.buffer))
-            part, self._unparsed = self._unparsed[:size], self._unparsed[size:]
-            super().data_received(part)  # type: ignore[arg-type]
+        if self._may_go_on():
+            self._num_parts_left = MAX_PARTS_A_TURN
+            super().data_received(b"")
+            self._is_behind = not self._num_parts_left
         if self.transport.is_closing():
             return
-        if self._unparsed:
+        if self._is_behind:
             self.transport.pause_reading()
+            self.loop.call_soon(self._go_on)
         elif self._may_go_on():
             self.transport.resume_reading()
         self._count_bytes()
 
     def _read_exact(self, number: int) -> Generator[None, None, bytearray]:
-        self._num_wanted = number
-        found = yield from StreamReader.read_exact(self.conn.reader, number)
-        self._num_wanted = 0
-        return found
+        """Return a part of a frame, in its turn; without a copy where nothing follows it."""
+        while not self._num_parts_left:
+            yield
+        self._num_parts_left -= 1
+        reader = self.conn.reader
+        while len(reader.buffer) < number and not reader.eof:
+            yield
+        if len(reader.buffer) == number:
+            found, reader.buffer = reader.buffer, bytearray()
+            return found
+        return (yield from StreamReader.read_exact(reader, number))
 
     def _may_go_on(self) -> bool:
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()
@@ -163,14 +161,11 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def _go_on(self) -> None:
         if not self._awaits_turn and self._may_go_on():
             self._awaits_turn = True
-            self._await_turn()
-
-    def _await_turn(self) -> None:
-        self.bounds.calls.make(self._address, self._parse)
+            self.bounds.calls.make(self._address, self._parse)
 
     def _count_bytes(self) -> None:
         num_partial = len(self.conn.reader.buffer)
-        held = num_partial + len(self._unparsed) + self._num_message_bytes
+        held = num_partial + self._num_message_bytes
         more, self._held = held - self._held, held
         try:
             self.bounds.held.hold(more)

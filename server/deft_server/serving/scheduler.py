@@ -308,9 +308,8 @@ class Scheduler:
     def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
         size = len(attempts.answers)
-        self._metrics.batch_size.observe(size)
-        self._metrics.batch_seconds.observe(attempts.service_s)
-        self._metrics.count_batch(attempts.replica, attempts.service_s)
+        # Counted once the answers are on their way.
+        self._loop.call_soon(self._metrics.count_batch, size, attempts.service_s, attempts.replica)
         if self._settings.log_batches and not attempts.failures:
             logger.info("a batch of %d took %.3f ms", size, attempts.service_s * 1000)
         if attempts.failures:

@@ -31,7 +31,8 @@ class RobotSession:
 
     def learn(self, memory: SessionMemory) -> None:
         """Take in what a policy remembers; what was sent last is the server's to say."""
-        self.memory = replace(memory, last_action=self.memory.last_action)
+        sent = self.memory.last_action
+        self.memory = memory if memory.last_action == sent else replace(memory, last_action=sent)
 
     def sent(self, action: NDArray[np.float64]) -> None:
         """Note the last action [action_dim] of an answer."""
