@@ -10,7 +10,6 @@ import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import CTRL_OPCODES, CloseCode, Frame
-from websockets.streams import StreamReader
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
@@ -148,12 +147,14 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             yield
         self._num_parts_left -= 1
         reader = self.conn.reader
-        while len(reader.buffer) < number and not reader.eof:
+        while len(reader.buffer) < number:
             yield
         if len(reader.buffer) == number:
             found, reader.buffer = reader.buffer, bytearray()
-            return found
-        return (yield from StreamReader.read_exact(reader, number))
+        else:
+            found = reader.buffer[:number]
+            del reader.buffer[:number]
+        return found
 
     def _may_go_on(self) -> bool:
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
@@ -207,7 +206,7 @@ class Scheduler:
         assert self.policy.answer_here is not None
         if ticket.deadline_s <= time.monotonic():
             raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
-        attempts = self.policy.answer_here((replace(request, memory=session.memory),))
+        attempts = self.policy.answer_here((request,))
         self._note(attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
