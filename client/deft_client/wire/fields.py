@@ -52,6 +52,7 @@ class WireLimits:
 
 
 DEFAULT_LIMITS = WireLimits()
+MAX_MAP_ENTRIES = 1024  # of one binary map; those of a message have a few dozen
 Limit = Callable[[WireLimits], int]
 Json = dict[str, Any]
 T = TypeVar("T")

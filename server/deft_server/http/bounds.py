@@ -31,7 +31,10 @@ class HeldBytes:
         """Count bytes as held, or raise `OverloadedError`; they are counted in any case."""
         self.now += num_bytes
         if self.now > self.most:
-            raise OverloadedError("too many bytes of requests are in hand", BUSY_FOR_S)
+            raise OverloadedError(
+                f"over the {self.most} bytes of requests that may be in hand; see max_total_bytes",
+                BUSY_FOR_S,
+            )
 
     def release(self, num_bytes: int) -> None:
         """Count bytes as gone."""

@@ -99,6 +99,21 @@ async def test_who_hangs_up_frees_its_place_and_is_not_worked_for():
 
 
 @on_a_loop
+async def test_who_hangs_up_meanwhile_is_let_go_when_its_work_is_over():
+    gate = Gate()
+    with fair_threads() as threads:
+        gone = asyncio.ensure_future(threads.run("a", gate.passing("gone")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait((gone,), timeout=0.05)
+        assert not gone.done()  # what the work holds is still in use
+        gate.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+    assert gate.order == ["gone"]
+
+
+@on_a_loop
 async def test_what_the_work_raises_reaches_its_caller_and_nobody_else():
     def fail() -> None:
         raise KeyError("a damaged picture")
