@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import CTRL_OPCODES, CloseCode, Frame
+from websockets.streams import StreamReader
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
@@ -25,6 +26,51 @@ def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOP
     return type("BoundedWebSocketProtocol", (_BoundedWebSocket,), {"bounds": bounds})
 
 
+class _FrameReader(StreamReader):
+    """Hands out the parts of frames, a few in a turn, and without a copy if they came together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_parts_left = 0  # in this turn
+        self._arrived = memoryview(b"")  # last, if the buffer is empty
+
+    def __len__(self) -> int:
+        return len(self._arrived) + len(self.buffer)
+
+    def take(self, data: bytes) -> None:
+        """Take in what arrives after the handshake."""
+        if self:
+            self.buffer += self._arrived
+            self.buffer += data
+            self._arrived = memoryview(b"")
+        else:
+            self._arrived = memoryview(data)
+
+    def at_eof(self) -> Generator[None, None, bool]:
+        """Wait for the next frame; nobody tells the parser of an end."""
+        while not self:
+            yield
+        return False
+
+    def read_exact(self, n: int) -> Generator[None, None, Any]:
+        """Return the next part of a frame when it is here, and its turn."""
+        while not self.num_parts_left or len(self._arrived) + len(self.buffer) < n:
+            yield
+        self.num_parts_left -= 1
+        if self._arrived:
+            found, self._arrived = self._arrived[:n], self._arrived[n:]
+            return found
+        if len(self.buffer) == n:
+            whole, self.buffer = self.buffer, bytearray()
+            return whole
+        return (yield from super().read_exact(n))
+
+    def discard(self) -> None:
+        """Forget what is here."""
+        self._arrived = memoryview(b"")
+        super().discard()
+
+
 class _BoundedWebSocket(WebSocketsSansIOProtocol):
     """Parses a few frames at a time, and reads on only when all that has come was parsed."""
 
@@ -33,8 +79,9 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: Any) -> None:
         super().__init__(config, server_state, app_state)
         self._address = ""
-        self.conn.reader.read_exact = self._read_exact  # type: ignore[assignment, method-assign]
-        self._num_parts_left = 0  # that may be parsed in this turn
+        self._reader = self.conn.reader = _FrameReader()
+        self.conn.parser = self.conn.parse()  # anew, with this reader
+        next(self.conn.parser)
         self._is_behind = False  # there may be more to parse than was parsed
         self._awaits_turn = False
         self._num_controls = 0
@@ -56,7 +103,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        self.conn.reader.feed_data(data)
+        take = self._reader.take if self.handshake_initiated else self._reader.feed_data
+        take(data)
         self._is_behind = True
         self._go_on()
         if self._is_behind and not self.transport.is_closing():
@@ -129,9 +177,9 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         """Parse until enough was done for a turn, or until somebody must catch up first."""
         self._awaits_turn = False
         if self._may_go_on():
-            self._num_parts_left = MAX_PARTS_A_TURN
+            self._reader.num_parts_left = MAX_PARTS_A_TURN
             super().data_received(b"")
-            self._is_behind = not self._num_parts_left
+            self._is_behind = not self._reader.num_parts_left
         if self.transport.is_closing():
             return
         if self._is_behind:
@@ -140,21 +188,6 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         elif self._may_go_on():
             self.transport.resume_reading()
         self._count_bytes()
-
-    def _read_exact(self, number: int) -> Generator[None, None, bytearray]:
-        """Return a part of a frame, in its turn; without a copy where nothing follows it."""
-        while not self._num_parts_left:
-            yield
-        self._num_parts_left -= 1
-        reader = self.conn.reader
-        while len(reader.buffer) < number:
-            yield
-        if len(reader.buffer) == number:
-            found, reader.buffer = reader.buffer, bytearray()
-        else:
-            found = reader.buffer[:number]
-            del reader.buffer[:number]
-        return found
 
     def _may_go_on(self) -> bool:
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()
@@ -165,7 +198,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             self.bounds.calls.make(self._address, self._parse)
 
     def _count_bytes(self) -> None:
-        num_partial = len(self.conn.reader.buffer)
+        num_partial = len(self._reader)
         held = num_partial + self._num_message_bytes
         more, self._held = held - self._held, held
         try:

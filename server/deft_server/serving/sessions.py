@@ -37,7 +37,8 @@ class RobotSession:
     def sent(self, action: NDArray[np.float64]) -> None:
         """Note the last action [action_dim] of an answer."""
         self.num_answers += 1
-        self.memory = replace(self.memory, last_action=tuple(action.tolist()))
+        # For every frame, and `replace` takes three times as long.
+        self.memory = SessionMemory(**{**vars(self.memory), "last_action": tuple(action.tolist())})
 
 
 def flow_of(caller: str, session_id: str | None) -> str:
