@@ -16,7 +16,9 @@ from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
 from deft_server.http.http_protocol import peer_of
 
-MAX_PARTS_A_TURN = 64  # of frames, which have three or four each; then everybody else has a turn
+# Of frames, which have three or four each: of the smallest, three milliseconds' work. Then
+# everybody else has a turn.
+MAX_PARTS_A_TURN = 1024
 MAX_FRAGMENTS = 4096  # of one message
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
 
@@ -97,9 +99,9 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_clock()
-        self.bounds.held.release(self._held)
-        self._held = 0
+        self.bounds.held.release(self._held, self._address)
         self.bounds.connections.leave(self._address)
+        self._reader.discard()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -198,11 +200,13 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             self.bounds.calls.make(self._address, self._parse)
 
     def _count_bytes(self) -> None:
+        if self.disconnected:
+            return  # all of it was given back
         num_partial = len(self._reader)
         held = num_partial + self._num_message_bytes
         more, self._held = held - self._held, held
         try:
-            self.bounds.held.hold(more)
+            self.bounds.held.hold(more, self._address)
         except OverloadedError as error:
             if more > 0:
                 self._fail(CloseCode.TRY_AGAIN_LATER, str(error))

@@ -191,13 +191,13 @@ class Scheduler:
         batch.unwatch()
         now_s = time.monotonic()
         self._line.finish(now_s, None if attempts.failures else attempts.service_s, batch.line)
-        self._note(attempts)
         started_s = now_s - attempts.service_s
         for frame, answer in zip(batch.frames, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
             else:
                 frame.take(answer, started_s, len(batch.frames))
+        self._note(attempts)
         self._pump()
 
     def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -42,6 +43,22 @@ class _Wire(asyncio.Transport):
         pass
 
 
+async def _connected(app: Any) -> tuple[Any, _Wire, ClientProtocol]:
+    """A protocol, its connection, and who is at the other end of it."""
+    config = uvicorn.Config(app, lifespan="off", ws="none")
+    config.load()
+    build = build_websocket_protocol(build_bounds(Settings()))
+    protocol, wire = build(config, ServerState(), {}), _Wire()
+    client = ClientProtocol(parse_uri("ws://127.0.0.1/"))
+    protocol.connection_made(wire)
+    client.send_request(client.connect())
+    protocol.data_received(b"".join(client.data_to_send()))
+    while b"\r\n\r\n" not in wire.written:
+        await asyncio.sleep(0)
+    client.receive_data(wire.written)
+    return protocol, wire, client
+
+
 async def _parsed(sizes: list[int], cuts: Sequence[int] = ()) -> tuple[list[int], list[bytes]]:
     """How many frames every turn of the event loop had parsed, and the messages.
 
@@ -57,17 +74,7 @@ async def _parsed(sizes: list[int], cuts: Sequence[int] = ()) -> tuple[list[int]
             messages.append((await receive())["bytes"])
         done.set()
 
-    config = uvicorn.Config(app, lifespan="off", ws="none")
-    config.load()
-    build = build_websocket_protocol(build_bounds(Settings()))
-    protocol, wire = build(config, ServerState(), {}), _Wire()
-    client = ClientProtocol(parse_uri("ws://127.0.0.1/"))
-    protocol.connection_made(wire)
-    client.send_request(client.connect())
-    protocol.data_received(b"".join(client.data_to_send()))
-    while b"\r\n\r\n" not in wire.written:
-        await asyncio.sleep(0)
-    client.receive_data(wire.written)
+    protocol, wire, client = await _connected(app)
     for number, size in enumerate(sizes):
         client.send_binary(bytes([number % 256]) * size)
     sent = b"".join(client.data_to_send())
@@ -78,7 +85,7 @@ async def _parsed(sizes: list[int], cuts: Sequence[int] = ()) -> tuple[list[int]
         counts.append(len(protocol.conn.events))
         handle_events()
 
-    protocol.handle_events = counted  # type: ignore[method-assign]
+    protocol.handle_events = counted
     for start, stop in pairwise((0, *cuts, len(sent))):
         while not wire.is_read:
             await asyncio.sleep(0)
@@ -110,3 +117,24 @@ def test_a_frame_that_comes_byte_by_byte_is_the_same():
     _, messages = asyncio.run(_parsed([300, 2], range(1, 300)))
 
     assert messages == [bytes(300), b"\1\1"]
+
+
+def test_a_connection_lost_in_the_middle_of_a_message_holds_nothing_any_more():
+    async def lose() -> tuple[int, int]:
+        ended = asyncio.Event()
+
+        async def app(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
+            await receive()
+            await send({"type": "websocket.accept"})
+            assert (await receive())["type"] == "websocket.disconnect"
+            ended.set()
+
+        protocol, _, client = await _connected(app)
+        client.send_binary(bytes(300_000))
+        protocol.data_received(b"".join(client.data_to_send())[:-1])
+        held_before = protocol.bounds.held.now
+        protocol.connection_lost(None)
+        await asyncio.wait_for(ended.wait(), 30)
+        return held_before, protocol.bounds.held.now
+
+    assert asyncio.run(lose()) == (299_999, 0)
