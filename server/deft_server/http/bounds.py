@@ -37,7 +37,7 @@ class HeldBytes:
         is_above_share = self.by_address[address] * len(self.by_address) > self.most
         if self.now > self.most and is_above_share:
             raise OverloadedError(
-                f"over the {self.most} bytes of requests that may be in hand; see max_total_bytes",
+                f"too many bytes of requests are in hand: over {self.most}, see max_total_bytes",
                 BUSY_FOR_S,
             )
 

@@ -158,7 +158,7 @@ def test_streams_hold_no_more_bytes_than_all_may_together(server: ServerProcess)
         two.sendall(half)
         heard = one if _hears_first(one, two) else two
         with suppress(ConnectionResetError):  # instead of the reason, as above
-            assert b"requests that may be in hand" in heard.recv(4096)
+            assert b"too many bytes of requests are in hand" in heard.recv(4096)
     response = server.http.post("/v1/act", content=packed(), headers=MSGPACK)
     assert response.status_code == 200  # what they held is free again
 
