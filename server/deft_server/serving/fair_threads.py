@@ -53,6 +53,8 @@ class FairThreads:
             if not self._pending.discard(owner, job):
                 await asyncio.wait((job.result,))
             raise
+        finally:
+            del job  # an error in it leads back here, and would keep the whole body in a cycle
         return result
 
     def stop(self) -> None:
