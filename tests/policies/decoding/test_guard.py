@@ -307,7 +307,7 @@ def test_repeating_the_last_action_is_judged_without_being_tried() -> None:
 def test_what_happened_before_decoding_is_charged_to_no_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A clock that ticks once a lap; seeing took a thousand ticks, which plain decoding pays too."""
+    """A clock that ticks once a lap. Seeing took a thousand ticks, whichever plan came after it."""
     ticks = iter(range(1_000_000))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
     decoder = tiny_decoder()
