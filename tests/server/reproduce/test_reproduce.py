@@ -1,7 +1,9 @@
 """Studies: rows answer frames, lines are kept, and every number of a page comes from them."""
 
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -288,6 +290,14 @@ def test_episodes_are_played_against_an_address_that_other_machines_reach(tmp_pa
     run = load_played(tmp_path)[PLAIN]
     assert run.records
     assert "://127.0.0.2:" in run.header.notes["url"]
+
+
+def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
+    (tmp_path / "ray.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    flags = ["--quick", "--assets", "stand-in", "--ray", "10.0.0.5:6379", "--out", str(tmp_path)]
+    assert main(["reproduce", "fly", "--threads", "1", *flags]) == 1
+    assert "--ray needs Ray" in capfd.readouterr().err
 
 
 PAGES = [
