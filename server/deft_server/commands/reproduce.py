@@ -150,7 +150,7 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
         if studies[0].frames is FrameKind.RECORDED:
             _write_strip(frames, out / STRIP)
         write(out)
-    sys.stdout.write(f"wrote {out / PAGE}\n")
+    sys.stdout.write(f"wrote {out / PAGE}\nnext: deft reproduce --check {out}\n")
     return 0
 
 

@@ -34,6 +34,7 @@ from deft_server.reproduce.study import (
 )
 from tests.client.libero.episodes import header, record
 from tests.repository import ROOT
+from tests.typed import next_command
 
 RELAXED = "within-bins:drafts=previous"
 STUDY = f"""
@@ -271,6 +272,7 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys)
     flags = ["--random-weights", "small", "--threads", "1"]
     arguments = ["reproduce", "full-size", "--frames", "2", "--no-episodes", "--out", str(out)]
     assert main([*arguments, *flags]) == 0
+    assert main(next_command(capsys.readouterr().out)[1:]) == 0
     assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
     assert check(out) == []
     assert main(["reproduce", "nothing", "--out", str(out)]) == 1
