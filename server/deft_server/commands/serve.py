@@ -88,6 +88,7 @@ def build_app(command: ServeCommand) -> DeftApp:
             settings.replica_cpus,
             settings.replica_gpus,
             settings.hang_after_s,
+            settings.replica_surge,
         )
     import_ray()
     cluster = RayCluster(settings.ray, deployment, settings.hang_after_s)

@@ -22,11 +22,13 @@ from deft_server.reproduce.check import check, fill, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.measures import cell_of, find_measure
 from deft_server.reproduce.page import ResultsFolder, outputs
+from deft_server.reproduce.played import Played, load_played
 from deft_server.reproduce.replays import PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
     PLAIN,
     ReproductionError,
+    Row,
     Study,
     distinct,
     load_study,
@@ -277,6 +279,15 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys)
     assert check(out) == []
     assert main(["reproduce", "nothing", "--out", str(out)]) == 1
     assert "unknown study 'nothing'; known: comparison" in capsys.readouterr().err
+
+
+def test_episodes_are_played_against_an_address_that_other_machines_reach(tmp_path):
+    flags = ("--environment", "point_world", "--step-limit", "2")
+    episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
+    episodes.play([Row("plain", played=True)], 1)
+    run = load_played(tmp_path)[PLAIN]
+    assert run.records
+    assert "://127.0.0.2:" in run.header.notes["url"]
 
 
 PAGES = [
