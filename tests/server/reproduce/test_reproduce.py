@@ -1,7 +1,9 @@
 """Studies: rows answer frames, lines are kept, and every number of a page comes from them."""
 
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,11 +24,13 @@ from deft_server.reproduce.check import check, fill, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.measures import cell_of, find_measure
 from deft_server.reproduce.page import ResultsFolder, outputs
+from deft_server.reproduce.played import Played, load_played
 from deft_server.reproduce.replays import PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
     PLAIN,
     ReproductionError,
+    Row,
     Study,
     distinct,
     load_study,
@@ -34,6 +38,7 @@ from deft_server.reproduce.study import (
 )
 from tests.client.libero.episodes import header, record
 from tests.repository import ROOT
+from tests.typed import next_command
 
 RELAXED = "within-bins:drafts=previous"
 STUDY = f"""
@@ -271,10 +276,28 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys)
     flags = ["--random-weights", "small", "--threads", "1"]
     arguments = ["reproduce", "full-size", "--frames", "2", "--no-episodes", "--out", str(out)]
     assert main([*arguments, *flags]) == 0
+    assert main(next_command(capsys.readouterr().out)[1:]) == 0
     assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
     assert check(out) == []
     assert main(["reproduce", "nothing", "--out", str(out)]) == 1
     assert "unknown study 'nothing'; known: comparison" in capsys.readouterr().err
+
+
+def test_episodes_are_played_against_an_address_that_other_machines_reach(tmp_path):
+    flags = ("--environment", "point_world", "--step-limit", "2")
+    episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
+    episodes.play([Row("plain", played=True)], 1)
+    run = load_played(tmp_path)[PLAIN]
+    assert run.records
+    assert "://127.0.0.2:" in run.header.notes["url"]
+
+
+def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
+    (tmp_path / "ray.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    flags = ["--quick", "--assets", "stand-in", "--ray", "10.0.0.5:6379", "--out", str(tmp_path)]
+    assert main(["reproduce", "fly", "--threads", "1", *flags]) == 1
+    assert "--ray needs Ray" in capfd.readouterr().err
 
 
 PAGES = [

@@ -10,11 +10,14 @@ from deft_client.libero.errors import EvaluationError, SelectionError
 from deft_client.libero.report.page import View, build_page, build_views
 from deft_client.libero.report.picture import write_picture
 from deft_client.libero.report.races import find_races
+from deft_client.libero.report.speed import baseline_of
 from deft_client.libero.report.tables import episodes_csv, markdown_tables, terminal_table
-from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.records import Outcome, TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 
 DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
+_SOLVED = {Outcome.SUCCEEDED}
+_BESIDE = (".md", ".csv")  # the page: the same numbers as text
 
 
 def main(arguments: list[str]) -> int:
@@ -48,30 +51,35 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--picture", type=Path, metavar="FILE",
-        help="also the baseline beside the quickest run as an animation, .webp or .gif: the first "
-        "trial that was filmed",
+        help="also the quickest run beside its baseline as an animation, .webp or .gif: the filmed "
+        "trial whose lead is the median",
     )  # fmt: skip
     return parser
 
 
 def _report(options: argparse.Namespace) -> int:
     runs = [run for path in options.results for run in load_runs(path)]
-    key = _episode(options.episode, runs) if options.episode else None
-    out: Path = options.out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    views = build_views(runs, out.parent)
-    compared = [view.comparison for view in views if view.comparison]
-    summaries = [view.summary for view in views]
-    out.write_text(build_page(views, key), "utf-8")
-    out.with_suffix(".md").write_text(markdown_tables(summaries, compared), "utf-8")
-    out.with_suffix(".csv").write_text(episodes_csv(runs), "utf-8")
-    sys.stdout.write(terminal_table(summaries))
+    views = write_report(runs, options.out, options.episode)
+    sys.stdout.write(terminal_table([view.summary for view in views]))
     sys.stdout.writelines(_speed_lines(views))
     if options.picture is not None:
         _write_picture(options.picture, views)
-    names = ", ".join(str(out.with_suffix(suffix)) for suffix in (out.suffix, ".md", ".csv"))
+    names = ", ".join(str(options.out.with_suffix(one)) for one in (options.out.suffix, *_BESIDE))
     sys.stdout.write(f"wrote {names}\n")
     return DONE
+
+
+def write_report(runs: Sequence[RunResults], out: Path, episode: str | None = None) -> list[View]:
+    """Write the page and the files beside it, make the folder; return what the page shows."""
+    key = _episode(episode, runs) if episode else None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    views = build_views(runs, out.parent)
+    compared = [view.comparison for view in views if view.comparison]
+    tables = markdown_tables([view.summary for view in views], compared)
+    out.write_text(build_page(views, key), "utf-8")
+    for suffix, text in zip(_BESIDE, (tables, episodes_csv(runs)), strict=True):
+        out.with_suffix(suffix).write_text(text, "utf-8")
+    return views
 
 
 def _speed_lines(views: Sequence[View]) -> Iterator[str]:
@@ -83,18 +91,24 @@ def _speed_lines(views: Sequence[View]) -> Iterator[str]:
 
 
 def _write_picture(path: Path, views: Sequence[View]) -> None:
-    """The first trial that was filmed in a baseline and in another run."""
-    names = {id(view.run): view.name for view in views}
-    for racers in find_races([view.run for view in views]).values():
-        first, *others = racers
-        if others:
-            both = (first, min(others, key=lambda racer: racer.seconds))
-            write_picture(path, both, [names[id(racer.run)] for racer in both])
-            return
-    raise SelectionError("--picture takes two runs of one trial with --video all; there are none")
+    """The quickest run beside its baseline, on the filmed trial whose lead is the median."""
+    runs, name_of = [one.run for one in views], {id(one.run): one.name for one in views}
+    times = {id(one.run): one.speedup.times for one in views if one.speedup}
+    quickest = max(runs, key=lambda run: times.get(id(run), 0.0))
+    baseline = baseline_of(quickest, runs)
+    races = find_races([baseline, quickest]) if baseline else {}
+    pairs = [racers for racers in races.values() if len(racers) == 2]
+    if not pairs:
+        raise SelectionError(
+            "--picture takes two runs of one trial with --video all; there are none"
+        )
+    solved = [one for one in pairs if {racer.record.outcome for racer in one} == _SOLVED]
+    leads = sorted(solved or pairs, key=lambda pair: pair[0].seconds / pair[1].seconds)
+    both = leads[(len(leads) - 1) // 2]
+    write_picture(path, both, [name_of[id(racer.run)] for racer in both])
 
 
-def _episode(text: str, runs: list[RunResults]) -> TrialKey:
+def _episode(text: str, runs: Sequence[RunResults]) -> TrialKey:
     suite, _, numbers = text.partition(":")
     task, _, trial = numbers.partition(":")
     if not (task.isdecimal() and trial.isdecimal()):
