@@ -45,9 +45,9 @@ class FairThreads:
         for work that has begun: what that holds may not be forgotten before.
         """
         job = _Job(work, asyncio.get_running_loop().create_future())
-        self._join(owner, job)
-        self._start()
         try:
+            self._join(owner, job)
+            self._start()
             result: ResultT = await asyncio.shield(job.result)
         except asyncio.CancelledError:
             if not self._pending.discard(owner, job):
@@ -64,10 +64,9 @@ class FairThreads:
     def _join(self, owner: str, job: _Job) -> None:
         if len(self._pending) >= self._max_pending:
             largest = self._pending.largest()
-            error = OverloadedError("too many pictures wait to be decoded", BUSY_FOR_S)
             if self._pending.count(largest) <= self._pending.count(owner) + 1:
-                raise error
-            self._pending.take_newest(largest).result.set_exception(error)
+                raise _too_many()
+            self._pending.take_newest(largest).result.set_exception(_too_many())
         self._pending.add(owner, job)
 
     def _start(self) -> None:
@@ -90,3 +89,7 @@ class FairThreads:
         else:
             job.result.set_result(running.result())
         self._start()
+
+
+def _too_many() -> OverloadedError:
+    return OverloadedError("too many pictures wait to be decoded", BUSY_FOR_S)

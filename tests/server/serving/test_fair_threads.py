@@ -132,7 +132,8 @@ class _Body:
 
 
 @on_a_loop
-async def test_an_error_keeps_nothing_of_what_the_work_was_about():
+@pytest.mark.parametrize("num_before", [0, 2])  # it fails, or is refused
+async def test_an_error_keeps_nothing_of_what_the_work_was_about(num_before: int):
     def fail(body: _Body) -> None:
         raise KeyError("a damaged picture")
 
@@ -140,11 +141,19 @@ async def test_an_error_keeps_nothing_of_what_the_work_was_about():
     kept = weakref.ref(body)
     gc.disable()  # which may come long after many of these
     try:
-        with fair_threads() as threads:
-            with suppress(KeyError):
+        with fair_threads(max_pending=1) as threads:
+            gate = Gate()
+            before = [
+                asyncio.ensure_future(threads.run("a", gate.passing("before")))
+                for _ in range(num_before)
+            ]
+            await asyncio.sleep(0)
+            with suppress(OverloadedError if num_before else KeyError):
                 await threads.run("a", partial(fail, body))
             del body
             await asyncio.sleep(0)
             assert kept() is None
+            gate.opened.set()
+            await asyncio.gather(*before)
     finally:
         gc.enable()
