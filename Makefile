@@ -25,13 +25,13 @@ SIMULATOR := $(VENV)/.simulator-installed
 LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
-.PHONY: help install install-libero check test test-gpu demo serve eval-libero clean
+.PHONY: help install install-libero install-ray check test test-gpu demo serve eval-libero clean
 
 help:
 	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
 	@echo "make test          run the tests (no GPU, no weights)"
 	@echo "make check         lint, formatting, types, import contracts"
-	@echo "make install       the environment alone; install-libero: client and simulator alone"
+	@echo "make install       the environment alone; install-libero: client and simulator alone; install-ray: Ray as well"
 	@echo "make serve         deft serve SERVE_FLAGS"
 	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS: the tasks a running server's policy was trained on"
 	@echo "make test-gpu      the tests that need a GPU"
@@ -41,6 +41,10 @@ install: $(INSTALLED)
 
 # The client, the simulator and LIBERO's assets, without torch: all that a machine with LIBERO alone needs.
 install-libero: $(LIBERO)
+
+# Ray, for the tests of replicas and evaluations on it: 100 MB that nothing else needs.
+install-ray: $(INSTALLED)
+	$(PIP) $(PINS) --editable "./client[ray]" --editable ".[$(EXTRAS),ray]"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deft_client import ActionChunk, ActOptions, PolicyClient, ServerInfo
 from deft_client.libero.commands import evaluate as evaluate_command
-from deft_client.libero.commands import report as report_command
+from deft_client.libero.commands.report import write_report
 from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlan, play_in_lock_step
 from deft_client.libero.evaluation.interleaved import (
     InterleavedPolicy,
@@ -27,6 +27,7 @@ from deft_client.libero.evaluation.selection import (
     trained_tasks,
 )
 from deft_client.libero.policies.source import PolicySource, build_policy
+from deft_client.libero.results.store import load_runs
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_client.libero.simulator.suites import find_suite
 from deft_server.reproduce.local_server import ServerDidNotStartError, local_server
@@ -55,7 +56,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     if code == evaluate_command.DONE:
-        code = report()
+        report()
     return code
 
 
@@ -109,13 +110,12 @@ def play_in_real_time(url: str, tasks: list[int]) -> int:
     )
 
 
-def report() -> int:
+def report() -> None:
     """Write the page that plots, compares and plays the episodes side by side."""
     page = FOLDER / "report.html"
-    code = report_command.main([str(FOLDER), "--out", str(page)])
+    write_report(load_runs(FOLDER), page)
     say(f"\nOpen {page.resolve()}: plots, and both methods' videos side by side at true speed.")
-    say("Try it yourself: `make serve` in one terminal, `make eval-libero` in another.")
-    return code
+    say("next: `make serve` in one terminal, `make eval-libero` in another")
 
 
 def say(text: str) -> None:

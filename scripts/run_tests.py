@@ -20,7 +20,7 @@ def main(flags: list[str]) -> int:
         marks += " and not libero"
         notice = f"\nThe tests that run the simulator are left out: {error}\n"
     if find_spec("ray") is None:
-        notice += '\nThe test on Ray is skipped: pip install "deft-client[ray]"\n'
+        notice += "\nThe tests on Ray are skipped: make install-ray\n"
     print(notice, end="", flush=True)
     # One thread per worker: torch would otherwise start one per core in each of them.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -6,7 +6,6 @@ training is cut to two steps. `NOT_RUN` names the rest and says why.
 
 import re
 import shlex
-from importlib import import_module
 from pathlib import Path
 
 import PIL.Image
@@ -20,6 +19,7 @@ from tests.client.samples import frame
 from tests.draft_training.made_up import write_demonstrations
 from tests.repository import DocumentedCommand, documented_commands
 from tests.server.commands.test_replay import record
+from tests.typed import main_of, next_command
 
 NOT_RUN = {
     r"make ": "installs, or runs everything there is; test_documents.py asks make what it would do",
@@ -46,6 +46,9 @@ QUICK = {
     "deft doctor": "--port 0",
     "deft-client eval point_world": "--episodes 1",
 }
+LONG = (  # what ends with the next command to type
+    "deft (bench|replay|index|convert|train)|deft-client (eval|datasets export)"
+)
 OWN = {  # what stands for something of the reader's
     r"(--recording|--demonstration|show|replay|index|record|live|evaluate) (DATA|DIR)": r"\1 data",
     r"--draft-head DIR": f"--draft-head {CHECKPOINT.parent / 'eagle'}",
@@ -92,8 +95,10 @@ def test_what_a_document_says_can_be_typed_in_its_order(
 ) -> None:
     if document == "docs/datasets.md":
         pytest.importorskip("pyarrow", reason="pip install 'deft-client[datasets]'")
-    modules = {"deft": "deft_server.__main__", "deft-client": "deft_client.__main__"}
     for command in (one for one in COMMANDS if one.document == document):
         program, *arguments = typed(command)
-        code = import_module(modules[program]).main(arguments)
-        assert code == 0, f"{command}\n{capsys.readouterr().err}"
+        code = main_of(program)(arguments)
+        said = capsys.readouterr()
+        assert code == 0, f"{command}\n{said.err}"
+        if re.match(LONG, command.line):
+            next_command(said.out)

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 
 import httpx
 import PIL.Image
@@ -16,9 +15,9 @@ from deft_server.reproduce.local_server import local_server
 from scripts.hostile_servers import dripping, frozen, holding_up, withholding
 from tests.client.samples import frame
 from tests.repository import ROOT, documented_commands, documents, name_of
+from tests.typed import MODULES, assert_known
 
 COMMANDS = documented_commands()
-MODULES = {"deft": "deft_server.__main__", "deft-client": "deft_client.__main__"}
 FOLDERS = "client|policies|server|draft_training|tests|scripts|docs"
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 
@@ -78,15 +77,8 @@ def command_lines() -> list[object]:
 
 
 @pytest.mark.parametrize("words", command_lines())
-def test_the_command_line_knows_every_flag(words, capsys):
-    program, *arguments = words
-    main = import_module(MODULES[program]).main
-    with pytest.raises(SystemExit) as exit:
-        main([*arguments, "--help"])
-    assert exit.value.code == 0
-    shown = capsys.readouterr().out
-    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", shown), f"{flag} is not in the help"
+def test_the_command_line_knows_every_flag(words):
+    assert_known(words)
 
 
 ASKING = [one for one in of_program("deft-client") if one.id.split()[2] in ("ping", "act")]

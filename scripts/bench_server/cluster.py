@@ -1,4 +1,4 @@
-"""Measures replicas on Ray: everything in about five minutes, on a Ray of its own.
+"""Measures replicas on Ray: everything in about ten minutes, on a Ray of its own.
 
 `python -m scripts.bench_server.cluster` runs it all, naming measurements runs those.
 """
@@ -63,6 +63,7 @@ def main() -> None:
                 MEASUREMENTS[name](RayPlace(address, given.seconds))
             except Exception:
                 logging.exception("%s is not measured; the others can be", name)
+            import_ray()[1].shutdown()  # or the next would begin with these replicas
 
 
 if __name__ == "__main__":

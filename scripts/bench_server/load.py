@@ -9,7 +9,8 @@ import numpy as np
 import websockets.asyncio.client
 
 from deft_client.types import ActOptions, Observation
-from deft_client.wire.messages import ActMessage
+from deft_client.wire.json_codec import decode
+from deft_client.wire.messages import PROBLEM, ActMessage
 from deft_client.wire.msgpack_codec import encode_request
 
 
@@ -115,7 +116,10 @@ async def sequential(port: int, request: bytes, count: int) -> Load:
 
 
 async def sessions(port: int, bodies: Sequence[bytes], seconds: float) -> list[Load]:
-    """Stream from one robot per body, each sending again as soon as it is answered."""
+    """Stream from one robot per body, each sending again as soon as it is answered.
+
+    One that is refused waits as it is told to: else refusals alone would keep the server busy.
+    """
     start_s = time.perf_counter()
 
     async def robot(body: bytes) -> Load:
@@ -125,8 +129,13 @@ async def sessions(port: int, bodies: Sequence[bytes], seconds: float) -> list[L
         ) as socket:
             while (sent_s := time.perf_counter() - start_s) < seconds:
                 await socket.send(body)
-                status = 200 if isinstance(await socket.recv(), bytes) else 500
-                load.replies.append(Reply(sent_s, time.perf_counter() - start_s - sent_s, status))
+                reply = await socket.recv()
+                took_s, status = time.perf_counter() - start_s - sent_s, 200
+                if isinstance(reply, str):
+                    problem = decode(PROBLEM, reply.encode())
+                    status = problem.status
+                    await asyncio.sleep(problem.retry_after_s or 0.0)
+                load.replies.append(Reply(sent_s, took_s, status))
         return load
 
     return await asyncio.gather(*(robot(body) for body in bodies))

@@ -132,6 +132,10 @@ class Settings(BaseModel):
     replica_gpus: float = Field(
         default=0.0, ge=0, description="GPUs that Ray sets aside for a replica; 0.5 is half of one"
     )
+    replica_surge: bool = Field(
+        default=False,
+        description="in an update start each new replica first; needs room for one more",
+    )
 
     drain_s: Positive = Field(
         default=30.0, description="longest wait for frames in hand when stopping"

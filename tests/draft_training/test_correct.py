@@ -23,6 +23,7 @@ from deft_draft_training.policy.prepare import prepare, write_policy
 from deft_policies.constant import ConstantPolicy
 from tests.client.libero.simulated import needs_simulator
 from tests.draft_training.made_up import write_demonstrations
+from tests.typed import next_command
 
 TAKEOVER = TakeoverSettings(stuck_steps=4, stuck_metres=0.005, steps=3, chance=0.0)
 FRAME = Frame(np.zeros((8, 8, 3), np.uint8), np.zeros(8, np.float32))
@@ -105,7 +106,9 @@ class TestInLibero:
         (path,) = find_demonstrations(tmp_path / "more")
         header = load_demonstration(path).header
         assert (header.task, header.trial, header.noise_sigma) == (5, 3, 0.0)
-        assert "1 new episodes" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "1 new episodes" in shown
+        assert next_command(shown)[:3] == ["deft", "train", "policy"]
         written = path.stat().st_mtime_ns
         assert main(command) == 0
         assert path.stat().st_mtime_ns == written

@@ -14,6 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.openvla.load import load_policy
 from deft_policies.openvla.options import OpenVLAOptions
 from tests.draft_training.made_up import INSTRUCTIONS, write_demonstrations
+from tests.typed import next_command
 
 SMALL = {
     "image_size": 32,
@@ -64,6 +65,14 @@ def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task:
     (answer,) = policy.act([ActRequest(frame)])
     chunk = answer.chunk
     assert chunk.actions.shape == (1, 7)
+
+
+def test_it_ends_with_the_command_that_serves_what_was_trained(
+    demos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = train([demos], "first")
+    served = ["--checkpoint", str(checkpoint), "--statistics-key", "libero_object"]
+    assert next_command(capsys.readouterr().out) == ["deft", "serve", *served]
 
 
 def test_a_warm_start_must_say_whose_tokens_it_keeps(demos: Path):

@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(arguments)
     try:
         job = _job(given)
-        _record(job)
+        _record(job, given.checkpoint)
     except SelectionError as error:
         raise ConfigError(str(error)) from error
     except (SimulationError, PolicyError) as error:
@@ -164,7 +164,7 @@ def _job(given: argparse.Namespace) -> DemosJob:
     return replace(job, settings=settings, new_actor=learner)
 
 
-def _record(job: DemosJob) -> None:
+def _record(job: DemosJob, checkpoint: Path) -> None:
     total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
     results: list[DemoResult] = []
     with tqdm(total=total, initial=total - missing, unit="episode", file=sys.stderr) as bar:
@@ -180,4 +180,6 @@ def _record(job: DemosJob) -> None:
     sys.stdout.write(
         f"{len(results)} new episodes with {steps} labelled frames in {job.folder}; the policy, "
         f"led on where it stood still, succeeded in {succeeded}\n"
+        f"next: deft train policy DEMOS {job.folder} --run runs/policy-2 --warm-start RUN "
+        f"--tokens-of {checkpoint} --out {checkpoint}-2\n"
     )

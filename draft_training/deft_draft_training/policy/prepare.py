@@ -216,7 +216,11 @@ def main(arguments: list[str]) -> int:
     net = trainer.run(given.run, given.warm_start, given.tensorboard)
     dtype = torch.float32 if given.float32 else torch.bfloat16
     write_policy(net, prepared, given.out, dtype)
-    sys.stdout.write(f"{given.out}\n")
+    key = config.statistics_key
+    sys.stdout.write(
+        f"{given.out}: {config.fit.steps} steps\n"
+        f"next: deft serve --checkpoint {given.out} --statistics-key {key}\n"
+    )
     return 0
 
 

@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
             )
         for path in pickles:
             _convert(path)
+        sys.stdout.write(f"next: deft serve --checkpoint {directory}\n")
         return 0
 
     return run_command(PROG, run)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from tqdm import tqdm
+
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.episodes import StoredStep
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import read_dataset
-from deft_policies.commands.parse import parse_command, run_command
+from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.decoding.drafts.guessers import save_index
 from deft_policies.errors import PolicyError
 from deft_policies.openvla.indexing import StoredActions, index_frames
@@ -67,10 +69,11 @@ def _write(policy: OpenVLAPolicy, given: Namespace) -> None:
     kilobytes = given.out.stat().st_size / 1e3
     sys.stdout.write(
         f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n"
-        f"next: deft serve --policy openvla --retrieval-index {given.out}\n"
+        f"next: deft serve {target_flags(given)} --retrieval-index {given.out}\n"
     )
 
 
 def _frames(given: Namespace) -> Iterator[StoredStep]:
-    for episode in read_dataset(given.data, read_cameras(given)):
+    episodes = list(read_dataset(given.data, read_cameras(given)))
+    for episode in tqdm(episodes, unit="episode", disable=None):  # shown on a terminal alone
         yield from (step for step in episode.steps() if step.is_example)

@@ -33,6 +33,7 @@ Lap = Callable[[Stage], object]
 
 def run_actions(rounds: "Rounds", prompts: Prompts, run: ActionRun, clock: StageClock) -> ActionRun:
     """Decode one batch to the end."""
+    clock.take_laps()  # what came before, as seeing, is no pass
     tree = rounds.first_drafts(prompts)
     clock.lap(Stage.DRAFT)
     features = rounds.prefill(prompts, tree, clock.lap)

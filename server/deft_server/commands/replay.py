@@ -15,6 +15,7 @@ from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from deft_client.commands.methods import with_knobs
 from deft_client.commands.program import CommandParser
@@ -24,7 +25,7 @@ from deft_client.datasets.own import find_parts, read_recordings
 from deft_client.recordings import RecordedStep, iterate_steps
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
-from deft_policies.commands.parse import parse_command, run_command
+from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.errors import PolicyError
 from deft_policies.memory import SessionMemory
 
@@ -108,7 +109,8 @@ def main(arguments: list[str]) -> int:
         if not compared:
             raise ReplayError(f"{given.data}: no whole step in its episodes")
         summary = summarise(compared)
-        sys.stdout.write(describe(summary) + "\n")
+        following = f"deft bench --recording {given.data} {target_flags(given)}"
+        sys.stdout.write(f"{describe(summary)}\nnext: {following}\n")
         allowed = given.max_difference
         return int(allowed is not None and max(summary.largest) > allowed)
 
@@ -118,7 +120,7 @@ def main(arguments: list[str]) -> int:
 def read_steps(data: Path, cameras: Sequence[str] = ()) -> Iterator[PastStep]:
     """Yield every step of every episode, and all that is known of it."""
     if find_format(data).read is read_recordings:
-        for parts in find_parts(data):
+        for parts in tqdm(find_parts(data), unit="episode", disable=None):  # on a terminal alone
             for step in (step for part in parts for step in iterate_steps(part)):
                 yield PastStep(
                     episode=str(parts[0]),
@@ -129,7 +131,7 @@ def read_steps(data: Path, cameras: Sequence[str] = ()) -> Iterator[PastStep]:
                     recorded=step,
                 )
         return
-    for episode in read_dataset(data, cameras):
+    for episode in tqdm(list(read_dataset(data, cameras)), unit="episode", disable=None):
         for index, stored in enumerate(episode.steps()):
             yield PastStep(episode.name, index, stored.observation, stored.action[None])
 

@@ -109,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--trials", default="40-49", help="(default: %(default)s)")
     group.add_argument("--assets", metavar="FOLDER", help="as `deft-client eval`")
     group.add_argument("--workers", default="1", metavar="N", help="(default: %(default)s)")
+    group.add_argument("--ray", metavar="ADDRESS", help="as `deft-client eval`; with --host where "
+                       "the cluster has other machines")  # fmt: skip
+    group.add_argument("--host", metavar="ADDRESS", help="of this machine, as workers elsewhere "
+                       "reach it; meanwhile anyone else who does may ask, too")  # fmt: skip
     return parser
 
 
@@ -139,7 +143,7 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
         flags = (*studies[0].flags, *words.flags)
         words = PolicyWords(catalog.default_for(flags), flags)
     rows = _rows(given, studies)
-    episodes = Played(words, out, given.suite, _evaluation_flags(given))
+    episodes = Played(words, out, given.suite, _evaluation_flags(given), given.host)
     frames = _frames(given, studies[0], episodes)
     replays = Replays(words, frames, out)
     num_timed = given.time or (_QUICK_TIMES if given.quick else 0)
@@ -154,7 +158,7 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
         if studies[0].frames is FrameKind.RECORDED:
             _write_strip(frames, out / STRIP)
         write(out)
-    sys.stdout.write(f"wrote {out / PAGE}\n")
+    sys.stdout.write(f"wrote {out / PAGE}\nnext: deft reproduce --check {out}\n")
     return 0
 
 
@@ -190,7 +194,10 @@ def _load(names: Sequence[str], out: Path) -> list[Study]:
 
 def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:
     flags = ["--tasks", given.tasks, "--trials", given.trials, "--workers", given.workers]
-    return (*flags, *(("--assets", given.assets) if given.assets else ()))
+    for name in ("assets", "ray"):
+        if value := getattr(given, name):
+            flags += [f"--{name}", value]
+    return tuple(flags)
 
 
 def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameSet:

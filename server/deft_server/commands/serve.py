@@ -18,7 +18,7 @@ import uvicorn
 
 from deft_client.commands.program import CommandParser
 from deft_client.types import ServerInfo
-from deft_policies.commands.parse import PolicyCommand
+from deft_policies.commands.parse import PolicyCommand, target_flags
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
@@ -66,6 +66,9 @@ def main(arguments: list[str]) -> int:
         return ExitCode.BAD_SETTINGS
     if code is ExitCode.POLICY_HANGS:
         os._exit(code)  # its thread might keep the interpreter from ending
+    if command.settings.record is not None and sys.stderr.isatty():
+        flags = target_flags(command.policy.namespace)
+        sys.stderr.write(f"next: deft replay {command.settings.record} {flags}\n")
     return code
 
 
@@ -85,6 +88,7 @@ def build_app(command: ServeCommand) -> DeftApp:
             settings.replica_cpus,
             settings.replica_gpus,
             settings.hang_after_s,
+            settings.replica_surge,
         )
     import_ray()
     cluster = RayCluster(settings.ray, deployment, settings.hang_after_s)

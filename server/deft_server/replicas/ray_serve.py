@@ -111,6 +111,7 @@ class Deployment:
     cpus: float = 1.0
     gpus: float = 0.0
     hang_after_s: float = 60.0
+    surge: bool = False  # in an update a replica stops when its successor runs, not before
 
 
 def build_application(deployment: Deployment) -> Any:
@@ -124,6 +125,7 @@ def build_application(deployment: Deployment) -> Any:
         name=DEPLOYMENT,
         **size,
         max_ongoing_requests=1,
+        max_surge_percent=int(deployment.surge),  # rounded up: one replica more
         health_check_period_s=HEALTH_EVERY_S,
         ray_actor_options={"num_cpus": deployment.cpus, "num_gpus": deployment.gpus},
     )

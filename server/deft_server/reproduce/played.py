@@ -23,12 +23,13 @@ RECORDING = "recording"
 
 @dataclass(frozen=True)
 class Played:
-    """Which episodes are played, as `deft-client eval` takes them."""
+    """Which episodes are played, as `deft-client eval` takes them, and where from."""
 
     words: PolicyWords
     out: Path
     suite: str
     flags: tuple[str, ...]  # of `deft-client eval`: tasks, trials, assets, ...
+    host: str | None = None  # that workers on other machines reach the server at
 
     def record_frames(self, num_episodes: int) -> Path:
         """Let plain decoding play, and keep what it saw; done once per folder.
@@ -45,7 +46,9 @@ class Played:
             if not any(unfinished.rglob(f"*{SUFFIX}")):
                 raise ReproductionError(f"{unfinished}: the server recorded nothing")
             (unfinished / ".gitignore").write_text("*\n")  # pictures have no place among results
-            if not played.exists():
+            if played.exists():
+                shutil.rmtree(begun)
+            else:
                 begun.rename(played)
             unfinished.rename(folder)
         return folder
@@ -58,7 +61,9 @@ class Played:
                 self._play(url, methods, self.out / FOLDER, num_episodes)
 
     def _server(self, *flags: str) -> AbstractContextManager[str]:
-        return local_server("--policy", self.words.name, *self.words.flags, "--no-guard", *flags)
+        policy = ("--policy", self.words.name, *self.words.flags, "--no-guard")
+        elsewhere = ("--host", self.host, "--allow-anyone") if self.host else ()
+        return local_server(*policy, *elsewhere, *flags)
 
     def _play(self, url: str, methods: Sequence[str], out: Path, num: int | None) -> None:
         episodes = () if num is None else ("--episodes", str(num))

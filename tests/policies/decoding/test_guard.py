@@ -13,7 +13,7 @@ from deft_policies.decoding.guard import Choice, Guard, GuardSettings
 from deft_policies.decoding.history import Average, PassesNeeded
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
-from deft_policies.decoding.records import ActionCost
+from deft_policies.decoding.records import ActionCost, Stage
 from tests.policies.decoding.scripts import Session, clock, tokens_of
 from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
 
@@ -302,6 +302,23 @@ def test_repeating_the_last_action_is_judged_without_being_tried() -> None:
         guarded.decode(prompts, session.rows, clock())
     learnt = session.rows[0].history.passes_needed["memory"]
     assert learnt.value == 0.0
+
+
+def test_what_happened_before_decoding_is_charged_to_no_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that ticks once a lap. Seeing took a thousand ticks, whichever plan came after it."""
+    ticks = iter(range(1_000_000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    decoder = tiny_decoder()
+    guarded = build_decoder(fast_target(decoder), find_method("lossless"))
+    session, prompts = Session.of(1), random_prompts(decoder, [3])
+    for _ in range(40):
+        timer = clock()
+        for _ in range(1000):
+            timer.lap(Stage.VISION)
+        trace = guarded.decode(prompts, session.rows, timer)[0]
+    assert trace.plan == "memory"
 
 
 def test_warming_up_measures_every_plan_and_leaves_sessions_alone() -> None:

@@ -1,10 +1,16 @@
 """What somebody at a terminal reads when `deft serve` is ready."""
 
+import os
+import pty
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from deft_server.commands.serve import welcome
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
+from tests.typed import next_command
 
 URL = "http://127.0.0.1:8000"
 
@@ -25,3 +31,22 @@ def test_it_tells_nothing_of_what_is_switched_off_and_asks_for_the_key() -> None
     )
     assert "/dashboard" not in shown
     assert "Authorization: Bearer KEY" in shown
+
+
+def test_a_terminal_reads_it_and_at_the_end_how_to_replay_what_was_recorded(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = pty.openpty()
+    where = ["--policy", "constant", "--port", "0", "--record", str(tmp_path)]
+    command = [sys.executable, "-m", "deft_server", "serve", *where]
+    with subprocess.Popen(command, stderr=theirs) as server, open(ours, "rb", buffering=0) as read:
+        os.close(theirs)
+        shown = b""
+        while b"  try " not in shown:
+            shown += read.read(1024)
+        server.send_signal(signal.SIGINT)
+        while b"next: " not in shown or not shown.endswith(b"\n"):
+            shown += read.read(1024)
+    assert server.returncode == 0
+    said = next_command(shown.decode())
+    assert said == ["deft", "replay", str(tmp_path), "--policy", "constant"]

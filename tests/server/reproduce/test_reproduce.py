@@ -22,11 +22,13 @@ from deft_server.reproduce.check import check, fill, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.measures import cell_of, find_measure
 from deft_server.reproduce.page import PAGE, ResultsFolder, outputs
+from deft_server.reproduce.played import Played, load_played
 from deft_server.reproduce.replays import CoreClock, PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
     PLAIN,
     ReproductionError,
+    Row,
     Study,
     distinct,
     load_study,
@@ -34,6 +36,7 @@ from deft_server.reproduce.study import (
 )
 from tests.client.libero.episodes import header, record
 from tests.repository import ROOT
+from tests.typed import next_command
 
 RELAXED = "within-bins:drafts=previous"
 STUDY = f"""
@@ -309,12 +312,33 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys)
     arguments = ["reproduce", "full-size", "--no-episodes", "--out", str(out)]
     arguments += ["--frames", "2", "--time", "1"]
     assert main([*arguments, *flags]) == 0
+    assert main(next_command(capsys.readouterr().out)[1:]) == 0
     assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
     assert "Times are of 1 generated frames of 1 episodes" in (out / "page.md").read_text()
     assert len(load_run(out / "frames" / PLAIN).header.server["weights"]) == 64
     assert check(out) == []
     assert main(["reproduce", "nothing", "--out", str(out)]) == 1
     assert "unknown study 'nothing'; known: comparison" in capsys.readouterr().err
+
+
+def test_episodes_are_played_against_an_address_that_other_machines_reach(tmp_path):
+    flags = ("--environment", "point_world", "--step-limit", "2")
+    episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
+    episodes.play([Row("plain", played=True)], 1)
+    run = load_played(tmp_path)[PLAIN]
+    assert run.records
+    assert "://127.0.0.2:" in run.header.notes["url"]
+
+
+def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_path):
+    flags = ("--environment", "point_world", "--step-limit", "2")
+    episodes = Played(WORDS, tmp_path, "point_world", flags)
+    recorded = FrameSet(episodes.record_frames(1), 10)
+    (first,) = load_played(tmp_path)[PLAIN].records
+    assert recorded.num_frames == len(first.answers) == 2
+    episodes.play([Row("plain", played=True)], 2)
+    assert first.finished_s in [one.finished_s for one in load_played(tmp_path)[PLAIN].records]
+    assert len(load_played(tmp_path)[PLAIN].records) == 2
 
 
 PAGES = [

@@ -32,6 +32,9 @@ def main(arguments: list[str]) -> int:
     except SimulationError as error:
         sys.stderr.write(f"deft-client demos: {error}\n")
         return 1
+    sys.stdout.write(
+        f"next: deft train policy {options.out} --run runs/policy --out checkpoints/my-policy\n"
+    )
     return 0
 
 

@@ -291,8 +291,7 @@ def _evaluate(options: EvaluationOptions) -> int:
     summaries = [_summary_of(run) for run in runs if (run.settings.folder / "run.json").exists()]
     if any(summary.tasks for summary in summaries):
         sys.stdout.write("\n" + terminal_table(summaries))
-        sys.stdout.write(f"results in {options.folder}; for plots and videos:\n")
-        sys.stdout.write(f"  deft-client report {options.folder} --out report.html\n")
+        sys.stdout.write(f"next: deft-client report {options.folder} --out report.html\n")
     if problem:
         sys.stderr.write(f"deft-client eval: {problem}\n")
     return INCOMPLETE if problem else DONE

@@ -15,6 +15,7 @@ from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 
 DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
+_BESIDE = (".md", ".csv")  # the page: the same numbers as text
 
 
 def main(arguments: list[str]) -> int:
@@ -56,22 +57,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace) -> int:
     runs = [run for path in options.results for run in load_runs(path)]
-    key = _episode(options.episode, runs) if options.episode else None
-    out: Path = options.out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    views = build_views(runs, out.parent)
-    compared = [view.comparison for view in views if view.comparison]
-    summaries = [view.summary for view in views]
-    out.write_text(build_page(views, key), "utf-8")
-    out.with_suffix(".md").write_text(markdown_tables(summaries, compared), "utf-8")
-    out.with_suffix(".csv").write_text(episodes_csv(runs), "utf-8")
-    sys.stdout.write(terminal_table(summaries))
+    views = write_report(runs, options.out, options.episode)
+    sys.stdout.write(terminal_table([view.summary for view in views]))
     sys.stdout.writelines(_speed_lines(views))
     if options.picture is not None:
         _write_picture(options.picture, views)
-    names = ", ".join(str(out.with_suffix(suffix)) for suffix in (out.suffix, ".md", ".csv"))
+    names = ", ".join(str(options.out.with_suffix(one)) for one in (options.out.suffix, *_BESIDE))
     sys.stdout.write(f"wrote {names}\n")
     return DONE
+
+
+def write_report(runs: Sequence[RunResults], out: Path, episode: str | None = None) -> list[View]:
+    """Write the page and the files beside it, make the folder; return what the page shows."""
+    key = _episode(episode, runs) if episode else None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    views = build_views(runs, out.parent)
+    compared = [view.comparison for view in views if view.comparison]
+    tables = markdown_tables([view.summary for view in views], compared)
+    out.write_text(build_page(views, key), "utf-8")
+    for suffix, text in zip(_BESIDE, (tables, episodes_csv(runs)), strict=True):
+        out.with_suffix(suffix).write_text(text, "utf-8")
+    return views
 
 
 def _speed_lines(views: Sequence[View]) -> Iterator[str]:
@@ -94,7 +100,7 @@ def _write_picture(path: Path, views: Sequence[View]) -> None:
     raise SelectionError("--picture takes two runs of one trial with --video all; there are none")
 
 
-def _episode(text: str, runs: list[RunResults]) -> TrialKey:
+def _episode(text: str, runs: Sequence[RunResults]) -> TrialKey:
     suite, _, numbers = text.partition(":")
     task, _, trial = numbers.partition(":")
     if not (task.isdecimal() and trial.isdecimal()):

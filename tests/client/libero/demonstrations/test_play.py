@@ -23,6 +23,7 @@ from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.suites import find_task
 from tests.client.libero.simulated import needs_simulator
+from tests.typed import next_command
 
 pytestmark = needs_simulator
 SMALL = EnvironmentSettings(frame_size=48, assets_folder=STAND_INS)
@@ -83,6 +84,12 @@ def test_two_runs_do_not_record_into_one_folder(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DemonstrationError, match="another run"):
             record(DemosJob(SETTINGS, tmp_path, SMALL), print)
+
+
+def test_the_command_ends_with_the_one_that_trains_on_what_it_recorded(tmp_path, capsys):
+    where = ["--out", str(tmp_path), "--tasks", "5", "--size", "48", "--assets", "stand-in"]
+    assert main(["libero_object", *where, "--episodes", "1"]) == 0
+    assert next_command(capsys.readouterr().out)[:4] == ["deft", "train", "policy", str(tmp_path)]
 
 
 def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys):
