@@ -2,10 +2,11 @@
 
 python -m scripts.check_tiny_libero --out results/tiny_libero --lines docs/results/tiny_libero.jsonl
 
-Plays trials of the tasks it was trained on with plain decoding and with speculation, and again with
-things moved by some centimetres; prints a row per run and PASS or FAIL per promise. A killed check
-goes on with the same command. Which plan drafts is fixed (`--no-guard`), because what is measured
-would change relaxed actions; how fast they are is measured with the guard, as `make demo` does.
+Plays trials of the tasks it was trained on with plain decoding and with speculation, and plainly
+again with things moved by some centimetres; prints a row per run and PASS or FAIL per promise. A
+killed check goes on with the same command. Which plan drafts is fixed (`--no-guard`), because what
+is measured would change relaxed actions; how fast they are is measured with the guard, as `make
+demo` does.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from deft_client.libero.evaluation.selection import TRAINED
 from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import LUCK, compare
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.store import RunResults, load_run
+from deft_client.libero.results.store import RunResults, load_runs
 from deft_server.reproduce.local_server import local_server
 from scripts import demo
 
@@ -82,30 +83,30 @@ def stands_still(record: EpisodeRecord) -> bool:
     return record.outcome is Outcome.FAILED and max(runs, default=0) >= STILL_STEPS
 
 
-def play(url: str, given: argparse.Namespace, decoding: str, widened_cm: float) -> PlayedRun:
-    """Play what is missing of a run."""
-    folder = given.out / f"{decoding}-{widened_cm:g}cm"
+def play(
+    url: str, given: argparse.Namespace, decodings: Sequence[str], widened_cm: float
+) -> list[PlayedRun]:
+    """Play what is missing of runs."""
+    folder = given.out / f"{widened_cm:g}cm"
     code = evaluate_command.main(
         [
             *(demo.SUITE, "--tasks", TRAINED, "--assets", TRAINED, "--trials", given.trials),
             *("--url", url, "--stream", "--workers", "2", "--out", str(folder)),
-            *("--decoding", decoding, "--widen-cm", str(widened_cm)),
+            *("--decoding", *decodings, "--widen-cm", str(widened_cm)),
         ]
     )
     if code != evaluate_command.DONE:
         raise SystemExit(f"the evaluation ended with {code}; the same command goes on")
-    (run_folder,) = (path.parent for path in folder.glob("*/run.json"))
-    return PlayedRun(decoding, widened_cm, load_run(run_folder))
+    return [PlayedRun(run.header.options["decoding"], widened_cm, run) for run in load_runs(folder)]
 
 
 def play_all(given: argparse.Namespace) -> dict[tuple[str, float], PlayedRun]:
     """Every run, by decoding method and centimetres."""
     with local_server("--policy", "tiny-libero", "--no-guard", "--threads", "1") as url:
-        return {
-            (decoding, moved): play(url, given, decoding, moved)
-            for moved in (0.0, *given.widen_cm)
-            for decoding in DECODINGS
-        }
+        runs = play(url, given, DECODINGS, 0.0)
+        for moved in given.widen_cm:
+            runs += play(url, given, [PLAIN], moved)
+    return {(one.decoding, one.widened_cm): one for one in runs}
 
 
 def measure() -> list[MethodSpeed]:
@@ -172,7 +173,7 @@ def main() -> int:
     parser.add_argument("--lines", type=Path, help="where to keep a line per run")
     parser.add_argument("--trials", default="40-49", help="[%(default)s]")
     parser.add_argument(
-        "--widen-cm", type=float, nargs="*", default=[2.0], metavar="CM", help="play these as well"
+        "--widen-cm", type=float, nargs="*", default=[2.0], metavar="CM", help="play these plainly"
     )
     given = parser.parse_args()
     runs, speeds = play_all(given), measure()

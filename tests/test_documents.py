@@ -43,7 +43,18 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_every_program_in_the_documents_is_known_here():
-    known = {"make", "deft", "deft-client", "curl", "pip", "git", "cd", "docker", "python"}
+    known = {
+        "make",
+        "deft",
+        "deft-client",
+        "curl",
+        "pip",
+        "git",
+        "cd",
+        "docker",
+        "python",
+        "python3",
+    }
     used = {shlex.split(one.line, comments=True)[0] for one in COMMANDS}
     loop = {"for", ".venv/bin/pytest", "done"}
     assert used <= known | loop | {"export", "torchrun"}, (
@@ -119,7 +130,7 @@ def test_scripts_in_the_documents_exist():
             module = ROOT / command[2].replace(".", "/")
             found = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
             assert found, command
-        elif command[0] == "python":
+        elif command[0] in ("python", "python3"):
             assert (ROOT / command[1]).is_file(), command
 
 

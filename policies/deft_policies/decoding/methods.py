@@ -141,7 +141,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         "deft",
         "drafts within physical limits, gripper by class, inside a drift budget",
-        WithinDrift(WithinLimits(move=3.0, turn=0.5, cap=15), move=9.0, turn=1.5, cap=30, leak=1.0),
+        WithinDrift(WithinLimits(move=3.5, turn=0.5, cap=15), move=9.0, turn=1.5, cap=30, leak=1.0),
         _OUR_PLANS,
         is_guarded=True,
     ),

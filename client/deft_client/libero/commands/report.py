@@ -10,11 +10,13 @@ from deft_client.libero.errors import EvaluationError, SelectionError
 from deft_client.libero.report.page import View, build_page, build_views
 from deft_client.libero.report.picture import write_picture
 from deft_client.libero.report.races import find_races
+from deft_client.libero.report.speed import baseline_of
 from deft_client.libero.report.tables import episodes_csv, markdown_tables, terminal_table
-from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.records import Outcome, TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 
 DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
+_SOLVED = {Outcome.SUCCEEDED}
 _BESIDE = (".md", ".csv")  # the page: the same numbers as text
 
 
@@ -49,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--picture", type=Path, metavar="FILE",
-        help="also the baseline beside the quickest run as an animation, .webp or .gif: the first "
-        "trial that was filmed",
+        help="also the quickest run beside its baseline as an animation, .webp or .gif: the filmed "
+        "trial whose lead is the median",
     )  # fmt: skip
     return parser
 
@@ -89,15 +91,21 @@ def _speed_lines(views: Sequence[View]) -> Iterator[str]:
 
 
 def _write_picture(path: Path, views: Sequence[View]) -> None:
-    """The first trial that was filmed in a baseline and in another run."""
-    names = {id(view.run): view.name for view in views}
-    for racers in find_races([view.run for view in views]).values():
-        first, *others = racers
-        if others:
-            both = (first, min(others, key=lambda racer: racer.seconds))
-            write_picture(path, both, [names[id(racer.run)] for racer in both])
-            return
-    raise SelectionError("--picture takes two runs of one trial with --video all; there are none")
+    """The quickest run beside its baseline, on the filmed trial whose lead is the median."""
+    runs, name_of = [one.run for one in views], {id(one.run): one.name for one in views}
+    times = {id(one.run): one.speedup.times for one in views if one.speedup}
+    quickest = max(runs, key=lambda run: times.get(id(run), 0.0))
+    baseline = baseline_of(quickest, runs)
+    races = find_races([baseline, quickest]) if baseline else {}
+    pairs = [racers for racers in races.values() if len(racers) == 2]
+    if not pairs:
+        raise SelectionError(
+            "--picture takes two runs of one trial with --video all; there are none"
+        )
+    solved = [one for one in pairs if {racer.record.outcome for racer in one} == _SOLVED]
+    leads = sorted(solved or pairs, key=lambda pair: pair[0].seconds / pair[1].seconds)
+    both = leads[(len(leads) - 1) // 2]
+    write_picture(path, both, [name_of[id(racer.run)] for racer in both])
 
 
 def _episode(text: str, runs: Sequence[RunResults]) -> TrialKey:

@@ -110,16 +110,18 @@ def points_text(interval: Interval) -> str:
 
 
 def terminal_table(summaries: Sequence[RunSummary]) -> str:
-    """A table with aligned columns."""
-    rows = [_RUN_COLUMNS, *(_run_cells(summary) for summary in summaries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_RUN_COLUMNS))]
+    """A table with aligned columns, those that no run has left out; below, what its words mean."""
+    columns = zip(_RUN_COLUMNS, *(_run_cells(summary) for summary in summaries), strict=True)
+    shown = [one for one in columns if set(one[1:]) != {"–"}]
+    widths = [max(map(len, one)) for one in shown]
     lines = []
-    for row in rows:
+    for row in zip(*shown, strict=True):
         cells = [
             cell.ljust(width) if column < _LEFT else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
+    lines += [f"{one[0]}: {_MEANINGS[one[0]]}" for one in shown if one[0] in _MEANINGS]
     return "\n".join(lines) + "\n"
 
 
@@ -167,6 +169,14 @@ _RUN_COLUMNS = (
     "run", "success", "95%", "errored", "p50 ms", "p95 ms", "p99 ms", "actions/s", "passes",
     "committed", "relaxed", "held", "step", "inside",
 )  # fmt: skip
+_MEANINGS = {
+    "p50 ms": "half of the answers took no longer, from the frame sent to the action received",
+    "passes": "runs of the model for an action",
+    "committed": "numbers settled by a pass that checked guesses",
+    "relaxed": "share of those that are not the model's own first choice",
+    "held": "share of the steps that repeated the last action, for want of an answer",
+    "step": "largest change from one action to the next; inside: the same within answered chunks",
+}
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
 COMPARISON_COLUMNS = (
