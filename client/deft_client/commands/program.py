@@ -49,7 +49,8 @@ class Program:
             return 0
         command = self.commands.get(given[0])
         if command is None:
-            print(f"{self.name}: unknown command {given[0]!r}\n\n{self._usage()}", file=sys.stderr)
+            known = ", ".join(self.commands)
+            print(f"{self.name}: unknown command {given[0]!r}\nknown: {known}", file=sys.stderr)
             return 2
         try:
             return int(import_module(command.module).main(given[1:]))

@@ -48,7 +48,6 @@ class PolicyThread:
         try:
             policy = load_and_warm(self._load)
         except (PolicyError, SettingsError) as error:
-            logger.error("the policy could not be loaded: %s", error)
             self._report(partial(self._listener.policy_broken, self, error))
             return
         except (Exception, SystemExit) as error:

@@ -1,7 +1,9 @@
 """Studies: rows answer frames, lines are kept, and every number of a page comes from them."""
 
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -339,6 +341,14 @@ def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_pat
     episodes.play([Row("plain", played=True)], 2)
     assert first.finished_s in [one.finished_s for one in load_played(tmp_path)[PLAIN].records]
     assert len(load_played(tmp_path)[PLAIN].records) == 2
+
+
+def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
+    (tmp_path / "ray.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    flags = ["--quick", "--assets", "stand-in", "--ray", "10.0.0.5:6379", "--out", str(tmp_path)]
+    assert main(["reproduce", "fly", "--threads", "1", *flags]) == 1
+    assert "--ray needs Ray" in capfd.readouterr().err
 
 
 PAGES = [

@@ -18,6 +18,7 @@ from deft_client.libero.evaluation.selection import (
     LIBERO,
     TRAINED,
     check_physics,
+    check_scenes,
     describe_assets,
     find_suite,
     select_episodes,
@@ -85,6 +86,7 @@ def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[Planned
         numbers = {key.task for key in keys}
         if asked.source.factory == EXPERT:
             check_tasks(map(suite.task, sorted(numbers)))
+        check_scenes(asked.simulator, asked.environment, suite)
         warnings = tuple(_warnings(suite, numbers, assets, info))
         for decoding in asked.decodings:
             for pacing in asked.pacings:

@@ -27,6 +27,7 @@ from deft_client.types import ServerInfo
 
 LIBERO = "libero"
 EXPERT = "expert"
+WITHOUT_STAND_INS = "libero_90"
 TRAINED = "trained"  # in place of task numbers, or of assets: what the policy was trained on
 
 _NAMED = {
@@ -87,6 +88,19 @@ def settle_assets(settings: EnvironmentSettings, info: ServerInfo | None) -> Env
         return settings
     on_stand_ins = info is not None and info.assets.startswith(AssetsKind.STAND_IN.value)
     return replace(settings, assets_folder=STAND_INS if on_stand_ins else None)
+
+
+def check_scenes(simulator: str, settings: EnvironmentSettings, suite: Suite) -> None:
+    """Raise SelectionError for a suite whose scenes need more than the stand-ins have."""
+    if (
+        simulator == LIBERO
+        and settings.assets_folder == STAND_INS
+        and suite.name == WITHOUT_STAND_INS
+    ):
+        raise SelectionError(
+            f"{WITHOUT_STAND_INS} needs LIBERO's own assets, stand-ins are of the other suites "
+            "only; leave out --assets"
+        )
 
 
 def check_physics(

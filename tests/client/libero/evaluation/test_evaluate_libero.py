@@ -88,3 +88,9 @@ def test_what_the_expert_cannot_do_is_refused_before_the_first_episode() -> None
     asked = read_options(["libero_90", "--tasks", "32-34", "--policy", "expert", *ON_STAND_INS])
     with pytest.raises(SimulationError, match="the expert cannot do task 33 of libero_90"):
         plan_runs(asked, None)
+
+
+def test_a_suite_without_stand_ins_is_refused_on_them_before_the_first_episode() -> None:
+    asked = read_options(["libero_90", "--tasks", "0", *ON_STAND_INS])
+    with pytest.raises(SelectionError, match="libero_90 needs LIBERO's own assets"):
+        plan_runs(asked, None)
