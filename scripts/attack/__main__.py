@@ -27,7 +27,6 @@ from scripts.attack.outcomes import AttackOutcome
 from scripts.attack.scenes import SCENES
 from tests.server.certificates import make_certificate
 
-HELD_BYTES = 32 * 1024**2
 WARM_S, CALM_S = 2.0, 3.0
 
 
@@ -50,7 +49,7 @@ def main() -> int:
 
 
 def _outcomes(options: argparse.Namespace) -> Iterator[AttackOutcome]:
-    flags = ("--policy", options.policy, "--max-total-bytes", str(HELD_BYTES))
+    flags = ("--policy", options.policy)
     if any(options.only in name for name in FLOODS):
         with local_server(*flags) as url:
             yield from _floods(Target(url), tuple(FLOODS), options)

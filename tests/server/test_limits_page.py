@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from deft_client.wire import images
+from deft_client.wire import fields, images
 from deft_client.wire.fields import WireLimits
 from deft_server.commands import logs, serve
 from deft_server.dashboard import pages
@@ -16,6 +16,7 @@ ROW = re.compile(r"^\| [^|]+ \| ([\d.]+|none) \| (`?)(\w+)`? \|$", re.MULTILINE)
 MODULES = (
     *(
         bounds,
+        fields,
         fair_calls,
         websocket_protocol,
         images,

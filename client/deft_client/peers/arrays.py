@@ -20,7 +20,15 @@ from deft_client.errors import (
     UnusableValueError,
 )
 from deft_client.types import Image
-from deft_client.wire.fields import DEFAULT_LIMITS, NAME, SENTENCE, Terms, WireLimits, brief
+from deft_client.wire.fields import (
+    DEFAULT_LIMITS,
+    MAX_MAP_ENTRIES,
+    NAME,
+    SENTENCE,
+    Terms,
+    WireLimits,
+    brief,
+)
 from deft_client.wire.images import array_over, check_image_size, decode_image, read_shape
 from deft_client.wire.msgpack_codec import UNREADABLE, check_bytes, counter
 
@@ -159,7 +167,6 @@ def missing(field: str, known: object) -> MalformedMessageError:
 
 
 Entries = dict[object, object]
-_MAX_MAP_ENTRIES = 1024
 _SCALARS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
 
 
@@ -188,7 +195,7 @@ def unpack_maps(frame: bytes, limits: WireLimits, revive: Callable[[Entries], ob
             list_hook=count,
             ext_hook=_refuse_extension,
             max_array_len=limits.max_trace_values,
-            max_map_len=_MAX_MAP_ENTRIES,
+            max_map_len=MAX_MAP_ENTRIES,
         )
     except UNREADABLE as error:
         # A map key that cannot be hashed, text that is not UTF-8, nesting too deep, lengths beyond

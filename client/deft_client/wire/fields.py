@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
+from itertools import filterfalse
 from typing import Any, Generic, TypeVar
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
@@ -52,6 +53,7 @@ class WireLimits:
 
 
 DEFAULT_LIMITS = WireLimits()
+MAX_MAP_ENTRIES = 1024  # of one binary map; those of a message have a few dozen
 Limit = Callable[[WireLimits], int]
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -183,19 +185,19 @@ def record(
     `build`. Unknown fields are refused unless the record is open: they are typing errors, or of a
     later version. At the top of a message the name of the record is empty.
     """
+    needed = [name for name in kinds if name not in optional]
 
     def read(value: object, where: str, terms: Terms) -> T:
         entries = as_map(value, where or "body")
         prefix = f"{where}." if where else ""
         values = {}
         for name, kind in kinds.items():
-            one = entries.get(name)
-            if one is None and name in optional:
-                continue
             if name not in entries:
-                raise MalformedMessageError(prefix + name, "missing")
-            values[name] = kind.read(one, prefix + name, terms)
-        for name in [] if is_open else [name for name in entries if name not in kinds]:
+                if name in needed:
+                    raise MalformedMessageError(prefix + name, "missing")
+            elif entries[name] is not None or name in needed:
+                values[name] = kind.read(entries[name], prefix + name, terms)
+        for name in () if is_open else filterfalse(kinds.__contains__, entries):
             label = name if isinstance(name, str) else repr(name)
             raise MalformedMessageError(prefix + printable(label[:64]), "unknown field; remove it")
         return build(values)
@@ -206,7 +208,7 @@ def record(
         return {
             "type": "object",
             "properties": {**told, **null},
-            "required": [name for name in kinds if name not in optional],
+            "required": [*needed],
             "additionalProperties": is_open,
         }
 

@@ -12,7 +12,13 @@ import msgpack
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, WireError
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits, unique_map
+from deft_client.wire.fields import (
+    DEFAULT_LIMITS,
+    MAX_MAP_ENTRIES,
+    Terms,
+    WireLimits,
+    unique_map,
+)
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 
@@ -57,7 +63,7 @@ def unpack(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
             data,
             unicode_errors="surrogateescape",  # so that the field can be named, see fields.text
             max_array_len=limits.max_trace_values,
-            max_map_len=limits.max_trace_values,
+            max_map_len=MAX_MAP_ENTRIES,
             max_ext_len=0,
             list_hook=count,
             object_pairs_hook=lambda pairs: unique_map(count(pairs)),

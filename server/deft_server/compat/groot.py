@@ -226,6 +226,7 @@ _KNOWN = (WireError, PolicyError, ServerError)
 _ENDPOINTS = "ping, get_action, reset, get_modality_config"
 _SESSION_PREFIX = "groot-"
 _MAX_IN_HAND = 256
+_ADDRESS = "zmq"  # which tells none: all its clients share
 
 
 class GrootSocket:
@@ -271,7 +272,7 @@ class GrootSocket:
                 answer = await self.answer(frame, f"{_SESSION_PREFIX}{client.hex()}")
                 await socket.send_multipart([client, *envelope, answer])
             finally:
-                self._held.release(len(frame))
+                self._held.release(len(frame), _ADDRESS)
                 room.release()
 
         try:
@@ -292,7 +293,7 @@ class GrootSocket:
         The bytes of the frame count as held, and are released with the reply.
         """
         try:
-            self._held.hold(len(frame))
+            self._held.hold(len(frame), _ADDRESS)
             call = await self._read(frame)
             return await self._answer(call, self._identify(call.token), robot)
         except MissingKeyError:

@@ -22,20 +22,34 @@ MAX_CONTENT_TYPE_CHARS = 256  # with the longest boundary there may be
 
 @dataclass(eq=False)
 class HeldBytes:
-    """The bytes of all requests and messages that were received and not answered yet."""
+    """The bytes of all requests and messages that were received and not answered yet.
+
+    Where they are too many, only addresses that hold more than their share are refused.
+    """
 
     most: int
     now: int = 0
+    by_address: Counter[str] = field(default_factory=Counter)
 
-    def hold(self, num_bytes: int) -> None:
+    def hold(self, num_bytes: int, address: str) -> None:
         """Count bytes as held, or raise `OverloadedError`; they are counted in any case."""
-        self.now += num_bytes
-        if self.now > self.most:
-            raise OverloadedError("too many bytes of requests are in hand", BUSY_FOR_S)
+        self._count(num_bytes, address)
+        is_above_share = self.by_address[address] * len(self.by_address) > self.most
+        if self.now > self.most and is_above_share:
+            raise OverloadedError(
+                f"too many bytes of requests are in hand: over {self.most}, see max_total_bytes",
+                BUSY_FOR_S,
+            )
 
-    def release(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int, address: str) -> None:
         """Count bytes as gone."""
-        self.now -= num_bytes
+        self._count(-num_bytes, address)
+
+    def _count(self, num_bytes: int, address: str) -> None:
+        self.now += num_bytes
+        self.by_address[address] += num_bytes
+        if not self.by_address[address]:
+            del self.by_address[address]
 
 
 @dataclass(eq=False)

@@ -17,8 +17,8 @@ MAX_TURN_S = 0.005  # after which no call is made any more
 class FairCalls:
     """Makes calls at once while there are few in a turn of the loop, and the others in its next.
 
-    A call is the work of a few milliseconds: a connection to open, a request to begin with, a slice
-    of a WebSocket to parse.
+    A call is the work of a few milliseconds: a connection to open, a request to begin with, a few
+    frames of a WebSocket to parse.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -33,8 +33,11 @@ class BoundedBody:
     Close it when the request is answered: until then its bytes count as held.
     """
 
-    def __init__(self, receive: Receive, bounds: ConnectionBounds, max_bytes: int) -> None:
+    def __init__(
+        self, receive: Receive, bounds: ConnectionBounds, max_bytes: int, address: str
+    ) -> None:
         self._receive = receive
+        self._address = address
         self._bounds = bounds
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -69,12 +72,12 @@ class BoundedBody:
         """Stop the clock and let go of the bytes."""
         if self._timer is not None:
             self._timer.cancel()
-        self._bounds.held.release(self._num_bytes)
+        self._bounds.held.release(self._num_bytes, self._address)
         self._num_bytes = 0
 
     def _take(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        self._bounds.held.hold(num_bytes)
+        self._bounds.held.hold(num_bytes, self._address)
         if self._num_bytes > self._max_bytes:
             raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are taken here")
 
@@ -129,7 +132,7 @@ class Gate:
     ) -> None:
         started_s = time.perf_counter()
         most = self._max_body_bytes(scope["path"])
-        body = BoundedBody(receive, self._bounds, most)
+        body = BoundedBody(receive, self._bounds, most, _address_of(scope))
         try:
             self._admit(scope, headers)
             _check_length(headers.get(b"content-length", b""), most)
@@ -172,7 +175,7 @@ class Gate:
         if origin and method not in _SAFE_METHODS:
             host = headers.get(b"host", b"").decode("latin-1")
             access.check_origin(origin.decode("latin-1"), host)
-        address = scope["client"][0] if scope.get("client") else ""
+        address = _address_of(scope)
         # The WebSocket at `/` is a robot's; only the page there is open.
         is_page = scope["type"] == "http" and path in self._open_paths
         is_open = is_page or path.startswith(PAGES_PREFIX)
@@ -198,6 +201,10 @@ class Gate:
             logger.debug(
                 "%s %s %d in %.1f ms", scope.get("method"), scope["path"], status, spent_ms
             )
+
+
+def _address_of(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else ""
 
 
 def _check_length(content_length: bytes, most: int) -> None:

@@ -16,10 +16,9 @@ from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
 from deft_server.http.http_protocol import peer_of
 
-# Parsed at a time, or what a frame lacks if that is more; of the smallest frames, ten milliseconds'
-# work.
-SLICE_BYTES = 8192
-MAX_FRAMES_A_TURN = 16  # then everybody else has a turn
+# Of frames, which have three or four each: of the smallest, three milliseconds' work. Then
+# everybody else has a turn.
+MAX_PARTS_A_TURN = 1024
 MAX_FRAGMENTS = 4096  # of one message
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
 
@@ -29,19 +28,64 @@ def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOP
     return type("BoundedWebSocketProtocol", (_BoundedWebSocket,), {"bounds": bounds})
 
 
+class _FrameReader(StreamReader):
+    """Hands out the parts of frames, a few in a turn, and without a copy if they came together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_parts_left = 0  # in this turn
+        self._arrived = memoryview(b"")  # last, if the buffer is empty
+
+    def __len__(self) -> int:
+        return len(self._arrived) + len(self.buffer)
+
+    def take(self, data: bytes) -> None:
+        """Take in what arrives after the handshake."""
+        if self:
+            self.buffer += self._arrived
+            self.buffer += data
+            self._arrived = memoryview(b"")
+        else:
+            self._arrived = memoryview(data)
+
+    def at_eof(self) -> Generator[None, None, bool]:
+        """Wait for the next frame; nobody tells the parser of an end."""
+        while not self:
+            yield
+        return False
+
+    def read_exact(self, n: int) -> Generator[None, None, Any]:
+        """Return the next part of a frame when it is here, and its turn."""
+        while not self.num_parts_left or len(self._arrived) + len(self.buffer) < n:
+            yield
+        self.num_parts_left -= 1
+        if self._arrived:
+            found, self._arrived = self._arrived[:n], self._arrived[n:]
+            return found
+        if len(self.buffer) == n:
+            whole, self.buffer = self.buffer, bytearray()
+            return whole
+        return (yield from super().read_exact(n))
+
+    def discard(self) -> None:
+        """Forget what is here."""
+        self._arrived = memoryview(b"")
+        super().discard()
+
+
 class _BoundedWebSocket(WebSocketsSansIOProtocol):
-    """Parses what arrives slice by slice, and reads on only when all of it was parsed."""
+    """Parses a few frames at a time, and reads on only when all that has come was parsed."""
 
     bounds: ConnectionBounds
 
     def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: Any) -> None:
         super().__init__(config, server_state, app_state)
         self._address = ""
-        self._unparsed = memoryview(b"")
-        self._num_wanted = 0  # bytes of a frame, or of its header, that the parser waits for
-        self.conn.reader.read_exact = self._read_exact  # type: ignore[assignment, method-assign]
+        self._reader = self.conn.reader = _FrameReader()
+        self.conn.parser = self.conn.parse()  # anew, with this reader
+        next(self.conn.parser)
+        self._is_behind = False  # there may be more to parse than was parsed
         self._awaits_turn = False
-        self._num_frames = 0
         self._num_controls = 0
         self._controls_until_s = 0.0
         self._held = 0
@@ -54,17 +98,18 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._unparsed = memoryview(b"")
         self._stop_clock()
-        self.bounds.held.release(self._held)
-        self._held = 0
+        self.bounds.held.release(self._held, self._address)
         self.bounds.connections.leave(self._address)
+        self._reader.discard()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed = memoryview(bytes(self._unparsed) + data if self._unparsed else data)
+        take = self._reader.take if self.handshake_initiated else self._reader.feed_data
+        take(data)
+        self._is_behind = True
         self._go_on()
-        if self._unparsed and not self.transport.is_closing():
+        if self._is_behind and not self.transport.is_closing():
             self.transport.pause_reading()
             self._count_bytes()
 
@@ -79,7 +124,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._num_taken_bytes = 0
         message: Any = await super().receive()
         self._num_taken_bytes = len(message.get("bytes") or (message.get("text") or "").encode())
-        if self._unparsed:
+        if self._is_behind:
             self._go_on()
         else:
             self._count_bytes()
@@ -113,7 +158,6 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     def handle_events(self) -> None:
-        self._num_frames += len(self.conn.events)
         num_controls = sum(getattr(one, "opcode", None) in CTRL_OPCODES for one in self.conn.events)
         super().handle_events()
         if num_controls:
@@ -134,28 +178,18 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def _parse(self) -> None:
         """Parse until enough was done for a turn, or until somebody must catch up first."""
         self._awaits_turn = False
-        last = self._num_frames + MAX_FRAMES_A_TURN
-        while self._unparsed and self._may_go_on():
-            if self._num_frames >= last:
-                self._awaits_turn = True
-                self.loop.call_soon(self._await_turn)
-                break
-            size = max(SLICE_BYTES, self._num_wanted - len(self.conn.reader.buffer))
-            part, self._unparsed = self._unparsed[:size], self._unparsed[size:]
-            super().data_received(part)  # type: ignore[arg-type]
+        if self._may_go_on():
+            self._reader.num_parts_left = MAX_PARTS_A_TURN
+            super().data_received(b"")
+            self._is_behind = not self._reader.num_parts_left
         if self.transport.is_closing():
             return
-        if self._unparsed:
+        if self._is_behind:
             self.transport.pause_reading()
+            self.loop.call_soon(self._go_on)
         elif self._may_go_on():
             self.transport.resume_reading()
         self._count_bytes()
-
-    def _read_exact(self, number: int) -> Generator[None, None, bytearray]:
-        self._num_wanted = number
-        found = yield from StreamReader.read_exact(self.conn.reader, number)
-        self._num_wanted = 0
-        return found
 
     def _may_go_on(self) -> bool:
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()
@@ -163,17 +197,16 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def _go_on(self) -> None:
         if not self._awaits_turn and self._may_go_on():
             self._awaits_turn = True
-            self._await_turn()
-
-    def _await_turn(self) -> None:
-        self.bounds.calls.make(self._address, self._parse)
+            self.bounds.calls.make(self._address, self._parse)
 
     def _count_bytes(self) -> None:
-        num_partial = len(self.conn.reader.buffer)
-        held = num_partial + len(self._unparsed) + self._num_message_bytes
+        if self.disconnected:
+            return  # all of it was given back
+        num_partial = len(self._reader)
+        held = num_partial + self._num_message_bytes
         more, self._held = held - self._held, held
         try:
-            self.bounds.held.hold(more)
+            self.bounds.held.hold(more, self._address)
         except OverloadedError as error:
             if more > 0:
                 self._fail(CloseCode.TRY_AGAIN_LATER, str(error))

@@ -41,16 +41,20 @@ class FairThreads:
     async def run(self, owner: str, work: Callable[[], ResultT]) -> ResultT:
         """Return what `work` returns; raise `OverloadedError` where too much of it waits.
 
-        Then the owner with most of it loses its newest. Cancelling gives up the place.
+        Then the owner with most of it loses its newest. Cancelling gives up the place, but waits
+        for work that has begun: what that holds may not be forgotten before.
         """
         job = _Job(work, asyncio.get_running_loop().create_future())
         self._join(owner, job)
         self._start()
         try:
-            result: ResultT = await job.result
+            result: ResultT = await asyncio.shield(job.result)
         except asyncio.CancelledError:
-            self._pending.discard(owner, job)
+            if not self._pending.discard(owner, job):
+                await asyncio.wait((job.result,))
             raise
+        finally:
+            del job  # an error in it leads back here, and would keep the whole body in a cycle
         return result
 
     def stop(self) -> None:

@@ -109,8 +109,10 @@ class Metrics:
         """Count one HTTP request."""
         self._once(self.requests, route, str(status)).inc()
 
-    def count_batch(self, replica: str, seconds: float) -> None:
-        """Count one batch and its time for the replica that answered it."""
+    def count_batch(self, size: int, seconds: float, replica: str) -> None:
+        """Count one batch, its frames and its time, also for the replica that answered it."""
+        self.batch_size.observe(size)
+        self.batch_seconds.observe(seconds)
         self._once(self.replica_batches, replica).inc()
         self._once(self.replica_seconds, replica).inc(seconds)
 

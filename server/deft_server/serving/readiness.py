@@ -64,6 +64,8 @@ class Readiness:
 
     def note(self, trouble: Trouble, is_over: bool) -> None:
         """Count what went wrong, or start to count anew because it went well."""
+        if is_over and trouble not in self._in_a_row:
+            return
         if is_over:
             del self._in_a_row[trouble]
         else:

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
@@ -192,13 +191,13 @@ class Scheduler:
         batch.unwatch()
         now_s = time.monotonic()
         self._line.finish(now_s, None if attempts.failures else attempts.service_s, batch.line)
-        self._note(attempts)
         started_s = now_s - attempts.service_s
         for frame, answer in zip(batch.frames, attempts.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
             else:
                 frame.take(answer, started_s, len(batch.frames))
+        self._note(attempts)
         self._pump()
 
     def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
@@ -207,7 +206,7 @@ class Scheduler:
         assert self.policy.answer_here is not None
         if ticket.deadline_s <= time.monotonic():
             raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
-        attempts = self.policy.answer_here((replace(request, memory=session.memory),))
+        attempts = self.policy.answer_here((request,))
         self._note(attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
@@ -308,9 +307,8 @@ class Scheduler:
     def _note(self, attempts: Attempts) -> None:
         """Draw the lessons of a batch: metrics, batch size, readiness."""
         size = len(attempts.answers)
-        self._metrics.batch_size.observe(size)
-        self._metrics.batch_seconds.observe(attempts.service_s)
-        self._metrics.count_batch(attempts.replica, attempts.service_s)
+        # Counted once the answers are on their way.
+        self._loop.call_soon(self._metrics.count_batch, size, attempts.service_s, attempts.replica)
         if self._settings.log_batches and not attempts.failures:
             logger.info("a batch of %d took %.3f ms", size, attempts.service_s * 1000)
         if attempts.failures:

@@ -132,7 +132,7 @@ class Service:
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s)
         self._guard.require_memory(session)
-        request = ActRequest(observation, options=self._asked(options))
+        request = ActRequest(observation, session.memory, self._asked(options))
         ticket = self._ticket(session, caller, options, started_s)
         try:
             answered = await self._answer(request, session, ticket)

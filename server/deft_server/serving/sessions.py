@@ -31,12 +31,14 @@ class RobotSession:
 
     def learn(self, memory: SessionMemory) -> None:
         """Take in what a policy remembers; what was sent last is the server's to say."""
-        self.memory = replace(memory, last_action=self.memory.last_action)
+        sent = self.memory.last_action
+        self.memory = memory if memory.last_action == sent else replace(memory, last_action=sent)
 
     def sent(self, action: NDArray[np.float64]) -> None:
         """Note the last action [action_dim] of an answer."""
         self.num_answers += 1
-        self.memory = replace(self.memory, last_action=tuple(action.tolist()))
+        # For every frame, and `replace` takes three times as long.
+        self.memory = SessionMemory(**{**vars(self.memory), "last_action": tuple(action.tolist())})
 
 
 def flow_of(caller: str, session_id: str | None) -> str:

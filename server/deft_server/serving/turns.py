@@ -44,12 +44,13 @@ class Turns(Generic[ItemT]):
         self.discard(owner, item)
         return item
 
-    def discard(self, owner: str, item: ItemT) -> None:
-        """Take an item out, if it is there."""
+    def discard(self, owner: str, item: ItemT) -> bool:
+        """Take an item out; return whether it was there."""
         own = self._items.get(owner)
         if own is None or item not in own:
-            return
+            return False
         own.remove(item)
         self._count -= 1
         if not own:
             del self._items[owner]
+        return True

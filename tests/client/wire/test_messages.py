@@ -15,7 +15,7 @@ from deft_client.errors import (
 )
 from deft_client.types import ActionChunk, Observation
 from deft_client.wire import msgpack_codec
-from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, WireLimits
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 from tests.client.samples import (
@@ -207,6 +207,13 @@ def test_a_message_of_empty_lists_cannot_grow_a_hundredfold_in_memory():
     nested = b"\xdc\xff\xff" + b"\x90" * 0xFFFF
     error = refusal(b"\x81\xa5state" + nested)
     assert isinstance(error, MessageTooLargeError)
+
+
+def test_a_map_of_more_names_than_messages_have_is_refused_by_its_header():
+    """Its entries would take two hundred bytes each before anybody could count them."""
+    header = b"\x81\xa5image\xde"  # and then the number of entries, none of which is here
+    assert "incomplete" in str(refusal(header + MAX_MAP_ENTRIES.to_bytes(2, "big")))
+    assert "exceeds" in str(refusal(header + (MAX_MAP_ENTRIES + 1).to_bytes(2, "big")))
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", 1.5, True, [1]])

@@ -186,8 +186,18 @@ def test_connections_are_counted_by_address_but_for_proxies():
 
 def test_held_bytes_are_counted_even_when_they_are_too_many():
     held = HeldBytes(most=10)
-    held.hold(8)
+    held.hold(8, "192.0.2.1")
     with pytest.raises(OverloadedError):
-        held.hold(3)
-    held.release(11)
+        held.hold(3, "192.0.2.1")
+    held.release(11, "192.0.2.1")
     assert held.now == 0
+    assert not held.by_address
+
+
+def test_who_holds_less_than_its_share_is_not_refused_for_what_others_hold():
+    held = HeldBytes(most=10)
+    held.hold(10, "192.0.2.1")
+    held.hold(5, "192.0.2.2")
+    for address in ("192.0.2.1", "192.0.2.2"):
+        with pytest.raises(OverloadedError):
+            held.hold(1, address)

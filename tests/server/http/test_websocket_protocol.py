@@ -1,6 +1,10 @@
 """What one connection may have parsed in a turn of the event loop, without sockets."""
 
 import asyncio
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -8,20 +12,17 @@ from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
 
 from deft_server.http.bounds import build_bounds
-from deft_server.http.websocket_protocol import (
-    MAX_FRAMES_A_TURN,
-    SLICE_BYTES,
-    build_websocket_protocol,
-)
+from deft_server.http.websocket_protocol import MAX_PARTS_A_TURN, build_websocket_protocol
 from deft_server.settings import Settings
 
 
 class _Wire(asyncio.Transport):
-    """Keeps what is written, and reads nothing."""
+    """Keeps what is written, and whether it is read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.is_read = True
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -33,27 +34,17 @@ class _Wire(asyncio.Transport):
         return False
 
     def pause_reading(self) -> None:
-        pass
+        self.is_read = False
 
     def resume_reading(self) -> None:
-        pass
+        self.is_read = True
 
     def close(self) -> None:
         pass
 
 
-async def _parsed(sizes: list[int]) -> tuple[list[int], list[bytes]]:
-    """How many bytes each piece had that the parser was given, and the messages it found."""
-    messages: list[bytes] = []
-    done = asyncio.Event()
-
-    async def app(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
-        await receive()
-        await send({"type": "websocket.accept"})
-        while len(messages) < len(sizes):
-            messages.append((await receive())["bytes"])
-        done.set()
-
+async def _connected(app: Any) -> tuple[Any, _Wire, ClientProtocol]:
+    """A protocol, its connection, and who is at the other end of it."""
     config = uvicorn.Config(app, lifespan="off", ws="none")
     config.load()
     build = build_websocket_protocol(build_bounds(Settings()))
@@ -65,35 +56,85 @@ async def _parsed(sizes: list[int]) -> tuple[list[int], list[bytes]]:
     while b"\r\n\r\n" not in wire.written:
         await asyncio.sleep(0)
     client.receive_data(wire.written)
-    pieces: list[int] = []
-    receive_data = protocol.conn.receive_data
+    return protocol, wire, client
 
-    def counted(data: bytes) -> None:
-        pieces.append(len(data))
-        receive_data(data)
 
-    protocol.conn.receive_data = counted  # type: ignore[method-assign]
+async def _parsed(sizes: list[int], cuts: Sequence[int] = ()) -> tuple[list[int], list[bytes]]:
+    """How many frames every turn of the event loop had parsed, and the messages.
+
+    They arrive cut into pieces at the places given, each as soon as the one before was taken in.
+    """
+    messages: list[bytes] = []
+    done = asyncio.Event()
+
+    async def app(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
+        await receive()
+        await send({"type": "websocket.accept"})
+        while len(messages) < len(sizes):
+            messages.append((await receive())["bytes"])
+        done.set()
+
+    protocol, wire, client = await _connected(app)
     for number, size in enumerate(sizes):
         client.send_binary(bytes([number % 256]) * size)
-    protocol.data_received(b"".join(client.data_to_send()))
+    sent = b"".join(client.data_to_send())
+    counts: list[int] = []
+    handle_events = protocol.handle_events
+
+    def counted() -> None:
+        counts.append(len(protocol.conn.events))
+        handle_events()
+
+    protocol.handle_events = counted
+    for start, stop in pairwise((0, *cuts, len(sent))):
+        while not wire.is_read:
+            await asyncio.sleep(0)
+        protocol.data_received(sent[start:stop])
     await asyncio.wait_for(done.wait(), 30)
-    return pieces, messages
+    return counts, messages
 
 
-def test_the_rest_of_a_large_frame_is_parsed_at_once_and_what_follows_it_is_not():
-    sizes = [200_000] + [1] * 5000
+def test_a_turn_of_the_loop_has_few_frames_parsed_however_many_arrived():
+    counts, messages = asyncio.run(_parsed([200_000] + [1] * 5000))
 
-    pieces, messages = asyncio.run(_parsed(sizes))
-
-    assert [len(one) for one in messages] == sizes
-    assert len(pieces) >= 2
-    assert pieces[0] == SLICE_BYTES
-    assert sum(pieces[:2]) == 200_000 + 14  # with its header, and not a byte of what follows
-    assert max(pieces[2:]) <= SLICE_BYTES
+    assert [len(one) for one in messages] == [200_000] + [1] * 5000
+    assert sum(counts) == 5001
+    assert max(counts) <= MAX_PARTS_A_TURN // 3 + 1
 
 
-def test_small_frames_are_parsed_slice_by_slice():
-    pieces, messages = asyncio.run(_parsed([1] * 5000))
+def test_messages_are_the_same_wherever_the_bytes_are_cut():
+    sizes = [0, 1, 125, 126, 65_535, 65_536, 200_000, 0, 3]
+    rng = random.Random(0)
 
-    assert len(messages) == 5000 > MAX_FRAMES_A_TURN
-    assert max(pieces) <= SLICE_BYTES
+    for _ in range(50):
+        cuts = sorted(rng.sample(range(1, sum(sizes)), 40))
+        _, messages = asyncio.run(_parsed(sizes, cuts))
+
+        assert messages == [bytes([number]) * size for number, size in enumerate(sizes)]
+
+
+def test_a_frame_that_comes_byte_by_byte_is_the_same():
+    _, messages = asyncio.run(_parsed([300, 2], range(1, 300)))
+
+    assert messages == [bytes(300), b"\1\1"]
+
+
+def test_a_connection_lost_in_the_middle_of_a_message_holds_nothing_any_more():
+    async def lose() -> tuple[int, int]:
+        ended = asyncio.Event()
+
+        async def app(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
+            await receive()
+            await send({"type": "websocket.accept"})
+            assert (await receive())["type"] == "websocket.disconnect"
+            ended.set()
+
+        protocol, _, client = await _connected(app)
+        client.send_binary(bytes(300_000))
+        protocol.data_received(b"".join(client.data_to_send())[:-1])
+        held_before = protocol.bounds.held.now
+        protocol.connection_lost(None)
+        await asyncio.wait_for(ended.wait(), 30)
+        return held_before, protocol.bounds.held.now
+
+    assert asyncio.run(lose()) == (299_999, 0)

@@ -1,9 +1,12 @@
 """Threads whose owners take turns."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
@@ -99,6 +102,21 @@ async def test_who_hangs_up_frees_its_place_and_is_not_worked_for():
 
 
 @on_a_loop
+async def test_who_hangs_up_meanwhile_is_let_go_when_its_work_is_over():
+    gate = Gate()
+    with fair_threads() as threads:
+        gone = asyncio.ensure_future(threads.run("a", gate.passing("gone")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait((gone,), timeout=0.05)
+        assert not gone.done()  # what the work holds is still in use
+        gate.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+    assert gate.order == ["gone"]
+
+
+@on_a_loop
 async def test_what_the_work_raises_reaches_its_caller_and_nobody_else():
     def fail() -> None:
         raise KeyError("a damaged picture")
@@ -107,3 +125,26 @@ async def test_what_the_work_raises_reaches_its_caller_and_nobody_else():
         failing, other = threads.run("a", fail), threads.run("b", lambda: 7)
         results = await asyncio.gather(failing, other, return_exceptions=True)
     assert repr(results) == "[KeyError('a damaged picture'), 7]"
+
+
+class _Body:
+    """What a work is about."""
+
+
+@on_a_loop
+async def test_an_error_keeps_nothing_of_what_the_work_was_about():
+    def fail(body: _Body) -> None:
+        raise KeyError("a damaged picture")
+
+    body = _Body()
+    kept = weakref.ref(body)
+    gc.disable()  # which may come long after many of these
+    try:
+        with fair_threads() as threads:
+            with suppress(KeyError):
+                await threads.run("a", partial(fail, body))
+            del body
+            await asyncio.sleep(0)
+            assert kept() is None
+    finally:
+        gc.enable()

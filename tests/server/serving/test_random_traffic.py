@@ -97,7 +97,9 @@ class Traffic(RuleBasedStateMachine):
             assert 0 < decision.wake_s < RULES.max_wait_s + 1e-9
         if len(decision.batch) == RULES.max_batch and not math.isfinite(self.soonest()):
             kept_waiting = [one.arrived_s for one in self.waiting.values() if one.is_session]
-            sessions = [one.arrived_s for one in decision.batch if one.is_session]
+            sessions = [
+                one.arrived_s for one in decision.batch if one.is_session and not one.has_deadline
+            ]
             assert (
                 max(sessions, default=0) <= min(kept_waiting, default=math.inf) + RULES.patience_s
             )
