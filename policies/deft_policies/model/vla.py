@@ -89,15 +89,9 @@ class OpenVLAModel(nn.Module):
     def fingerprint(self) -> str:
         """A digest of the weights: equal for equal checkpoints, in float32 and bfloat16 alike.
 
-        Samples every weight; quantised ones have no digest that others could be compared with.
+        Quantised ones have no digest that others could be compared with.
         """
-        digest = hashlib.sha256()
-        for name, weight in sorted(self.named_parameters()):
-            flat = weight.detach().flatten()
-            picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
-            digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-            digest.update(picked.numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of(self)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every weight in use under its published name, as a view: writing changes the model."""
@@ -107,6 +101,17 @@ class OpenVLAModel(nn.Module):
             for place in tensor_places(self.config)
             if place.parameter is not None
         }
+
+
+def digest_of(*modules: nn.Module) -> str:
+    """A digest that samples every weight."""
+    digest = hashlib.sha256()
+    for name, weight in (one for module in modules for one in sorted(module.named_parameters())):
+        flat = weight.detach().flatten()
+        picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        digest.update(picked.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def run_side_by_side(parts: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:

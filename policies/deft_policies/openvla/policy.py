@@ -25,13 +25,14 @@ from deft_policies.decoding.target import Prompts
 from deft_policies.errors import DeviceError, RequestError, UnusableObservationError
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics, find_statistics_key
+from deft_policies.model.vla import digest_of
 from deft_policies.openvla.action_codec import ActionCodec, RobotScale
 from deft_policies.openvla.target import OpenVLATarget
 from deft_policies.self_test import self_test
 
 _log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
-_DECODERS_KEPT = 64  # callers may ask for any radius
+_DECODERS_KEPT = 128  # of studies all; callers may ask for any radius
 
 
 class PromptSource(Protocol):
@@ -137,6 +138,11 @@ class OpenVLAPolicy:
         return self._parts
 
     @property
+    def settings(self) -> PolicySettings:
+        """What it does where a request does not say otherwise."""
+        return self._settings
+
+    @property
     def info(self) -> ServerInfo:
         """What the server advertises."""
         size = self._parts.target.model.config.image.size
@@ -160,6 +166,12 @@ class OpenVLAPolicy:
             versions=dict(self._settings.versions),
             details={**dict(self._settings.details), **self._settings.method.described()},
         )
+
+    def fingerprint(self) -> str:
+        """A digest of its weights and of those that draft."""
+        drafts, draft = self._parts.drafts, self._parts.draft
+        heads = (drafts.head, drafts.medusa, None if draft is None else draft.target.model)
+        return digest_of(self._parts.target.model, *(one for one in heads if one is not None))
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """The range of the statistics; the last dimension is the gripper."""

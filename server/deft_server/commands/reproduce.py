@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from deft_policies.commands.parse import parse_command, run_command
 from deft_server.reproduce.check import check, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.local_server import ServerDidNotStartError
-from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES, TIMES, ResultsFolder
+from deft_server.reproduce.page import FACTS, PAGE, STRIP, STUDIES, ResultsFolder
 from deft_server.reproduce.played import Played
-from deft_server.reproduce.replays import PolicyWords, Replays
+from deft_server.reproduce.replays import TIMES, PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
     SUFFIX,
@@ -42,8 +43,9 @@ from deft_server.reproduce.study import (
 PROG = "deft reproduce"
 ALL = "all"
 _STRIP_FRAMES = 6
-_QUICK_EPISODES = 1
+_QUICK_EPISODES, _QUICK_TIMES = 1, 10
 _STEPS_PER_EPISODE = 60  # an episode has more, so that there are frames enough
+_WEIGHTS = {"--checkpoint", "--random-weights"}
 
 
 def main(arguments: list[str]) -> int:
@@ -89,15 +91,17 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("results/reproduced"), metavar="DIR",
         help="lines, page, CSV and plots (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--busy", action="store_true", help="the machine does other work: leave times out"
-    )
     parser.add_argument("--quick", action="store_true", help="few frames and episodes: the shapes")
     group = parser.add_argument_group("frames that every row answers")
     group.add_argument("--recording", type=Path, metavar="DATA", help="a data set of held-out "
                        "episodes (default: what plain decoding sees, played now)")  # fmt: skip
     add_camera_flag(group)  # type: ignore[arg-type]
     group.add_argument("--frames", type=int, metavar="N", help="(default: 2,000; --quick: 60)")
+    group.add_argument(
+        "--time", type=int, metavar="N",
+        help="take times, too: N of the frames, one at a time, rows in turn, on a machine that "
+        "does nothing else (default: none; --quick: 10)",
+    )  # fmt: skip
     group = parser.add_argument_group("episodes of the rows that are played in closed loop")
     group.add_argument("--no-episodes", action="store_true", help="replay frames alone")
     group.add_argument("--suite", default="libero_object", help="(default: %(default)s)")
@@ -135,22 +139,22 @@ def _check(path: Path) -> int:
 def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     out: Path = given.out
     studies = _load([text.partition("/")[0] for text in given.studies], out)
-    if studies[0].flags and not words.flags:
-        words = PolicyWords(catalog.default_for(studies[0].flags), studies[0].flags)
+    if studies[0].flags and not _WEIGHTS & {word.partition("=")[0] for word in words.flags}:
+        flags = (*studies[0].flags, *words.flags)
+        words = PolicyWords(catalog.default_for(flags), flags)
     rows = _rows(given, studies)
     episodes = Played(words, out, given.suite, _evaluation_flags(given), given.host)
     frames = _frames(given, studies[0], episodes)
     replays = Replays(words, frames, out)
-    load = os.getloadavg()[0]
+    num_timed = given.time or (_QUICK_TIMES if given.quick else 0)
     try:
         replays.record(rows)
+        if num_timed:
+            replays.time(rows, replace(frames, limit=num_timed))
         if not given.no_episodes:
             episodes.play(rows, _QUICK_EPISODES if given.quick else None)
     finally:
-        facts = {**replays.told, **_facts(given, frames, load)}
-        known = ResultsFolder(out).facts["left_out"] if (out / FACTS).exists() else {}
-        found = {"environment": facts, "left_out": {**known, **replays.left_out}}
-        write_atomically(out / FACTS, json.dumps(found, indent=2).encode() + b"\n")
+        _write_facts(out / FACTS, replays, _facts(frames))
         if studies[0].frames is FrameKind.RECORDED:
             _write_strip(frames, out / STRIP)
         write(out)
@@ -206,16 +210,25 @@ def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameS
     return FrameSet(episodes.record_frames(math.ceil(limit / _STEPS_PER_EPISODE)), limit)
 
 
-def _facts(given: argparse.Namespace, frames: FrameSet, load: float) -> dict[str, str]:
+def _write_facts(path: Path, replays: Replays, found: dict[str, str]) -> None:
+    """What an earlier sitting left out, and how it took times, holds for its lines."""
+    known = ResultsFolder(path.parent).facts if path.exists() else {}
+    times = {name: text for name, text in known.get("environment", {}).items() if name == TIMES}
+    environment = {**times, **replays.told, **found}
+    left_out = {**known.get("left_out", {}), **replays.left_out}
+    told = {"environment": environment, "left_out": left_out}
+    write_atomically(path, json.dumps(told, indent=2).encode() + b"\n")
+
+
+def _facts(frames: FrameSet) -> dict[str, str]:
     """What numbers depend on beside the policy."""
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
     return {
         "frames": frames.label,
-        **({TIMES: "left out: the machine did other work"} if given.busy else {}),
         "plans": "fixed (--no-guard)",
         "seeds": "0 of scripted drafts and random weights, 7 of episodes",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}; load {load:.1f} when it began",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}",
         "peak memory": f"{peak_gb:.1f} GB of this process",
         "commit": _commit(),
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",

@@ -1,7 +1,7 @@
 """What a cell of a table can show. Every number of a page is made here, from recorded lines alone.
 
-Lengths, times and deviations are those of replayed frames; success and what has `played` in its
-name are those of episodes played in closed loop.
+Lengths and deviations are those of replayed frames, times those of frames that were timed; success
+and what has `played` in its name are those of episodes played in closed loop.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,6 +39,7 @@ class RowResults:
 
     row: Row
     replayed: RunResults | None = None
+    timed: RunResults | None = None
     played: RunResults | None = None
     plain: "RowResults | None" = None  # None: it is the baseline itself
 
@@ -51,6 +52,11 @@ class RowResults:
     def summary(self) -> RunSummary | None:
         """Of the replayed frames."""
         return None if self.replayed is None else summarise(self.replayed)
+
+    @cached_property
+    def timed_summary(self) -> RunSummary | None:
+        """Of the frames that were timed."""
+        return None if self.timed is None else summarise(self.timed)
 
     @cached_property
     def played_summary(self) -> RunSummary | None:
@@ -66,8 +72,12 @@ class RowResults:
     @cached_property
     def answers(self) -> tuple[AnswerRecord, ...]:
         """Of all replayed frames."""
-        records = () if self.replayed is None else self.replayed.records
-        return tuple(answer for one in records for answer in one.answers)
+        return _answers(self.replayed)
+
+    @cached_property
+    def timed_answers(self) -> tuple[AnswerRecord, ...]:
+        """Of all frames that were timed."""
+        return _answers(self.timed)
 
     @cached_property
     def apart(self) -> Difference | None:
@@ -85,13 +95,17 @@ class RowResults:
         return difference(plain, own, (self.baseline.row.name, self.row.name), MARGIN)
 
 
+def _answers(run: RunResults | None) -> tuple[AnswerRecord, ...]:
+    return () if run is None else tuple(one for record in run.records for one in record.answers)
+
+
 @dataclass(frozen=True)
 class Measure:
     """A column: its heading, where {} stands for the number in its name, and its cell."""
 
     heading: str
     cell: Callable[[RowResults, str], Cell]
-    is_time: bool = False  # of this machine: worth nothing where it did other work
+    is_time: bool = False  # of this machine, from the frames that were timed
 
 
 def find_measure(name: str) -> tuple[Measure, str]:
@@ -148,11 +162,12 @@ def _points(results: RowResults, _: str) -> Cell:
     return Cell("the same actions" if is_same else points_text(found.interval), one.difference)
 
 
-def _of_summary(heading: str, pick: Callable[[RunSummary], float], form: str) -> Measure:
-    is_time = heading.endswith("ms") or heading.startswith("ms")
-    return Measure(
-        heading, lambda results, _: _number(_maybe(pick, results.summary), form), is_time
-    )
+def _of_frames(heading: str, pick: Callable[[RunSummary], float], form: str) -> Measure:
+    return Measure(heading, lambda one, _: _number(_maybe(pick, one.summary), form))
+
+
+def _of_times(heading: str, pick: Callable[[RunSummary], float], form: str) -> Measure:
+    return Measure(heading, lambda one, _: _number(_maybe(pick, one.timed_summary), form), True)
 
 
 def _maybe(pick: Callable[[RunSummary], float], found: RunSummary | None) -> float | None:
@@ -195,7 +210,14 @@ def _deviation(results: RowResults, unit: str) -> Cell:
 
 
 def _median_ms(results: RowResults) -> float | None:
-    return None if results.summary is None else results.summary.round_trip.p50
+    return _maybe(lambda one: one.round_trip.p50, results.timed_summary)
+
+
+def _judging(results: RowResults, _: str) -> Cell:
+    """Milliseconds that choosing what stands takes after a pass."""
+    passes = sum(len(one.accepted) for one in results.timed_answers)
+    spent = sum(one.timings.judge_ms for one in results.timed_answers)
+    return _number(spent / passes if passes else None)
 
 
 def _speedup(results: RowResults, _: str) -> Cell:
@@ -245,15 +267,15 @@ class _Drafting:
 
 
 def _drafting(results: RowResults) -> _Drafting | None:
-    plain = results.baseline.answers
+    own, plain = results.timed_answers, results.baseline.timed_answers
     num_plain = sum(len(one.accepted) - 1 for one in plain)
     passes = [
         (kept, levels)
-        for one in results.answers
+        for one in own
         for kept, levels in zip(one.accepted[1:], one.guesses[1:], strict=True)
     ]
     checked = [(kept, levels) for kept, levels in passes if levels]
-    spent = sum(one.timings.draft_ms + one.timings.verify_ms for one in results.answers)
+    spent = sum(one.timings.draft_ms + one.timings.verify_ms for one in own)
     if not num_plain or not checked or not spent:
         return None
     pass_ms = sum(one.timings.verify_ms for one in plain) / num_plain
@@ -262,7 +284,7 @@ def _drafting(results: RowResults) -> _Drafting | None:
         acceptance=sum(kept for kept, _ in checked)
         / sum(min(one[0] + 1, one[1]) for one in checked),
         length=levels / len(checked),
-        cost=sum(one.timings.draft_ms for one in results.answers) / levels / pass_ms,
+        cost=sum(one.timings.draft_ms for one in own) / levels / pass_ms,
         gained=sum(kept + 1 for kept, _ in passes) * pass_ms / spent,
     )
 
@@ -299,8 +321,8 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "played-passes": Measure(
             "passes, played", lambda one, _: _number(_maybe(_passes, one.played_summary))
         ),
-        "frames": _of_summary("frames", lambda one: one.num_answers, ".0f"),
-        "passes": _of_summary("passes per action", _passes, ".2f"),
+        "frames": _of_frames("frames", lambda one: one.num_answers, ".0f"),
+        "passes": _of_frames("passes per action", _passes, ".2f"),
         "committed": Measure(
             "committed length",
             lambda one, _: _number(one.speculation.committed_length if one.speculation else None),
@@ -318,10 +340,11 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "start": Measure("from t{}", _start),
         "phase": Measure("passes in {}", _phase_passes),
         "p50": Measure("ms, median", lambda one, _: _number(_median_ms(one), ".1f"), is_time=True),
-        "prefill-ms": _of_summary("prefill ms", lambda one: _stage(one, "prefill_ms"), ".0f"),
-        "vision-ms": _of_summary("vision ms", lambda one: _stage(one, "vision_ms"), ".0f"),
-        "later-ms": _of_summary("ms of later passes", lambda one: _stage(one, "verify_ms"), ".0f"),
-        "draft-ms": _of_summary("drafting ms", lambda one: _stage(one, "draft_ms"), ".1f"),
+        "prefill-ms": _of_times("prefill ms", lambda one: _stage(one, "prefill_ms"), ".0f"),
+        "vision-ms": _of_times("vision ms", lambda one: _stage(one, "vision_ms"), ".0f"),
+        "later-ms": _of_times("ms of later passes", lambda one: _stage(one, "verify_ms"), ".0f"),
+        "judge-ms": Measure("judging, ms a pass", _judging, is_time=True),
+        "draft-ms": _of_times("drafting ms", lambda one: _stage(one, "draft_ms"), ".1f"),
         "speedup": Measure("speed-up here", _speedup, is_time=True),
         "full-size": Measure(
             "OpenVLA-7B on an H200, ms (predicted)",

@@ -33,7 +33,6 @@ from deft_server.reproduce.study import (
 )
 
 PAGE, FACTS, STUDIES, STRIP = "page.md", "environment.json", "studies", "plots/frames.png"
-TIMES = "times"  # the fact that says why there are none
 _STEP = "step"  # the x of a plot over one episode
 _PLAIN_NAMES = {PLAIN: "plain"}  # what sentences call a baseline
 
@@ -63,7 +62,14 @@ class ResultsFolder:
 
     @cached_property
     def _replayed(self) -> Mapping[str, RunResults]:
-        folder = self.folder / replays.FOLDER
+        return self._by_slug(replays.FOLDER)
+
+    @cached_property
+    def _timed(self) -> Mapping[str, RunResults]:
+        return self._by_slug(replays.TIMED)
+
+    def _by_slug(self, name: str) -> Mapping[str, RunResults]:
+        folder = self.folder / name
         runs = load_runs(folder) if folder.is_dir() else ()
         return {run.folder.name: run for run in runs if run.records}
 
@@ -87,28 +93,23 @@ class ResultsFolder:
             name = _PLAIN_NAMES.get(table.baseline, table.baseline)
             base = self._results(Row(name, table.baseline, batch=row.batch), None)
             found = self._results(row, base if row.slug != base.row.slug else None)
-            if found.replayed is not None or found.played is not None:
+            if any(run is not None for run in (found.replayed, found.timed, found.played)):
                 rows.append(found)
         # A baseline with nothing beside it says nothing, and neither do rows without a column.
-        says_something = self.shown(table.measures) and any(one.plain for one in rows)
-        return rows if says_something else []
+        has_times = any(one.timed is not None for one in rows)
+        has_columns = has_times or not all(find_measure(one)[0].is_time for one in table.measures)
+        return rows if has_columns and any(one.plain for one in rows) else []
 
     def _results(self, row: Row, plain: RowResults | None) -> RowResults:
         is_base = not row.flags and row.batch == 1 and row.acceptance is None
-        replayed = self._replayed.get(row.slug)
-        if plain is not None and replayed is not None and _keys(plain.replayed) - _keys(replayed):
-            replayed = None
+        base = plain or RowResults(row)
         return RowResults(
             row,
-            replayed,
+            _whole(self._replayed.get(row.slug), base.replayed),
+            _whole(self._timed.get(row.slug), base.timed),
             self._played.get(row.method) if is_base else None,
             plain,
         )
-
-    def shown(self, measures: Sequence[str]) -> list[str]:
-        """Those of the measures that mean something: no times where the machine did other work."""
-        has_times = TIMES not in self.facts["environment"]
-        return [one for one in measures if has_times or not find_measure(one)[0].is_time]
 
     def table(self, study: str, key: str) -> Table:
         """One table; `ReproductionError` lists those there are."""
@@ -122,6 +123,11 @@ class ResultsFolder:
         return tables[f"{study}/{key}"]
 
 
+def _whole(run: RunResults | None, plain: RunResults | None) -> RunResults | None:
+    """The run where it has all that the baseline has."""
+    return run if run is not None and _keys(plain) <= _keys(run) else None
+
+
 def _keys(run: RunResults | None) -> set[TrialKey]:
     return set() if run is None else {record.key for record in run.records}
 
@@ -133,11 +139,9 @@ def outputs(results: ResultsFolder) -> dict[str, str]:
         for table in study.table:
             rows = results.rows_of(table)
             if rows:
-                found[f"tables/{name}-{table.key}.csv"] = _sheet(
-                    rows, results.shown(table.measures)
-                )
+                found[f"tables/{name}-{table.key}.csv"] = _sheet(rows, table.measures)
                 if table.plot is not None:
-                    found[f"plots/{name}-{table.key}.svg"] = _plot(table, rows, results)
+                    found[f"plots/{name}-{table.key}.svg"] = _plot(table, rows)
     return found
 
 
@@ -181,21 +185,16 @@ def render_facts(results: ResultsFolder) -> str:
 def render_table(results: ResultsFolder, study: str, table: Table) -> str:
     """A table with its note, what may be concluded from it, and what was published."""
     rows = results.rows_of(table)
-    measures = results.shown(table.measures)
-    headings = ["", *map(heading_of, measures)]
-    shown = [[one.row.name, *(cell_of(name, one).text for name in measures)] for one in rows]
-    kept = [
-        column
-        for column in range(len(headings))
-        if column == 0 or any(line[column] != NOTHING for line in shown)
-    ]
+    measures, cells = _filled(rows, table.measures)
     parts = [
         markdown_table(
-            [headings[column] for column in kept],
-            [[line[column] for column in kept] for line in shown],
+            ["", *map(heading_of, measures)],
+            [[one.row.name, *line] for one, line in zip(rows, cells, strict=True)],
         ).rstrip()
     ]
     parts.append(table.note.strip())
+    if any(find_measure(name)[0].is_time for name in measures):
+        parts.append(f"Times are {results.facts['environment'][replays.TIMES]}.")
     parts += (
         ["\n".join(f"- {one}" for one in _conclusions(rows))] if "points" in table.measures else []
     )
@@ -203,6 +202,15 @@ def render_table(results: ResultsFolder, study: str, table: Table) -> str:
         parts.append(f"Published ({table.published.where}). {table.published.differs.strip()}")
         parts.append(markdown_table(table.published.columns, table.published.rows).rstrip())
     return "\n\n".join(part for part in parts if part)
+
+
+def _filled(
+    rows: Sequence[RowResults], measures: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """The measures that any row has, and their cells by row."""
+    cells = {name: [cell_of(name, one).text for one in rows] for name in measures}
+    kept = [name for name in measures if set(cells[name]) != {NOTHING}]
+    return kept, [[cells[name][index] for name in kept] for index in range(len(rows))]
 
 
 def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
@@ -224,20 +232,20 @@ def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
 def _sheet(rows: Sequence[RowResults], measures: Sequence[str]) -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["row", "method", "flags", *map(heading_of, measures)])
-    for one in rows:
-        cells = [cell_of(name, one).text for name in measures]
-        writer.writerow([one.row.name, one.row.method, " ".join(one.row.flags), *cells])
+    kept, cells = _filled(rows, measures)
+    writer.writerow(["row", "method", "flags", *map(heading_of, kept)])
+    for one, line in zip(rows, cells, strict=True):
+        writer.writerow([one.row.name, one.row.method, " ".join(one.row.flags), *line])
     return stream.getvalue()
 
 
-def _plot(table: Table, rows: Sequence[RowResults], results: ResultsFolder) -> str:
+def _plot(table: Table, rows: Sequence[RowResults]) -> str:
     assert table.plot is not None
     if table.plot.x == _STEP:
         lines = [(one.row.name, _passes_by_step(one)) for one in rows]
         return line_plot(f"{table.title}: passes per action", _STEP, lines)
     lines = []
-    for name in results.shown(table.plot.measures):
+    for name in table.plot.measures:
         points = [
             (one.row.x, value)
             for one in rows

@@ -32,17 +32,24 @@ class Played:
     host: str | None = None  # that workers on other machines reach the server at
 
     def record_frames(self, num_episodes: int) -> Path:
-        """Let plain decoding play, and keep what it saw; done once per folder."""
-        folder = self.out / RECORDING
+        """Let plain decoding play, and keep what it saw; done once per folder.
+
+        The episodes count among those played.
+        """
+        folder, played = self.out / RECORDING, self.out / FOLDER
         if not folder.exists():
-            unfinished = self.out / f".{RECORDING}"
+            unfinished, begun = self.out / f".{RECORDING}", self.out / f".{FOLDER}"
             shutil.rmtree(unfinished, ignore_errors=True)  # a run cut short has half an episode
-            shutil.rmtree(self.out / f".{FOLDER}", ignore_errors=True)
+            shutil.rmtree(begun, ignore_errors=True)
             with self._server("--record", str(unfinished)) as url:
-                self._play(url, [PLAIN], self.out / f".{FOLDER}", num_episodes)
+                self._play(url, [PLAIN], begun, num_episodes)
             if not any(unfinished.rglob(f"*{SUFFIX}")):
                 raise ReproductionError(f"{unfinished}: the server recorded nothing")
             (unfinished / ".gitignore").write_text("*\n")  # pictures have no place among results
+            if played.exists():
+                shutil.rmtree(begun)
+            else:
+                begun.rename(played)
             unfinished.rename(folder)
         return folder
 

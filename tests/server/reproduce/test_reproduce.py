@@ -23,9 +23,9 @@ from deft_server.__main__ import main
 from deft_server.reproduce.check import check, fill, write
 from deft_server.reproduce.frames import FrameSet
 from deft_server.reproduce.measures import cell_of, find_measure
-from deft_server.reproduce.page import ResultsFolder, outputs
+from deft_server.reproduce.page import PAGE, ResultsFolder, outputs
 from deft_server.reproduce.played import Played, load_played
-from deft_server.reproduce.replays import PolicyWords, Replays
+from deft_server.reproduce.replays import CoreClock, PolicyWords, Replays
 from deft_server.reproduce.study import (
     FOLDER,
     PLAIN,
@@ -223,15 +223,52 @@ def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     assert set(rows_of(folder)) == {"plain", "half right"}
 
 
-def test_times_of_a_machine_that_did_other_work_are_left_out(folder):
+def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder):
+    """One episode of generated frames; the batch of copies is for its times alone."""
     study = folder / "studies" / "made-up.toml"
-    study.write_text(study.read_text().replace('"passes", "committed"', '"passes", "p50"', 1))
-    results = ResultsFolder(folder)
-    assert "ms, median" in outputs(results)["tables/made-up-small.csv"]
-    facts = json.loads((folder / "environment.json").read_text())
-    facts["environment"]["times"] = "left out"
-    (folder / "environment.json").write_text(json.dumps(facts))
+    text = study.read_text().replace('"passes", "committed"', '"passes", "p50", "judge-ms"', 1)
+    text = text.replace('  { name = "half', '  { name = "four", batch = 4 },\n  { name = "half')
+    study.write_text(text)
     assert "ms, median" not in "".join(outputs(ResultsFolder(folder)).values())
+
+    replays = Replays(WORDS, FrameSet(None, 6), folder)
+    rows = distinct(load_study(study).rows())
+    replays.record(rows)
+    assert not (folder / "frames" / "autoregressive-batch4").exists()
+    replays.time(rows, FrameSet(None, 3))
+    facts = json.loads((folder / "environment.json").read_text())
+    facts["environment"] |= replays.told
+    (folder / "environment.json").write_text(json.dumps(facts))
+
+    found = rows_of(folder)
+    assert {name for name, one in found.items() if one.timed} == {*found}
+    assert {"four", "plain", "relaxed", "half right"} == {*found}
+    assert cell_of("p50", found["plain"]).value > 0
+    assert cell_of("judge-ms", found["relaxed"]).value > 0
+    assert cell_of("frames", found["plain"]).value == 6
+    assert len(found["plain"].timed_answers) == 3
+    assert "Times are of 3 generated frames of 1 episodes" in outputs(ResultsFolder(folder))[PAGE]
+
+
+def test_times_of_a_machine_that_did_other_work_say_so():
+    assert CoreClock(passed_s=10, worked_s=9.9).told("3 frames").endswith("had 99% of a core")
+    assert "had 60% of a core: the machine did other work" in CoreClock(10, 6).told("3 frames")
+
+
+def test_what_rows_share_of_a_frame_changes_no_line(folder, tmp_path):
+    """The slow twin: every row by itself, nothing remembered."""
+    study = load_study(folder / "studies" / "made-up.toml")
+    rows = distinct(row for row in study.rows() if row.acceptance is None)
+    replays = Replays(WORDS, FrameSet(None, 6), tmp_path / "apart")
+    for row in rows:
+        replays.time([row], FrameSet(None, 6))
+    for row in (one for one in rows if one.slug not in replays.left_out):
+        apart = load_run(tmp_path / "apart" / "timed" / row.slug).records
+        together = load_run(folder / "frames" / row.slug).records
+        assert [one.accepted for one in apart[0].answers] == [
+            one.accepted for one in together[0].answers
+        ]
+        assert np.array_equal(apart[0].actions, together[0].actions)
 
 
 def test_plots_are_whole_svg_with_a_line_per_measure(recorded):
@@ -274,10 +311,13 @@ def test_full_size_milliseconds_are_those_of_the_limits():
 def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1"]
-    arguments = ["reproduce", "full-size", "--frames", "2", "--no-episodes", "--out", str(out)]
+    arguments = ["reproduce", "full-size", "--no-episodes", "--out", str(out)]
+    arguments += ["--frames", "2", "--time", "1"]
     assert main([*arguments, *flags]) == 0
     assert main(next_command(capsys.readouterr().out)[1:]) == 0
     assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
+    assert "Times are of 1 generated frames of 1 episodes" in (out / "page.md").read_text()
+    assert len(load_run(out / "frames" / PLAIN).header.server["weights"]) == 64
     assert check(out) == []
     assert main(["reproduce", "nothing", "--out", str(out)]) == 1
     assert "unknown study 'nothing'; known: comparison" in capsys.readouterr().err
@@ -290,6 +330,17 @@ def test_episodes_are_played_against_an_address_that_other_machines_reach(tmp_pa
     run = load_played(tmp_path)[PLAIN]
     assert run.records
     assert "://127.0.0.2:" in run.header.notes["url"]
+
+
+def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_path):
+    flags = ("--environment", "point_world", "--step-limit", "2")
+    episodes = Played(WORDS, tmp_path, "point_world", flags)
+    recorded = FrameSet(episodes.record_frames(1), 10)
+    (first,) = load_played(tmp_path)[PLAIN].records
+    assert recorded.num_frames == len(first.answers) == 2
+    episodes.play([Row("plain", played=True)], 2)
+    assert first.finished_s in [one.finished_s for one in load_played(tmp_path)[PLAIN].records]
+    assert len(load_played(tmp_path)[PLAIN].records) == 2
 
 
 def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
