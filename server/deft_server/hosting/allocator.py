@@ -5,7 +5,8 @@ import sys
 
 _KEPT_BYTES = 16 * 1024 * 1024
 _LARGEST_KEPT_BYTES = 4 * 1024 * 1024  # frames of cameras; what is larger is given back at once
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NUM_ARENAS = 1  # each keeps what was freed in it; threads that hold the interpreter never contend
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> bool:
@@ -15,5 +16,9 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl
         return False
-    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES) == 1
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) == 1 and kept)
+    wanted = {
+        _M_ARENA_MAX: _NUM_ARENAS,
+        _M_TRIM_THRESHOLD: _KEPT_BYTES,
+        _M_MMAP_THRESHOLD: _LARGEST_KEPT_BYTES,
+    }
+    return all([mallopt(option, value) == 1 for option, value in wanted.items()])
