@@ -5,7 +5,7 @@ import sys
 
 _KEPT_BYTES = 16 * 1024 * 1024
 _LARGEST_KEPT_BYTES = 4 * 1024 * 1024  # frames of cameras; what is larger is given back at once
-_NUM_ARENAS = 1  # each keeps what was freed in it; threads that hold the interpreter never contend
+_NUM_ARENAS = 1  # each keeps what was freed in it, and the interpreter lets one thread run
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
@@ -21,4 +21,4 @@ def keep_freed_memory() -> bool:
         _M_TRIM_THRESHOLD: _KEPT_BYTES,
         _M_MMAP_THRESHOLD: _LARGEST_KEPT_BYTES,
     }
-    return all([mallopt(option, value) == 1 for option, value in wanted.items()])
+    return all(mallopt(option, value) == 1 for option, value in wanted.items())
