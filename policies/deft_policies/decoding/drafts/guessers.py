@@ -204,7 +204,11 @@ class RetrievalIndex:
 
 
 def frame_keys(prompts: Prompts) -> Tensor:
-    """Keys of a batch of frames, [row, feature], float32."""
+    """Keys of a batch of frames, [row, feature], float32.
+
+    What the camera shows joined with what was asked, each at unit length: the same scene under two
+    instructions calls for two actions.
+    """
     if prompts.features is None:
         raise ValueError("retrieval needs the pooled visual features of the frames")
     positions = torch.arange(prompts.embeds.shape[1], device=prompts.embeds.device)
