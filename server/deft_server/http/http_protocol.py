@@ -191,12 +191,16 @@ class _FairStart:
     _address: str
 
     _awaits_turn = False
+    _begun: Any = None
     _refusal: bytes | None
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)  # type: ignore[misc]
         for cycle, _ in self.pipeline:  # which have no turn any more
             self._let_go(cycle)
+        if self._begun is not None:  # uvicorn tells the newest alone
+            self._begun.disconnected = True
+            self._begun.message_event.set()
 
     def on_body(self, body: bytes) -> None:
         if not (self._awaits_turn or self.pipeline):  # its app counts it
@@ -217,6 +221,7 @@ class _FairStart:
 
     def _begin(self, cycle: Any, app: Any) -> None:
         self._awaits_turn = False
+        self._begun = cycle
         self.bounds.held.release(len(cycle.body), self._address)
         super()._start_asgi_task(cycle, app)  # type: ignore[misc]
 

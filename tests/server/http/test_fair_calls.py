@@ -124,22 +124,23 @@ async def test_bodies_of_requests_that_wait_for_their_turn_count_as_held():
 
 
 @on_a_loop
-async def test_bodies_sent_ahead_count_as_held_until_their_connection_is_lost():
-    received, answers = asyncio.Event(), asyncio.Event()
+async def test_a_lost_connection_ends_the_request_in_hand_and_those_sent_ahead():
+    """Once only the newest of them heard of it, and frames were decoded for nobody."""
+    heard: asyncio.Queue[str] = asyncio.Queue()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        received.set()
-        await answers.wait()
+        for _ in range(2):
+            await heard.put((await receive())["type"])
 
     held, (caller,) = await connections(1, 2 * len(BODY), app)
     caller.data_received(POST)
-    await received.wait()
+    assert await heard.get() == "http.request"
     assert held.now == 0  # what has begun is counted as it is read
     caller.data_received(POST)
     assert held.now == len(BODY)
     caller.connection_lost(None)
     assert held.now == 0
-    answers.set()
+    assert await heard.get() == "http.disconnect"
 
 
 class Noting(asyncio.Protocol):
