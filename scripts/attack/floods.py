@@ -211,14 +211,19 @@ def many_pictures(port: int, until_s: float, rng: random.Random) -> None:
     body = _with_picture("jpeg", _large_picture())
     request = _POST + f"content-length: {len(body)}\r\n\r\n".encode() + body
     with contextlib.ExitStack() as held, selectors.DefaultSelector() as answered:
-        for _ in range(200):
-            opened = held.enter_context(_connection(port))
-            opened.sendall(request)
-            answered.register(opened, selectors.EVENT_READ, opened)
         while time.monotonic() < until_s:
-            for key, _ in answered.select(0.1):
-                key.data.recv(65536)
-                key.data.sendall(request)
+            for _ in range(200 - len(answered.get_map())):
+                opened = held.enter_context(_connection(port))
+                answered.register(opened, selectors.EVENT_READ | selectors.EVENT_WRITE, opened)
+            for key, events in answered.select(0.1):
+                try:
+                    if events & selectors.EVENT_READ and not key.data.recv(65536):
+                        raise ConnectionError
+                    key.data.sendall(request)
+                    answered.modify(key.data, selectors.EVENT_READ, key.data)
+                except OSError:  # refused; once more from the beginning
+                    answered.unregister(key.data)
+                    key.data.close()
 
 
 def many_requests(port: int, until_s: float, rng: random.Random) -> None:

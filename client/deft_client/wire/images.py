@@ -5,9 +5,11 @@ Sizes are judged by the header or the shape, before anything is decoded or alloc
 
 import math
 import struct
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from enum import Enum
 from io import BytesIO
 from itertools import chain, islice
@@ -137,7 +139,9 @@ JPEG_QUALITY = 95
 MAX_JPEG_SCANS = 16  # each costs a pass over all pixels; cameras write 1, encoders 10 or so
 MAX_EXTRAS = 300  # segments or chunks besides the pixels; a colour profile may take 255
 MAX_PIXEL_CHUNKS = 8192  # of a PNG
-STRIP_ROWS = 512
+STRIP_PIXELS = 256 * 1024
+LARGE_PIXELS = 2 * 1024 * 1024  # two of the largest at a time take 78 MB
+LARGE_ONES_TURN = threading.Lock()
 
 # Pillow's decoders raise these for damaged files, depending on where the damage is.
 _DAMAGED = (
@@ -185,7 +189,8 @@ def decode_image(data: bytes, field: str, limits: WireLimits = DEFAULT_LIMITS) -
 
     decoder = PngImageFile if data.startswith(PNG_SIGNATURE) else JpegImageFile
     try:
-        with decoder(BytesIO(data)) as picture:
+        is_large = height * width > LARGE_PIXELS
+        with LARGE_ONES_TURN if is_large else nullcontext(), decoder(BytesIO(data)) as picture:
             if picture.size != (width, height):
                 raise UnusableValueError(field, "the picture has two headers that contradict")
             if picture.mode not in _COLOUR_MODES:
@@ -201,10 +206,11 @@ def _pixels(picture: "PIL.Image.Image") -> Image:
     """Return a picture as RGB, read in strips: all at once Pillow holds it four times."""
     width, height = picture.size
     pixels = np.empty((height, width, 3), np.uint8)
-    for top in range(0, height, STRIP_ROWS):
-        strip = picture.crop((0, top, width, min(top + STRIP_ROWS, height)))
+    num_rows = max(1, STRIP_PIXELS // width)
+    for top in range(0, height, num_rows):
+        strip = picture.crop((0, top, width, min(top + num_rows, height)))
         converted = strip if strip.mode == "RGB" else strip.convert("RGB")
-        pixels[top : top + STRIP_ROWS] = np.asarray(converted)
+        pixels[top : top + num_rows] = np.asarray(converted)
     return pixels
 
 

@@ -23,7 +23,7 @@ from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import ServeCommand, read_command
-from deft_server.hosting.allocator import keep_freed_memory
+from deft_server.hosting.allocator import give_back_freed_memory, keep_freed_memory
 from deft_server.hosting.host import Elsewhere, PolicyRecipe
 from deft_server.http.http_protocol import build_http_protocol
 from deft_server.http.listener import FairListener
@@ -37,6 +37,7 @@ from deft_server.settings import Settings, SettingsError
 SWITCH_INTERVAL_S = 0.0005
 MAX_DIGITS = 640  # of an integer in JSON; reading more takes time that grows with the square
 BACKLOG = 2048
+TICKS_A_SECOND = 10  # of uvicorn
 LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
 
 logger = logging.getLogger(__name__)
@@ -251,6 +252,12 @@ class _Server(uvicorn.Server):
         for one in self._listeners:
             one.close()
         await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what is done ten times a second, and some of it every second."""
+        if counter % TICKS_A_SECOND == 0:
+            give_back_freed_memory()
+        return await super().on_tick(counter)
 
     def _welcome(self) -> None:
         # What exists once the policy is warm lives as long as the process; the garbage collector

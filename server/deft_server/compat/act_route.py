@@ -106,7 +106,7 @@ def build_peer_act_route(service: Service) -> PlainRoute:
         try:
             _require_json(request.headers.get("content-type", ""), body)
             work = answer(request, body, caller, arrived_s)
-            is_quick = service.scheduler.answers_at_once
+            is_quick = service.answers_at_once
             return _json(await CallerWatch(request.receive).run(work, is_quick))
         except CallerGoneError:
             raise

@@ -294,7 +294,7 @@ class _Connection:
         if chain is not ImageChain.NONE:
             size = self._service.info.image_height
             message = await self._on_a_thread(partial(prepare, message, chain, size))
-        is_quick = self._service.scheduler.answers_at_once
+        is_quick = self._service.answers_at_once
         act = self._service.act(message.observation, self._options, self._caller, arrived_s)
         return await self._watch.run(act, is_quick)
 

@@ -12,13 +12,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
+from deft_server.errors import OverloadedError
 from deft_server.http.bounds import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES, ConnectionBounds
 
 logger = logging.getLogger(__name__)
 
 
-class HeadersTooLargeError(Exception):
-    """What precedes or follows a body is beyond the bounds; ends the connection."""
+class BeyondBoundsError(Exception):
+    """What arrives is beyond the bounds; ends the connection."""
 
 
 def build_http_protocol(
@@ -182,14 +183,51 @@ class _HeaderClock:
 
 
 class _FairStart:
-    """Begins with a request when it is its address's turn."""
+    """Begins with a request when it is its address's turn; what came of its body is held."""
 
     bounds: ConnectionBounds
+    cycle: Any
+    pipeline: Any
     _address: str
 
+    _awaits_turn = False
+    _begun: Any = None
+    _refusal: bytes | None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)  # type: ignore[misc]
+        for cycle, _ in self.pipeline:  # which have no turn any more
+            self._let_go(cycle)
+        if self._begun is not None:  # uvicorn tells the newest alone
+            self._begun.disconnected = True
+            self._begun.message_event.set()
+
+    def on_body(self, body: bytes) -> None:
+        if not (self._awaits_turn or self.pipeline):  # its app counts it
+            super().on_body(body)  # type: ignore[misc]
+            return
+        num_before = len(self.cycle.body)
+        super().on_body(body)  # type: ignore[misc]
+        try:
+            self.bounds.held.hold(len(self.cycle.body) - num_before, self._address)
+        except OverloadedError as error:
+            self._let_go(self.cycle)
+            self._refusal = _refusal("503 Service Unavailable", str(error))
+            raise BeyondBoundsError from None
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        start = super()._start_asgi_task  # type: ignore[misc]
-        self.bounds.calls.make(self._address, partial(start, cycle, app))
+        self._awaits_turn = True
+        self.bounds.calls.make(self._address, partial(self._begin, cycle, app))
+
+    def _begin(self, cycle: Any, app: Any) -> None:
+        self._awaits_turn = False
+        self._begun = cycle
+        self.bounds.held.release(len(cycle.body), self._address)
+        super()._start_asgi_task(cycle, app)  # type: ignore[misc]
+
+    def _let_go(self, cycle: Any) -> None:
+        self.bounds.held.release(len(cycle.body), self._address)
+        cycle.body.clear()
 
 
 class _BoundedHeaders:
@@ -214,7 +252,7 @@ class _BoundedHeaders:
         if self._num_idle_bytes > self.bounds.max_header_bytes and not self.transport.is_closing():
             try:
                 self._refuse_headers()
-            except HeadersTooLargeError as error:
+            except BeyondBoundsError as error:
                 self.send_400_response(str(error))
 
     def on_message_begin(self) -> None:
@@ -225,7 +263,7 @@ class _BoundedHeaders:
     def on_url(self, url: bytes) -> None:
         if len(self.url) + len(url) > MAX_URL_BYTES:
             self._refusal = _refusal("414 URI Too Long", f"at most {MAX_URL_BYTES} bytes are taken")
-            raise HeadersTooLargeError
+            raise BeyondBoundsError
         super().on_url(url)  # type: ignore[misc]
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -243,7 +281,7 @@ class _BoundedHeaders:
             self._refusal = _refusal(
                 "429 Too Many Requests", f"at most {MAX_PIPELINED} requests may wait for an answer"
             )
-            raise HeadersTooLargeError
+            raise BeyondBoundsError
         super().on_headers_complete()  # type: ignore[misc]
 
     def on_body(self, body: bytes) -> None:
@@ -264,4 +302,4 @@ class _BoundedHeaders:
             "431 Request Header Fields Too Large",
             f"at most {MAX_HEADERS} headers and {most} bytes of them are taken",
         )
-        raise HeadersTooLargeError
+        raise BeyondBoundsError

@@ -89,7 +89,7 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
             asked = await decoder.decode(content_type, received.pop(), caller.owner)
             return await service.act(asked.observation, asked.options, caller, arrived_s)
 
-        is_quick = service.scheduler.answers_at_once
+        is_quick = service.answers_at_once
         chunk = await CallerWatch(request.receive).run(answer(), is_quick)
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
         content, media_type = encode_answer(chunk, as_msgpack)
@@ -157,7 +157,7 @@ class _Stream:
     async def _answer(self, message: Message, watch: CallerWatch, scope: Scope) -> Message:
         """Return the message to send back."""
         try:
-            is_quick = self._service.scheduler.answers_at_once
+            is_quick = self._service.answers_at_once
             chunk = await watch.run(self._act(message, caller_of(scope)), is_quick)
             return {"type": "websocket.send", "bytes": encode_answer(chunk, as_msgpack=True)[0]}
         except CallerGoneError:

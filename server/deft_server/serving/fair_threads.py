@@ -38,6 +38,11 @@ class FairThreads:
         self._max_pending = max_pending
         self._pending: Turns[_Job] = Turns()
 
+    @property
+    def are_busy(self) -> bool:
+        """Would a call have to wait for a thread?"""
+        return self._num_free == 0
+
     async def run(self, owner: str, work: Callable[[], ResultT]) -> ResultT:
         """Return what `work` returns; raise `OverloadedError` where too much of it waits.
 

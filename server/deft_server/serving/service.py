@@ -91,6 +91,11 @@ class Service:
         self.readiness.require()
         return self.last_info
 
+    @property
+    def answers_at_once(self) -> bool:
+        """Would a frame that is here now wait for nothing, neither policy nor decoding?"""
+        return self.scheduler.answers_at_once and not self.threads.are_busy
+
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
         return self._in_hand

@@ -1,7 +1,9 @@
 """PNG and JPEG frames: exact where they can be, refused by their header where they must be."""
 
 import io
+import math
 import struct
+import threading
 import zlib
 
 import numpy as np
@@ -10,7 +12,14 @@ import pytest
 
 from deft_client.errors import MessageTooLargeError, UnsupportedMessageError, UnusableValueError
 from deft_client.wire.fields import WireLimits
-from deft_client.wire.images import STRIP_ROWS, ImageEncoding, decode_image, encode_image
+from deft_client.wire.images import (
+    LARGE_ONES_TURN,
+    LARGE_PIXELS,
+    STRIP_PIXELS,
+    ImageEncoding,
+    decode_image,
+    encode_image,
+)
 from tests.client.samples import frame, saved
 
 
@@ -144,8 +153,26 @@ def test_a_jpeg_of_very_many_segments_is_refused_before_it_is_decoded():
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA"])
 def test_a_picture_of_several_strips_is_the_one_that_pillow_reads_at_once(mode: str):
-    image = np.random.default_rng(0).integers(0, 256, (2 * STRIP_ROWS + 3, 5, 3), np.uint8)
+    width = 2048
+    shape = (2 * (STRIP_PIXELS // width) + 3, width, 3)
+    image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     buffer = io.BytesIO()
     PIL.Image.fromarray(image).convert(mode).save(buffer, "PNG")
     expected = np.asarray(PIL.Image.open(buffer).convert("RGB"))
     np.testing.assert_array_equal(decode_image(buffer.getvalue(), "image"), expected)
+
+
+def test_large_pictures_are_decoded_one_at_a_time_and_others_meanwhile():
+    side = math.isqrt(LARGE_PIXELS) + 1
+    small, large = (
+        encode_image(np.zeros((rows, rows, 3), np.uint8), ImageEncoding.PNG) for rows in (8, side)
+    )
+    decoded = []
+    thread = threading.Thread(target=lambda: decoded.append(decode_image(large, "image")))
+    with LARGE_ONES_TURN:
+        thread.start()
+        thread.join(0.1)
+        assert decode_image(small, "image").shape == (8, 8, 3)
+        assert decoded == []
+    thread.join(20)
+    assert decoded[0].shape == (side, side, 3)

@@ -5,13 +5,19 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from deft_server.http.bounds import build_bounds
+from deft_server.http.bounds import HeldBytes, build_bounds
 from deft_server.http.fair_calls import MAX_CALLS_A_TURN, MAX_TURN_S, FairCalls
+from deft_server.http.http_protocol import build_http_protocol
 from deft_server.http.listener import FairListener
 from deft_server.settings import Settings
+from tests.server.http.test_websocket_protocol import Wire
 from tests.server.serving.test_service import on_a_loop
 
 
@@ -76,6 +82,65 @@ async def test_whoever_comes_late_waits_for_a_turn_and_not_for_a_flood():
         await asyncio.sleep(0)
         assert clock.made.index("r") < 2
     assert calls.count("flood") > 0
+
+
+BODY = bytes(60_000)
+POST = b"POST / HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+async def connections(num: int, most_bytes: int, app: Any) -> tuple[HeldBytes, list[Any]]:
+    """What all connections hold, and connections whose requests have to wait for a turn."""
+    bounds = build_bounds(Settings(max_total_bytes=most_bytes))
+    config = uvicorn.Config(app, lifespan="off", ws="none")
+    config.load()
+    build = build_http_protocol(bounds)
+    opened: list[Any] = [build(config, ServerState(), {}) for _ in range(num)]
+    for one in opened:
+        one.connection_made(Wire(one))
+    for _ in range(MAX_CALLS_A_TURN):
+        bounds.calls.make("127.0.0.1", int)
+    return bounds.held, opened
+
+
+@on_a_loop
+async def test_bodies_of_requests_that_wait_for_their_turn_count_as_held():
+    """Once nobody counted them before their turn: 80 MB of a flood of pictures."""
+    lengths = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        lengths.append(len((await receive()).get("body", b"")))
+
+    held, (one, two, three) = await connections(3, 2 * len(BODY), app)
+    for caller in (one, two, three):
+        caller.data_received(POST)
+    assert held.now == 2 * len(BODY)
+    assert three.transport.written.startswith(b"HTTP/1.1 503 ")
+    assert b"too many bytes of requests are in hand" in three.transport.written
+    three.connection_lost(None)
+    while len(lengths) < 3:
+        await asyncio.sleep(0)
+    assert lengths == [len(BODY), len(BODY), 0]
+    assert held.now == 0
+
+
+@on_a_loop
+async def test_a_lost_connection_ends_the_request_in_hand_and_those_sent_ahead():
+    """Once only the newest of them heard of it, and frames were decoded for nobody."""
+    heard: asyncio.Queue[str] = asyncio.Queue()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for _ in range(2):
+            await heard.put((await receive())["type"])
+
+    held, (caller,) = await connections(1, 2 * len(BODY), app)
+    caller.data_received(POST)
+    assert await heard.get() == "http.request"
+    assert held.now == 0  # what has begun is counted as it is read
+    caller.data_received(POST)
+    assert held.now == len(BODY)
+    caller.connection_lost(None)
+    assert held.now == 0
+    assert await heard.get() == "http.disconnect"
 
 
 class Noting(asyncio.Protocol):

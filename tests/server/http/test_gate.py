@@ -2,17 +2,27 @@
 
 import asyncio
 import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from starlette.types import Message
 
 from deft_client.errors import UnsupportedMessageError
+from deft_client.wire import msgpack_codec
 from deft_client.wire.fields import DEFAULT_LIMITS
+from deft_client.wire.images import ImageEncoding
+from deft_client.wire.messages import ActMessage
 from deft_policies.constant import ConstantPolicy
-from deft_server.app import create_app
+from deft_server.app import DeftApp, create_app
 from deft_server.http.bounds import SMALL_BODY_BYTES
 from deft_server.http.frame_bodies import decode_body
+from deft_server.serving.fair_threads import NUM_THREADS
+from tests.server.fakes import PATIENCE_S, frame
 from tests.server.running import client_of
+from tests.server.serving.test_service import on_a_loop
 
 JSON = {"content-type": "application/json"}
 
@@ -51,14 +61,45 @@ def test_a_content_type_of_semicolons_is_refused_unread():
         decode_body("multipart/form-data" + ";" * 160_000, b"x", DEFAULT_LIMITS)
 
 
-def test_a_caller_that_hangs_up_in_the_middle_leaves_no_traceback(
+@on_a_loop
+async def test_a_caller_that_hangs_up_in_the_middle_leaves_no_traceback(
     caplog: pytest.LogCaptureFixture,
 ):
     caplog.set_level(logging.INFO)
-    to_come: list[Message] = [
-        {"type": "http.disconnect"},
-        {"type": "http.request", "body": b"\x80", "more_body": True},
-    ]
+    async with _started() as app:
+        await _hang_up(app, {"type": "http.request", "body": b"\x80", "more_body": True})
+    assert not [one for one in caplog.records if one.exc_info or one.levelname == "ERROR"]
+
+
+@on_a_loop
+async def test_who_hangs_up_while_its_picture_waits_is_not_worked_for():
+    """The policy answers at once, but the threads that decode may be busy with others for long."""
+    gate = threading.Event()
+    hold = partial(gate.wait, PATIENCE_S)
+    body = msgpack_codec.encode_request(ActMessage(frame()), ImageEncoding.PNG)
+    async with _started() as app:
+        threads = app.service.threads
+        busy = [asyncio.ensure_future(threads.run("", hold)) for _ in range(NUM_THREADS)]
+        await asyncio.sleep(0)
+        await _hang_up(app, {"type": "http.request", "body": body})
+        gate.set()
+        await asyncio.gather(*busy)
+
+
+@asynccontextmanager
+async def _started() -> AsyncIterator[DeftApp]:
+    app = create_app(ConstantPolicy())
+    app.service.start()
+    await app.service.scheduler.settled()
+    try:
+        yield app
+    finally:
+        await app.service.close()
+
+
+async def _hang_up(app: DeftApp, sent: Message) -> None:
+    """Post a frame, or a part of it, and go away."""
+    to_come: list[Message] = [{"type": "http.disconnect"}, sent]
 
     async def receive() -> Message:
         return to_come.pop()
@@ -76,16 +117,7 @@ def test_a_caller_that_hangs_up_in_the_middle_leaves_no_traceback(
         "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/msgpack")],
         "client": ("127.0.0.1", 1),
     }
-
-    async def hang_up() -> None:
-        app = create_app(ConstantPolicy())
-        app.service.start()
-        await app.service.scheduler.settled()
-        await app(scope, receive, send)
-        await app.service.close()
-
-    asyncio.run(hang_up())
-    assert not [one for one in caplog.records if one.exc_info or one.levelname == "ERROR"]
+    await app(scope, receive, send)
 
 
 def test_the_dashboard_with_a_slash_sends_nobody_anywhere():

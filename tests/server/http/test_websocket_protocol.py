@@ -16,11 +16,12 @@ from deft_server.http.websocket_protocol import MAX_FRAMES_A_TURN, build_websock
 from deft_server.settings import Settings
 
 
-class _Wire(asyncio.Transport):
+class Wire(asyncio.Transport):
     """Keeps what is written, and whether it is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: asyncio.BaseProtocol) -> None:
         super().__init__()
+        self._protocol = protocol
         self.written = b""
         self.is_read = True
 
@@ -29,6 +30,9 @@ class _Wire(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: object = None) -> object:
         return ("127.0.0.1", 1) if name == "peername" else default
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
 
     def is_closing(self) -> bool:
         return False
@@ -43,12 +47,13 @@ class _Wire(asyncio.Transport):
         pass
 
 
-async def _connected(app: Any) -> tuple[Any, _Wire, ClientProtocol]:
+async def _connected(app: Any) -> tuple[Any, Wire, ClientProtocol]:
     """A protocol, its connection, and who is at the other end of it."""
     config = uvicorn.Config(app, lifespan="off", ws="none")
     config.load()
     build = build_websocket_protocol(build_bounds(Settings()))
-    protocol, wire = build(config, ServerState(), {}), _Wire()
+    protocol = build(config, ServerState(), {})
+    wire = Wire(protocol)
     client = ClientProtocol(parse_uri("ws://127.0.0.1/"))
     protocol.connection_made(wire)
     client.send_request(client.connect())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deft_client.libero.simulator.stage import GraphicsContext
 
-_STEADY_FRAMES = 2  # unmoved for so many frames, a thing counts as standing still
+_STEADY_FRAMES = 5  # unmoved for so many frames, a thing counts as standing still
 _KEPT_GROUP = 5  # of MuJoCo's geom groups, one that no model of robosuite's uses
 
 _VERTEX = """
@@ -115,7 +115,8 @@ class StillLayer:
         is_same = (now == self._before).all(axis=1)
         self._num_steady = np.where(is_same, self._num_steady + 1, 0)
         self._before = now
-        if not self.still.any() or (now != self._shown)[self.still].any():
+        has_settled = (self._num_steady == _STEADY_FRAMES) & self._is_drawn & ~self.still
+        if has_settled.any() or (now != self._shown)[self.still].any():
             self._keep(now)
         if self.still.any() and self._draw_part(wants_still=False):
             self._picture.put_under()

@@ -71,6 +71,19 @@ def test_what_begins_to_move_is_drawn_again(stage: GraphicsContext):
     assert compare(stage, "agentview", 4)[-1] < kept[-1]
 
 
+def test_what_comes_to_rest_later_is_kept_from_then_on(stage: GraphicsContext):
+    num_kept = compare(stage, "agentview")[-1]
+    basket = stage.model.body("basket_1_main").dofadr[0]
+    view, environment = view_of(stage, "agentview"), physics(*TASK)
+    layer = StillLayer(stage, view)
+    for step in range(40):
+        if step < 10:
+            stage.data.qvel[basket] = 0.1  # metres per second
+        environment.advance(wait_action())
+        layer.draw()
+    assert layer.still.sum() >= num_kept
+
+
 def test_a_camera_that_moves_keeps_nothing(stage: GraphicsContext):
     assert compare(stage, "robot0_eye_in_hand", 5) == [0] * 5
 
