@@ -10,7 +10,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterable, Iterable
-from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -36,7 +35,7 @@ from deft_client.errors import (
     TransportError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings, check_url
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo, altered
 
 ResultT = TypeVar("ResultT")
 REQUEST_ID = "x-request-id"
@@ -58,8 +57,7 @@ class _Caller:
 
     def _act(self, observation: Observation, options: ActOptions | None) -> Call[ActionChunk]:
         given = options or ActOptions()
-        session_id = given.session_id or self.session_id
-        options = replace(given, session_id=session_id)
+        options = altered(given, {"session_id": given.session_id or self.session_id})
         return act_call(observation, options, self.settings, self._action_dim)
 
     def _reset(self, session_id: str | None) -> Call[None]:
@@ -288,7 +286,8 @@ def mixed_up(url: str) -> TransportError:
 def timed(chunk: ActionChunk, started: float) -> ActionChunk:
     """Return the chunk with the time since `started` as its round trip."""
     round_trip_ms = 1000 * (time.perf_counter() - started)
-    return replace(chunk, timings=replace(chunk.timings, round_trip_ms=round_trip_ms))
+    timings = altered(chunk.timings, {"round_trip_ms": round_trip_ms})
+    return altered(chunk, {"timings": timings})
 
 
 def transport_error(error: httpx.TransportError, url: str) -> TransportError:

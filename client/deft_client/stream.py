@@ -41,8 +41,8 @@ from deft_client.wire.json_codec import decode
 STREAM_PATH = "/v1/stream"
 _STATUS: Kind[Json] = record(dict, {"status": whole(400, 599)}, is_open=True)
 CLOSE_S = 0.1  # for saying goodbye; the other side's is not waited for
-# All that may have come: what is left in a buffer would go unseen.
-READ_BYTES = READ_SHARE * 1024 * 1024
+# More than a record of TLS, of which what is left would go unseen; little for the allocator.
+READ_BYTES = READ_SHARE * 64 * 1024
 SLICE_BYTES = 4096  # parsed between two looks at the clock
 _WAITING_S = 0.05  # for bytes that are there already
 _TIMEOUTS = (TimeoutError, httpcore.TimeoutException, httpx.TimeoutException)

@@ -3,11 +3,23 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Image = NDArray[np.uint8]  # [height, width, 3], RGB, upright as a person would see it
+RecordT = TypeVar("RecordT")
+
+
+def altered(record: RecordT, changes: Mapping[str, object]) -> RecordT:
+    """Return a dataclass with other values in some fields, which it does not check.
+
+    For what is done to every frame: `dataclasses.replace` takes many times as long.
+    """
+    found = object.__new__(type(record))
+    vars(found).update(vars(record), **changes)
+    return found
 
 
 def _check_image(name: str, image: Image) -> None:
@@ -182,7 +194,7 @@ class ActionChunk:
     """
 
     actions: NDArray[np.float64]  # [step, action_dim]
-    timings: StageTimings = field(default_factory=StageTimings)
+    timings: StageTimings = StageTimings()
     trace: DecodeTrace | None = None
     intervention: Intervention | None = None
 

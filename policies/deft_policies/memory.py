@@ -39,5 +39,5 @@ class SessionMemory:
                 f"own and executed must have as many steps, at most {STEPS_KEPT}, "
                 f"got {len(self.own)} and {len(self.executed)}"
             )
-        if len({len(step) for step in (*self.own, *self.executed)}) > 1:
+        if len(set(map(len, (*self.own, *self.executed)))) > 1:
             raise ValueError("all steps must have as many tokens")

@@ -191,12 +191,12 @@ def record(
         entries = as_map(value, where or "body")
         prefix = f"{where}." if where else ""
         values = {}
-        for name, kind in kinds.items():
+        for name in filter((entries.keys() | needed).__contains__, kinds):
             if name not in entries:
-                if name in needed:
-                    raise MalformedMessageError(prefix + name, "missing")
-            elif entries[name] is not None or name in needed:
-                values[name] = kind.read(entries[name], prefix + name, terms)
+                raise MalformedMessageError(prefix + name, "missing")
+            entry = entries[name]
+            if entry is not None or name in needed:
+                values[name] = kinds[name].read(entry, prefix + name, terms)
         for name in () if is_open else filterfalse(kinds.__contains__, entries):
             label = name if isinstance(name, str) else repr(name)
             raise MalformedMessageError(prefix + printable(label[:64]), "unknown field; remove it")

@@ -99,7 +99,7 @@ def read_shape(value: object, where: str) -> list[int]:
         raise UnusableValueError(
             where, f"must be a list of at most {MAX_AXES} counts, got {brief(value)}"
         )
-    if not all(type(length) is int and length >= 0 for length in value):
+    if not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
         raise UnusableValueError(
             where, f"must hold counts only, got {', '.join(map(brief, value))}"
         )

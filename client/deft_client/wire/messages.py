@@ -7,6 +7,7 @@ read the maps, and the server's OpenAPI document is made of them. Fields that ar
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -60,7 +61,9 @@ from deft_client.wire.images import (
 VERSION = 1
 MAX_RADIUS = 65_535  # bins; policies set their own, lower bounds
 MAX_DEADLINE_MS = 24 * 3600 * 1000
+_LAYOUTS: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 _RAW = ImageEncoding.RAW.value
+_ENCODED = (ImageEncoding.PNG.value, ImageEncoding.JPEG.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,7 @@ def answer_fields(chunk: ActionChunk) -> Json:
     entries: Json = {
         "v": VERSION,
         "actions": _array_fields(chunk.actions, "float64"),
-        "timings": {name: value for name, value in vars(chunk.timings).items() if value},
+        "timings": dict(filter(itemgetter(1), vars(chunk.timings).items())),
     }
     if chunk.trace is not None:
         entries["trace"] = {
@@ -129,8 +132,8 @@ def _image_fields(image: Image, encoding: ImageEncoding, quality: int) -> Json:
 
 
 def _array_fields(values: NDArray[np.generic], dtype: str) -> Json:
-    layout = np.dtype(dtype).newbyteorder("<")
-    return {"dtype": dtype, "shape": list(values.shape), "data": values.astype(layout).tobytes()}
+    data = values.astype(_LAYOUTS[dtype]).tobytes()
+    return {"dtype": dtype, "shape": list(values.shape), "data": data}
 
 
 def _read_version(value: object, where: str, terms: Terms) -> int:
@@ -149,7 +152,7 @@ def _read_image(value: object, where: str, terms: Terms) -> Image:
         return _read_pixel_lists(value, where, terms.limits)
     parts = dict(as_map(value, where))
     spelling = parts.pop("encoding", _RAW) or _RAW
-    if spelling in (ImageEncoding.PNG.value, ImageEncoding.JPEG.value):
+    if spelling in _ENCODED:
         return decode_image(_PICTURE.read(parts, where, terms)["data"], where, terms.limits)
     if spelling != _RAW:
         known = ", ".join(one.value for one in ImageEncoding)
@@ -208,11 +211,17 @@ def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image]:
 
 
 def _build_request(values: Json) -> ActMessage:
-    cameras, state = values.get("cameras", {}), values.get("state")
-    options = {name: values[name] for name in OPTIONS if name in values and name != "trace"}
+    read = values.get
     return ActMessage(
-        Observation(values["image"], values["instruction"], cameras, state),
-        ActOptions(want_trace=values.get("trace", False), **options),
+        Observation(values["image"], values["instruction"], read("cameras", {}), read("state")),
+        ActOptions(
+            read("session_id"),
+            read("deadline_ms"),
+            read("statistics_key"),
+            read("decoding"),
+            read("radius"),
+            read("trace", False),
+        ),
     )
 
 

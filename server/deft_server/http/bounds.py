@@ -29,13 +29,13 @@ class HeldBytes:
 
     most: int
     now: int = 0
-    by_address: Counter[str] = field(default_factory=Counter)
+    by_address: dict[str, int] = field(default_factory=dict)
 
     def hold(self, num_bytes: int, address: str) -> None:
         """Count bytes as held, or raise `OverloadedError`; they are counted in any case."""
-        self._count(num_bytes, address)
-        is_above_share = self.by_address[address] * len(self.by_address) > self.most
-        if self.now > self.most and is_above_share:
+        self.release(-num_bytes, address)
+        held = self.by_address.get(address, 0)
+        if num_bytes > 0 and self.now > self.most < held * len(self.by_address):
             raise OverloadedError(
                 f"too many bytes of requests are in hand: over {self.most}, see max_total_bytes",
                 BUSY_FOR_S,
@@ -43,13 +43,12 @@ class HeldBytes:
 
     def release(self, num_bytes: int, address: str) -> None:
         """Count bytes as gone."""
-        self._count(-num_bytes, address)
-
-    def _count(self, num_bytes: int, address: str) -> None:
-        self.now += num_bytes
-        self.by_address[address] += num_bytes
-        if not self.by_address[address]:
-            del self.by_address[address]
+        self.now -= num_bytes
+        left = self.by_address.get(address, 0) - num_bytes
+        if left:
+            self.by_address[address] = left
+        else:
+            self.by_address.pop(address, None)
 
 
 @dataclass(eq=False)

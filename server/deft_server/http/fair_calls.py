@@ -35,11 +35,11 @@ class FairCalls:
         """Make a call on behalf of an address, now or when it is its turn."""
         if self._next_turn is None:
             self._enter_turn()
-        if self._waiting or self._is_over():
+        elif self._waiting or self._is_over():
             self._waiting.add(address, call)
-        else:
-            self._num_made += 1
-            call()
+            return
+        self._num_made += 1
+        call()
 
     def _enter_turn(self) -> None:
         self._num_made, self._until_s = 0, self._clock() + MAX_TURN_S
@@ -52,6 +52,6 @@ class FairCalls:
         self._next_turn = None
         if self._waiting:
             self._enter_turn()
-        while self._waiting and not self._is_over():
-            self._num_made += 1
-            self._waiting.take()()
+            while self._waiting and not self._is_over():
+                self._num_made += 1
+                self._waiting.take()()

@@ -9,16 +9,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
-from websockets.frames import CTRL_OPCODES, CloseCode, Frame
+from websockets.frames import CloseCode, Frame
 from websockets.streams import StreamReader
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
 from deft_server.http.http_protocol import peer_of
 
-# Of frames, which have three or four each: of the smallest, three milliseconds' work. Then
-# everybody else has a turn.
-MAX_PARTS_A_TURN = 1024
+MAX_FRAMES_A_TURN = 256  # of the smallest, three milliseconds' work; then others have a turn
 MAX_FRAGMENTS = 4096  # of one message
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
 
@@ -29,11 +27,11 @@ def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOP
 
 
 class _FrameReader(StreamReader):
-    """Hands out the parts of frames, a few in a turn, and without a copy if they came together."""
+    """Hands out frames, a few in a turn, and without a copy if their parts came together."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_parts_left = 0  # in this turn
+        self.num_frames_left = 0  # in this turn
         self._arrived = memoryview(b"")  # last, if the buffer is empty
 
     def __len__(self) -> int:
@@ -41,7 +39,7 @@ class _FrameReader(StreamReader):
 
     def take(self, data: bytes) -> None:
         """Take in what arrives after the handshake."""
-        if self:
+        if self._arrived or self.buffer:
             self.buffer += self._arrived
             self.buffer += data
             self._arrived = memoryview(b"")
@@ -49,19 +47,20 @@ class _FrameReader(StreamReader):
             self._arrived = memoryview(data)
 
     def at_eof(self) -> Generator[None, None, bool]:
-        """Wait for the next frame; nobody tells the parser of an end."""
-        while not self:
+        """Wait for the next frame, and its turn; nobody tells the parser of an end."""
+        while not (self.num_frames_left and (self._arrived or self.buffer)):
             yield
+        self.num_frames_left -= 1
         return False
 
     def read_exact(self, n: int) -> Generator[None, None, Any]:
-        """Return the next part of a frame when it is here, and its turn."""
-        while not self.num_parts_left or len(self._arrived) + len(self.buffer) < n:
+        """Return the next part of a frame when it is here."""
+        while len(self._arrived) < n > len(self.buffer):
             yield
-        self.num_parts_left -= 1
-        if self._arrived:
-            found, self._arrived = self._arrived[:n], self._arrived[n:]
-            return found
+        arrived = self._arrived
+        if len(arrived) >= n:
+            self._arrived = arrived[n:]
+            return arrived[:n]
         if len(self.buffer) == n:
             whole, self.buffer = self.buffer, bytearray()
             return whole
@@ -126,7 +125,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._num_taken_bytes = len(message.get("bytes") or (message.get("text") or "").encode())
         if self._is_behind:
             self._go_on()
-        else:
+        elif self.frames or self._held != self._num_message_bytes:
             self._count_bytes()
         return message
 
@@ -153,25 +152,20 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._num_message_bytes += len(event.data)
         super().handle_bytes(event)
 
-    def send_receive_event_to_app(self) -> None:
-        self._stop_clock()
-        super().send_receive_event_to_app()
+    def handle_ping(self) -> None:
+        super().handle_ping()
+        self._count_control()
 
-    def handle_events(self) -> None:
-        num_controls = sum(getattr(one, "opcode", None) in CTRL_OPCODES for one in self.conn.events)
-        super().handle_events()
-        if num_controls:
-            self._count_controls(num_controls)
-        if self.conn.handshake_exc is not None:  # uvicorn would leave it without an answer
-            self.transport.write(b"".join(self.conn.data_to_send()))
-            self.transport.close()
+    def handle_pong(self, event: Frame) -> None:
+        super().handle_pong(event)
+        self._count_control()
 
-    def _count_controls(self, number: int) -> None:
+    def _count_control(self) -> None:
         now_s = self.loop.time()
         if now_s > self._controls_until_s:
             self._num_controls = 0
             self._controls_until_s = now_s + self.bounds.message_timeout_s
-        self._num_controls += number
+        self._num_controls += 1
         if self._num_controls > MAX_CONTROLS:
             self._fail(CloseCode.POLICY_VIOLATION, f"more than {MAX_CONTROLS} pings and pongs")
 
@@ -179,23 +173,27 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         """Parse until enough was done for a turn, or until somebody must catch up first."""
         self._awaits_turn = False
         if self._may_go_on():
-            self._reader.num_parts_left = MAX_PARTS_A_TURN
+            self._reader.num_frames_left = MAX_FRAMES_A_TURN
             super().data_received(b"")
-            self._is_behind = not self._reader.num_parts_left
+            self._is_behind = not self._reader.num_frames_left
+            if self.conn.handshake_exc is not None:  # uvicorn would leave it without an answer
+                self.transport.write(b"".join(self.conn.data_to_send()))
+                self.transport.close()
         if self.transport.is_closing():
             return
-        if self._is_behind:
-            self.transport.pause_reading()
-            self.loop.call_soon(self._go_on)
-        elif self._may_go_on():
-            self.transport.resume_reading()
+        if self._may_go_on():
+            if self._is_behind:
+                self.transport.pause_reading()
+                self.loop.call_soon(self._go_on)
+            else:
+                self.transport.resume_reading()
         self._count_bytes()
 
     def _may_go_on(self) -> bool:
         return not self.read_paused and self.writable.is_set() and not self.transport.is_closing()
 
     def _go_on(self) -> None:
-        if not self._awaits_turn and self._may_go_on():
+        if not self._awaits_turn:
             self._awaits_turn = True
             self.bounds.calls.make(self._address, self._parse)
 
@@ -205,10 +203,10 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         num_partial = len(self._reader)
         held = num_partial + self._num_message_bytes
         more, self._held = held - self._held, held
-        try:
-            self.bounds.held.hold(more, self._address)
-        except OverloadedError as error:
-            if more > 0:
+        if more:
+            try:
+                self.bounds.held.hold(more, self._address)
+            except OverloadedError as error:
                 self._fail(CloseCode.TRY_AGAIN_LATER, str(error))
                 return
         if not (num_partial or self.frames) or self.read_paused:

@@ -4,6 +4,8 @@ A robot sends a frame, executes the answer, and sends again: the pause between a
 next frame is steady. Knowing it, a batch waits only for a robot that is about to ask.
 """
 
+import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -50,14 +52,15 @@ class Rhythm:
         """Drop what is known of a session."""
         self._beats.pop(flow, None)
 
-    def expects_another(self, since_s: float, until_s: float) -> bool:
-        """Is a session that has not asked since its last answer due between these times?"""
-        return any(
-            not beat.has_asked
-            and beat.pause_s is not None
-            and since_s <= beat.answered_s + beat.pause_s <= until_s
+    def next_due_s(self, since_s: float) -> float:
+        """Return when the first session is due, from then on, that has not asked since its last
+        answer; infinity where none is."""
+        dues_s = (
+            beat.answered_s + beat.pause_s
             for beat in self._beats.values()
+            if not beat.has_asked and beat.pause_s is not None
         )
+        return min((one for one in dues_s if one >= since_s), default=math.inf)
 
 
 REMEMBERED_BATCHES = 9
@@ -69,12 +72,14 @@ class ServiceTime:
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
+        self._sizes: list[int] = []  # in order
 
     def observe(self, size: int, seconds: float) -> None:
         """Take in that a batch of `size` frames took `seconds`."""
         recent = self._seconds.setdefault(size, deque(maxlen=REMEMBERED_BATCHES))
         recent.append(seconds)
         self._medians[size] = median(recent)
+        self._sizes = sorted(self._medians)
 
     def expect(self, size: int) -> float:
         """Return the seconds a batch of `size` will take; 0 while nothing was measured.
@@ -82,13 +87,10 @@ class ServiceTime:
         A size never seen takes as long as the nearest larger one, else the nearest smaller one:
         a batch costs little more than a single frame.
         """
-        if size in self._medians:
-            return self._medians[size]
-        larger = [known for known in self._medians if known > size]
-        smaller = [known for known in self._medians if known < size]
-        if larger:
-            return self._medians[min(larger)]
-        return self._medians[max(smaller)] if smaller else 0.0
+        if not self._sizes:
+            return 0.0
+        nearest = min(bisect_left(self._sizes, size), len(self._sizes) - 1)
+        return self._medians[self._sizes[nearest]]
 
 
 GOOD_BATCHES_BEFORE_GROWTH = 100

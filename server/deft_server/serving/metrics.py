@@ -1,6 +1,6 @@
 """What the server counts and measures, for Prometheus. One registry per app, nothing global."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -13,7 +13,8 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from deft_client.types import DecodeTrace
+from deft_client.types import ActionChunk
+from deft_server.hosting.attempts import Attempts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -109,26 +110,23 @@ class Metrics:
         """Count one HTTP request."""
         self._once(self.requests, route, str(status)).inc()
 
-    def count_batch(self, size: int, seconds: float, replica: str) -> None:
+    def count_batch(self, batch: Attempts, company_s: float | None = None) -> None:
         """Count one batch, its frames and its time, also for the replica that answered it."""
-        self.batch_size.observe(size)
-        self.batch_seconds.observe(seconds)
-        self._once(self.replica_batches, replica).inc()
-        self._once(self.replica_seconds, replica).inc(seconds)
+        if company_s is not None:
+            self.company_seconds.observe(company_s)
+        self.batch_size.observe(len(batch.answers))
+        self.batch_seconds.observe(batch.service_s)
+        self._once(self.replica_batches, batch.replica).inc()
+        self._once(self.replica_seconds, batch.replica).inc(batch.service_s)
 
-    def observe_answer(
-        self,
-        spent_ms: Mapping[str, float],
-        trace: DecodeTrace | None,
-        queue_s: float,
-        total_s: float,
-    ) -> None:
-        """Take in one answered frame: its time by stage, its trace, and the server's own times."""
+    def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:
+        """Take in what a policy answered to a frame, and the server's own times."""
         self.act_seconds.observe(total_s)
         self.queue_seconds.observe(queue_s)
-        for stage, milliseconds in spent_ms.items():
-            if stage not in _NOT_STAGES:
+        for stage, milliseconds in vars(chunk.timings).items():
+            if milliseconds and stage not in _NOT_STAGES:
                 self._once(self.stage_seconds, stage.removesuffix("_ms")).inc(milliseconds / 1000)
+        trace = chunk.trace
         if trace is not None:
             self.passes.observe(trace.num_passes)
             self.accepted.inc(sum(trace.accepted_lengths))

@@ -1,9 +1,9 @@
 """What the scheduler has in hand: frames that wait for an answer, and batches of them."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from deft_client.types import ActionChunk
+from deft_client.types import ActionChunk, altered
 from deft_policies.base import ActAnswer, ActRequest
 from deft_server.serving.sessions import RobotSession
 from deft_server.serving.waiting_frames import Ticket
@@ -48,11 +48,12 @@ class PendingBatch:
     frames: tuple[PendingFrame, ...]
     line: tuple[Ticket, ...]
     hang_timer: asyncio.TimerHandle | None
+    company_s: float  # that it waited for one more frame
 
     @property
     def requests(self) -> list[ActRequest]:
         """What the policy is asked, with each session's memory as it is now."""
-        return [replace(one.request, memory=one.session.memory) for one in self.frames]
+        return [altered(one.request, {"memory": one.session.memory}) for one in self.frames]
 
     def fail(self, error: Exception) -> None:
         """Tell all who wait for an answer."""

@@ -198,6 +198,9 @@ class Scheduler:
             else:
                 frame.take(answer, started_s, len(batch.frames))
         self._note(attempts)
+        # Counted once the answers are on their way, which they are at the end of the next turn.
+        count = self._metrics.count_batch
+        self._loop.call_soon(self._loop.call_soon, count, attempts, batch.company_s)
         self._pump()
 
     def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
@@ -208,6 +211,7 @@ class Scheduler:
             raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
         attempts = self.policy.answer_here((request,))
         self._note(attempts)
+        self._loop.call_soon(self._metrics.count_batch, attempts)
         answer = attempts.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -294,36 +298,35 @@ class Scheduler:
             self._wake = self._loop.call_later(decision.wake_s, self._pump)
 
     def _start_batch(self, line: tuple[Ticket, ...], now_s: float) -> None:
-        self._metrics.company_seconds.observe(now_s - (self._held_since_s or now_s))
-        self._held_since_s = None
         number = line[0].number
         frames = tuple(self._frames.pop(ticket.number) for ticket in line)
         timer = None
         if not self._host.watches_itself:
             timer = self._loop.call_later(self._settings.hang_after_s, self._hang, number)
-        batch = self._batches[number] = PendingBatch(frames, line, timer)
+        company_s = now_s - (self._held_since_s or now_s)
+        self._held_since_s = None
+        batch = self._batches[number] = PendingBatch(frames, line, timer, company_s)
         self._host.submit(number, batch.requests)
 
     def _note(self, attempts: Attempts) -> None:
-        """Draw the lessons of a batch: metrics, batch size, readiness."""
+        """Draw the lessons of a batch: failures, batch size, readiness."""
         size = len(attempts.answers)
-        # Counted once the answers are on their way.
-        self._loop.call_soon(self._metrics.count_batch, size, attempts.service_s, attempts.replica)
         if self._settings.log_batches and not attempts.failures:
             logger.info("a batch of %d took %.3f ms", size, attempts.service_s * 1000)
+        has_failed = False
         if attempts.failures:
             for failure in attempts.failures:
                 self._metrics.policy_failures.labels(failure.value).inc()
             if Failure.DEVICE in attempts.failures:
                 self._limit.gave_up(size)
+            broke = {Failure.RAISED, Failure.DEVICE}.intersection(attempts.failures)
+            has_failed = bool(broke) and all(isinstance(one, Exception) for one in attempts.answers)
         else:
             self._limit.succeeded()
         if self._limit.size != self._line.max_batch:
             logger.warning("batches now have at most %d frames", self._limit.size)
             self._line.max_batch = self._limit.size
             self._metrics.max_batch.set(self._limit.size)
-        broke = Failure.RAISED in attempts.failures or Failure.DEVICE in attempts.failures
-        has_failed = broke and all(isinstance(one, Exception) for one in attempts.answers)
         self._readiness.note(Trouble.BATCHES, is_over=not has_failed)
 
     def _hang(self, number: int) -> None:

@@ -17,7 +17,7 @@ from deft_client.types import (
     Intervention,
     Observation,
     ServerInfo,
-    StageTimings,
+    altered,
 )
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
@@ -249,17 +249,15 @@ class Service:
         """Return the answer with the server's own stages filled in, and count it soon."""
         total_s = time.monotonic() - started_s
         chunk = answered.chunk
-        spent = {stage: value for stage, value in vars(chunk.timings).items() if value}
         # Counted once the answer has been sent: traces are put into words when they are looked at.
-        count = partial(self.metrics.observe_answer, spent, chunk.trace, answered.queue_s, total_s)
+        count = partial(self.metrics.observe_answer, chunk, answered.queue_s, total_s)
         asyncio.get_running_loop().call_soon(count)
         own = {
             "wire_ms": (decoded_s - started_s) * 1000,
             "queue_ms": answered.queue_s * 1000,
             "total_ms": total_s * 1000,
         }
-        timings = StageTimings(**(spent | own))
-        return ActionChunk(chunk.actions, timings, chunk.trace, chunk.intervention)
+        return altered(chunk, {"timings": altered(chunk.timings, own)})
 
     def _publish(
         self,

@@ -33,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from typing import NamedTuple
 
 from deft_server.serving.estimates import OwnerShares, Rhythm, ServiceTime
 from deft_server.serving.waiting_frames import Ticket, Turn, WaitingFrames
@@ -53,8 +54,7 @@ class LineRules:
     num_replicas: int = 1
 
 
-@dataclass(frozen=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A batch that is with the policy, and since when."""
 
     batch: tuple[Ticket, ...]
@@ -69,8 +69,7 @@ class Admission(Enum):
     TOO_LATE = "too late"
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What became of one frame, and whose place it took."""
 
     admission: Admission
@@ -78,8 +77,7 @@ class Offer:
     displaced: Ticket | None = None  # a frame of a flow that had more than its share
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What to do now: start `batch` if there is one, fail `expired`, look again in `wake_s`."""
 
     batch: tuple[Ticket, ...] = ()
@@ -267,6 +265,8 @@ class WaitingLine:
 
     def _ahead(self) -> frozenset[str]:
         """Return the waiting owners that had more than their share lately."""
+        if len(self._waiting.owners) < 2:
+            return frozenset()
         return self._shares.ahead(self._waiting.owners, self.service_time.expect(self.max_batch))
 
     def _in_order(self, now_s: float) -> Iterator[Ticket]:
@@ -317,15 +317,15 @@ class WaitingLine:
             return 0.0
         if len(self._flights) + 1 < self.num_replicas:
             return 0.0
+        due_s = self._rhythm.next_due_s(now_s - self.rules.max_wait_s)  # robots are late, too
+        if due_s == math.inf:
+            return 0.0
         # Never longer than a batch takes: beyond that, going twice is quicker.
         patience_s = min(self.rules.max_wait_s, self.service_time.expect(len(chosen) + 1))
         until_s = patience_s + min(self._waiting.turn_of(one).since_s for one in chosen)
         slack_s = min(one.deadline_s for one in chosen) - self._believed_s(self.max_batch, now_s)
         until_s = min(until_s, slack_s)
-        since_s = now_s - self.rules.max_wait_s  # robots are late by a little, too
-        if until_s <= now_s or not self._rhythm.expects_another(since_s, until_s):
-            return 0.0
-        return until_s - now_s
+        return max(0.0, until_s - now_s) if due_s <= until_s else 0.0
 
 
 def _owner_of(ticket: Ticket) -> str:

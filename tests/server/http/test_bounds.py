@@ -196,6 +196,7 @@ def test_who_holds_less_than_its_share_is_not_refused_for_what_others_hold():
     held = HeldBytes(most=10)
     held.hold(10, "192.0.2.1")
     held.hold(5, "192.0.2.2")
+    held.hold(0, "192.0.2.3")
     for address in ("192.0.2.1", "192.0.2.2"):
         with pytest.raises(OverloadedError):
             held.hold(1, address)

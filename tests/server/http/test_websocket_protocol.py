@@ -12,7 +12,7 @@ from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
 
 from deft_server.http.bounds import build_bounds
-from deft_server.http.websocket_protocol import MAX_PARTS_A_TURN, build_websocket_protocol
+from deft_server.http.websocket_protocol import MAX_FRAMES_A_TURN, build_websocket_protocol
 from deft_server.settings import Settings
 
 
@@ -104,7 +104,7 @@ def test_a_turn_of_the_loop_has_few_frames_parsed_however_many_arrived():
 
     assert [len(one) for one in messages] == [200_000] + [1] * 5000
     assert sum(counts) == 5001
-    assert max(counts) <= MAX_PARTS_A_TURN // 3 + 1
+    assert max(counts) <= MAX_FRAMES_A_TURN
 
 
 def test_messages_are_the_same_wherever_the_bytes_are_cut():

@@ -32,16 +32,26 @@ def test_a_size_never_seen_takes_as_long_as_the_nearest_larger_one():
     assert (times.expect(1), times.expect(5), times.expect(9)) == (0.01, 0.04, 0.04)
 
 
+@given(known=strategies.sets(strategies.integers(1, 16)), size=strategies.integers(1, 17))
+def test_the_nearest_size_is_found_as_by_looking_at_all(known: set[int], size: int):
+    times = ServiceTime()
+    for one in known:
+        times.observe(one, one / 100)
+    larger, smaller = ({one for one in known if one >= size}, {one for one in known if one < size})
+    nearest = min(larger) if larger else max(smaller, default=0)
+    assert times.expect(size) == nearest / 100
+
+
 def test_a_session_is_expected_one_usual_pause_after_its_answer():
     rhythm = Rhythm()
     for turn in range(3):
         rhythm.answered("arm", turn * 1.0)
         rhythm.asked("arm", turn * 1.0 + 0.05)
     rhythm.answered("arm", 3.0)
-    assert rhythm.expects_another(3.04, 3.06)
-    assert not rhythm.expects_another(3.06, 3.07)
+    assert rhythm.next_due_s(3.04) <= 3.06
+    assert rhythm.next_due_s(3.06) > 3.07
     rhythm.asked("arm", 3.02)
-    assert not rhythm.expects_another(3.04, 3.06)
+    assert rhythm.next_due_s(3.04) > 3.06
 
 
 def test_a_forgotten_session_is_not_expected():
@@ -50,7 +60,7 @@ def test_a_forgotten_session_is_not_expected():
     rhythm.asked("arm", 0.05)
     rhythm.answered("arm", 1.0)
     rhythm.forget("arm")
-    assert not rhythm.expects_another(0.0, 2.0)
+    assert rhythm.next_due_s(0.0) > 2.0
 
 
 def test_the_memory_of_sessions_is_bounded():
