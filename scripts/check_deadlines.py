@@ -85,9 +85,9 @@ def call_s(manner: Manner, way: Callable[[str], float]) -> float:
 
 def longest_gap_s(manner: Manner, kind: type[PolicyClient], num_periods: int) -> float:
     """Return the longest time without a command in a loop at 10 Hz."""
-    arm = TimedArm()
     with holding_up(manner) as server, kind(server.url) as policy:
         settings = LoopSettings(PERIOD_S, options=OPTIONS)
+        arm = TimedArm()  # from here on: making a client takes as long as a period
         ControlLoop(policy, arm, RULES, settings).run(num_periods)
     return float(np.diff(arm.commanded_at).max())
 
