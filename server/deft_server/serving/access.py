@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -284,6 +285,7 @@ def _name_of(host: str) -> str:
     return host.partition(":")[0].rstrip(".").lower()
 
 
+@lru_cache(maxsize=64)  # a robot says the same with every request
 def _is_address(name: str) -> bool:
     try:
         ip_address(name)

@@ -131,7 +131,7 @@ class OwnerShares:
     def use(self, owners: Collection[str], each_s: float, waiting: Collection[str]) -> None:
         """Take in that frames of these owners (one each, repeated) have their turn, while others
         wait on. Those who would begin at the same level if they were unknown are forgotten."""
-        least_s = min(self._used_s[one] for one in {*owners, *waiting})
+        least_s = min(map(self._used_s.__getitem__, {*owners, *waiting}))
         self._level_s = max(self._level_s, least_s)
         for one in owners:
             self._used_s[one] += each_s

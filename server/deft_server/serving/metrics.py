@@ -1,6 +1,8 @@
 """What the server counts and measures, for Prometheus. One registry per app, nothing global."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,6 +26,14 @@ _SECONDS = (
 _NOT_STAGES = ("total_ms", "round_trip_ms")
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _PASSES = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+class _LoopHistogram(Histogram):
+    """The library's, counted on the event loop alone: without locks, in a fraction of the time."""
+
+    def observe(self, amount: float, exemplar: Mapping[str, str] | None = None) -> None:
+        self._sum._value += amount
+        self._buckets[bisect_left(self._upper_bounds, amount)]._value += 1
 
 
 class Metrics:
@@ -100,7 +110,7 @@ class Metrics:
         self.sessions = Gauge("deft_sessions", "Sessions remembered", registry=registry)
 
     def _histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
-        return Histogram(name, about, buckets=bounds, registry=self.registry)
+        return _LoopHistogram(name, about, buckets=bounds, registry=self.registry)
 
     def page(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
@@ -123,8 +133,8 @@ class Metrics:
         """Take in what a policy answered to a frame, and the server's own times."""
         self.act_seconds.observe(total_s)
         self.queue_seconds.observe(queue_s)
-        for stage, milliseconds in vars(chunk.timings).items():
-            if milliseconds and stage not in _NOT_STAGES:
+        for stage, milliseconds in filter(itemgetter(1), vars(chunk.timings).items()):
+            if stage not in _NOT_STAGES:
                 self._once(self.stage_seconds, stage.removesuffix("_ms")).inc(milliseconds / 1000)
         trace = chunk.trace
         if trace is not None:
