@@ -87,7 +87,7 @@ def longest_gap_s(manner: Manner, kind: type[PolicyClient], num_periods: int) ->
     """Return the longest time without a command in a loop at 10 Hz."""
     with holding_up(manner) as server, kind(server.url) as policy:
         settings = LoopSettings(PERIOD_S, options=OPTIONS)
-        arm = TimedArm()  # from here on: making a client takes as long as a period
+        arm = TimedArm()  # from here on: making a client takes half a period or more
         ControlLoop(policy, arm, RULES, settings).run(num_periods)
     return float(np.diff(arm.commanded_at).max())
 
