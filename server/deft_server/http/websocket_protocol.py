@@ -4,13 +4,16 @@ loop, the bytes that all connections hold, the time and fragments of a message; 
 
 import asyncio
 from collections.abc import Generator
+from struct import pack
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import CloseCode, Frame
+from websockets.protocol import OPEN
 from websockets.streams import StreamReader
+from websockets.typing import BytesLike
 
 from deft_server.errors import OverloadedError
 from deft_server.http.bounds import ConnectionBounds
@@ -19,6 +22,8 @@ from deft_server.http.http_protocol import peer_of
 MAX_FRAMES_A_TURN = 256  # of the smallest, three milliseconds' work; then others have a turn
 MAX_FRAGMENTS = 4096  # of one message
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
+_SHORT = 65_536  # bytes; what is shorter has a header of two or four
+_WHOLE_BINARY, _TWO_BYTE_SIZE = 0x82, 126
 
 
 def build_websocket_protocol(bounds: ConnectionBounds) -> type[WebSocketsSansIOProtocol]:
@@ -83,6 +88,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._reader = self.conn.reader = _FrameReader()
         self.conn.parser = self.conn.parse()  # anew, with this reader
         next(self.conn.parser)
+        self._send_any = self.conn.send_binary
+        self.conn.send_binary = self._send_binary  # type: ignore[method-assign]
         self._is_behind = False  # there may be more to parse than was parsed
         self._awaits_turn = False
         self._num_controls = 0
@@ -159,6 +166,16 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def handle_pong(self, event: Frame) -> None:
         super().handle_pong(event)
         self._count_control()
+
+    def _send_binary(self, data: BytesLike, fin: bool = True) -> None:
+        """Send a message as the library does; a short one in one step."""
+        size, conn = len(data), self.conn
+        if not fin or size >= _SHORT or conn.state is not OPEN or conn.extensions:
+            self._send_any(data, fin)
+        elif size < _TWO_BYTE_SIZE:
+            conn.writes.append(bytes((_WHOLE_BINARY, size)) + bytes(data))
+        else:
+            conn.writes.append(pack("!BBH", _WHOLE_BINARY, _TWO_BYTE_SIZE, size) + bytes(data))
 
     def _count_control(self) -> None:
         now_s = self.loop.time()

@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 from websockets.client import ClientProtocol
+from websockets.frames import Frame
 from websockets.uri import parse_uri
 
 from deft_server.http.bounds import build_bounds
@@ -122,6 +123,28 @@ def test_a_frame_that_comes_byte_by_byte_is_the_same():
     _, messages = asyncio.run(_parsed([300, 2], range(1, 300)))
 
     assert messages == [bytes(300), b"\1\1"]
+
+
+def test_answers_of_every_length_are_what_the_library_reads():
+    answers = [bytes(size) for size in (0, 1, 125, 126, 255, 256, 65_535, 65_536)]
+
+    async def send_all() -> list[bytes]:
+        ended = asyncio.Event()
+
+        async def app(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
+            await receive()
+            await send({"type": "websocket.accept"})
+            for answer in answers:
+                await send({"type": "websocket.send", "bytes": answer})
+            ended.set()
+
+        _, wire, client = await _connected(app)
+        num_taken = len(wire.written)
+        await asyncio.wait_for(ended.wait(), 30)
+        client.receive_data(wire.written[num_taken:])
+        return [bytes(one.data) for one in client.events_received() if isinstance(one, Frame)]
+
+    assert asyncio.run(send_all()) == answers
 
 
 def test_a_connection_lost_in_the_middle_of_a_message_holds_nothing_any_more():
