@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deft_client.types import ActionChunk, altered
 from deft_policies.base import ActAnswer, ActRequest
@@ -9,8 +10,7 @@ from deft_server.serving.sessions import RobotSession
 from deft_server.serving.waiting_frames import Ticket
 
 
-@dataclass(frozen=True, eq=False)
-class Answered:
+class Answered(NamedTuple):
     """One frame's answer, and how long it waited for its batch."""
 
     chunk: ActionChunk
@@ -41,7 +41,7 @@ class PendingFrame:
             self.answer.set_exception(error)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PendingBatch:
     """Frames that are with the policy; `line` is what the waiting line knows them by."""
 

@@ -234,7 +234,7 @@ class Service:
             return answered
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
         clamped = replace(answered.chunk, actions=checked.actions, intervention=Intervention.CLAMP)
-        return replace(answered, chunk=clamped)
+        return answered._replace(chunk=clamped)
 
     def _hold(
         self, session: RobotSession, key: str | None, fallback: Fallback, error: ServerError

@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from heapq import merge
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -122,7 +123,8 @@ class WaitingFrames:
         """Return the frames in the order of their turns."""
         first = [turns for owner, turns in self._owners.items() if owner not in ahead]
         last = [self._owners[owner] for owner in ahead if owner in self._owners]
-        return (self._with_turn[turn.number] for turn in chain(_merged(first), _merged(last)))
+        turns = chain(_merged(first), _merged(last))
+        return map(self._with_turn.__getitem__, map(attrgetter("number"), turns))
 
     def first_patient(self, ahead: Collection[str]) -> Ticket | None:
         """Return the first frame without a deadline, of owners that are not ahead."""
