@@ -13,7 +13,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from io import BytesIO
 from multiprocessing.synchronize import Barrier
 
@@ -129,9 +129,11 @@ def _posted(
     return attack
 
 
-def _with_picture(encoding: str, picture: bytes) -> bytes:
+def _with_picture(encoding: str, picture: bytes, num_cameras: int = 0) -> bytes:
     image = {"encoding": encoding, "data": picture}
-    return bytes(msgpack.packb({"v": 1, "instruction": "lift", "image": image}))
+    cameras = {f"camera {number}": image for number in range(num_cameras)} or None
+    asked = {"v": 1, "instruction": "lift", "image": image, "cameras": cameras}
+    return bytes(msgpack.packb(asked))
 
 
 @cache
@@ -206,9 +208,9 @@ def handshakes(port: int, until_s: float, rng: random.Random) -> None:
                 held.enter_context(opened).sendall(hello)
 
 
-def many_pictures(port: int, until_s: float, rng: random.Random) -> None:
+def many_pictures(port: int, until_s: float, rng: random.Random, num_cameras: int = 0) -> None:
     """Ask with the largest pictures that are taken over many connections, and wait for answers."""
-    body = _with_picture("jpeg", _large_picture())
+    body = _with_picture("jpeg", _large_picture(), num_cameras)
     request = _POST + f"content-length: {len(body)}\r\n\r\n".encode() + body
     with contextlib.ExitStack() as held, selectors.DefaultSelector() as answered:
         while time.monotonic() < until_s:
@@ -278,6 +280,7 @@ FLOODS: dict[str, Attack] = {
     "JPEGs of 4000 scans": _posted(lambda _: _jpeg()),
     "PNGs of 8000 profiles": _posted(lambda _: _png()),
     "large pictures, 200 connections": many_pictures,
+    "nine large pictures in a message": partial(many_pictures, num_cameras=8),
     "16 MB of zeros in JSON": _posted(lambda _: _ZEROS, kind=b"json"),
     "16 MB of maps in msgpack": _posted(lambda _: _maps()),
     "a content type of semicolons": _repeat(

@@ -198,7 +198,7 @@ class Settings(BaseModel):
         default=4 * 1024 * 1024,
         ge=1,
         le=MAX_DECODABLE_PIXELS,
-        description="most pixels in an image",
+        description="most pixels in an image, and in all PNGs and JPEGs of a frame",
     )
     max_instruction_chars: Count = Field(default=4096, description="longest instruction")
     header_timeout_s: Positive = Field(

@@ -60,12 +60,13 @@ T = TypeVar("T")
 EnumT = TypeVar("EnumT", bound=Enum)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Terms:
-    """How a message is read: in JSON, bytes are base64 and arrays may be nested lists."""
+    """How one message is read: in JSON, bytes are base64 and arrays may be nested lists."""
 
     limits: WireLimits = DEFAULT_LIMITS
     is_json: bool = False
+    num_claimed: int = 0  # pixels of its PNGs and JPEGs so far
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def decode_image(data: bytes, field: str, limits: WireLimits = DEFAULT_LIMITS) -
     Size limits are applied to what the header claims, before anything is decompressed. Greyscale,
     palette and transparent pictures become RGB (transparency is dropped); EXIF rotation is ignored.
     """
-    height, width = _claimed_size(data, field)
+    height, width = claimed_size(data, field)
     _check_work(data, field)
     check_image_size(height, width, field, limits)
     # The decoders themselves, not PIL.Image.open: that one only warns of sizes it finds suspicious.
@@ -240,7 +240,7 @@ def check_image_size(height: int, width: int, field: str, limits: WireLimits) ->
         )
 
 
-def _claimed_size(data: bytes, field: str) -> tuple[int, int]:
+def claimed_size(data: bytes, field: str) -> tuple[int, int]:
     """Return height and width as the header states them."""
     if data.startswith(PNG_SIGNATURE):
         if len(data) < 24 or data[12:16] != b"IHDR":

@@ -4,8 +4,10 @@
 read the maps, and the server's OpenAPI document is made of them. Fields that are None are left out.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, cast
@@ -54,6 +56,7 @@ from deft_client.wire.images import (
     array,
     array_parts,
     check_image_size,
+    claimed_size,
     decode_image,
     encode_image,
 )
@@ -146,14 +149,14 @@ _PIXELS = array_parts("uint8", lambda limits: 3 * limits.max_image_pixels)
 _PICTURE: Kind[Json] = record(dict, {"data": BINARY})
 
 
-def _read_image(value: object, where: str, terms: Terms) -> Image:
+def _read_image(value: object, where: str, terms: Terms) -> Image | partial[Image]:
     """Return a camera frame, raw or as PNG or JPEG; in JSON also as nested lists."""
     if terms.is_json and isinstance(value, list):
         return _read_pixel_lists(value, where, terms.limits)
     parts = dict(as_map(value, where))
     spelling = parts.pop("encoding", _RAW) or _RAW
     if spelling in _ENCODED:
-        return decode_image(_PICTURE.read(parts, where, terms)["data"], where, terms.limits)
+        return _claim(_PICTURE.read(parts, where, terms)["data"], where, terms)
     if spelling != _RAW:
         known = ", ".join(one.value for one in ImageEncoding)
         raise UnsupportedMessageError(
@@ -165,6 +168,26 @@ def _read_image(value: object, where: str, terms: Terms) -> Image:
         raise UnusableValueError(f"{where}.shape", f"must be [height, width, 3], got {shape}")
     check_image_size(pixels.shape[0], pixels.shape[1], f"{where}.shape", terms.limits)
     return pixels
+
+
+def _claim(data: bytes, where: str, terms: Terms) -> partial[Image]:
+    """Return how to decode a picture once all is read that might be refused.
+
+    The pictures of a message may together have no more pixels than one may have alone.
+    """
+    most, is_first = terms.limits.max_image_pixels, not terms.num_claimed
+    terms.num_claimed += math.prod(claimed_size(data, where))
+    if terms.num_claimed > most and not is_first:
+        raise MessageTooLargeError(
+            where,
+            f"with it the message's pictures have {terms.num_claimed} pixels; at most {most} "
+            "together are taken: scale them down",
+        )
+    return partial(decode_image, data, where, terms.limits)
+
+
+def _decoded(picture: Image | partial[Image]) -> Image:
+    return picture() if isinstance(picture, partial) else picture
 
 
 def _read_pixel_lists(rows: list[list[list[int]]], where: str, limits: WireLimits) -> Image:
@@ -193,7 +216,7 @@ def _image_schema(limits: WireLimits) -> Json:
     return {"anyOf": [encoded, raw, {"type": "array", "items": row, "minItems": 1}]}
 
 
-def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image]:
+def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image | partial[Image]]:
     """Return the cameras by name; too many are refused before any of their frames is decoded."""
     entries, limits = as_map(value, where), terms.limits
     if len(entries) > limits.max_cameras:
@@ -212,8 +235,9 @@ def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image]:
 
 def _build_request(values: Json) -> ActMessage:
     read = values.get
+    cameras = {name: _decoded(picture) for name, picture in read("cameras", {}).items()}
     return ActMessage(
-        Observation(values["image"], values["instruction"], read("cameras", {}), read("state")),
+        Observation(_decoded(values["image"]), values["instruction"], cameras, read("state")),
         ActOptions(
             read("session_id"),
             read("deadline_ms"),

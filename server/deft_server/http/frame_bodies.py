@@ -94,7 +94,6 @@ class FrameDecoder:
     def __init__(self, threads: FairThreads, limits: WireLimits) -> None:
         self._threads = threads
         self._limits = limits
-        self._terms = Terms(limits)
 
     async def decode(self, content_type: str, body: bytes, owner: str) -> ActMessage:
         """Return the frame in a body; raise `WireError`, or `OverloadedError` if too many wait."""
@@ -103,7 +102,7 @@ class FrameDecoder:
             return await self._threads.run(owner, decode)
         entries = msgpack_codec.unpack(body, self._limits)
         del body  # what is in it was copied, and may have to wait for long
-        read = partial(REQUEST.read, entries, "", self._terms)
+        read = partial(REQUEST.read, entries, "", Terms(self._limits))
         return await self._threads.run(owner, read) if has_pictures(entries) else read()
 
     def start(self) -> None:

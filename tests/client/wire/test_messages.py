@@ -16,7 +16,7 @@ from deft_client.errors import (
 from deft_client.types import ActionChunk, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, WireLimits
-from deft_client.wire.images import ImageEncoding
+from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 from tests.client.samples import (
     assert_same_answer,
@@ -194,6 +194,19 @@ def test_a_decompression_bomb_is_refused_by_its_header():
     assert isinstance(error, MessageTooLargeError)
     assert error.field == "image"
     assert "4200x4200" in str(error)
+
+
+@pytest.mark.parametrize("encoding", ["png", "jpeg"])
+def test_pictures_of_a_message_have_no_more_pixels_together_than_one_may(encoding: str):
+    picture = {"encoding": encoding, "data": encode_image(frame(30, 40), ImageEncoding(encoding))}
+    cameras = dict.fromkeys(("left", "right"), picture)
+    message = {**GOOD, "image": picture, "cameras": cameras}
+    limits = replace(DEFAULT_LIMITS, max_image_pixels=3 * 30 * 40)
+    assert msgpack_codec.decode_request(msgpack.packb(message), limits) is not None
+    error = refusal(message, replace(limits, max_image_pixels=3 * 30 * 40 - 1))
+    assert isinstance(error, MessageTooLargeError)
+    assert error.field == "cameras.right"
+    assert "3600 pixels" in str(error)
 
 
 def test_ten_megabytes_beyond_the_limit_are_refused_unread():
