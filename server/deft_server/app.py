@@ -99,9 +99,9 @@ def create_app(
     service = Service(load, settings)
     decoder = FrameDecoder(service.threads, settings.wire_limits)
     recording = build_recording(service)
-    bounds = build_bounds(settings)
+    bounds = build_bounds(settings, service.held)
     port = settings.groot_port
-    groot = None if port is None else GrootSocket(service, port, bounds.held)
+    groot = None if port is None else GrootSocket(service, port)
     companions = [one for one in (decoder, recording, groot) if one is not None]
     app = DeftApp(service, bounds, companions, starts_loaded=load is not policy)
     app.router.routes += [

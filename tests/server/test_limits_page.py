@@ -8,7 +8,7 @@ from deft_client.wire.fields import WireLimits
 from deft_server.commands import logs, serve
 from deft_server.dashboard import pages
 from deft_server.http import bounds, fair_calls, websocket_protocol
-from deft_server.serving import fair_threads, waiting_line
+from deft_server.serving import fair_threads, service, waiting_line
 from deft_server.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
@@ -21,6 +21,7 @@ MODULES = (
         websocket_protocol,
         images,
         fair_threads,
+        service,
         waiting_line,
         pages,
         logs,

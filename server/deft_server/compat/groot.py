@@ -38,7 +38,6 @@ from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import GROOT, in_convention
 from deft_server.errors import MissingKeyError, ServerError
-from deft_server.http.bounds import HeldBytes
 from deft_server.http.problems import describe
 from deft_server.serving.access import Caller
 from deft_server.serving.service import Service
@@ -232,9 +231,9 @@ _ADDRESS = "zmq"  # which tells none: all its clients share
 class GrootSocket:
     """Answers GR00T's clients for as long as the app runs. A client's robots are its sessions."""
 
-    def __init__(self, service: Service, port: int, held: HeldBytes) -> None:
+    def __init__(self, service: Service, port: int) -> None:
         self._service = service
-        self._held = held
+        self._held = service.held
         self._limits: WireLimits = service.settings.wire_limits
         self._address = f"tcp://{service.settings.host}:{port}"
         self._task: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""What all connections of a server share: how many there may be, and the bytes they may hold.
+"""What all connections of a server share: how many there may be, and what bounds each.
 
 Pure counting: knows nothing of sockets or messages.
 """
@@ -7,48 +7,16 @@ import ipaddress
 from collections import Counter
 from dataclasses import dataclass, field
 
-from deft_server.errors import OverloadedError
 from deft_server.http.fair_calls import FairCalls
+from deft_server.serving.held_bytes import HeldBytes
 from deft_server.settings import Settings
 
-BUSY_FOR_S = 1.0
 SPARE_CONNECTIONS = 64  # beyond `max_connections`, for answers that say so
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8000  # the WebSocket library takes lines of 8192 at most
 MAX_PIPELINED = 16  # requests that arrive before the one in hand is answered
 SMALL_BODY_BYTES = 2048  # of requests that are not frames: a name, at most, however escaped
 MAX_CONTENT_TYPE_CHARS = 256  # with the longest boundary there may be
-
-
-@dataclass(eq=False)
-class HeldBytes:
-    """The bytes of all requests and messages that were received and not answered yet.
-
-    Where they are too many, only addresses that hold more than their share are refused.
-    """
-
-    most: int
-    now: int = 0
-    by_address: dict[str, int] = field(default_factory=dict)
-
-    def hold(self, num_bytes: int, address: str) -> None:
-        """Count bytes as held, or raise `OverloadedError`; they are counted in any case."""
-        self.release(-num_bytes, address)
-        held = self.by_address.get(address, 0)
-        if num_bytes > 0 and self.now > self.most < held * len(self.by_address):
-            raise OverloadedError(
-                f"too many bytes of requests are in hand: over {self.most}, see max_total_bytes",
-                BUSY_FOR_S,
-            )
-
-    def release(self, num_bytes: int, address: str) -> None:
-        """Count bytes as gone."""
-        self.now -= num_bytes
-        left = self.by_address.get(address, 0) - num_bytes
-        if left:
-            self.by_address[address] = left
-        else:
-            self.by_address.pop(address, None)
 
 
 @dataclass(eq=False)
@@ -98,13 +66,13 @@ class ConnectionBounds:
     calls: FairCalls = field(default_factory=FairCalls)
 
 
-def build_bounds(settings: Settings) -> ConnectionBounds:
-    """Return the bounds that the settings ask for, with nothing counted yet."""
+def build_bounds(settings: Settings, held: HeldBytes) -> ConnectionBounds:
+    """Return the bounds that the settings ask for, with no connection counted yet."""
     return ConnectionBounds(
         max_header_bytes=settings.max_header_bytes,
         header_timeout_s=settings.header_timeout_s,
         message_timeout_s=settings.body_timeout_s,
-        held=HeldBytes(settings.max_total_bytes),
+        held=held,
         connections=ConnectionCounts(
             settings.max_connections,
             settings.max_connections_per_address,

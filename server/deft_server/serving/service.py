@@ -28,6 +28,7 @@ from deft_server.hosting.thread import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.fair_threads import FairThreads
+from deft_server.serving.held_bytes import HeldBytes
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.pending import Answered
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
@@ -36,6 +37,8 @@ from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.serving.waiting_frames import Ticket
 from deft_server.settings import Fallback, Settings, SettingsError
+
+LARGE_FRAME_BYTES = 1024 * 1024  # of its pictures, decoded; what is smaller counts as its message
 
 
 class _InHand:
@@ -64,6 +67,7 @@ class Service:
         self.metrics = Metrics()
         self.events = EventBus()
         self.threads = FairThreads()
+        self.held = HeldBytes(settings.max_total_bytes)
         self.readiness = Readiness(settings.unready_after_failures)
         self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
         self.scheduler = Scheduler(
@@ -139,12 +143,18 @@ class Service:
         self._guard.require_memory(session)
         request = ActRequest(observation, session.memory, self._asked(options))
         ticket = self._ticket(session, caller, options, started_s)
+        num_bytes = _large_bytes(observation)
         try:
+            if num_bytes:
+                self.held.hold(num_bytes, caller.address)
             answered = await self._answer(request, session, ticket)
         except (ServerError, PolicyError) as error:
             self.metrics.unanswered.labels(type(error).__name__).inc()
             self._publish(session, request, error)
             raise
+        finally:
+            if num_bytes:
+                self.held.release(num_bytes, caller.address)
         chunk = self._timed(answered, started_s, now_s)
         self._publish(session, request, chunk, answered.batch_size)
         session.sent(chunk.actions[-1])
@@ -292,3 +302,10 @@ def _host_for(load: LoadPolicy | Elsewhere, settings: Settings) -> NewHost:
     if not isinstance(load, PolicyRecipe):
         raise SettingsError("policy_process needs a policy that is loaded by a PolicyRecipe")
     return partial(PolicyProcess, load, settings)
+
+
+def _large_bytes(observation: Observation) -> int:
+    """Return the bytes of a frame's pictures if they are many, else 0."""
+    pictures = (observation.image, *observation.cameras.values())
+    num_bytes = sum(picture.nbytes for picture in pictures)
+    return num_bytes if num_bytes > LARGE_FRAME_BYTES else 0

@@ -143,7 +143,7 @@ def test_keys_are_asked_for_where_there_are_any(tmp_path: Any) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[arm]\nkey = "a-key-of-some-robot-arm"\n')
     app = create_app(ThreeDatasets(default_key="bridge"), Settings(keys_file=keys))
-    socket = GrootSocket(app.service, 0, app.bounds.held)
+    socket = GrootSocket(app.service, 0)
     answer = {}
     for token in ("wrong", "a-key-of-some-robot-arm"):
         coroutine = socket.answer(packed("ping", api_token=token), "groot-1")

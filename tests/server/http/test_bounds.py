@@ -9,8 +9,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from deft_server.errors import OverloadedError
-from deft_server.http.bounds import MAX_HEADERS, MAX_PIPELINED, ConnectionCounts, HeldBytes
+from deft_server.http.bounds import MAX_HEADERS, MAX_PIPELINED, ConnectionCounts
 from deft_server.http.websocket_protocol import MAX_CONTROLS, MAX_FRAGMENTS
 from tests.server.fakes import MSGPACK, packed
 from tests.server.process import ServerProcess, serving
@@ -180,23 +179,3 @@ def test_connections_are_counted_by_address_but_for_proxies():
     counts.leave("192.0.2.1")
     assert counts.enter("192.0.2.1")
     assert counts.total == 5
-
-
-def test_held_bytes_are_counted_even_when_they_are_too_many():
-    held = HeldBytes(most=10)
-    held.hold(8, "192.0.2.1")
-    with pytest.raises(OverloadedError):
-        held.hold(3, "192.0.2.1")
-    held.release(11, "192.0.2.1")
-    assert held.now == 0
-    assert not held.by_address
-
-
-def test_who_holds_less_than_its_share_is_not_refused_for_what_others_hold():
-    held = HeldBytes(most=10)
-    held.hold(10, "192.0.2.1")
-    held.hold(5, "192.0.2.2")
-    held.hold(0, "192.0.2.3")
-    for address in ("192.0.2.1", "192.0.2.2"):
-        with pytest.raises(OverloadedError):
-            held.hold(1, address)

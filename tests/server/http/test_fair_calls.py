@@ -12,10 +12,11 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from deft_server.http.bounds import HeldBytes, build_bounds
+from deft_server.http.bounds import build_bounds
 from deft_server.http.fair_calls import MAX_CALLS_A_TURN, MAX_TURN_S, FairCalls
 from deft_server.http.http_protocol import build_http_protocol
 from deft_server.http.listener import FairListener
+from deft_server.serving.held_bytes import HeldBytes
 from deft_server.settings import Settings
 from tests.server.http.test_websocket_protocol import Wire
 from tests.server.serving.test_service import on_a_loop
@@ -90,7 +91,7 @@ POST = b"POST / HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len
 
 async def connections(num: int, most_bytes: int, app: Any) -> tuple[HeldBytes, list[Any]]:
     """What all connections hold, and connections whose requests have to wait for a turn."""
-    bounds = build_bounds(Settings(max_total_bytes=most_bytes))
+    bounds = build_bounds(Settings(), HeldBytes(most_bytes))
     config = uvicorn.Config(app, lifespan="off", ws="none")
     config.load()
     build = build_http_protocol(bounds)
@@ -167,7 +168,7 @@ def test_a_call_behind_a_hundred_others_is_opened_first(
 
     async def order() -> list[str]:
         opened: list[str] = []
-        bounds = build_bounds(Settings())
+        bounds = build_bounds(Settings(), HeldBytes(10**9))
         with socket.create_server(("127.0.0.1", 0), backlog=256) as listening, ExitStack() as held:
             address = listening.getsockname()
             for source in ["127.0.0.2"] * 100 + ["127.0.0.3"]:

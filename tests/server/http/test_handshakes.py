@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 
 from deft_server.http.bounds import ConnectionBounds, build_bounds
 from deft_server.http.http_protocol import build_http_protocol
+from deft_server.serving.held_bytes import HeldBytes
 from deft_server.settings import Settings
 from tests.server.certificates import make_certificate, needs_openssl
 
@@ -101,7 +102,7 @@ async def num_answered(
     tls: tuple[ssl.SSLContext, ssl.SSLContext], prefix: int, turns_apart: int
 ) -> int:
     """Return how many callers hear `OK`, where the loop turns so often between two words."""
-    bounds = build_bounds(Settings())
+    bounds = build_bounds(Settings(), HeldBytes(10**9))
     serve = asyncio.get_running_loop().create_server
     listening = await serve(answering(tls[0], bounds), "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]

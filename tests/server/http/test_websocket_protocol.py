@@ -14,6 +14,7 @@ from websockets.uri import parse_uri
 
 from deft_server.http.bounds import build_bounds
 from deft_server.http.websocket_protocol import MAX_FRAMES_A_TURN, build_websocket_protocol
+from deft_server.serving.held_bytes import HeldBytes
 from deft_server.settings import Settings
 
 
@@ -52,7 +53,7 @@ async def _connected(app: Any) -> tuple[Any, Wire, ClientProtocol]:
     """A protocol, its connection, and who is at the other end of it."""
     config = uvicorn.Config(app, lifespan="off", ws="none")
     config.load()
-    build = build_websocket_protocol(build_bounds(Settings()))
+    build = build_websocket_protocol(build_bounds(Settings(), HeldBytes(10**9)))
     protocol = build(config, ServerState(), {})
     wire = Wire(protocol)
     client = ClientProtocol(parse_uri("ws://127.0.0.1/"))
