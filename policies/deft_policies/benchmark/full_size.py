@@ -3,7 +3,6 @@
 The limits of `roofline` over the rates measured there: nothing can be faster, and nothing was run.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from deft_policies.benchmark.roofline import (
@@ -28,7 +27,8 @@ def _config() -> OpenVLAConfig:
     return NAMED_SIZES["openvla-7b"]()
 
 
-def action_ms(guesses: Sequence[int], accepted: Sequence[int], head_levels: int) -> float:
+@lru_cache(maxsize=1 << 14)  # few patterns come again and again
+def action_ms(guesses: tuple[int, ...], accepted: tuple[int, ...], head_levels: int) -> float:
     """Milliseconds of one action whose passes had these guesses and kept these drafts.
 
     Before each later pass with guesses, a draft head runs once per level, `head_levels` at most,

@@ -52,14 +52,15 @@ def fill(text: str, folder: Path) -> str:
             "other block in it, must end with `<!-- end -->`"
         )
 
+    known = {found[2]: ResultsFolder(folder / found[2]) for found in _BLOCK.finditer(text)}
+
     def made(found: re.Match[str]) -> str:
-        return f"{found[1]}{_block(folder / found[2], found[3])}\n{found[5]}"
+        return f"{found[1]}{_block(known[found[2]], found[3])}\n{found[5]}"
 
     return _BLOCK.sub(made, text)
 
 
-def _block(folder: Path, key: str) -> str:
-    results = ResultsFolder(folder)
+def _block(results: ResultsFolder, key: str) -> str:
     if key == "facts":
         return render_facts(results)
     study, _, table = key.partition("/")

@@ -80,6 +80,15 @@ class RowResults:
         return _answers(self.timed)
 
     @cached_property
+    def full_size_ms(self) -> float | None:
+        """What a replayed frame takes there; None where something drafts at an unknown cost."""
+        levels = "" if self.replayed is None else self.replayed.header.options["head_levels"]
+        if not levels:
+            return None
+        counted = [action_ms(one.guesses, one.accepted, int(levels)) for one in self.answers]
+        return float(np.mean(counted))
+
+    @cached_property
     def apart(self) -> Difference | None:
         """The replayed answers beside the baseline's."""
         return self._difference(self.replayed, self.baseline.replayed)
@@ -195,12 +204,11 @@ def _equal(results: RowResults, _: str) -> Cell:
     if own is None or plain is None:
         return Cell()
     others = {one.key: one.actions for one in plain.records}
-    same = [
-        np.array_equal(*pair)
-        for one in own.records
-        for pair in zip(one.actions, others.get(one.key, ()), strict=False)
-    ]
-    return _number(100 * sum(same) / len(same) if same else None, ".1f", "%")
+    pairs = [(one.actions, others[one.key]) for one in own.records if one.key in others]
+    same = [(mine[: len(its)] == its[: len(mine)]).all(axis=1) for mine, its in pairs]
+    return _number(
+        100 * np.concatenate(same).sum() / sum(map(len, same)) if same else None, ".1f", "%"
+    )
 
 
 def _deviation(results: RowResults, unit: str) -> Cell:
@@ -225,16 +233,8 @@ def _speedup(results: RowResults, _: str) -> Cell:
     return _number(plain / own if own and plain else None, ".2f", "x")
 
 
-def _full_size_ms(results: RowResults) -> float | None:
-    levels = "" if results.replayed is None else results.replayed.header.options["head_levels"]
-    if not levels:
-        return None
-    counted = [action_ms(one.guesses, one.accepted, int(levels)) for one in results.answers]
-    return float(np.mean(counted))
-
-
 def _full_speedup(results: RowResults, _: str) -> Cell:
-    own, plain = _full_size_ms(results), _full_size_ms(results.baseline)
+    own, plain = results.full_size_ms, results.baseline.full_size_ms
     return _number(plain / own if own and plain else None, ".2f", "x")
 
 
@@ -348,7 +348,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "speedup": Measure("speed-up here", _speedup, is_time=True),
         "full-size": Measure(
             "OpenVLA-7B on an H200, ms (predicted)",
-            lambda one, _: _number(_full_size_ms(one), ".1f"),
+            lambda one, _: _number(one.full_size_ms, ".1f"),
         ),
         "full-speedup": Measure("speed-up there (predicted)", _full_speedup),
         "lesson": Measure("{}", _lesson, is_time=True),

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class ResultsFolder:
     """What `deft reproduce` left in a folder: lines, the studies as they were, the environment."""
 
     folder: Path
+    _known: dict[tuple[Row, Row | None], RowResults] = field(default_factory=dict)
 
     @cached_property
     def facts(self) -> Mapping[str, Mapping[str, str]]:
@@ -101,6 +102,12 @@ class ResultsFolder:
         return rows if has_columns and any(one.plain for one in rows) else []
 
     def _results(self, row: Row, plain: RowResults | None) -> RowResults:
+        key = row, plain.row if plain else None
+        if key not in self._known:  # many tables have the same rows
+            self._known[key] = self._made(row, plain)
+        return self._known[key]
+
+    def _made(self, row: Row, plain: RowResults | None) -> RowResults:
         is_base = not row.flags and row.batch == 1 and row.acceptance is None
         base = plain or RowResults(row)
         return RowResults(

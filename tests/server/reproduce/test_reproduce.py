@@ -302,9 +302,9 @@ def test_closed_loop_rows_are_paired_with_plain_decoding_and_the_cheapest_good_o
 
 def test_full_size_milliseconds_are_those_of_the_limits():
     """As docs/performance.md computes them: seven passes, and one pass for everything."""
-    assert action_ms([0] * 7, [0] * 7, 0) == pytest.approx(23.8, abs=0.05)
-    assert action_ms([6], [6], 0) == pytest.approx(5.3, abs=0.1)
-    drafted = action_ms([0, 5], [0, 5], 5) - action_ms([0, 5], [0, 5], 0)
+    assert action_ms((0,) * 7, (0,) * 7, 0) == pytest.approx(23.8, abs=0.05)
+    assert action_ms((6,), (6,), 0) == pytest.approx(5.3, abs=0.1)
+    drafted = action_ms((0, 5), (0, 5), 5) - action_ms((0, 5), (0, 5), 0)
     assert drafted == pytest.approx(5 * 0.11, abs=0.01)
 
 
