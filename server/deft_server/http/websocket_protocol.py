@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import CloseCode, Frame
-from websockets.protocol import OPEN
+from websockets.protocol import CONNECTING, OPEN
 from websockets.streams import StreamReader
 from websockets.typing import BytesLike
 
@@ -232,10 +232,16 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             self._clock = self.loop.call_later(self.bounds.message_timeout_s, self._time_out)
 
     def _time_out(self) -> None:
-        self._fail(
-            CloseCode.POLICY_VIOLATION,
-            f"a message did not arrive within {self.bounds.message_timeout_s:g} s",
-        )
+        """End it, unless the rest is here already and waits for its turn."""
+        clock = self._clock
+        self.bounds.calls.make(self._address, lambda: self._end_late(clock))
+
+    def _end_late(self, clock: asyncio.TimerHandle | None) -> None:
+        if clock is not None and clock is self._clock:
+            self._fail(
+                CloseCode.POLICY_VIOLATION,
+                f"a message did not arrive within {self.bounds.message_timeout_s:g} s",
+            )
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
@@ -244,6 +250,9 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def _fail(self, code: CloseCode, reason: str) -> None:
         if self.close_sent or self.transport.is_closing():
+            return
+        if self.conn.state is CONNECTING:  # nothing can be said yet
+            self.transport.close()
             return
         self.conn.fail(code, reason)
         self.handle_parser_exception()

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ from websockets.client import ClientProtocol
 from websockets.frames import Frame
 from websockets.uri import parse_uri
 
-from deft_server.http.bounds import build_bounds
+from deft_server.http.bounds import ConnectionBounds, build_bounds
 from deft_server.http.websocket_protocol import MAX_FRAMES_A_TURN, build_websocket_protocol
 from deft_server.serving.held_bytes import HeldBytes
 from deft_server.settings import Settings
@@ -26,6 +26,7 @@ class Wire(asyncio.Transport):
         self._protocol = protocol
         self.written = b""
         self.is_read = True
+        self.is_closed = False
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -37,7 +38,7 @@ class Wire(asyncio.Transport):
         return self._protocol
 
     def is_closing(self) -> bool:
-        return False
+        return self.is_closed
 
     def pause_reading(self) -> None:
         self.is_read = False
@@ -46,19 +47,24 @@ class Wire(asyncio.Transport):
         self.is_read = True
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
-async def _connected(app: Any) -> tuple[Any, Wire, ClientProtocol]:
-    """A protocol, its connection, and who is at the other end of it."""
+def _built(app: Any, bounds: ConnectionBounds) -> tuple[Any, Wire, ClientProtocol]:
+    """A protocol, its connection, and who will ask for a handshake."""
     config = uvicorn.Config(app, lifespan="off", ws="none")
     config.load()
-    build = build_websocket_protocol(build_bounds(Settings(), HeldBytes(10**9)))
-    protocol = build(config, ServerState(), {})
+    protocol = build_websocket_protocol(bounds)(config, ServerState(), {})
     wire = Wire(protocol)
     client = ClientProtocol(parse_uri("ws://127.0.0.1/"))
     protocol.connection_made(wire)
     client.send_request(client.connect())
+    return protocol, wire, client
+
+
+async def _connected(app: Any) -> tuple[Any, Wire, ClientProtocol]:
+    """A protocol, its connection, and who is at the other end of it."""
+    protocol, wire, client = _built(app, build_bounds(Settings(), HeldBytes(10**9)))
     protocol.data_received(b"".join(client.data_to_send()))
     while b"\r\n\r\n" not in wire.written:
         await asyncio.sleep(0)
@@ -167,3 +173,39 @@ def test_a_connection_lost_in_the_middle_of_a_message_holds_nothing_any_more():
         return held_before, protocol.bounds.held.now
 
     assert asyncio.run(lose()) == (299_999, 0)
+
+
+async def _accept(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
+    await receive()
+    await send({"type": "websocket.accept"})
+    await receive()
+
+
+def test_who_has_sent_everything_is_not_late_when_our_turns_take_long():
+    async def wait_long() -> tuple[bytes, bool]:
+        bounds = build_bounds(Settings(body_timeout_s=0.01), HeldBytes(10**9))
+        protocol, wire, client = _built(_accept, bounds)
+        waiting: list[Callable[[], None]] = []
+        bounds.calls.make = lambda _, call: waiting.append(call)  # type: ignore[method-assign]
+        protocol.data_received(b"".join(client.data_to_send()))
+        while len(waiting) < 2:  # until the time is up, too
+            await asyncio.sleep(0.01)
+        for call in waiting:
+            call()
+        while not wire.written:
+            await asyncio.sleep(0)
+        return wire.written, wire.is_closed
+
+    answer, is_closed = asyncio.run(asyncio.wait_for(wait_long(), 30))
+
+    assert answer.startswith(b"HTTP/1.1 101 ")
+    assert not is_closed
+
+
+def test_a_connection_that_fails_before_its_handshake_is_closed():
+    async def send_too_much() -> bool:
+        protocol, wire, client = _built(_accept, build_bounds(Settings(), HeldBytes(0)))
+        protocol.data_received(b"".join(client.data_to_send()) + b"\x82")
+        return wire.is_closed
+
+    assert asyncio.run(send_too_much())
