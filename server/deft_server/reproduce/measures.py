@@ -205,10 +205,12 @@ def _equal(results: RowResults, _: str) -> Cell:
         return Cell()
     others = {one.key: one.actions for one in plain.records}
     pairs = [(one.actions, others[one.key]) for one in own.records if one.key in others]
-    same = [(mine[: len(its)] == its[: len(mine)]).all(axis=1) for mine, its in pairs]
-    return _number(
-        100 * np.concatenate(same).sum() / sum(map(len, same)) if same else None, ".1f", "%"
+    if not pairs:
+        return Cell()
+    same = np.concatenate(
+        [(mine[: len(its)] == its[: len(mine)]).all(axis=1) for mine, its in pairs]
     )
+    return _number(100 * same.sum() / len(same), ".1f", "%")
 
 
 def _deviation(results: RowResults, unit: str) -> Cell:

@@ -42,7 +42,7 @@ class ResultsFolder:
     """What `deft reproduce` left in a folder: lines, the studies as they were, the environment."""
 
     folder: Path
-    _known: dict[tuple[Row, Row | None], RowResults] = field(default_factory=dict)
+    _known: dict[tuple[Row, Row | None], RowResults] = field(default_factory=dict, init=False)
 
     @cached_property
     def facts(self) -> Mapping[str, Mapping[str, str]]:

@@ -100,12 +100,12 @@ async def test_a_batch_waits_for_a_session_that_is_about_to_send():
     service = await started(policy, max_wait_ms=500)
 
     async def robot(session_id: str, pause_s: float) -> None:
-        for _ in range(6):
+        for _ in range(8):
             await send(service, session_id)
             await asyncio.sleep(pause_s)
 
     await asyncio.gather(robot("a", 0.02), robot("b", 0.05))
-    assert 2 in policy.sizes, "once their rhythm is known, the two go together"
+    assert policy.sizes.count(2) >= 3, "once their rhythm is known, the two go together"
     held_s = service.metrics.registry.get_sample_value("deft_company_seconds_sum")
     assert held_s is not None
     assert held_s > 0
