@@ -7,16 +7,16 @@ import argparse
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
-from deft_client.libero.errors import UnstableError
+from deft_client.libero.errors import SimulationError, UnstableError
 from deft_client.libero.evaluation.selection import parse_numbers
-from deft_client.libero.expert.expert import Expert, Watch
+from deft_client.libero.expert.expert import Expert, Watch, check_tasks
 from deft_client.libero.expert.motion import Disturbance, NoiseSettings
 from deft_client.libero.processes import end_with_parent
 from deft_client.libero.results.statistics import wilson_interval
@@ -81,6 +81,12 @@ def _play(environment: LiberoEnvironment, job: CheckJob, trial: int, limit: int)
 def main(arguments: list[str]) -> int:
     """Play what is missing from --out, then print a table."""
     options = _parser().parse_args(arguments)
+    suite = find_suite(options.suite)
+    tasks = parse_numbers(options.tasks, len(suite.tasks), "--tasks")
+    try:
+        check_tasks(map(suite.task, tasks))
+    except SimulationError as error:
+        raise SystemExit(f"check_expert: {error}") from None
     before = _read(options.out)
     done = {(one.suite, one.task, one.trial) for one in before}
     context = multiprocessing.get_context("spawn")
@@ -88,7 +94,7 @@ def main(arguments: list[str]) -> int:
         ProcessPoolExecutor(options.workers, context, end_with_parent) as executor,
         options.out.open("a", encoding="utf-8") as file,
     ):
-        futures = [executor.submit(play_all, job) for job in _jobs(options, done)]
+        futures = [executor.submit(play_all, job) for job in _jobs(options, tasks, done)]
         for future in as_completed(futures):
             for played in future.result():
                 file.write(json.dumps(asdict(played)) + "\n")
@@ -111,18 +117,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _jobs(options: argparse.Namespace, done: set[tuple[str, int, int]]) -> Iterator[CheckJob]:
-    suite = find_suite(options.suite)
+def _jobs(
+    options: argparse.Namespace, tasks: Iterable[int], done: set[tuple[str, int, int]]
+) -> Iterator[CheckJob]:
     noise = NoiseSettings(options.noise, options.pushes, slip_chance=0.0)
     settings = EnvironmentSettings(
         renderer=Renderer.NONE, widen_metres=options.widen, assets_folder=options.assets
     )
-    for task in parse_numbers(options.tasks, len(suite.tasks), "--tasks"):
+    for task in tasks:
         numbers = parse_numbers(options.trials, NUM_TRIALS, "--trials")
-        missing = [trial for trial in numbers if (suite.name, task, trial) not in done]
+        missing = [trial for trial in numbers if (options.suite, task, trial) not in done]
         for start in range(0, len(missing), 10):
             trials = tuple(missing[start : start + 10])
-            yield CheckJob(suite.name, task, trials, noise, settings)
+            yield CheckJob(options.suite, task, trials, noise, settings)
 
 
 def _read(path: Path) -> list[CheckedEpisode]:

@@ -10,6 +10,7 @@ from deft_client.libero.expert.expert import Expert, Watch, read_goals
 from deft_client.libero.expert.pick import Phase
 from deft_client.libero.simulator.conventions import CLOSE, OPEN
 from deft_client.libero.simulator.suites import find_suite, find_task
+from scripts import check_expert
 from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
 
 pytestmark = needs_simulator
@@ -110,3 +111,10 @@ def test_recording_what_the_expert_cannot_do_is_refused_before_the_first_episode
         "task 39 of libero_90 (it knows no way to reach turnoff(flat_stove_1)); leave them out"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_checking_what_the_expert_cannot_do_is_refused_before_the_first_episode(tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    with pytest.raises(SystemExit, match="check_expert: the expert cannot do task 9 of libero_10"):
+        check_expert.main(["libero_10", "--tasks", "8,9", "--trials", "0", "--out", str(lines)])
+    assert not lines.exists()
