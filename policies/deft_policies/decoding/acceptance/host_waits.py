@@ -27,7 +27,7 @@ def find_wait(rule: AcceptanceRule) -> str | None:
     """`file:line: source` of the first read of a value; None where there is none."""
     try:
         rule.accepts(_without_values())
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         own = [one for one in traceback.extract_tb(error.__traceback__) if _is_ours(one.filename)]
         last = own[-1]
         return f"{Path(last.filename).name}:{last.lineno}: {last.line}"
