@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deft_client.libero.errors import SimulationError, UnstableError
+from deft_client.libero.errors import SelectionError, SimulationError, UnstableError
 from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.expert.expert import Expert, Watch, check_tasks
 from deft_client.libero.expert.motion import Disturbance, NoiseSettings
@@ -82,10 +82,10 @@ def main(arguments: list[str]) -> int:
     """Play what is missing from --out, then print a table."""
     options = _parser().parse_args(arguments)
     suite = find_suite(options.suite)
-    tasks = parse_numbers(options.tasks, len(suite.tasks), "--tasks")
     try:
+        tasks = parse_numbers(options.tasks, len(suite.tasks), "--tasks")
         check_tasks(map(suite.task, tasks))
-    except SimulationError as error:
+    except (SelectionError, SimulationError) as error:
         raise SystemExit(f"check_expert: {error}") from None
     before = _read(options.out)
     done = {(one.suite, one.task, one.trial) for one in before}

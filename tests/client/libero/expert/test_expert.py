@@ -113,8 +113,11 @@ def test_recording_what_the_expert_cannot_do_is_refused_before_the_first_episode
     assert not (tmp_path / "out").exists()
 
 
-def test_checking_what_the_expert_cannot_do_is_refused_before_the_first_episode(tmp_path):
+@pytest.mark.parametrize(
+    ("tasks", "told"), [("8,9", "the expert cannot do task 9 of libero_10"), ("10", "--tasks")]
+)
+def test_checking_what_cannot_be_played_is_refused_before_the_first_episode(tmp_path, tasks, told):
     lines = tmp_path / "lines.jsonl"
-    with pytest.raises(SystemExit, match="check_expert: the expert cannot do task 9 of libero_10"):
-        check_expert.main(["libero_10", "--tasks", "8,9", "--trials", "0", "--out", str(lines)])
+    with pytest.raises(SystemExit, match=f"check_expert: {told}"):
+        check_expert.main(["libero_10", "--tasks", tasks, "--trials", "0", "--out", str(lines)])
     assert not lines.exists()
