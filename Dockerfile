@@ -41,7 +41,7 @@ FROM base AS server
 # Where torch comes from. Empty is the default index, whose build brings CUDA along; the index of
 # PyTorch's CPU builds (pytorch.org, "Get started") makes an image of a quarter of the size.
 ARG TORCH_INDEX=""
-ARG EXTRAS="server,models,quantization,groot"
+ARG EXTRAS="server,models,quantization"
 RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY LICENSE README.md pyproject.toml ./
 COPY policies policies

@@ -25,11 +25,11 @@ SIMULATOR := $(VENV)/.simulator-installed
 LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
-.PHONY: help install install-libero install-ray check test test-gpu demo serve eval-libero clean
+.PHONY: help install install-libero install-ray check test test-all test-gpu demo serve eval-libero clean
 
 help:
 	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
-	@echo "make test          run the tests (no GPU, no weights)"
+	@echo "make test          run the tests (no GPU, no weights); test-all: the long ones, too"
 	@echo "make check         lint, formatting, types, import contracts"
 	@echo "make install       the environment alone; install-libero: client and simulator alone; install-ray: Ray as well"
 	@echo "make serve         deft serve SERVE_FLAGS"
@@ -56,6 +56,9 @@ check: $(INSTALLED)
 test: $(INSTALLED) $(SIMULATOR)
 	@$(BIN)/python -m scripts.run_tests --numprocesses $(WORKERS) $(PYTEST_FLAGS)
 
+test-all: $(INSTALLED) $(SIMULATOR)
+	@$(BIN)/python -m scripts.run_tests --all --numprocesses $(WORKERS) $(PYTEST_FLAGS)
+
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(PYTEST_FLAGS)
 
@@ -66,7 +69,7 @@ serve: $(INSTALLED)
 	$(BIN)/deft serve $(SERVE_FLAGS)
 
 eval-libero: $(LIBERO)
-	$(BIN)/deft-client eval $(SUITE) --tasks trained --assets trained $(EVAL_FLAGS)
+	$(BIN)/deft-client eval $(SUITE) --tasks trained $(EVAL_FLAGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

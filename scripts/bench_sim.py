@@ -1,4 +1,4 @@
-"""How fast stand-in episodes run: `python -m scripts.bench_sim`.
+"""How fast episodes run: `python -m scripts.bench_sim`.
 
 One step is physics and one 256x256 agent view, on one core. The last column is the processor time
 of a step, which other programs on the machine disturb less. Then episodes per minute of one and of
@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 
-from deft_client.libero.expert.expert import Expert
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_client.libero.simulator.suites import SUITE_NAMES, find_suite, find_task
+from scripts.tiny_libero.expert.expert import Expert
 
 SUITES = [name for name in SUITE_NAMES if name != "libero_90"]
 

@@ -1,25 +1,37 @@
 """Does every call end in time, and does the arm get a command in every period? `python -m` this.
 
-Servers of `scripts/hostile_servers.py` hold up the clients, blocking and asynchronous, over HTTP
-and the WebSocket. Prints the longest of each, and exits with 1 where a promise is broken.
+Servers of `scripts/hostile_servers.py` hold up the clients over HTTP and the WebSocket. Prints the
+longest of each, and exits with 1 where a promise is broken.
+
+With `--ordeal SECONDS` a loop at 10 Hz drives a made-up arm from a real server, which is killed,
+started again and stopped for a while; then the camera dies for 5 s, and at last the robot's own
+process is stopped for 3 s. Each command tells which frame it goes back to: none may be late by more
+than a period, but while the robot's process was ready to run and had no processor (Linux counts
+that); none outside the rules; none older than a chunk and a deadline, so none from before a stall.
 """
 
 import argparse
-import asyncio
 import contextlib
+import json
 import logging
+import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from deft_client.actions import Action, ActionRules
-from deft_client.client import AsyncPolicyClient, PolicyClient
+from deft_client.client import PolicyClient
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import DeftError
-from deft_client.stream import AsyncStreamClient, StreamClient
-from deft_client.types import ActOptions, Observation
+from deft_client.stream import StreamClient
+from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.constant import ConstantPolicy
 from scripts.hostile_servers import HTTP_MANNERS, STREAM_MANNERS, Manner, holding_up, withholding
 
 DEADLINE_MS = 500.0
@@ -54,27 +66,13 @@ class TimedArm:
         self.commanded_at.append(time.monotonic())
 
 
-def blocking_s(kind: type[PolicyClient], url: str) -> float:
+def act_in_vain_s(kind: type[PolicyClient], url: str) -> float:
     """Return how long acting in vain and closing take."""
     policy = kind(url)
     started = time.monotonic()
     with policy, contextlib.suppress(DeftError):
         policy.act(OBSERVATION, OPTIONS)
     return time.monotonic() - started
-
-
-def asynchronous_s(kind: type[AsyncPolicyClient], url: str) -> float:
-    """The same with asyncio."""
-
-    async def visit() -> float:
-        policy = kind(url)
-        started = time.monotonic()
-        async with policy:
-            with contextlib.suppress(DeftError):
-                await policy.act(OBSERVATION, OPTIONS)
-        return time.monotonic() - started
-
-    return asyncio.run(visit())
 
 
 def call_s(manner: Manner, way: Callable[[str], float]) -> float:
@@ -93,10 +91,8 @@ def longest_gap_s(manner: Manner, kind: type[PolicyClient], num_periods: int) ->
 
 
 WAYS: dict[str, Callable[[str], float]] = {
-    "http": lambda url: blocking_s(PolicyClient, url),
-    "http async": lambda url: asynchronous_s(AsyncPolicyClient, url),
-    "stream": lambda url: blocking_s(StreamClient, url),
-    "stream async": lambda url: asynchronous_s(AsyncStreamClient, url),
+    "http": lambda url: act_in_vain_s(PolicyClient, url),
+    "stream": lambda url: act_in_vain_s(StreamClient, url),
 }
 
 
@@ -113,20 +109,171 @@ def endurance(num_periods: int) -> Iterator[tuple[str, dict[str, float], float]]
         yield manner.__name__, taken_s, longest_gap_s(manner, kind, num_periods)
 
 
+CHUNK = 8
+LIMITED = ActionRules(
+    is_motion=(True,) * 6 + (False,),
+    max_step=(0.05,) * 6 + (np.inf,),
+    max_change=(0.02,) * 6 + (np.inf,),
+)
+OUTAGE_S, BLIND_S, MAX_FRAME_AGE_S = 3.0, 5.0, 0.3
+# Of a frame whose answer comes in the last moment, and whose last action is executed in time.
+OLDEST_S = MAX_FRAME_AGE_S + DEADLINE_MS / 1000 + (CHUNK + 2) * PERIOD_S
+
+
+class NumberingPolicy(ConstantPolicy):
+    """Answers frame n with motions that need limits, and 8 n, 8 n + 1 ... for the last number."""
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        """Read n from the instruction."""
+        return [ActAnswer(ActionChunk(self._chunk(one.observation)), one.memory) for one in batch]
+
+    def _chunk(self, observation: Observation) -> Action:
+        actions = np.full((CHUNK, 7), 0.5)
+        actions[:, 6] = CHUNK * int(observation.instruction) + np.arange(CHUNK)
+        return actions
+
+
+class NumberedArm(TimedArm):
+    """Numbers its frames; the camera gives the same one again while it is dead."""
+
+    def __init__(self, dead_from: float) -> None:
+        super().__init__()
+        self.commands: list[list[float]] = []
+        self.taken_s: list[float] = [0.0]  # by number; there is no frame 0
+        self._dead_from = dead_from
+
+    def observe(self) -> Observation:
+        """Return a frame whose instruction is its number."""
+        if not self._dead_from < time.monotonic() < self._dead_from + BLIND_S:
+            self.taken_s.append(time.monotonic())
+        number = len(self.taken_s) - 1
+        return Observation(OBSERVATION.image, str(number), taken_s=self.taken_s[number])
+
+    def move(self, action: Action) -> None:
+        """Note the time, how long this process has waited for a processor, and the action."""
+        super().move(action)
+        self.commands.append([time.monotonic(), waited_s(), *action.tolist()])
+
+
+def waited_s() -> float:
+    """Return how long the threads of this process were ready to run and did not, by Linux."""
+    tasks = Path("/proc/self/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[1]) for one in tasks) / 1e9
+
+
+def serve_numbers(port: int) -> int:
+    """Be the server."""
+    from deft_server.app import create_app
+    from deft_server.commands import serve
+    from deft_server.settings import Settings
+
+    policy = NumberingPolicy(np.zeros((CHUNK, 7)))
+    return serve.run(create_app(policy, Settings(port=port)))
+
+
+def drive_numbered(url: str, seconds: float) -> int:
+    """Be the robot; print what was commanded, and when each frame was taken."""
+    settings = LoopSettings(PERIOD_S, options=OPTIONS, max_frame_age_s=MAX_FRAME_AGE_S)
+    with StreamClient(url) as policy:
+        arm = NumberedArm(time.monotonic() + 0.5 * seconds)
+        loop = ControlLoop(policy, arm, LIMITED, settings)
+        ending = threading.Timer(seconds, loop.stop)
+        ending.start()
+        loop.run()
+    status = loop.status
+    told = {"moves": status.moves, "holds": status.holds, "stalls": status.stalls}
+    print(json.dumps({"commands": arm.commands, "taken_s": arm.taken_s, **told}))
+    return 0
+
+
+def ordeal(seconds: float, port: int) -> bool:
+    """Kill, stop and blind; print what came of it, and tell whether it is what was promised."""
+    part = [sys.executable, "-m", "scripts.check_deadlines"]
+    serving = [*part, "--serve", str(port)]
+    driving = [*part, "--drive", f"http://127.0.0.1:{port}", "--ordeal", str(seconds)]
+    server = subprocess.Popen(serving, stderr=subprocess.DEVNULL)
+    robot = subprocess.Popen(driving, stdout=subprocess.PIPE, text=True)
+    try:
+        time.sleep(0.15 * seconds)
+        server.kill()
+        server.wait()
+        time.sleep(OUTAGE_S)
+        server = subprocess.Popen(serving, stderr=subprocess.DEVNULL)
+        time.sleep(0.15 * seconds)
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(OUTAGE_S)
+        server.send_signal(signal.SIGCONT)
+        time.sleep(0.45 * seconds - 2 * OUTAGE_S)  # the camera is dead meanwhile
+        stopped_s = time.monotonic()
+        robot.send_signal(signal.SIGSTOP)
+        time.sleep(OUTAGE_S)
+        robot.send_signal(signal.SIGCONT)
+        went_on_s = time.monotonic()
+        said, _ = robot.communicate()
+    finally:
+        for process in (server, robot):
+            process.kill()
+            process.wait()
+    return judge(json.loads(said), stopped_s, went_on_s)
+
+
+def judge(said: dict[str, list[list[float]]], stopped_s: float, went_on_s: float) -> bool:
+    """Print what the commands were; are they what they should be?"""
+    commands, taken_s = np.array(said["commands"]), np.array(said["taken_s"])
+    at_s, waited, actions = commands[:, 0], np.diff(commands[:, 1]), commands[:, 2:]
+    gaps_s = np.diff(at_s)
+    stopped = np.clip(np.minimum(at_s[1:], went_on_s) - np.maximum(at_s[:-1], stopped_s), 0, None)
+    own_s = gaps_s - stopped - waited  # while the robot's process could run
+    late = own_s > 2 * PERIOD_S
+    motions = np.abs(actions[:, :6])
+    # Between two commands that are too far apart the watchdog stops the arm, which is no motion.
+    changes = np.abs(np.diff(actions[:, :6], axis=0))[gaps_s < LoopSettings().watchdog_s]
+    outside = int((motions > 0.05 + 1e-9).any(axis=1).sum() + (changes > 0.02 + 1e-9).any(1).sum())
+    outside += int((~np.isfinite(actions)).any(axis=1).sum())
+    is_new = np.diff(actions[:, 6], prepend=0.0) != 0  # a hold repeats the number
+    ages_s = at_s[is_new] - taken_s[(actions[is_new, 6] // CHUNK).astype(int)]
+    is_from_before = (at_s[is_new] > went_on_s) & (at_s[is_new] - ages_s < stopped_s)
+    print(
+        f"{len(commands)} commands in {at_s[-1] - at_s[0]:.0f} s: {said['moves']} moves, "
+        f"{said['holds']} holds, {said['stalls']} stalls; the robot waited for a processor for "
+        f"{waited.sum():.1f} s, {(waited > PERIOD_S).sum()} times for over a period\n"
+        f"longest gap {gaps_s.max():.3f} s, {own_s.max():.3f} s while its process could run\n"
+        f"late by more than a period: {late.sum()}; outside the rules: {outside}; "
+        f"from before the stall: {is_from_before.sum()}; oldest frame {ages_s.max():.2f} s "
+        f"of {OLDEST_S:.2f}"
+    )
+    return not (late.any() or outside or is_from_before.any() or ages_s.max() > OLDEST_S)
+
+
 def main(arguments: list[str]) -> int:
-    """Print a line for each manner; 1 where one took too long."""
+    """Print a line for each manner, or the ordeal's; 1 where a promise was broken."""
     parser = argparse.ArgumentParser("check_deadlines", description=__doc__)
     parser.add_argument("--periods", type=int, default=20, help="of each loop (%(default)s)")
-    periods = parser.parse_args(arguments).periods
+    parser.add_argument("--ordeal", type=float, metavar="SECONDS", help="120 is a good time")
+    parser.add_argument("--port", type=int, default=8765, help="of its server (%(default)s)")
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--drive", metavar="URL", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.serve:
+        return serve_numbers(given.serve)
+    if given.drive:
+        return drive_numbered(given.drive, given.ordeal)
+    if given.ordeal:
+        return 0 if ordeal(given.ordeal, given.port) else 1
+    return 0 if endure(given.periods) else 1
+
+
+def endure(num_periods: int) -> bool:
+    """Print a line for each manner of a server; did all end in time?"""
     logging.disable(logging.WARNING)
     is_kept = True
     print(f"{'seconds':<18}" + "".join(f"{way:>14}" for way in (*WAYS, "loop gap")))
-    for manner, taken, gap_s in endurance(periods):
+    for manner, taken, gap_s in endurance(num_periods):
         cells = [f"{taken[way]:>14.3f}" if way in taken else f"{'-':>14}" for way in WAYS]
         print(f"{manner:<18}" + "".join(cells) + f"{gap_s:>14.3f}", flush=True)
         is_kept &= max(taken.values()) < CALL_MAY_TAKE_S and gap_s < ARM_MAY_WAIT_S
     print(f"within {CALL_MAY_TAKE_S} s and {ARM_MAY_WAIT_S} s: {'yes' if is_kept else 'NO'}")
-    return 0 if is_kept else 1
+    return is_kept
 
 
 if __name__ == "__main__":

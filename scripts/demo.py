@@ -13,24 +13,23 @@ from pathlib import Path
 from deft_client import ActionChunk, ActOptions, PolicyClient, ServerInfo
 from deft_client.libero.commands import evaluate as evaluate_command
 from deft_client.libero.commands.report import write_report
-from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlan, play_in_lock_step
-from deft_client.libero.evaluation.interleaved import (
+from deft_client.libero.evaluation.episode import EpisodePlayer
+from deft_client.libero.evaluation.runs import RunConfig
+from deft_client.libero.evaluation.selection import (
+    parse_numbers,
+    trained_tasks,
+)
+from deft_client.libero.policies.source import PolicySource, build_policy
+from deft_client.libero.results.store import load_runs
+from deft_client.libero.simulator.environment import open_environment
+from deft_client.libero.simulator.suites import find_suite
+from scripts.interleaved import (
     InterleavedPolicy,
     MethodSpeed,
     compare_methods,
     speed_table,
 )
-from deft_client.libero.evaluation.selection import (
-    TRAINED,
-    parse_numbers,
-    settle_assets,
-    trained_tasks,
-)
-from deft_client.libero.policies.source import PolicySource, build_policy
-from deft_client.libero.results.store import load_runs
-from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
-from deft_client.libero.simulator.suites import find_suite
-from deft_server.reproduce.local_server import ServerDidNotStartError, local_server
+from scripts.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")
 METHODS = ("autoregressive", "lossless", "deft")
@@ -74,16 +73,14 @@ def choose_tasks(info: ServerInfo) -> list[int]:
 
 def compare(url: str, info: ServerInfo, tasks: list[int]) -> list[MethodSpeed]:
     """How fast all methods answer the frames that the first one's actions lead to."""
-    settings = settle_assets(EnvironmentSettings(assets_folder=Path(TRAINED)), info)
+    config = RunConfig(SUITE, step_limit=MOST_STEPS)
     answers: dict[str, list[ActionChunk]] = {name: [] for name in METHODS}
     for number in tasks:
-        environment = open_environment(find_suite(SUITE).task(number), settings)
+        environment = open_environment(find_suite(SUITE).task(number), config.environment)
         policy = InterleavedPolicy(
             {name: build_policy(source(url, name), environment) for name in METHODS}
         )
-        log = EpisodeLog()
-        plan = EpisodePlan(TRIAL, MOST_STEPS, f"demo-{number}")
-        play_in_lock_step(environment, policy, plan, log)
+        log = EpisodePlayer(environment, policy, config).play(TRIAL, f"demo-{number}")
         policy.close()
         environment.close()
         for name, chunks in policy.answers.items():
@@ -104,7 +101,7 @@ def play_in_real_time(url: str, tasks: list[int]) -> int:
     return evaluate_command.main(
         [
             *(SUITE, "--tasks", ",".join(map(str, tasks)), "--trials", str(TRIAL)),
-            *("--assets", TRAINED, "--url", url, "--stream", "--real-time"),
+            *("--url", url, "--stream", "--real-time"),
             *("--decoding", *IN_REAL_TIME, "--video", "all", "--out", str(FOLDER)),
         ]
     )

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import httpx
 import msgpack
 import numpy as np
-import zmq
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
@@ -24,10 +23,9 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ActMessage
-from deft_server.reproduce.local_server import local_server
+from scripts.local_server import local_server
 from tests.client.peers.captures import act_captures, frames
 from tests.client.peers.mutations import mutate
-from tests.server.compat.groot_messages import FLAT, OBSERVATION, packed
 
 PATIENCE_S = 10.0
 PAUSE_S = 0.02  # after half a frame a server has nothing to say, and rightly
@@ -36,9 +34,8 @@ RESIDENT = re.compile(rb"^process_resident_memory_bytes (\S+)", re.MULTILINE)
 RESET = msgpack.packb({"endpoint": "reset"})
 FORM = "multipart/form-data; boundary=xyz"
 DONE = msgpack.packb({"status": "reset successful"})
-OFT, GROOT = "POST /act, OFT", "ZMQ, GR00T"
-GROOT_PORT = 18_555
-FLAGS = {OFT: ("--profile", "oft"), GROOT: ("--groot-port", str(GROOT_PORT))}
+OFT = "POST /act, OFT"
+FLAGS = {OFT: ("--profile", "oft")}
 Send = Callable[[bytes], str]
 
 
@@ -152,32 +149,6 @@ def _raw_socket(url: str, path: str) -> Iterator[Send]:
     yield _RawSocket(url, path).send
 
 
-@contextmanager
-def _zmq_requests(address: str) -> Iterator[Send]:
-    """Send requests as GR00T's clients do; each is answered, a bad one by an error."""
-    with zmq.Context() as context, context.socket(zmq.REQ) as client:
-        client.setsockopt(zmq.LINGER, 0)
-        client.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
-        client.setsockopt(zmq.REQ_RELAXED, 1)  # a request without an answer does not end it all
-        client.setsockopt(zmq.REQ_CORRELATE, 1)
-        client.connect(address)
-
-        def send(message: bytes) -> str:
-            client.send(message)
-            try:
-                answer = msgpack.unpackb(client.recv())
-            except zmq.Again:
-                return "silence"
-            return "error" if isinstance(answer, dict) and "error" in answer else "answer"
-
-        yield send
-
-
-def _groot_requests() -> list[bytes]:
-    asked = [packed("get_action", data=data) for data in ({"observation": OBSERVATION}, FLAT)]
-    return [*asked, packed("ping"), packed("reset"), packed("get_modality_config")]
-
-
 def _frames() -> list[bytes]:
     """Return WebSocket frames as a robot sends them: whole, in fragments, and a ping amid them."""
     small, large = msgpack_codec.encode_request(_own_message()), _camera_frame()
@@ -207,7 +178,6 @@ def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]
         "WebSocket /v1/stream, frames": (_frames(), lambda url: _raw_socket(url, "/v1/stream")),
         "POST /act": (act, lambda url: _http(url, "/act", "application/json")),
         OFT: (oft, lambda url: _http(url, "/act", "application/json")),
-        GROOT: (_groot_requests(), lambda _: _zmq_requests(f"tcp://127.0.0.1:{GROOT_PORT}")),
         "WebSocket /, openpi": (list(frames("openpi").values()), sockets("/", True)),
         "WebSocket /, vla-eval": (list(frames("vlaeval").values()), sockets("/", True)),
     }

@@ -79,27 +79,27 @@ def withholding(connection: socket.socket, server: HostileServer) -> None:
 
 def stream_silent(connection: socket.socket, server: HostileServer) -> None:
     """Open the stream, and never answer a frame."""
-    _open_stream(connection)
+    open_stream(connection)
     server.let_go.wait(LONGEST_S)
 
 
 def stream_dripping(connection: socket.socket, server: HostileServer) -> None:
     """Answer a frame with one byte now and then."""
-    _open_stream(connection)
+    open_stream(connection)
     connection.sendall(b"\x82\x7e\xff\xff")  # a binary message of 65,535 bytes
     _drip(connection, server, b"x")
 
 
 def ping_flooding(connection: socket.socket, server: HostileServer) -> None:
     """Open the stream, and ping as fast as it can, reading no pong."""
-    _open_stream(connection)
+    open_stream(connection)
     while not server.let_go.is_set():
         connection.sendall(b"\x89\x00" * 8192)
 
 
 def fragmenting(connection: socket.socket, server: HostileServer) -> None:
     """Open the stream, and answer with empty fragments of a message that never ends."""
-    _open_stream(connection)
+    open_stream(connection)
     connection.sendall(b"\x02\x00")
     while not server.let_go.is_set():
         connection.sendall(b"\x00\x00" * 8192)
@@ -162,7 +162,7 @@ def _read_head(connection: socket.socket) -> bytes:
     return head
 
 
-def _open_stream(connection: socket.socket) -> None:
+def open_stream(connection: socket.socket) -> None:
     found = re.search(rb"(?i)sec-websocket-key: *(\S+)", _read_head(connection))
     if found is None:
         raise ConnectionError("the client did not ask for a WebSocket")

@@ -1,4 +1,4 @@
-"""`make test`: the default tests; where the machine cannot render, says how to change that."""
+"""`make test`, and with --all `make test-all`; where the machine cannot render, says what to do."""
 
 import os
 import subprocess
@@ -12,8 +12,12 @@ DEFAULT_MARKS = "not gpu and not checkpoint"
 
 
 def main(flags: list[str]) -> int:
-    """Run pytest with the flags; return its exit code."""
+    """Run pytest with the flags after --all; return its exit code."""
     marks, notice = DEFAULT_MARKS, ""
+    if flags[:1] == ["--all"]:
+        flags = flags[1:]
+    else:
+        marks += " and not long"
     try:
         find_renderer(Renderer.AUTO)
     except GraphicsError as error:

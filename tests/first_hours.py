@@ -23,11 +23,11 @@ from PIL import Image
 from deft_client import ClientSettings, Observation, PolicyClient
 from deft_client.settings import TlsFiles
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
-from deft_server.reproduce.local_server import local_server
+from scripts.local_server import local_server
 
 ROOT = Path(__file__).parents[1]
 INSTRUCTION = "pick up the butter and place it in the basket"
-EXAMPLE = ROOT / "server/deft_server/dashboard/static/example.png"
+EXAMPLE = ROOT / "examples/frame.png"
 TARGET = ("--checkpoint", str(CHECKPOINT), "--statistics-key", STATISTICS_KEY)
 EPISODES, FRAMES = 3, 4
 

@@ -22,25 +22,28 @@ import torch
 from torch import Tensor
 
 from deft_client.types import Observation
-from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.decoder import Decoder, DraftModels
-from deft_policies.decoding.drafts.eagle import load_head
-from deft_policies.decoding.drafts.guessers import RetrievalIndex, frame_keys
-from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.drafts.small_model import self_draft_target
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.eagle import load_head
+from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.sampling import first_maximum
-from deft_policies.decoding.target import Prompts
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions, Precision
-from deft_policies.openvla.policy import PolicyParts
-from deft_policies.openvla.target import OpenVLATarget
+from deft_policies.decoding.target import Prompts, self_draft_target
+from deft_policies.families.family import TokenModel
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.target import VlaTarget
+from deft_policies.memory import SessionMemory
+from deft_policies.model.formats import Precision
 from tests import golden
-from tests.policies.decoding.scripts import Session, clock
+from tests.policies.decoding.scripts import clock
 
 LENGTH, MOST_ROWS, NUM_VARIANTS = 7, 4, 3
+SPACE = ActionSpace.in_bins(LENGTH)
 Tokens = tuple[int, ...]
 
 
@@ -61,36 +64,19 @@ class Flip:
         return self.margin <= self.limit
 
 
-@dataclass(eq=False)
-class Led:
-    """Says given tokens, or the best ones where there are none, and keeps the logits."""
-
-    given: Tokens | None = None
-
-    def __post_init__(self) -> None:
-        self.logits: list[Tensor] = []
-
-    def choose(self, logits: Tensor) -> Tensor:
-        self.logits.append(logits[0].clone())
-        best = first_maximum(logits)
-        return best if self.given is None else torch.tensor([self.given[len(self.logits) - 1]])
-
-
-def lead(target: OpenVLATarget, prompts: Prompts, given: Tokens | None = None) -> list[Tensor]:
+def lead(target: VlaTarget, prompts: Prompts, given: Tokens | None = None) -> list[Tensor]:
     """Plain decoding's logits, position by position, along given tokens or its own."""
-    led = Led(given)
-    AutoregressiveDecoder(target, led).decode(prompts, LENGTH, clock())
-    return led.logits
+    return target.logits_along(prompts, LENGTH, given)
 
 
 class Bench:
     """The golden checkpoint in both formats, its frames, and a draft model of every kind."""
 
-    def __init__(self, folder: Path, kind: type[OpenVLATarget] = OpenVLATarget) -> None:
-        self.exact, parts = (parts_of(one) for one in (Precision.FLOAT32, Precision.BFLOAT16))
-        self.target = kind(parts.target.model)
-        self.frames = [one.read([seen], clock()) for seen in observations() for one in (parts,)]
-        self.exact_frames = [self.exact.read([seen], clock()) for seen in observations()]
+    def __init__(self, folder: Path, kind: type[VlaTarget] = VlaTarget) -> None:
+        self.exact, rounded = (model_in(one) for one in (Precision.FLOAT32, Precision.BFLOAT16))
+        self.target = kind(rounded.network)
+        self.frames = [rounded.see([seen], clock()) for seen in observations()]
+        self.exact_frames = [self.exact.see([seen], clock()) for seen in observations()]
         self.models = models_of(self.target, self.frames, self.plain, folder)
 
     @cached_property
@@ -118,15 +104,17 @@ class Bench:
         """Play one session with this source and look at every token of it."""
         rng = random.Random(f"{kind.value} {session}")
         rows = rng.randint(1, MOST_ROWS)
-        decoder = self._decoder(kind, rng)
-        played = Session.of(rows)
+        engine, method = Engine(self.target, self.models), method_of(kind, rng)
+        memories = [SessionMemory()] * rows
         for _ in range(2):
             seen = [rng.randrange(len(self.frames)) for _ in range(rows)]
             prompts = batch_of([self.frames[one] for one in seen])
-            traces = decoder.decode(prompts, played.rows, clock())
-            for frame, trace in zip(seen, traces, strict=True):
-                if trace.tokens != self.plain[frame]:
-                    yield from self._explained(frame, trace.tokens, kind, session)
+            answers = [Row(method, Form.action(SPACE), memory) for memory in memories]
+            engine.decode(prompts, answers, clock())
+            memories = [answer.memory for answer in answers]
+            for frame, answer in zip(seen, answers, strict=True):
+                if tuple(answer.tokens) != self.plain[frame]:
+                    yield from self._explained(frame, tuple(answer.tokens), kind, session)
 
     def _explained(
         self, frame: int, tokens: Tokens, kind: DraftKind, session: int
@@ -140,16 +128,15 @@ class Bench:
                 limit = 2 * self.largest_error
                 yield Flip(kind.value, session, position, plain, token, margin, limit)
 
-    def _decoder(self, kind: DraftKind, rng: random.Random) -> Decoder:
-        others = [one for one in OUR_KINDS if one != kind]
-        kinds = (kind, *rng.sample(others, rng.randint(0, 2)))
-        riders = tuple(one for one in kinds if one in RIDES_IN_PREFILL)
-        plan = Plan("case", riders, kinds, shape_of(rng))
-        share = rng.choice([0.1, 1.0])
-        method: Method = replace(
-            find_method("lossless"), plans=(plan,), is_guarded=False, patch_share=share
-        )
-        return Decoder(self.target, method, self.models.sources_for(self.target, method))
+
+def method_of(kind: DraftKind, rng: random.Random) -> Method:
+    """Exact match with this source, and perhaps others."""
+    others = [one for one in OUR_KINDS if one != kind]
+    kinds = (kind, *rng.sample(others, rng.randint(0, 2)))
+    riders = tuple(one for one in kinds if one in RIDES_IN_PREFILL)
+    plan = Plan("case", riders, kinds, shape_of(rng))
+    share = rng.choice([0.1, 1.0])
+    return replace(find_method("lossless"), plans=(plan,), is_guarded=False, patch_share=share)
 
 
 def shape_of(rng: random.Random) -> TreeShape:
@@ -160,15 +147,15 @@ def shape_of(rng: random.Random) -> TreeShape:
     return replace(rng.choice(shapes), is_full_depth=rng.random() < 0.2)
 
 
-def parts_of(precision: Precision) -> PolicyParts:
-    options = OpenVLAOptions(
+def model_in(precision: Precision) -> TokenModel:
+    options = ModelOptions(
         checkpoint=str(golden.TINY_OPENVLA),
         statistics_key="libero_spatial",
         device="cpu",
         precision=precision,
         self_draft_layers=1,
     )
-    return load_policy(options).parts
+    return load_policy(options).token_model
 
 
 def observations() -> list[Observation]:
@@ -184,7 +171,7 @@ def observations() -> list[Observation]:
 
 
 def models_of(
-    target: OpenVLATarget, frames: Sequence[Prompts], plain: Sequence[Tokens], folder: Path
+    target: VlaTarget, frames: Sequence[Prompts], plain: Sequence[Tokens], folder: Path
 ) -> DraftModels:
     """The golden head; other models of random weights, and stored answers that err."""
     like, width = target.decoder.embedding.weight, target.decoder.sizes.width

@@ -1,11 +1,10 @@
-"""The repository as its rules see it: tracked files, identifiers, commands in documents."""
+"""The repository as its rules see it: tracked files, commands in documents."""
 
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -48,30 +47,6 @@ def code(*folders: str) -> list[tuple[str, list[ast.AST]]]:
         for name, text in texts()
         if name.endswith(".py") and name.startswith(tuple(f"{folder}/" for folder in folders))
     ]
-
-
-def identifiers(nodes: list[ast.AST]) -> Iterator[str]:
-    """The names that a file defines or assigns; not those it merely uses of others."""
-    for node in nodes:
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield name
-            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.AsyncFunctionDef(name=name):
-                yield name
-
-
-@cache
-def words(identifier: str) -> set[str]:
-    """The identifier, and every run of words in it: `oldActionPlan` has `action_plan`."""
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier).lower()
-    parts = [part for part in snake.split("_") if part]
-    return {
-        "_".join(parts[start:end])
-        for start in range(len(parts))
-        for end in range(start + 1, len(parts) + 1)
-    }
 
 
 @dataclass(frozen=True)

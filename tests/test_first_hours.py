@@ -9,10 +9,12 @@ from tests import first_hours
 STEPS = 3
 
 
+@pytest.mark.long(seconds=22)
 def test_a_robot_is_served_from_its_own_checkpoint_and_replayed(tmp_path):
     first_hours.robot(tmp_path, STEPS)
 
 
+@pytest.mark.long(seconds=43)
 def test_a_lerobot_data_set_becomes_a_served_head(tmp_path):
     pytest.importorskip("pyarrow", reason="pip install 'deft-client[datasets]'")
     first_hours.data(tmp_path, STEPS)

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from deft_client.libero.demonstrations.files import (
+from deft_client.datasets.demonstrations import (
     episode_path,
     find_demonstrations,
     load_demonstration,
@@ -31,7 +31,7 @@ from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_draft_training.errors import StorageError
 from deft_draft_training.run_directory import RunDirectory
 from deft_server.recording.files import EpisodeFiles, RecordedSession, RecordingRules, TimedStep
-from tests.client.libero.demonstrations.test_files import HEADER, demonstration
+from tests.client.datasets.test_demonstrations import HEADER, demonstration
 from tests.client.libero.episodes import header, record
 
 UNITS = 3  # what each writer is asked to write: steps, episodes, or lines of metrics
@@ -77,7 +77,8 @@ class Robot:
     def write(self, number: int) -> bool:
         self.policy.number = number
         self.recorder.act(observation(number))  # never fails: the robot goes on
-        return self.recorder.is_recording
+        self.recorder.flush()
+        return self.recorder.problem is None
 
     def close(self) -> None:
         self.recorder.close()
@@ -133,7 +134,8 @@ class Training:
         return True
 
     def close(self) -> None:
-        return None
+        if self.run is not None:
+            self.run.close()
 
 
 class Demonstrations:
@@ -163,9 +165,10 @@ def evaluated(folder: Path) -> list[int]:
 
 
 def trained(folder: Path) -> list[int]:
-    there = (folder / "config.json").exists()
-    run = RunDirectory(folder, {"rate": 0.1}) if there else None
-    return [int(line["step"]) for line in run.metrics()] if run else []
+    if not (folder / "config.json").exists():
+        return []
+    with RunDirectory(folder, {"rate": 0.1}, writes=False) as run:
+        return [int(line["step"]) for line in run.metrics()]
 
 
 def demonstrated(folder: Path) -> list[int]:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from deft_client.libero.simulator.graphics import APT_LINE
 from scripts import run_tests
 from tests.repository import ROOT
@@ -19,30 +21,36 @@ def no_library(name):
 run_tests.find_renderer = lambda wanted: graphics.find_renderer(wanted, no_library)
 sys.exit(run_tests.main(sys.argv[1:]))
 """
-TWO_TESTS = """
+THREE_TESTS = """
 import pytest
 
 @pytest.mark.libero
 def test_that_renders():
     pass
 
-def test_that_does_not():
+@pytest.mark.long(seconds=60)
+def test_that_is_long():
+    pass
+
+def test_that_is_neither():
     pass
 """
 
 
-def test_the_simulators_tests_are_left_out_and_the_fix_is_named(tmp_path):
-    written = tmp_path / "test_two.py"
-    written.write_text(TWO_TESTS)
+@pytest.mark.parametrize(("flags", "counted"), [([], "1 passed, 2"), (["--all"], "2 passed, 1")])
+def test_the_simulators_tests_are_left_out_and_the_fix_is_named(tmp_path, flags, counted):
+    written = tmp_path / "test_three.py"
+    written.write_text(THREE_TESTS)
+    quiet = ["-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_GRAPHICS, "-q", "-p", "no:cacheprovider", str(written)],
+        [sys.executable, "-c", WITHOUT_GRAPHICS, *flags, *quiet, str(written)],
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "1 passed, 1 deselected" in run.stdout
+    assert f"{counted} deselected" in run.stdout
     assert run.stdout.count(APT_LINE) == 2  # before the tests and, not to be missed, after them
     assert "Traceback" not in run.stdout + run.stderr
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.target import Prompts
+from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ActionVocabulary,
     ImageProcessorConfig,
-    LlamaConfig,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,
@@ -41,14 +41,14 @@ def golden_model() -> OpenVLAModel:
 def tiny_config(num_kv_heads: int = 4, num_layers: int = 2) -> OpenVLAConfig:
     """Towers of 4 patches and a small decoder."""
     return OpenVLAConfig(
-        llm=LlamaConfig(
-            vocab_size=384,
+        llm=LlamaSizes(
+            vocabulary=384,
             width=32,
-            mlp=48,
+            mlp_width=48,
             num_layers=num_layers,
-            heads=4,
-            kv_heads=num_kv_heads,
-            head_width=8,
+            num_heads=4,
+            num_kv_heads=num_kv_heads,
+            head_dim=8,
         ),
         towers=(
             TowerConfig(TowerFamily.DINOV2, "vision_backbone.featurizer", 16, 3, 2, 24, 28),

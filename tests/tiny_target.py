@@ -5,14 +5,14 @@ Both share the weights of one random decoder. The fast one is the product's: cac
 sequence, path by path, for every node it is asked about.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.model.layout import EagerRunner
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes
 
 LENGTH = 7
@@ -48,8 +48,8 @@ def tiny_decoder(seed: int = 0, num_layers: int = 2) -> LlamaDecoder:
     return decoder.requires_grad_(False).eval()
 
 
-def fast_target(decoder: LlamaDecoder) -> LlamaTarget:
-    return LlamaTarget(decoder, ACTIONS, room=Room(new_tokens=16, nodes=64))
+def fast_target(decoder: LlamaDecoder) -> Target:
+    return Target(decoder, ACTIONS)
 
 
 def random_prompts(decoder: LlamaDecoder, text_lengths: list[int], seed: int = 0) -> Prompts:
@@ -101,21 +101,41 @@ def _rows(prompts: Prompts) -> range:
     return range(prompts.embeds.shape[0])
 
 
+class TinySequences:
+    """Each row's committed inputs, and the tree that it was asked about last."""
+
+    def __init__(self, decoder: LlamaDecoder) -> None:
+        self.decoder = decoder
+        self.inputs: dict[int, Tensor] = {}  # [position, width]
+        self.trees: dict[int, tuple[list[int], bool]] = {}  # tokens, and whether it rode
+        self.length = torch.zeros(64, dtype=torch.int64)  # set where a row has gone
+
+    def reserve(self, rows: int, length: int) -> None:
+        """It grows by itself."""
+
+    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
+        counts = torch.as_tensor(kept).expand(len(path)).tolist()
+        for row, count in enumerate(counts, start=first):
+            tokens, rode = self.trees[row]
+            nodes = path[row - first, :count].tolist()[1 if rode else 0 :]
+            words = self.decoder.embedding(torch.tensor([tokens[node] for node in nodes]).long())
+            self.inputs[row] = torch.cat((self.inputs[row], words))
+
+
 @dataclass(eq=False)
 class TinyTarget:
-    """The slow twin of `LlamaTarget`."""
+    """The slow twin of `Target`."""
 
     decoder: LlamaDecoder
     action_tokens: TokenRange = ACTIONS
     vocabulary: TokenRange = TokenRange(0, VOCABULARY - 1)
-
-    widest_tree: int = 64
     num_tokens: int = VOCABULARY
+    device: torch.device = CPU
+    reads_lengths: bool = True
+    runner: EagerRunner = field(default_factory=EagerRunner)
 
-    def __post_init__(self) -> None:
-        self._sequences: list[Tensor] = []  # [position, width], committed inputs of each row
-        self._tree: DraftTree | None = None
-        self._is_after_prefill = False
+    def sequences(self) -> TinySequences:
+        return TinySequences(self.decoder)
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.decoder.embedding(tokens)
@@ -126,35 +146,32 @@ class TinyTarget:
         every: Tensor = self.decoder.head(hidden).float()
         return every[..., wanted.first : wanted.last + 1]
 
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
-        self._sequences = [one_row(prompts, row).embeds[0] for row in _rows(prompts)]
-        self._tree, self._is_after_prefill = tree, True
+    def action_logits(self, logits: Tensor) -> Tensor:
+        return logits[..., ACTIONS.first : ACTIONS.last + 1]
+
+    def prefill(
+        self, rows: TinySequences, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
         hidden = torch.zeros_like(prompts.embeds)
-        for row, sequence in enumerate(self._sequences):
+        for row in _rows(prompts):
+            sequence = one_row(prompts, row).embeds[0]
+            rows.inputs[first + row] = sequence
             hidden[row, : len(sequence)] = self.decoder(sequence[None])[0]
         features = PromptFeatures(prompts.embeds, hidden, prompts.lengths, prompts.patches)
-        return self._score(tree, num_skipped=1), features
+        return self._score(rows, first, tree, num_skipped=1), features
 
-    def score(self, tree: DraftTree) -> Scores:
-        self._tree, self._is_after_prefill = tree, False
-        return self._score(tree, num_skipped=0)
+    def score(self, rows: TinySequences, tree: DraftTree) -> Scores:
+        return self._score(rows, 0, tree, num_skipped=0)
 
-    def commit(self, path: Tensor, lengths: Tensor) -> None:
-        assert self._tree is not None
-        for row, sequence in enumerate(self._sequences):
-            kept = path[row, : int(lengths[row])].tolist()
-            nodes = kept[1:] if self._is_after_prefill else kept
-            tokens = self._tree.tokens[row, nodes]
-            self._sequences[row] = torch.cat((sequence, self.decoder.embedding(tokens)))
-
-    def _score(self, tree: DraftTree, num_skipped: int) -> Scores:
+    def _score(self, rows: TinySequences, first: int, tree: DraftTree, num_skipped: int) -> Scores:
         """Every node of every row as a sequence of its own; padding behind it sees nothing."""
         sequences = []
         for row in _rows_of(tree):
+            rows.trees[first + row] = (tree.tokens[row].tolist(), num_skipped == 1)
             for node in range(tree.num_nodes):
                 path = path_to(tree, row, node)[num_skipped:]
                 guessed = self.decoder.embedding(tree.tokens[row, path])
-                sequences.append(torch.cat((self._sequences[row], guessed)))
+                sequences.append(torch.cat((rows.inputs[first + row], guessed)))
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         ends = torch.tensor([len(one) - 1 for one in sequences])
         hidden = self.decoder(padded)[torch.arange(len(ends)), ends]

@@ -14,12 +14,16 @@ MODULES = {"deft": "deft_server.__main__", "deft-client": "deft_client.__main__"
 
 def main_of(program: str) -> Callable[[list[str]], int]:
     """What runs when its name is typed."""
-    main: Callable[[list[str]], int] = import_module(MODULES[program]).main
+    main: Callable[[list[str]], int] = import_module(
+        MODULES.get(program, f"{program}.__main__")
+    ).main
     return main
 
 
 def assert_known(words: Sequence[str]) -> None:
     """Every flag among the words is in the help of that very command."""
+    if list(words[:2]) == ["python", "-m"]:
+        words = words[2:]
     program, *arguments = words
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deft_client.actions import ActionRules
-    from deft_client.chunks import ActionQueue, Seam, SeamSizes
-    from deft_client.client import AsyncPolicyClient, PolicyClient
+    from deft_client.chunks import ActionQueue, Seam
+    from deft_client.client import PolicyClient
     from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
     from deft_client.errors import DeftError, ProblemError, TransportError, WireError
     from deft_client.recorder import Recorder
     from deft_client.settings import ClientSettings, Retries, Timeouts, TlsFiles
-    from deft_client.stream import AsyncStreamClient, StreamClient
+    from deft_client.stream import StreamClient
     from deft_client.types import (
         ActionChunk,
         ActOptions,
@@ -34,8 +34,6 @@ __all__ = [
     "ActionQueue",
     "ActionRules",
     "Arm",
-    "AsyncPolicyClient",
-    "AsyncStreamClient",
     "ClientSettings",
     "ControlLoop",
     "DecodeTrace",
@@ -50,7 +48,6 @@ __all__ = [
     "Recorder",
     "Retries",
     "Seam",
-    "SeamSizes",
     "ServerInfo",
     "StageTimings",
     "StreamClient",
@@ -63,14 +60,14 @@ __all__ = [
 
 _HOMES = {
     "actions": ("ActionRules",),
-    "chunks": ("ActionQueue", "Seam", "SeamSizes"),
-    "client": ("AsyncPolicyClient", "PolicyClient"),
+    "chunks": ("ActionQueue", "Seam"),
+    "client": ("PolicyClient",),
     "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),
     "wire.images": ("ImageEncoding",),
     "recorder": ("Recorder",),
     "settings": ("ClientSettings", "Retries", "Timeouts", "TlsFiles"),
-    "stream": ("AsyncStreamClient", "StreamClient"),
+    "stream": ("StreamClient",),
     "types": (
         *("ActOptions", "ActionChunk", "DecodeTrace", "Observation"),
         *("PassTrace", "ServerInfo", "StageTimings"),

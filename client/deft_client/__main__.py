@@ -12,7 +12,6 @@ COMMANDS = {
     "datasets": Command(
         "deft_client.commands.datasets", "say what a data set holds, or export it for LeRobot"
     ),
-    "demos": Command("deft_client.libero.commands.demos", "record demonstrations with the expert"),
 }
 
 

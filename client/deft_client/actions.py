@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from deft_client.errors import UnusableValueError
 
 Action = NDArray[np.float64]  # [action_dim]
+LARGEST = 1e12  # of any robot's units; beyond it float64 loses what a robot can move by
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class ActionRules:
 
     `max_step` bounds what one period may do: of a motion its amount, of a position how far it is
     from the one before. `max_change` bounds how far any command is from the one before: a motion
-    speeds up and slows down by so much a period. `low` and `high` bound the numbers themselves.
+    speeds up and slows down by so much a period. `low` and `high` bound the numbers themselves,
+    and let a motion be zero.
     """
 
     is_motion: tuple[bool, ...]
@@ -46,6 +48,9 @@ class ActionRules:
             raise ValueError(
                 f"at least one dimension, and no max_step or max_change below 0, are needed: {self}"
             )
+        low, high = self._bounds(self.low, -np.inf), self._bounds(self.high)
+        if (low > high).any() or ((low > 0) | (high < 0))[self.motions].any():
+            raise ValueError(f"low must be at most high, and 0 between them for a motion: {self}")
 
     @property
     def motions(self) -> NDArray[np.bool_]:
@@ -60,8 +65,7 @@ class ActionRules:
     def check(self, actions: NDArray[np.float64]) -> None:
         """Refuse actions [step, action_dim] of another size, or beyond `low` and `high`."""
         check_actions(actions, len(self.is_motion))
-        low = -np.inf if self.low is None else np.array(self.low)
-        high = np.inf if self.high is None else np.array(self.high)
+        low, high = self._bounds(self.low, -np.inf), self._bounds(self.high)
         outside = (actions < low) | (actions > high)
         if outside.any():
             step, dimension = np.argwhere(outside)[0]
@@ -72,7 +76,7 @@ class ActionRules:
             )
 
     def limited(self, action: Action, before: Action | None) -> Action | None:
-        """Return the action as far as `max_step` and `max_change` allow.
+        """Return the action as far as the rules allow: what may be commanded.
 
         `before` is the action commanded last, or one that holds what was measured. None where
         positions are unknown but needed: then nobody can say how far the action would go.
@@ -82,7 +86,8 @@ class ActionRules:
             if np.isfinite(np.minimum(steps, changes)[~self.motions]).any():
                 return None
             before = np.zeros_like(action)  # of motions; what else there is has no limit
-        near = np.clip(action, before - changes, before + changes)
+        near = np.clip(action, self._bounds(self.low, -np.inf), self._bounds(self.high))
+        near = np.clip(near, before - changes, before + changes)
         origin = np.where(self.motions, 0.0, before)
         limited: Action = np.clip(near, origin - steps, origin + steps)
         return limited
@@ -93,19 +98,24 @@ class ActionRules:
             return np.zeros(len(self.is_motion)) if all(self.is_motion) else None
         return np.where(self.motions, 0.0, before)
 
-    def _bounds(self, limits: tuple[float, ...] | None) -> NDArray[np.float64]:
-        return np.array(limits or (np.inf,) * len(self.is_motion))
+    def _bounds(
+        self, limits: tuple[float, ...] | None, without: float = np.inf
+    ) -> NDArray[np.float64]:
+        return np.array(limits or (without,) * len(self.is_motion))
 
 
-def check_actions(actions: NDArray[np.float64], action_dim: int | None = None) -> None:
-    """Refuse actions no robot can execute: none at all, NaN, infinity, or of another size."""
+def check_actions(
+    actions: NDArray[np.float64], action_dim: int | None = None, max_steps: int | None = None
+) -> None:
+    """Refuse actions no robot can execute: none at all, not finite, or of another size."""
     steps, dimensions = actions.shape
     expected = dimensions if action_dim is None else action_dim
-    if not steps or not dimensions or dimensions != expected:
+    if not steps or not dimensions or dimensions != expected or steps > (max_steps or steps):
+        wanted = "at least one step" if max_steps is None else f"1 to {max_steps} steps"
         raise UnusableValueError(
             "actions",
-            f"must be at least one step of {action_dim or 'at least 1'} numbers, got "
+            f"must be {wanted} of {action_dim or 'at least 1'} numbers, got "
             f"{list(actions.shape)}; is this the server that the robot was set up for?",
         )
-    if not np.isfinite(actions).all():
-        raise UnusableValueError("actions", "must be finite, got NaN or infinity")
+    if not (np.abs(actions) <= LARGEST).all():
+        raise UnusableValueError("actions", f"must be finite and at most {LARGEST:g} in amount")

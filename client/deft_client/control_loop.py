@@ -4,6 +4,7 @@ Three threads, so that none waits for another: one asks the policy with the newe
 commands the arm once in every period, and a watchdog stops the arm where that one is held up.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,15 +17,15 @@ from typing import Protocol
 import numpy as np
 
 from deft_client.actions import Action, ActionRules
-from deft_client.calls import ActingPolicy
-from deft_client.chunks import ActionQueue, Moment, Seam, SeamSizes
-from deft_client.errors import DeftError
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.chunks import ActionQueue, Seam
+from deft_client.errors import AnswerTimeoutError, DeftError, UnusableValueError
+from deft_client.types import ActingPolicy, ActionChunk, ActOptions, Observation
 
 logger = logging.getLogger(__name__)
 
 # Of a period, for an answer to come in: the command is late by so much, or the arm holds.
 WAIT_SHARE = 0.5
+TOLD_AFTER_S = 1.0  # of holding without a known reason; chunks that wait for each other do so
 LAST_WORDS_S = 1.0  # for a policy that is still asked when the loop ends
 
 
@@ -55,7 +56,10 @@ class LoopSettings:
     watchdog_s: float = 0.2  # without a command; the arm is stopped then
     options: ActOptions = field(default_factory=lambda: ActOptions(deadline_ms=500))
     execute: int | None = None  # actions of a chunk that are used if the next answer is in time
-    seam: Seam = Seam.FREEZE
+    seam: Seam = Seam.WAIT
+    # The policy is not asked with a frame older than this; frames say when they were taken.
+    max_frame_age_s: float | None = None
+    give_up_after_s: float | None = None  # without an action; None: hold for as long as it takes
 
     def __post_init__(self) -> None:
         if not 0 < self.period_s * (1 + WAIT_SHARE) < self.watchdog_s:
@@ -74,7 +78,6 @@ class LoopStatus:
     stops: int = 0  # holds where nobody knew a position to stay at
     limited: int = 0  # moves that went less far than the policy wanted
     stalls: int = 0  # times the watchdog stopped the arm
-    seams: SeamSizes = SeamSizes()  # of what the policy wanted; limits come after
     problem: Exception | None = None
 
 
@@ -82,9 +85,9 @@ class ControlLoop:
     """One arm driven by one policy: `with ControlLoop(...)` in the background, or `run` here.
 
     Every period the arm gets one command: the policy's next action as far as the rules allow, or
-    the one that holds it. The policy is asked so early that chunks follow each other without a
-    hold, where they are long enough for that. Whatever the policy raises is a reason to hold and to
-    ask again; what `move` raises ends the loop, with the arm stopped.
+    the one that holds it. Whatever the policy or the camera raises is a reason to hold and to ask
+    again; what `move` raises ends the loop, with the arm stopped. So does `give_up_after_s`
+    without an action, with `AnswerTimeoutError`.
     """
 
     def __init__(
@@ -96,26 +99,30 @@ class ControlLoop:
     ) -> None:
         self._policy, self._arm, self._rules = policy, arm, rules
         self._settings = settings or LoopSettings()
+        self._changed = threading.Condition()  # holds the next three
         self._queue = ActionQueue(rules, self._settings.seam, self._settings.execute)
-        self._changed = threading.Condition()
-        self._asked: Moment | None = None  # while the policy is asked
-        self._is_announced = False
+        self._is_asking = False
+        self._is_new_episode = True
         self._stopping = threading.Event()
         # Each is written by one thread: that of the commands, of the questions, of the watchdog.
-        self._commands = LoopStatus()
+        self._status = LoopStatus()
         self._problem: Exception | None = None
         self._stalls = 0
-        self._last: Action | None = None
-        self._commanded_at = 0.0
+        self._last: Action | None = None  # what was commanded, after limits
+        self._commanded_at = self._moved_at = 0.0
+        self._is_hold_told = False
         self._background: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     @property
     def status(self) -> LoopStatus:
         """How it is going; may be read from any thread."""
-        return replace(
-            self._commands, stalls=self._stalls, seams=self._queue.seams, problem=self._problem
-        )
+        return replace(self._status, stalls=self._stalls, problem=self._problem)
+
+    @property
+    def is_running(self) -> bool:
+        """Does the loop in the background still command the arm? `stop` says what ended it."""
+        return self._background is not None and self._background.is_alive()
 
     def start(self) -> None:
         """Run in the background until `stop`."""
@@ -145,10 +152,18 @@ class ControlLoop:
     ) -> None:
         self.stop()
 
+    def reset(self) -> None:
+        """Start another episode: nothing of the one before is executed. For any thread."""
+        with self._changed:
+            self._queue.clear()
+            self._is_new_episode = True
+
     def run(self, num_periods: int | None = None) -> None:
         """Command the arm in this thread, for a number of periods or until `stop`."""
-        self._commanded_at = time.monotonic()
-        asking = threading.Thread(target=self._ask, name="deft-policy", daemon=True)
+        self._measured()  # refuses rules of another size
+        self._check_size_of_actions()
+        self._commanded_at = self._moved_at = time.monotonic()
+        asking = threading.Thread(target=self._ask_on, name="deft-policy", daemon=True)
         watching = threading.Thread(target=self._watch, name="deft-watchdog", daemon=True)
         asking.start()
         watching.start()
@@ -158,9 +173,11 @@ class ControlLoop:
             self._stopping.set()
             with self._changed:
                 self._changed.notify_all()
-            self._arm.stop()
-            watching.join()
-            asking.join(LAST_WORDS_S)
+            try:
+                self._arm.stop()
+            finally:
+                watching.join()
+                asking.join(LAST_WORDS_S)
 
     def _run_apart(self) -> None:
         try:
@@ -170,97 +187,171 @@ class ControlLoop:
             self._failure = error
 
     def _command_all(self, periods: Iterable[None]) -> None:
+        period_s, patience_s = self._settings.period_s, self._settings.give_up_after_s
         due_at = time.monotonic()
         for _ in periods:
             if self._stopping.is_set():
                 return
-            self._command(self._next_action(due_at + WAIT_SHARE * self._settings.period_s))
+            self._command(self._next_action(due_at + WAIT_SHARE * period_s))
+            if patience_s is not None and time.monotonic() - self._moved_at > patience_s:
+                raise AnswerTimeoutError(
+                    f"no action for {patience_s:g} s: {self._problem or 'no answer'}"
+                )
             # What was missed is not made up for.
-            due_at = max(due_at + self._settings.period_s, time.monotonic())
+            due_at = max(due_at + period_s, time.monotonic())
             self._stopping.wait(max(due_at - time.monotonic(), 0.0))
 
-    def _next_action(self, moment: float) -> Action | None:
-        """Return the next action, or None where there is none at a moment."""
+    def _next_action(self, latest: float) -> Action | None:
+        """Return the next action, or None where there is none at the latest moment."""
         with self._changed:
-            if self._queue.is_due and self._asked is None:
-                self._asked = self._queue.now
+            if self._queue.is_due and not self._is_asking:
+                self._is_asking = True
                 self._changed.notify_all()
-            if self._queue.is_empty:
+            if not self._queue:
                 self._changed.wait_for(
-                    lambda: not self._queue.is_empty, max(moment - time.monotonic(), 0.0)
+                    lambda: self._queue or not self._is_asking, max(latest - time.monotonic(), 0.0)
                 )
+            self._forget_after_pause()
             return self._queue.next()
 
-    def _command(self, wanted: Action | None) -> None:
+    def _command(self, action: Action | None) -> None:
         before = self._measured() if self._last is None else self._last
-        moved = None if wanted is None else self._rules.limited(wanted, before)
-        action = self._rules.hold(before) if moved is None else moved
-        if action is None:
+        wanted = self._rules.hold(before) if action is None else action
+        command = None if wanted is None else self._rules.limited(wanted, before)
+        if command is None:
             self._arm.stop()
         else:
-            self._arm.move(action)
-            self._last = action
+            self._arm.move(command)
+            self._last = command
+        is_moved = command is not None and action is not None
+        with self._changed:
+            self._forget_after_pause()
+            if command is None and action is not None:
+                self._queue.clear()  # it was not executed, so the next ones start elsewhere
         self._commanded_at = time.monotonic()
-        is_limited = wanted is not None and moved is not None and (moved != wanted).any()
-        done = self._commands
-        self._commands = LoopStatus(
-            moves=done.moves + (moved is not None),
-            holds=done.holds + (moved is None),
-            stops=done.stops + (action is None),
-            limited=done.limited + bool(is_limited),
+        self._tell(is_moved)
+        done = self._status
+        self._status = LoopStatus(
+            moves=done.moves + is_moved,
+            holds=done.holds + (not is_moved),
+            stops=done.stops + (command is None),
+            limited=done.limited + (is_moved and bool(np.any(command != action))),
         )
+
+    def _forget_after_pause(self) -> None:
+        """Void what was left, where the watchdog stops the arm or the time for it is over."""
+        since_s = time.monotonic() - self._commanded_at
+        left_s = len(self._queue) * self._settings.period_s
+        if since_s > self._settings.watchdog_s:
+            self._queue.clear()
+            self._last = self._rules.hold(self._last)  # it stands now, whatever it did before
+        elif 0 < left_s < since_s - self._settings.period_s:
+            self._queue.clear()
+
+    def _tell(self, is_moved: bool) -> None:
+        """Say once that the arm holds, and once that it goes on."""
+        since_s = time.monotonic() - self._moved_at
+        if is_moved:
+            if self._is_hold_told:
+                logger.warning("the arm goes on after %.1f s", since_s)
+            self._moved_at, self._is_hold_told = time.monotonic(), False
+        elif not self._is_hold_told and (self._problem is not None or since_s > TOLD_AFTER_S):
+            problem, self._is_hold_told = self._problem, True
+            mistake = None if isinstance(problem, DeftError) else problem
+            logger.warning("the arm holds: %s", problem or "no answer yet", exc_info=mistake)
 
     def _measured(self) -> Action | None:
         position = self._arm.position()
-        known = position is not None and np.isfinite(position).all()
-        return self._rules.hold(position) if known else None
+        if position is None:
+            return None
+        if position.shape != self._rules.motions.shape:
+            raise ValueError(
+                f"the rules are for {len(self._rules.motions)} dimensions, and the arm's position "
+                f"is {list(position.shape)}"
+            )
+        return self._rules.hold(position) if np.isfinite(position).all() else None
 
-    def _ask(self) -> None:
+    def _check_size_of_actions(self) -> None:
+        """Refuse rules of another size than what the policy says of itself, where it can be had.
+
+        Nothing is commanded meanwhile. Each answer is checked as well.
+        """
+        info = getattr(self._policy, "info", None)
+        if info is None:
+            return
+        with contextlib.suppress(DeftError):  # no server yet: the arm holds until there is one
+            size, wanted = info().action_dim, len(self._rules.motions)
+            if size != wanted:
+                raise ValueError(
+                    f"the rules are for {wanted} dimensions, and the policy answers {size}"
+                )
+
+    def _ask_on(self) -> None:
         """Ask whenever the queue is due."""
-        while self._is_wanted():
-            chunk = self._answer()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_asking or self._stopping.is_set())
+            if self._stopping.is_set():
+                return
+            chunk, problem = None, None
+            try:
+                chunk = self._answer()
+            except Exception as error:  # noqa: BLE001  of a camera, or a mistake: the arm holds
+                problem = error
             with self._changed:
                 if chunk is not None:
-                    self._queue.refill(chunk, self._asked)
-                self._asked = None
+                    self._queue.refill(chunk)
+                self._problem, self._is_asking = problem, False
                 self._changed.notify_all()
 
     def _answer(self) -> ActionChunk | None:
-        """What the policy makes of the newest frame; a new episode is announced first."""
-        try:
-            if not self._is_announced:
+        """Return what the policy makes of the newest frame; a new episode is announced first."""
+        if self._is_new_episode:
+            self._is_new_episode = False
+            try:
                 self._policy.reset()
-                self._is_announced = True
-            chunk = self._policy.act(self._arm.observe(), self._settings.options)
-            self._rules.check(chunk.actions)
-        except DeftError as error:
-            self._note(error)
-        except Exception as error:  # of a camera, or a mistake: the arm holds all the same
-            logger.exception("no action")
-            self._note(error)
-        else:
-            self._note(None)
-            return chunk
-        return None
-
-    def _is_wanted(self) -> bool:
+            except Exception:
+                self._is_new_episode = True
+                raise
+        observation = self._arm.observe()
+        self._check_age(observation)
         with self._changed:
-            self._changed.wait_for(lambda: self._asked is not None or self._stopping.is_set())
-        return not self._stopping.is_set()
+            if self._is_new_episode:  # since a moment ago
+                return None
+            self._queue.ask()
+        chunk = self._policy.act(observation, self._settings.options)
+        self._rules.check(chunk.actions)
+        return chunk
 
-    def _note(self, problem: Exception | None) -> None:
-        if problem is not None and str(problem) != str(self._problem):
-            logger.warning("the arm holds: %s", problem)
-        self._problem = problem
+    def _check_age(self, observation: Observation) -> None:
+        longest_s, taken_s = self._settings.max_frame_age_s, observation.taken_s
+        if longest_s is None:
+            return
+        if taken_s is None:
+            raise UnusableValueError("taken_s", "missing; max_frame_age_s goes by it")
+        if (age_s := time.monotonic() - taken_s) > longest_s:
+            raise UnusableValueError(
+                "taken_s", f"the newest frame is {age_s:.2f} s old, the limit is {longest_s:g} s"
+            )
 
     def _watch(self) -> None:
-        is_stalled = False
+        """Stop the arm where no command comes, and try again where that fails."""
+        is_stalled = is_stopped = False
+        told = ""
         while not self._stopping.wait(self._settings.period_s / 4):
             since_s = time.monotonic() - self._commanded_at
             if since_s < self._settings.watchdog_s:
-                is_stalled = False
-            elif not is_stalled:
+                is_stalled = is_stopped = False
+                continue
+            if not is_stalled:
                 is_stalled = True
-                logger.error("no command for %.2f s: the watchdog stops the arm", since_s)
-                self._arm.stop()
                 self._stalls += 1
+                logger.error("no command for %.2f s: the watchdog stops the arm", since_s)
+            if not is_stopped:
+                try:
+                    self._arm.stop()
+                    is_stopped = True
+                except BaseException as error:  # noqa: BLE001  whatever it is, the arm must stop
+                    if repr(error) != told:
+                        told = repr(error)
+                        logger.error("the arm could not be stopped, trying again: %s", told)

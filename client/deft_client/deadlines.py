@@ -1,9 +1,8 @@
 """Connections that end at a moment, whatever the other side does.
 
 httpx bounds each phase of a call, and within a phase each wait for a byte: a server that sends one
-now and then holds its caller for ever. In a blocking call here every wait ends at the same moment:
-finding the address, connecting, TLS, sending, reading. An asynchronous one is cancelled from
-outside, and only has to come to a wait often enough. Knows nothing of HTTP.
+now and then holds its caller for ever. Here every wait of a call ends at the same moment: finding
+the address, connecting, TLS, sending, reading. Knows nothing of HTTP.
 """
 
 import queue
@@ -121,57 +120,6 @@ class _Stream(httpcore.NetworkStream):
         wait_s = remaining_s(timeout, httpcore.ConnectTimeout)
         is_nested = isinstance(self.get_extra_info("socket"), ssl.SSLSocket)
         return _Stream(self._stream.start_tls(ssl_context, server_hostname, wait_s), is_nested)
-
-    def get_extra_info(self, info: str) -> object:
-        return self._stream.get_extra_info(info)
-
-
-class AsyncDeadlineTransport(httpx.AsyncHTTPTransport):
-    """httpx's transport, which waits often enough to be cancelled in time."""
-
-    def __init__(self, verify: ssl.SSLContext | bool, proxy: str | None) -> None:
-        super().__init__(verify=verify, limits=KEPT_OPEN, proxy=proxy)
-        self._pool._network_backend = _AsyncBackend()
-
-
-class _AsyncBackend(httpcore.AnyIOBackend):
-    """Connects as httpcore does."""
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        connect = super().connect_tcp
-        return _AsyncStream(await connect(host, port, timeout, local_address, socket_options))
-
-
-class _AsyncStream(httpcore.AsyncNetworkStream):
-    """One connection, read in small portions."""
-
-    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
-        self._stream = stream
-
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return await self._stream.read(max_bytes // READ_SHARE, timeout)
-
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        await self._stream.write(buffer, timeout)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    async def start_tls(
-        self,
-        ssl_context: ssl.SSLContext,
-        server_hostname: str | None = None,
-        timeout: float | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        start = self._stream.start_tls
-        return _AsyncStream(await start(ssl_context, server_hostname, timeout))
 
     def get_extra_info(self, info: str) -> object:
         return self._stream.get_extra_info(info)

@@ -12,11 +12,12 @@ DeftError
 └── ProblemError                    the server answered, and said why it could not help
     ├── RefusedRequestError         400, 408, 413, 415, 422: send something else
     ├── AccessDeniedError           401, 403
-    ├── UnknownEndpointError        404, 405
+    ├── UnknownEndpointError        404, 405, 421
     ├── ConflictError               409
     ├── OverloadedError             429, with `retry_after_s`
     ├── NotReadyError               503, with `retry_after_s`
     ├── DeadlineMissedError         504
+    ├── NoActionError               500: the policy wrote a text and no action; `reasoning` has it
     └── ServerFaultError            500 and anything else; quote the request id to its operator
 """
 
@@ -74,6 +75,7 @@ class Problem:
     field: str | None = None
     request_id: str | None = None
     retry_after_s: float | None = None  # also the Retry-After header
+    reasoning: str | None = None  # what the policy wrote, where it holds no action
 
 
 class ProblemError(DeftError):
@@ -122,11 +124,11 @@ class RefusedRequestError(ProblemError):
 
 
 class AccessDeniedError(ProblemError):
-    """No API key, or one that does not open this door."""
+    """No API key, or one that may not do this."""
 
 
 class UnknownEndpointError(ProblemError):
-    """Nothing lives at that address; is the URL right?"""
+    """Nothing lives at that address, or the server has another name; is the URL right?"""
 
 
 class ConflictError(ProblemError):
@@ -149,6 +151,16 @@ class ServerFaultError(ProblemError):
     """The server failed; its log explains the request id."""
 
 
+class NoActionError(ProblemError):
+    """What the policy wrote holds no action: hold, and ask again with the next frame."""
+
+    @property
+    def reasoning(self) -> str:
+        """What it wrote."""
+        return self.problem.reasoning or ""
+
+
+NO_ACTION = "urn:deft:problem:no_action"
 _ERRORS: dict[int, type[ProblemError]] = {
     400: RefusedRequestError,
     408: RefusedRequestError,
@@ -159,6 +171,7 @@ _ERRORS: dict[int, type[ProblemError]] = {
     409: ConflictError,
     413: RefusedRequestError,
     415: RefusedRequestError,
+    421: UnknownEndpointError,
     422: RefusedRequestError,
     429: OverloadedError,
     503: NotReadyError,
@@ -168,4 +181,6 @@ _ERRORS: dict[int, type[ProblemError]] = {
 
 def problem_error(problem: Problem) -> ProblemError:
     """Return the exception that stands for a problem."""
+    if problem.type == NO_ACTION:
+        return NoActionError(problem)
     return _ERRORS.get(problem.status, ServerFaultError)(problem)

@@ -1,17 +1,22 @@
 """Writes down what a policy saw and answered, one file per episode, and never gets in its way.
 
-The files are those of `recordings`: readable up to the last whole step after a crash, and what
-`deft replay` and the trainers read.
+A thread of its own encodes and writes: `act` takes no longer than without. The files are those of
+`recordings`: readable up to the last whole step after a crash, and what `deft replay` and the
+trainers read.
 """
 
+import atexit
 import logging
+import queue
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from deft_client.calls import ActingPolicy
 from deft_client.files import append_whole
 from deft_client.recordings import (
     SUFFIX,
@@ -21,16 +26,20 @@ from deft_client.recordings import (
     encode_header,
     encode_step,
 )
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_client.types import ActingPolicy, ActionChunk, ActOptions, Observation, altered
 from deft_client.wire.images import ImageEncoding
 
 logger = logging.getLogger(__name__)
+
+MAX_WAITING = 64  # steps that wait for the disk
+CLOSE_S = 10.0  # for what waits, when the recording ends
 
 
 class Recorder:
     """A policy that records another one. One robot, one thread.
 
-    A disk that fails stops the recording, not the robot: `problem` then says why, the log too.
+    A disk that fails, or is too slow, stops the recording, not the robot: `problem` then says why,
+    the log too. `flush` or `close` it before the program ends, or the last steps are lost.
     """
 
     def __init__(
@@ -42,40 +51,44 @@ class Recorder:
         self._policy = policy
         self._directory = directory
         self._encoding = encoding
+        self.problem: OSError | None = None
+        self.path: Path | None = None  # of the episode being recorded, or the last one that was
+        # Only the thread touches these.
         self._file: BinaryIO | None = None
         self._num_steps = 0
         self._started_s = 0.0
-        self.problem: OSError | None = None
-        self.path: Path | None = None  # of the episode being recorded, or the last one that was
+        self._work: queue.Queue[Callable[[], None]] = queue.Queue(MAX_WAITING)
+        threading.Thread(target=self._write, name="deft-recorder", daemon=True).start()
+        atexit.register(self.close)
 
     @property
     def session_id(self) -> str:
         """The session of the recorded policy."""
         return self._policy.session_id
 
-    @property
-    def is_recording(self) -> bool:
-        """Does every step still reach the disk?"""
-        return self.problem is None
-
     def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
-        """Return the policy's answer, having written it down."""
+        """Return the policy's answer; it is written down meanwhile."""
         chunk = self._policy.act(observation, options)
-        if self.problem is None:
-            try:
-                self._append(observation, options or ActOptions(), chunk)
-            except OSError as error:
-                self._give_up(error)
+        options = options or ActOptions()
+        session_id = options.session_id or self.session_id
+        step = (_copy(observation), options, altered(chunk, {"actions": chunk.actions.copy()}))
+        self._later(partial(self._append, time.monotonic(), session_id, *step))
         return chunk
 
     def reset(self, session_id: str | None = None) -> None:
         """End the episode's file, and tell the policy that the next one starts."""
-        self._end("reset")
+        self._later(partial(self._end, "reset"))
         self._policy.reset(session_id)
+
+    def flush(self, patience_s: float = CLOSE_S) -> None:
+        """Wait until all steps so far are on the disk, or patience ends."""
+        is_written = threading.Event()
+        self._later(is_written.set)
+        is_written.wait(0.0 if self.problem is not None else patience_s)
 
     def close(self) -> None:
         """End the episode's file."""
-        self._end("closed")
+        self._close("closed")
 
     def __enter__(self) -> "Recorder":
         return self
@@ -86,16 +99,46 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._end("closed" if error is None else f"stopped by {type(error).__name__}")
+        self._close("closed" if error is None else f"stopped by {type(error).__name__}")
 
-    def _append(self, observation: Observation, options: ActOptions, chunk: ActionChunk) -> None:
-        file = self._file or self._start(options.session_id or self.session_id)
-        at_s = time.monotonic() - self._started_s
-        step = RecordedStep(self._num_steps, at_s, observation, options, chunk)
+    def _close(self, reason: str) -> None:
+        atexit.unregister(self.close)
+        self._later(partial(self._end, reason))
+        self.flush()
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Have the thread do something, unless too much waits for it already."""
+        try:
+            self._work.put_nowait(work)
+        except queue.Full:
+            self._give_up(OSError(f"the disk is too slow: {MAX_WAITING} steps wait for it"))
+
+    def _write(self) -> None:
+        while True:
+            work = self._work.get()
+            try:
+                work()
+            except OSError as error:
+                self._give_up(error)
+                self._drop_file()
+
+    def _append(
+        self,
+        at_s: float,
+        session_id: str,
+        observation: Observation,
+        options: ActOptions,
+        chunk: ActionChunk,
+    ) -> None:
+        if self.problem is not None:
+            self._drop_file()
+            return
+        file = self._file or self._start(session_id, at_s)
+        step = RecordedStep(self._num_steps, at_s - self._started_s, observation, options, chunk)
         append_whole(file, encode_step(step, self._encoding))
         self._num_steps += 1
 
-    def _start(self, session_id: str) -> BinaryIO:
+    def _start(self, session_id: str, at_s: float) -> BinaryIO:
         self._directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
@@ -103,7 +146,7 @@ class Recorder:
         self.path = self._directory / name
         self._file = self.path.open("xb", buffering=0)  # a step is whole or absent
         self._num_steps = 0
-        self._started_s = time.monotonic()
+        self._started_s = at_s
         try:
             append_whole(self._file, encode_header(EpisodeHeader(session_id, now)))
         except OSError:
@@ -113,18 +156,29 @@ class Recorder:
 
     def _end(self, reason: str) -> None:
         file, self._file = self._file, None
-        if file is None:
-            return
-        try:
+        if file is not None and self.problem is None:
             with file:
                 append_whole(file, encode_end(reason))
-        except OSError as error:
-            self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self.problem = error
+        if self.problem is None:
+            self.problem = error
+            logger.error("recording to %s stopped: %s", self.path or self._directory, error)
+
+    def _drop_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):  # a disk that is gone may say so once more
                 file.close()
-        logger.error("recording to %s stopped: %s", self.path or self._directory, error)
+
+
+def _copy(observation: Observation) -> Observation:
+    """Its own pixels: the camera may use the memory again before they are written."""
+    cameras = {name: image.copy() for name, image in observation.cameras.items()}
+    state = observation.state
+    changes = {
+        "image": observation.image.copy(),
+        "cameras": cameras,
+        "state": None if state is None else state.copy(),
+    }
+    return altered(observation, changes)

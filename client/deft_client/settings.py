@@ -19,7 +19,11 @@ def check_url(url: str) -> str:
         raise ValueError(f"url must start with http:// or https:// and name a host, got {url!r}")
     if parts.query or parts.fragment or parts.port == 0:
         raise ValueError(f"url must be that of a server, such as {DEFAULT_URL}, got {url!r}")
-    return url.rstrip("/")
+    url = url.rstrip("/")
+    for path in ("/v1/act", "/v1/stream", "/v1"):
+        if url.endswith(path):
+            raise ValueError(f"url must be that of a server, without {path}: {url[: -len(path)]}")
+    return url
 
 
 @dataclass(frozen=True)

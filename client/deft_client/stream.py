@@ -1,19 +1,18 @@
-"""The same clients over one WebSocket, for the shortest round trips.
+"""The same client over one WebSocket, for the shortest round trips.
 
 Frames alternate strictly: a binary request, then a binary answer, or a problem as text. Everything
 but `act` still goes over HTTP, and so does the handshake: deadlines, TLS and proxies are the same.
 A broken connection is made anew under the same rules of retrying, and so is one on which something
-came that nobody had asked for: it must never be taken for the answer to the next observation.
+came that nobody had asked for: it must never be taken for the answer to the next observation. Each
+frame has an id that the answer repeats; servers of earlier versions refuse it, and get none.
 """
 
-import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Generator
-from typing import TypeVar
+import uuid
+from dataclasses import replace
 
-import anyio
 import httpcore
 import httpx
 from websockets.client import ClientProtocol
@@ -24,19 +23,24 @@ from websockets.http11 import Response
 from websockets.protocol import OPEN
 from websockets.uri import parse_uri
 
-from deft_client.calls import ACT_PATH, HttpReply, HttpRequest
-from deft_client.client import SHORTEST_WAIT_S, AsyncPolicyClient, PolicyClient, transport_error
-from deft_client.deadlines import READ_SHARE, ending_at
+from deft_client.client import (
+    ACT_PATH,
+    HttpReply,
+    HttpRequest,
+    PolicyClient,
+    transport_error,
+)
+from deft_client.deadlines import READ_SHARE, ending_at, remaining_s
 from deft_client.errors import (
     AnswerTimeoutError,
     MessageTooLargeError,
     ServerUnreachableError,
-    TransportError,
     WireError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.wire.fields import Json, Kind, record, whole
-from deft_client.wire.json_codec import decode
+from deft_client.wire.json_codec import decode, decode_problem
+from deft_client.wire.msgpack_codec import message_id, without_id
 
 STREAM_PATH = "/v1/stream"
 _STATUS: Kind[Json] = record(dict, {"status": whole(400, 599)}, is_open=True)
@@ -48,17 +52,17 @@ _WAITING_S = 0.05  # for bytes that are there already
 _TIMEOUTS = (TimeoutError, httpcore.TimeoutException, httpx.TimeoutException)
 _BREAKS = (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
 
-ResultT = TypeVar("ResultT")
-# Yields bytes to send, or None to be sent what arrived (nothing, where the connection ended).
-Exchange = Generator[bytes | None, bytes, ResultT]
 
+class Connection:
+    """One WebSocket: the response that opened it, its frames, and the socket below.
 
-class Frames:
-    """The frames of one WebSocket, decided but not performed; knows no socket."""
+    Every wait ends with the call: see `ending_at`.
+    """
 
     def __init__(self, url: str, max_bytes: int) -> None:
         self._opening = ClientProtocol(parse_uri(stream_url(url)))
         self._protocol = ClientProtocol(self._opening.uri, state=OPEN, max_size=max_bytes)
+        self._response: httpx.Response | None = None
         self._opcode: Opcode | None = None  # of the message of which parts have come
         self._message = bytearray()
 
@@ -67,45 +71,63 @@ class Frames:
         """Headers of the GET that opens the stream."""
         return dict(self._opening.connect().headers.raw_items())
 
-    def check_handshake(self, response: httpx.Response) -> None:
-        """Raise `InvalidHandshake` unless the server opened a WebSocket, for this request."""
+    def open(self, response: httpx.Response) -> None:
+        """Take over a connection; `InvalidHandshake` unless it was opened for this request."""
+        self._response = response
         headers = Headers(response.headers.multi_items())
         self._opening.process_response(Response(response.status_code, "", headers))
 
-    def ask(self, frame: bytes, gives_up_at: float) -> Exchange[bytes | str]:
+    def ask(self, frame: bytes) -> bytes | str:
         """Send a frame and return the one message that comes back."""
         self._protocol.send_binary(frame)
-        yield from self._flush()
+        self._flush()
         while True:
-            messages = yield from self._receive(gives_up_at)
+            messages = self._receive()
             if len(messages) == 1:
                 return messages[0]
             if messages:
                 raise ConnectionError("the server sent more than one answer to one frame")
 
-    def listen(self, gives_up_at: float) -> Exchange[bool]:
-        """Take what is there already; was it nothing but pings and pongs?"""
-        messages = yield from self._receive(gives_up_at)
-        return not messages and self._opcode is None
+    def is_quiet(self) -> bool:
+        """Is the connection as the last answer left it, but for pings?"""
+        if self._opcode is not None or self._protocol.reader.buffer:  # a part of something
+            return False
+        if not self._has_bytes():
+            return True
+        try:
+            with ending_at(time.monotonic() + (remaining_s(_WAITING_S) or 0.0)):
+                messages = self._receive()
+        except (*_TIMEOUTS, *_BREAKS):
+            return False
+        return not messages and self._opcode is None and not self._has_bytes()
 
-    def goodbye(self) -> Exchange[None]:
+    def say_goodbye(self) -> None:
         """Say that the stream ends."""
-        if self._protocol.state is OPEN:
-            self._protocol.send_close(1000)
-            yield from self._flush()
+        with contextlib.suppress(*_TIMEOUTS, *_BREAKS), ending_at(time.monotonic() + CLOSE_S):
+            if self._protocol.state is OPEN:
+                self._protocol.send_close(1000)
+                self._flush()
 
-    def _receive(self, gives_up_at: float) -> Exchange[list[bytes | str]]:
-        received = memoryview((yield None))
+    def abandon(self) -> None:
+        """Close our end of a socket that another process goes on using."""
+        self._socket.close()
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._response is not None:
+            self._response.close()
+
+    def _receive(self) -> list[bytes | str]:
+        received = memoryview(self._socket.read(READ_BYTES))
         if not received:
             raise ConnectionError("the server closed the connection")
         messages: list[bytes | str] = []
         while received:
-            if time.monotonic() > gives_up_at:
-                raise TimeoutError("the time for the whole call is over")
+            remaining_s(None)  # raises where the time of the call is over
             self._protocol.receive_data(bytes(received[:SLICE_BYTES]))
             received = received[SLICE_BYTES:]
-            messages += self._messages()
-            yield from self._flush()  # pongs
+            messages += self._whole_messages()
+            self._flush()  # pongs
         if isinstance(self._protocol.parser_exc, PayloadTooBig):
             raise MessageTooLargeError("answer", str(self._protocol.parser_exc))
         if self._protocol.state is not OPEN:
@@ -115,8 +137,7 @@ class Frames:
             )
         return messages
 
-    def _messages(self) -> list[bytes | str]:
-        """Return the messages that are whole."""
+    def _whole_messages(self) -> list[bytes | str]:
         whole: list[bytes | str] = []
         for event in self._protocol.events_received():
             if not isinstance(event, Frame):
@@ -133,10 +154,19 @@ class Frames:
                 self._opcode = None
         return whole
 
-    def _flush(self) -> Generator[bytes | None, bytes, None]:
+    def _flush(self) -> None:
         for data in self._protocol.data_to_send():
             if data:  # nothing stands for the end of the stream; closing it says as much
-                yield data
+                self._socket.write(data)
+
+    def _has_bytes(self) -> bool:
+        return bool(self._socket.get_extra_info("is_readable"))
+
+    @property
+    def _socket(self) -> httpcore.NetworkStream:
+        assert self._response is not None
+        stream: httpcore.NetworkStream = self._response.extensions["network_stream"]
+        return stream
 
 
 class StreamClient(PolicyClient):
@@ -148,216 +178,111 @@ class StreamClient(PolicyClient):
         settings: ClientSettings | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        self._connection: Connection | None = None
+        self._repeats_ids: bool | None = None  # None until the server has shown whether it does
         super().__init__(url, settings, transport)
+
+    def _connect(self) -> None:
+        super()._connect()
         self._turn = threading.Lock()
-        self._opened: httpx.Response | None = None
-        self._frames = Frames(self.url, self.settings.limits.max_bytes)
+        if self._connection is not None:
+            self._connection.abandon()
+            self._connection = None
+
+    def _message_id(self) -> str | None:
+        return None if self._repeats_ids is False else uuid.uuid4().hex
 
     def close(self) -> None:
         """Close both connections."""
+        self._leave_parents_connections()
         with self._turn:
-            if self._opened is not None:
-                moment = time.monotonic() + CLOSE_S
-                with contextlib.suppress(*_TIMEOUTS, *_BREAKS), ending_at(moment):
-                    self._perform(self._frames.goodbye(), moment)
+            if self._connection is not None:
+                self._connection.say_goodbye()
             self._drop()
         super().close()
 
     def __enter__(self) -> "StreamClient":
         return self
 
-    def _send(self, request: HttpRequest) -> HttpReply | TransportError:
+    def _send(self, request: HttpRequest) -> HttpReply:
         if request.path != ACT_PATH:
             return super()._send(request)
+        self._leave_parents_connections()
         if not self._turn.acquire(timeout=max(request.gives_up_at - time.monotonic(), 0.0)):
-            return too_slow(self.url)
+            raise self._too_slow()
         try:
             with ending_at(request.gives_up_at):
                 return self._exchange(request)
         finally:
             self._turn.release()
 
-    def _exchange(self, request: HttpRequest) -> HttpReply | TransportError:
-        answered = False
+    def _exchange(self, request: HttpRequest) -> HttpReply:
+        is_answered = False
         try:
-            if self._opened is not None and not self._is_quiet(request.gives_up_at):
+            if self._connection is not None and not self._connection.is_quiet():
                 self._drop()
-            if self._opened is None:
+            if self._connection is None:
                 refusal = self._open(request)
                 if refusal is not None:
                     return refusal
-            asking = self._frames.ask(request.body, request.gives_up_at)
-            answer = self._perform(asking, request.gives_up_at)
-            answered = True
-            return read_frame(answer)
-        except (*_TIMEOUTS, *_BREAKS, InvalidHandshake) as error:
-            return failed_exchange(error, self.url)
+            assert self._connection is not None
+            asked = message_id(request.body)
+            answer = self._connection.ask(request.body)
+            reply = read_frame(answer)
+            if reply.status == 200:
+                self._check_id(asked, message_id(reply.body))
+            is_answered = True
+        except httpx.TransportError as error:
+            raise transport_error(error, self.url) from error
+        except _TIMEOUTS as error:
+            raise self._too_slow() from error
+        except (*_BREAKS, InvalidHandshake) as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachableError(
+                f"cannot stream to {self.url}: {reason}; is the server running there?"
+            ) from error
         finally:
             # Whatever interrupted us, a late answer must never be taken for that of the next
             # observation.
-            if not answered:
+            if not is_answered:
                 self._drop()
+        if reply.status == 400 and decode_problem(400, reply.body).field == "id":
+            self._repeats_ids = False
+            return self._exchange(replace(request, body=without_id(request.body)))
+        return reply
 
-    def _open(self, request: HttpRequest) -> HttpReply | TransportError | None:
+    def _check_id(self, asked: object, repeated: object) -> None:
+        """Refuse the answer to another frame, and one without an id from a server that has them."""
+        if repeated != asked and (repeated is not None or self._repeats_ids):
+            raise ConnectionError("the server answered another frame")
+        if repeated is not None:
+            self._repeats_ids = True
+
+    def _open(self, request: HttpRequest) -> HttpReply | None:
         """Open the stream, or return what the server answered instead."""
-        self._frames = Frames(self.url, self.settings.limits.max_bytes)
-        sent = self._prepared(opening(self._frames, request))
+        connection = Connection(self.url, self.settings.limits.max_bytes)
+        opening = HttpRequest("GET", STREAM_PATH, request.gives_up_at, headers=connection.handshake)
+        sent = self._prepared(opening)
         response = self._transport.handle_request(sent)
         if response.status_code != httpx.codes.SWITCHING_PROTOCOLS:
             return self._reply(sent, response)
-        self._opened = response
-        self._frames.check_handshake(response)
+        self._connection = connection
+        self._repeats_ids = self._repeats_ids or None  # it may be another server now
+        connection.open(response)
         return None
-
-    def _is_quiet(self, gives_up_at: float) -> bool:
-        """Is the connection as the last answer left it, but for pings?"""
-        stream = self._stream()
-        if not stream.get_extra_info("is_readable"):
-            return True
-        soon = min(time.monotonic() + _WAITING_S, gives_up_at)
-        try:
-            is_quiet = self._perform(self._frames.listen(soon), soon)
-        except (*_TIMEOUTS, *_BREAKS):
-            return False
-        return is_quiet and not stream.get_extra_info("is_readable")
-
-    def _perform(self, exchange: Exchange[ResultT], gives_up_at: float) -> ResultT:
-        stream = self._stream()
-        try:
-            step = next(exchange)
-            while True:
-                left_s = max(gives_up_at - time.monotonic(), SHORTEST_WAIT_S)
-                if step is None:
-                    step = exchange.send(stream.read(READ_BYTES, left_s))
-                else:
-                    stream.write(step, left_s)
-                    step = next(exchange)
-        except StopIteration as stop:
-            result: ResultT = stop.value
-            return result
-
-    def _stream(self) -> httpcore.NetworkStream:
-        assert self._opened is not None
-        stream: httpcore.NetworkStream = self._opened.extensions["network_stream"]
-        return stream
 
     def _drop(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-
-class AsyncStreamClient(AsyncPolicyClient):
-    """`StreamClient` for asyncio; tasks take turns."""
-
-    def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        settings: ClientSettings | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(url, settings, transport)
-        self._turn = asyncio.Lock()
-        self._opened: httpx.Response | None = None
-        self._frames = Frames(self.url, self.settings.limits.max_bytes)
-
-    async def aclose(self) -> None:
-        """Close both connections."""
-        async with self._turn:
-            if self._opened is not None:
-                with contextlib.suppress(*_TIMEOUTS, *_BREAKS), anyio.move_on_after(CLOSE_S):
-                    await self._perform(self._frames.goodbye(), None)
-            await self._drop()
-        await super().aclose()
-
-    async def __aenter__(self) -> "AsyncStreamClient":
-        return self
-
-    async def _send(self, request: HttpRequest) -> HttpReply | TransportError:
-        if request.path != ACT_PATH:
-            return await super()._send(request)
-        try:
-            with anyio.fail_after(request.gives_up_at - time.monotonic()):
-                async with self._turn:
-                    return await self._exchange(request)
-        except TimeoutError:
-            return too_slow(self.url)
-
-    async def _exchange(self, request: HttpRequest) -> HttpReply | TransportError:
-        answered = False
-        try:
-            if self._opened is not None and not await self._is_quiet(request.gives_up_at):
-                await self._drop()
-            if self._opened is None:
-                refusal = await self._open(request)
-                if refusal is not None:
-                    return refusal
-            answer = await self._perform(self._frames.ask(request.body, request.gives_up_at))
-            answered = True
-            return read_frame(answer)
-        except (*_TIMEOUTS, *_BREAKS, InvalidHandshake) as error:
-            return failed_exchange(error, self.url)
-        finally:
-            if not answered:  # see StreamClient
-                await self._drop()
-
-    async def _open(self, request: HttpRequest) -> HttpReply | TransportError | None:
-        self._frames = Frames(self.url, self.settings.limits.max_bytes)
-        sent = self._prepared(opening(self._frames, request))
-        response = await self._transport.handle_async_request(sent)
-        if response.status_code != httpx.codes.SWITCHING_PROTOCOLS:
-            return await self._reply(sent, response)
-        self._opened = response
-        self._frames.check_handshake(response)
-        return None
-
-    async def _is_quiet(self, gives_up_at: float) -> bool:
-        stream = self._stream()
-        if not stream.get_extra_info("is_readable"):
-            return True
-        soon = min(time.monotonic() + _WAITING_S, gives_up_at)
-        try:
-            is_quiet = await self._perform(self._frames.listen(soon), _WAITING_S)
-        except (*_TIMEOUTS, *_BREAKS):
-            return False
-        return is_quiet and not stream.get_extra_info("is_readable")
-
-    async def _perform(
-        self, exchange: Exchange[ResultT], timeout_s: float | None = None
-    ) -> ResultT:
-        stream = self._stream()
-        try:
-            step = next(exchange)
-            while True:
-                if step is None:
-                    step = exchange.send(await stream.read(READ_BYTES, timeout_s))
-                else:
-                    await stream.write(step, timeout_s)
-                    step = next(exchange)
-        except StopIteration as stop:
-            result: ResultT = stop.value
-            return result
-
-    def _stream(self) -> httpcore.AsyncNetworkStream:
-        assert self._opened is not None
-        stream: httpcore.AsyncNetworkStream = self._opened.extensions["network_stream"]
-        return stream
-
-    async def _drop(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            with anyio.CancelScope(shield=True):
-                await opened.aclose()
+    def _too_slow(self) -> AnswerTimeoutError:
+        return AnswerTimeoutError(f"{self.url} took too long to answer on {STREAM_PATH}")
 
 
 def stream_url(url: str) -> str:
     """Return where the WebSocket of a server is."""
     return "ws" + url.removeprefix("http") + STREAM_PATH
-
-
-def opening(frames: Frames, request: HttpRequest) -> HttpRequest:
-    """Return the request that opens a stream for another one."""
-    return HttpRequest("GET", STREAM_PATH, request.gives_up_at, headers=frames.handshake)
 
 
 def read_frame(frame: bytes | str) -> HttpReply:
@@ -369,18 +294,3 @@ def read_frame(frame: bytes | str) -> HttpReply:
         return HttpReply(decode(_STATUS, body)["status"], body)
     except WireError:
         return HttpReply(500, body)
-
-
-def too_slow(url: str) -> TransportError:
-    """Return what is said of an answer that did not come in time."""
-    return AnswerTimeoutError(f"{url} took too long to answer on {STREAM_PATH}")
-
-
-def failed_exchange(error: Exception, url: str) -> TransportError:
-    """Return what an exception of the stream means to the call."""
-    if isinstance(error, httpx.TransportError):
-        return transport_error(error, url)
-    if isinstance(error, _TIMEOUTS):
-        return too_slow(url)
-    reason = str(error) or type(error).__name__
-    return ServerUnreachableError(f"cannot stream to {url}: {reason}; is the server running there?")

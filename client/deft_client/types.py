@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,11 @@ def altered(record: RecordT, changes: Mapping[str, object]) -> RecordT:
 
 
 def _check_image(name: str, image: Image) -> None:
+    if not isinstance(image, np.ndarray):
+        raise ValueError(
+            f"{name} must be a numpy array, uint8 [height, width, 3], got {type(image).__name__}; "
+            "of a file: np.asarray(PIL.Image.open(path).convert('RGB'))"
+        )
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
         raise ValueError(
             f"{name} must be uint8 [height, width, 3], got {image.dtype} {list(image.shape)}"
@@ -34,18 +39,25 @@ class Observation:
     """One camera frame and the instruction the robot is following.
 
     `cameras` holds further views by name; `state` is whatever the robot reports of itself.
+    `taken_s` is when the frame was taken, by `time.monotonic`; it stays on the robot.
     """
 
     image: Image
     instruction: str
     cameras: Mapping[str, Image] = field(default_factory=dict)
     state: NDArray[np.float32] | None = None  # [state_dim]
+    taken_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_image("image", self.image)
         for name, image in self.cameras.items():
             _check_image(f"cameras[{name!r}]", image)
         state = self.state
+        if state is not None and not isinstance(state, np.ndarray):
+            raise ValueError(
+                f"state must be a numpy array, float32 [state_dim], got {type(state).__name__}; "
+                "of a list: np.asarray(state, np.float32)"
+            )
         if state is not None and (state.dtype != np.float32 or state.ndim != 1):
             raise ValueError(f"state must be float32 [state_dim], got {state.dtype} {state.shape}")
         if state is not None and not np.isfinite(state).all():
@@ -66,6 +78,8 @@ class ActOptions:
     decoding: str | None = None
     radius: int | None = None
     want_trace: bool = False
+    want_reasoning: bool = False  # the text that a policy writes before it acts, where it does
+    max_tokens: int | None = None  # of such an answer, text and action; servers bound it
 
 
 @dataclass(frozen=True)
@@ -153,6 +167,7 @@ class DecodeTrace:
     guard: str = ""  # why the never-slower guard chose this method; empty when it did not act
     rule: str = ""  # the acceptance rule with its numbers; empty where nothing was ever drafted
     plan: str = ""  # which of the method's plans was used: what a replay has to be told
+    parts: tuple[int, ...] = ()  # tokens of each part of a reasoning: see `reasoning.part_costs`
 
     @property
     def num_passes(self) -> int:
@@ -197,6 +212,7 @@ class ActionChunk:
     timings: StageTimings = StageTimings()
     trace: DecodeTrace | None = None
     intervention: Intervention | None = None
+    reasoning: str | None = None  # what the policy wrote before; `reasoning` takes it apart
 
     def __post_init__(self) -> None:
         if self.actions.dtype != np.float64 or self.actions.ndim != 2:
@@ -225,5 +241,20 @@ class ServerInfo:
     assets: str = ""  # LIBERO's it was trained on, as results name them; empty: nobody noted
     num_pictures: int = 1  # the frame, and cameras whose names contain "wrist"
     state_dim: int | None = None  # numbers of the robot's state it reads; None: it reads none
+    max_tokens: int | None = None  # of an answer with reasoning; None: it writes none
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
+
+
+class ActingPolicy(Protocol):
+    """A policy as its caller sees it: `PolicyClient`, `StreamClient`, `Recorder`, or one's own."""
+
+    @property
+    def session_id(self) -> str:
+        """The session of acts and resets that name no other."""
+
+    def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
+        """Return the actions that follow an observation."""
+
+    def reset(self, session_id: str | None = None) -> None:
+        """Say that an episode starts."""

@@ -52,7 +52,6 @@ PANELS = (
     Panel("Time per frame", "s", _quantiles("deft_act_seconds")),
     Panel("Time in the queue", "s", _quantiles("deft_queue_seconds")),
     Panel("Time of a batch", "s", _quantiles("deft_batch_seconds")),
-    Panel("Time a batch waited for company", "s", _quantiles("deft_company_seconds")),
     Panel(
         "Frames per batch",
         "short",

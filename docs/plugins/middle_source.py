@@ -1,30 +1,25 @@
 """A draft source of one's own: the action will be no motion at all, the middle of every range."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import torch
 
-from deft_policies.decoding.drafts.sources import Guesses
-from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.drafts import MEMORY, Chains, Room, Stateless, from_here
 from deft_policies.decoding.plan import DraftKind
-from deft_policies.decoding.records import BatchProgress
-from deft_policies.decoding.target import Prompts, TargetModel
+from deft_policies.decoding.target import Target
 
 
-@dataclass(frozen=True)
-class MiddleSource:
+class MiddleSource(Stateless):
     """Knows nothing but the target; its kind is the name of the entry point."""
 
-    target: TargetModel
     kind = DraftKind("middle")
-    steps_needed = 0
-    guesses_once = True
+    needs = frozenset({MEMORY})
+    capturable = True
+    least_steps = 0
 
-    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
-        """Say that there is always something to guess."""
-        return True
+    def __init__(self, target: Target) -> None:
+        self.middle = (target.action_tokens.first + target.action_tokens.last) // 2
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
-        """Name one action, [row, chain, position]."""
-        middle = (self.target.action_tokens.first + self.target.action_tokens.last) // 2
-        tokens = (history.drift[:, None] * 0 + middle).long()
-        return Guesses(tokens, tokens >= 0)
+    def draft(self, batch: Batch, room: Room) -> Chains:
+        """Name one action, [row, chain, place], of which what is committed is left out."""
+        tokens = torch.full_like(batch.past[:, -1:], self.middle)
+        return from_here(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), room)

@@ -1,4 +1,4 @@
-"""`deft train`: one subcommand per step from demonstrations to a draft head or a small policy."""
+"""`deft train`: one subcommand per step from recorded episodes to a draft head."""
 
 from deft_client.commands.program import Command, Program
 from deft_client.errors import DeftError
@@ -6,14 +6,11 @@ from deft_draft_training.errors import TrainingError
 from deft_policies.errors import PolicyError
 
 _HEADS = "deft_draft_training.heads."
-_POLICY = "deft_draft_training.policy."
 COMMANDS = {
     "record": Command(_HEADS + "record", "a target's features over the episodes of data sets"),
     "fit": Command(_HEADS + "fit", "fit a draft head to recorded or live features"),
     "evaluate": Command(_HEADS + "evaluate", "judge draft heads on held-out episodes"),
     "export": Command(_HEADS + "export", "write a fitted head as the server loads it"),
-    "policy": Command(_POLICY + "prepare", "clone demonstrations into a small OpenVLA"),
-    "correct": Command(_POLICY + "correct", "let a policy play, and store the expert's answers"),
 }
 
 

@@ -4,7 +4,7 @@ TrainingError
 ├── ConfigError       a configuration that cannot be used; the message names the key
 ├── DivergedError     losses that are not finite
 ├── DataError         demonstrations, recordings or feature shards that cannot be read
-├── ResumeError       a run directory that does not belong to this configuration
+├── ResumeError       a run directory of another configuration, or that is being written to
 └── StorageError      a file that cannot be written, on a full disk for example
 """
 
@@ -26,7 +26,7 @@ class DataError(TrainingError):
 
 
 class ResumeError(TrainingError):
-    """A run directory that was written by another configuration or code version."""
+    """A run directory that another configuration wrote, or another training is writing to."""
 
 
 class StorageError(TrainingError):

@@ -4,7 +4,9 @@ Everything is written beside its final name and then renamed, so that a killed r
 the old state or the new one, never half of it.
 """
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,18 +61,46 @@ _CONFIG, _METRICS, _STEPS = "config.json", "metrics.jsonl", "steps"
 
 
 class RunDirectory:
-    """Owns one directory; refuses one that another configuration wrote.
+    """Owns one directory until it is closed; refuses one that another configuration wrote.
 
-    Only the number of steps may grow: the run goes on, on the schedule of its new length.
+    Only the number of steps may grow: the run goes on, on the schedule of its new length. Of
+    several processes of one training, one writes.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], with_board: bool = False) -> None:
-        self.path = path
-        self._with_board = with_board
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], with_board: bool = False, writes: bool = True
+    ) -> None:
+        self.path, self.writes = path, writes
+        self._with_board = with_board and writes
         self._board: Board | None = None
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
-        stored = path / _CONFIG
+            self._lock = os.open(path, os.O_RDONLY)
+        try:
+            if writes:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as we live
+            self._settle(config)
+        except BlockingIOError as error:
+            self.close()
+            raise ResumeError(
+                f"another training is writing to {path}; wait for it, or choose another directory"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another training write here."""
+        os.close(self._lock)
+
+    def _settle(self, config: Mapping[str, Any]) -> None:
+        stored = self.path / _CONFIG
         wanted = json.loads(json.dumps(config))
         known = json.loads(stored.read_text()) if stored.exists() else None
         if known is not None:

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
-from deft_draft_training.errors import DivergedError
+from deft_draft_training.errors import DataError, DivergedError
 from deft_draft_training.optimizer import (
     OptimizerConfig,
     TrainingPrecision,
@@ -38,9 +40,10 @@ class FitConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = {
-            name: getattr(self, name) for name in ("steps", "batch_size", "save_every", "log_every")
-        }
+        names = ("steps", "batch_size", "save_every", "log_every")
+        counts = {name: getattr(self, name) for name in names}
+        if counts["steps"] == type(self).steps == 0:  # the trainer chooses
+            counts.pop("steps")
         if min(counts.values()) < 1:
             raise ValueError(f"each of these must be at least 1, got {counts}")
 
@@ -65,12 +68,9 @@ class Trainer(ABC, Generic[Net]):
         self.average.follow(self.net)
         return norm
 
-    def _train(self, run: RunDirectory, writes: bool = True) -> Net:
-        """Go on to the configured step and return the (averaged) module.
-
-        Of several processes, one writes.
-        """
-        rules = self._rules
+    def _train(self, run: RunDirectory) -> Net:
+        """Go on to the configured step and return the (averaged) module."""
+        rules, writes = self._rules, run.writes
         first, average = run.load(self.net, self.optimizers)
         self.average.restore(average)
         steps = range(first, rules.steps)
@@ -89,3 +89,18 @@ class Trainer(ABC, Generic[Net]):
                 run.save(done, self.net, self.optimizers, self.average.state())
         self.average.copy_to(self.net)
         return self.net
+
+
+def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArray[np.int64]:
+    """Indices of a step's samples: every sample once an epoch, in an order of its own.
+
+    A pure function of the step, so that a resumed run sees what the killed one would have seen.
+    """
+    per_epoch = num_samples // batch_size
+    if per_epoch == 0:
+        raise DataError(
+            f"a batch of {batch_size} needs at least as many samples, got {num_samples}"
+        )
+    epoch, place = divmod(step, per_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(num_samples)
+    return order[place * batch_size : (place + 1) * batch_size]

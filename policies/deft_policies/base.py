@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_policies.errors import NoActionError, PolicyError
 from deft_policies.memory import SessionMemory
 
 
@@ -42,11 +43,26 @@ class ActRequest:
 class ActAnswer:
     """The actions for one observation, and what to hand in with the robot's next one.
 
-    A policy leaves `last_action` of the memory alone: it is for whoever sends the actions.
+    With an `error` the chunk has no step: its text and its trace say what was answered instead.
     """
 
     chunk: ActionChunk
     memory: SessionMemory = field(default_factory=SessionMemory)
+    error: NoActionError | None = None
+
+
+@dataclass(eq=False)
+class Running:
+    """An observation on its way through a policy; once it has ended, an answer or an error."""
+
+    request: ActRequest
+    answer: ActAnswer | None = field(default=None, init=False)
+    error: PolicyError | None = field(default=None, init=False)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.answer is not None or self.error is not None
 
 
 class Policy(Protocol):
@@ -76,18 +92,36 @@ class Policy(Protocol):
         """
 
 
+@runtime_checkable
+class SteppedPolicy(Protocol):
+    """A policy that can also be played round by round, so that a long answer blocks nobody.
+
+    Like `act`, on the policy thread alone; `act` is this loop. Where `start` raises, nothing has
+    been taken in; where `step` raises, nothing is on its way any more.
+    """
+
+    def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
+        """Take in observations, in order; they are answered by the next steps."""
+
+    def step(self) -> Sequence[Running]:
+        """Play one round of all that is on its way; returns what has ended.
+
+        An answer's timings are those of all rounds since its start, its trace tells the passes.
+        """
+
+    def cancel(self, running: Running) -> None:
+        """Let go of one between two steps; nothing where it has ended."""
+
+
 @dataclass(frozen=True, eq=False)
 class ActionLimits:
     """What any action of a robot must look like, so that a server can refuse one that does not.
 
-    Where `is_motion` is true, zero means "do not move"; elsewhere (a gripper) staying as one is
-    means repeating the last command. Where the policy `may_exceed` the range, an answer beyond it
-    is no sign of a fault.
+    Where the policy `may_exceed` the range, an answer beyond it is no sign of a fault.
     """
 
     low: NDArray[np.float64]  # [action_dim]
     high: NDArray[np.float64]  # [action_dim]
-    is_motion: NDArray[np.bool_]  # [action_dim]
     may_exceed: bool = False
 
 

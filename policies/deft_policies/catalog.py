@@ -9,14 +9,15 @@ from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 
 from deft_policies import tiny_libero as bundle
 from deft_policies.base import Finding, Policy
 from deft_policies.constant import ConstantPolicy, SleepingPolicy
 from deft_policies.errors import PolicyError
-from deft_policies.oft import options as oft_options
-from deft_policies.oft.recognition import has_head
-from deft_policies.openvla import options as openvla_options
+from deft_policies.families.options import FAMILY_NAMES, ModelOptions, add_flags, read_flags
+
+MODEL = "model"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class CatalogEntry:
     add_flags: Callable[[_ArgumentGroup], None]
     load: Callable[[Namespace], Policy]
     examine: Callable[[Namespace], Sequence[Finding]] = lambda _: ()
+    read: Callable[[Namespace], ModelOptions] | None = None  # where it is a model of a family
 
 
 class UnknownPolicyError(PolicyError):
@@ -50,28 +52,9 @@ def find(name: str) -> CatalogEntry:
 
 
 def default_for(flags: Sequence[str]) -> str:
-    """The policy of a command line that names none, by the weights that it says.
-
-    Where it says none, the small policy that ships with Deft.
-    """
-    checkpoint = _value_of("--checkpoint", flags)
-    if checkpoint is None and _value_of("--random-weights", flags) is None:
-        return "tiny-libero"
-    asks_for_chunks = _value_of("--chunk", flags) not in (None, "1")
-    if asks_for_chunks or _value_of("--pictures", flags) is not None:
-        return "oft"
-    return "oft" if checkpoint is not None and has_head(checkpoint) else "openvla"
-
-
-def _value_of(name: str, flags: Sequence[str]) -> str | None:
-    """What stands behind a flag; the last one counts, as in argparse."""
-    found = None
-    for index, flag in enumerate(flags):
-        if flag == name and index + 1 < len(flags):
-            found = flags[index + 1]
-        elif flag.startswith(f"{name}="):
-            found = flag.removeprefix(f"{name}=")
-    return found
+    """The policy of a command line that names none: tiny-libero, unless it says weights."""
+    names = {flag.partition("=")[0] for flag in flags}
+    return MODEL if names & {"--checkpoint", "--random-weights"} else "tiny-libero"
 
 
 def _no_flags(_: _ArgumentGroup) -> None:
@@ -107,44 +90,43 @@ def _load_sleeping(namespace: Namespace) -> Policy:
     return SleepingPolicy(sleep_s=namespace.sleep_ms / 1000)
 
 
-def _load_openvla(namespace: Namespace) -> Policy:
+def _load_model(options: ModelOptions) -> Policy:
     # Imported here: it brings torch along.
-    from deft_policies.openvla.load import load_policy
+    from deft_policies.families.loading import load_policy
 
-    return load_policy(openvla_options.read_flags(namespace))
-
-
-def _examine_openvla(namespace: Namespace) -> Sequence[Finding]:
-    from deft_policies.openvla.examine import examine
-
-    return examine(openvla_options.read_flags(namespace))
+    return load_policy(options)
 
 
-def _load_oft(namespace: Namespace) -> Policy:
-    from deft_policies.oft.load import load_policy
+def _examine_model(options: ModelOptions) -> Sequence[Finding]:
+    from deft_policies.families.loading import examine
 
-    return load_policy(oft_options.read_flags(namespace))
-
-
-def _examine_oft(namespace: Namespace) -> Sequence[Finding]:
-    from deft_policies.oft.load import examine
-
-    return examine(oft_options.read_flags(namespace))
+    return examine(options)
 
 
-def _load_tiny(namespace: Namespace) -> Policy:
-    from deft_policies.openvla.load import load_policy
+def _of_model(
+    summary: str,
+    family: str | None = None,
+    complete: Callable[[ModelOptions], ModelOptions] = lambda options: options,
+) -> CatalogEntry:
+    def read(namespace: Namespace) -> ModelOptions:
+        return complete(read_flags(namespace))
 
-    return load_policy(bundle.complete(openvla_options.read_flags(namespace)))
-
-
-def _examine_tiny(namespace: Namespace) -> Sequence[Finding]:
-    from deft_policies.openvla.examine import examine
-
-    return examine(bundle.complete(openvla_options.read_flags(namespace)))
+    return CatalogEntry(
+        summary,
+        partial(add_flags, family=family),
+        lambda namespace: _load_model(read(namespace)),
+        lambda namespace: _examine_model(read(namespace)),
+        read,
+    )
 
 
 CATALOG: dict[str, CatalogEntry] = {
+    "tiny-libero": _of_model(
+        "a small OpenVLA for LIBERO's objects, with draft heads; ships with Deft",
+        complete=bundle.complete,
+    ),
+    MODEL: _of_model("the model of --checkpoint or --random-weights"),
+    **{name: _of_model(f"the same, of the family {name}", name) for name in FAMILY_NAMES},
     "constant": CatalogEntry(
         "answers every frame with the same action; no model", _no_flags, _load_constant
     ),
@@ -152,23 +134,5 @@ CATALOG: dict[str, CatalogEntry] = {
         "answers like constant, but takes a given time over every batch; no model",
         _add_sleeping_flags,
         _load_sleeping,
-    ),
-    "openvla": CatalogEntry(
-        "OpenVLA with speculative decoding",
-        openvla_options.add_flags,
-        _load_openvla,
-        _examine_openvla,
-    ),
-    "oft": CatalogEntry(
-        "OpenVLA-OFT: chunks of actions in one pass",
-        oft_options.add_flags,
-        _load_oft,
-        _examine_oft,
-    ),
-    "tiny-libero": CatalogEntry(
-        "a small OpenVLA for LIBERO's objects, with draft heads; ships with Deft",
-        openvla_options.add_flags,
-        _load_tiny,
-        _examine_tiny,
     ),
 }

@@ -6,6 +6,7 @@ PolicyError
 │   ├── UnknownDecodingError
 │   └── UnusableObservationError
 ├── NotFiniteError        the model computed NaN or infinity: there is no answer
+├── NoActionError         what the model wrote holds no action: `reasoning` has it
 ├── SelfTestError         a loaded policy answers known frames as no policy should
 ├── CheckpointError       files that cannot be loaded; the message names the file and the fix
 └── DeviceError           the device cannot do it: memory, dtype, missing library
@@ -48,6 +49,12 @@ class UnusableObservationError(RequestError):
 
 class NotFiniteError(PolicyError):
     """The model computed NaN or infinity; the largest of such numbers means nothing."""
+
+
+class NoActionError(PolicyError):
+    """What the model wrote holds no action. The session's memory of it is as good as any."""
+
+    reasoning = ""  # what it wrote, once somebody has put it into words
 
 
 class SelfTestError(PolicyError):

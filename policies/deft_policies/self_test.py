@@ -5,6 +5,7 @@ or a device that computes wrongly.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,28 +25,33 @@ def self_test(
     limits: ActionLimits | None,
     plain_method: str | None = None,
     complete: Same = lambda observation: observation,
+    max_tokens: int | None = None,
 ) -> None:
     """Raise `SelfTestError` unless every answer is finite, inside the limits, and repeats itself.
 
     Repeated are answers by `plain_method`, because others may take another way the second time.
-    `complete` adds what the policy asks of an observation beside the frame.
+    `complete` adds what the policy asks of an observation beside the frame. With `max_tokens` an
+    answer is the start of a text, which need not hold an action.
     """
     info = policy.info
     key = info.default_statistics_key or info.statistics_keys[0]
-    by_default = ActOptions(statistics_key=key)
-    plainly = ActOptions(statistics_key=key, decoding=plain_method)
+    by_default = ActOptions(statistics_key=key, want_reasoning=True, max_tokens=max_tokens)
+    plainly = replace(by_default, decoding=plain_method)
     for name, image in _known_frames(info.image_height, info.image_width).items():
         observation = complete(Observation(image, _INSTRUCTION))
         answers = [
-            policy.act([ActRequest(observation, options=options)])[0].chunk.actions
+            policy.act([ActRequest(observation, options=options)])[0]
             for options in (plainly, plainly, by_default)
         ]
-        for actions in answers:
-            _check(name, actions, limits)
-        if not np.array_equal(answers[0], answers[1]):
+        for answer in answers:
+            if answer.error is None:
+                _check(name, answer.chunk.actions, limits)
+        first, again = (answer.chunk.actions for answer in answers[:2])
+        texts = [answer.chunk.reasoning for answer in answers[:2]]
+        if not np.array_equal(first, again) or texts[0] != texts[1]:
             raise SelfTestError(
-                f"the {name} frame was answered with {answers[0].tolist()} and then with "
-                f"{answers[1].tolist()}; this device does not compute reliably"
+                f"the {name} frame was answered with {texts[0] or first.tolist()} and then with "
+                f"{texts[1] or again.tolist()}; this device does not compute reliably"
             )
 
 

@@ -191,7 +191,7 @@ def _nonsense(rng: random.Random) -> bytes:
 
 
 def handshakes(port: int, until_s: float, rng: random.Random) -> None:
-    """Begin TLS handshakes and leave them where they are; for a server with TLS."""
+    """Begin TLS handshakes and leave them where they are; for a proxy with TLS."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -274,13 +274,8 @@ FLOODS: dict[str, Attack] = {
     "unfinished messages": unfinished_messages,
     "idle connections": idle_connections,
     "large resets": _posted(lambda _: b'{"session_id": "' + b"a" * 15_000_000, b"/v1/reset"),
-    "nonsense": _posted(_nonsense),
-    "1000 connections at once": many_requests,
-    "300 streams at once": many_streams,
     "JPEGs of 4000 scans": _posted(lambda _: _jpeg()),
     "PNGs of 8000 profiles": _posted(lambda _: _png()),
-    "large pictures, 200 connections": many_pictures,
-    "nine large pictures in a message": partial(many_pictures, num_cameras=8),
     "16 MB of zeros in JSON": _posted(lambda _: _ZEROS, kind=b"json"),
     "16 MB of maps in msgpack": _posted(lambda _: _maps()),
     "a content type of semicolons": _repeat(
@@ -291,10 +286,19 @@ FLOODS: dict[str, Attack] = {
 }
 
 
+# What the proxy bears: hostile connections by the hundred.
+PROXY_FLOODS: dict[str, Attack] = {
+    "nonsense": _posted(_nonsense),
+    "1000 connections at once": many_requests,
+    "300 streams at once": many_streams,
+    "large pictures, 200 connections": many_pictures,
+    "nine large pictures in a message": partial(many_pictures, num_cameras=8),
+}
 TLS_FLOODS: dict[str, Attack] = {"TLS handshakes left open": handshakes}
 
 
 def run_flood(name: str, port: int, seconds: float, seed: int, start: Barrier) -> None:
     """Attack a port of this machine once everybody is there; the target of a process."""
     start.wait()
-    (FLOODS | TLS_FLOODS)[name](port, time.monotonic() + seconds, random.Random(seed))
+    attack = (FLOODS | PROXY_FLOODS | TLS_FLOODS)[name]
+    attack(port, time.monotonic() + seconds, random.Random(seed))

@@ -25,8 +25,8 @@ from deft_client.control_loop import ControlLoop, LoopSettings, LoopStatus
 from deft_client.errors import DeftError
 from deft_client.stream import StreamClient
 from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_server.reproduce.local_server import local_server
 from scripts.bench_server.load import frame
+from scripts.local_server import local_server
 
 DELAY_S = (0.005, 0.06)
 CUT_SHARE = 0.01

@@ -80,12 +80,14 @@ class Connection:
             self._streams[1].close()
 
 
-async def open_loop(port: int, request: bytes, rate_per_s: float, seconds: float) -> Load:
-    """Send at a fixed rate whatever the answers do: callers that know nothing of each other."""
+async def open_loop(
+    port: int, requests: Sequence[bytes], rate_per_s: float, seconds: float
+) -> Load:
+    """Send at a fixed rate whatever the answers do: callers in turn that know nothing of others."""
     load, idle, tasks = Load(), list[Connection](), set[asyncio.Task[None]]()
     start_s = time.perf_counter()
 
-    async def one(sent_s: float) -> None:
+    async def one(sent_s: float, request: bytes) -> None:
         connection = idle.pop() if idle else Connection(port)
         status = await connection.ask(request)
         idle.append(connection)
@@ -95,7 +97,9 @@ async def open_loop(port: int, request: bytes, rate_per_s: float, seconds: float
         due_s = start_s + number / rate_per_s
         while (wait_s := due_s - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
-        task = asyncio.create_task(one(time.perf_counter() - start_s))
+        task = asyncio.create_task(
+            one(time.perf_counter() - start_s, requests[number % len(requests)])
+        )
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""What waiting for chunks costs, and how smoothly they meet: `python -m scripts.check_seams`.
+"""What each seam costs, and how smoothly chunks meet: `python -m scripts.check_seams`.
 
 Plays pairs of episodes of `point_world_grasp` with its policy `plan`: in lock-step, and in real
 time with every kind of seam, at answers of exactly 200 ms (four periods) and a little more (five,
@@ -19,21 +19,16 @@ import numpy as np
 
 from deft_client.chunks import Seam
 from deft_client.libero.evaluation import point_world
-from deft_client.libero.evaluation.episode import (
-    EpisodeLog,
-    EpisodePlan,
-    EpisodePolicy,
-    RealTimePlayer,
-    TimedAnswer,
-    play_in_lock_step,
-)
+from deft_client.libero.evaluation.episode import BackgroundCalls, Clock, EpisodeLog, EpisodePlayer
+from deft_client.libero.evaluation.runs import Pacing, RunConfig
 from deft_client.libero.evaluation.selection import select_episodes
+from deft_client.libero.policies.profiles import EpisodePolicy
 from deft_client.libero.report.summary import largest_seams
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.statistics import mcnemar_exact
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import EnvironmentSettings
-from deft_client.types import Observation
+from deft_client.types import ActionChunk, Observation
 from scripts.check_seams.recorded import load_chunks, replay
 
 CHUNKS = Path(__file__).parents[2] / "tests/golden/chunks/oft_tiny.npz"
@@ -44,7 +39,7 @@ _WORST_LOSS, _WORST_RATIO = 0.1, 1.5
 
 
 @dataclass
-class VirtualClock:
+class VirtualClock(Clock):
     """Time that passes only when somebody sleeps."""
 
     seconds: float = 0.0
@@ -58,7 +53,7 @@ class VirtualClock:
         self.seconds = max(self.seconds, moment_s)
 
 
-class DelayedCalls:
+class DelayedCalls(BackgroundCalls):
     """Answers that come after a fixed virtual time."""
 
     def __init__(self, policy: EpisodePolicy, clock: VirtualClock, delay_s: float) -> None:
@@ -69,7 +64,7 @@ class DelayedCalls:
         """Take an observation."""
         self._pending = (self._clock.now_s(), observation)
 
-    def collect(self) -> TimedAnswer | None:
+    def collect(self) -> tuple[ActionChunk, float] | None:
         """The answer, once its time has come."""
         if self._pending is None:
             return None
@@ -77,7 +72,7 @@ class DelayedCalls:
         if self._clock.now_s() - sent_s < self._delay_s - _ROUNDING_S:
             return None
         self._pending = None
-        return TimedAnswer(self._policy.act(observation), self._delay_s)
+        return self._policy.act(observation), self._delay_s
 
     def close(self) -> None:
         """Nothing runs."""
@@ -111,16 +106,18 @@ class SeamRow:
 
 def play(key: TrialKey, seam: Seam | None, delay_s: float) -> EpisodeLog:
     """Play one episode, without a seam in lock-step."""
-    suite, log = point_world.find_suite(key.suite), EpisodeLog()
+    suite = point_world.find_suite(key.suite)
     world = point_world.open_environment(suite.task(key.task), _FRAMES)
     policy = point_world.plan(world)
-    plan = EpisodePlan(key.trial, suite.step_limit, str(key), seam=seam or Seam.FREEZE)
-    if seam is None:
-        play_in_lock_step(world, policy, plan, log)
-    else:
-        clock = VirtualClock()
-        RealTimePlayer(world, policy, clock, DelayedCalls(policy, clock, delay_s)).play(plan, log)
-    return log
+    config = RunConfig(
+        key.suite,
+        pacing=Pacing.LOCK_STEP if seam is None else Pacing.REAL_TIME,
+        seam=seam or Seam.WAIT,
+        step_limit=suite.step_limit,
+    )
+    clock = VirtualClock()
+    calls = DelayedCalls(policy, clock, delay_s)
+    return EpisodePlayer(world, policy, config).play(key.trial, str(key), clock, calls)
 
 
 def compare(num_pairs: int, delay_s: float) -> Iterator[SeamRow]:
@@ -167,7 +164,7 @@ def _recorded_table(path: Path, delay_s: float) -> str:
     chunks, delay = load_chunks(path), math.ceil(delay_s * conventions.CONTROL_HZ)
     rows = [f"{path.name}, {len(chunks)} frames  largest step  inside  ratio"]
     for seam in Seam:
-        sizes = replay(chunks, conventions.ACTION_RULES, seam, delay)
+        sizes = replay(chunks, seam, delay)
         ratio = sizes.commanded / sizes.inside
         rows.append(f"{seam.value:24} {sizes.commanded:13.3f} {sizes.inside:7.3f} {ratio:6.2f}")
     return "\n".join(rows)
@@ -190,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.lines is not None:
         text = "".join(json.dumps(asdict(one)) + "\n" for one in lines)
         given.lines.write_text(text)
-    return 0 if all(one.holds for one in lines if one.seam == Seam.FREEZE.value) else 1
+    return 0 if all(one.holds for one in lines if one.seam == Seam.WAIT.value) else 1
 
 
 if __name__ == "__main__":

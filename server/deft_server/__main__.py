@@ -7,7 +7,6 @@ COMMANDS = {
     "doctor": Command(
         "deft_server.commands.doctor", "say whether serving would work on this machine"
     ),
-    "plan": Command("deft_server.commands.plan", "say how many replicas a fleet of robots needs"),
     "key": Command("deft_server.commands.key", "make an API key for a robot or an administrator"),
     "act": Command("deft_policies.commands.act", "answer pictures without a server"),
     "bench": Command("deft_policies.benchmark.command", "measure where the time of an answer goes"),
@@ -16,9 +15,6 @@ COMMANDS = {
     ),
     "index": Command("deft_policies.commands.index", "store frames and actions to draft from"),
     "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),
-    "reproduce": Command(
-        "deft_server.commands.reproduce", "the papers' tables and figures, from recorded lines"
-    ),
     "replay": Command(
         "deft_server.commands.replay", "run recorded frames through a policy and compare"
     ),

@@ -12,12 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from deft_policies.base import Policy
 from deft_server.compat.act_route import build_config_router, build_peer_act_route
-from deft_server.compat.groot import GrootSocket
 from deft_server.compat.profiles import conventions
-from deft_server.compat.socket_route import build_socket_route
+from deft_server.compat.socket_route import build_socket_routes
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
-from deft_server.hosting.host import Elsewhere, LoadPolicy
-from deft_server.http.bounds import ConnectionBounds, build_bounds
+from deft_server.hosting.host import LoadPolicy, RemotePolicy
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
@@ -50,12 +48,10 @@ class DeftApp(FastAPI):
     def __init__(
         self,
         service: Service,
-        bounds: ConnectionBounds,
         companions: Iterable[Companion],
         starts_loaded: bool,
     ) -> None:
         self.service = service
-        self.bounds = bounds
         self.companions = tuple(companions)
 
         @asynccontextmanager
@@ -85,7 +81,7 @@ class DeftApp(FastAPI):
 
 
 def create_app(
-    policy: Policy | LoadPolicy | Elsewhere, settings: Settings | None = None
+    policy: Policy | LoadPolicy | RemotePolicy, settings: Settings | None = None
 ) -> DeftApp:
     """Build the app around a policy, a function that loads one, or one that lives elsewhere.
 
@@ -93,22 +89,19 @@ def create_app(
     while the app already answers /healthz.
     """
     settings = settings or Settings()
-    load: LoadPolicy | Elsewhere = (
-        policy if isinstance(policy, Elsewhere) or callable(policy) else lambda: policy
+    load: LoadPolicy | RemotePolicy = (
+        policy if isinstance(policy, RemotePolicy) or callable(policy) else lambda: policy
     )
     service = Service(load, settings)
     decoder = FrameDecoder(service.threads, settings.wire_limits)
     recording = build_recording(service)
-    bounds = build_bounds(settings, service.held)
-    port = settings.groot_port
-    groot = None if port is None else GrootSocket(service, port)
-    companions = [one for one in (decoder, recording, groot) if one is not None]
-    app = DeftApp(service, bounds, companions, starts_loaded=load is not policy)
+    companions = [one for one in (decoder, recording) if one is not None]
+    app = DeftApp(service, companions, starts_loaded=load is not policy)
     app.router.routes += [
         build_act_route(service, decoder),
         build_stream_route(service, decoder),
         build_peer_act_route(service),
-        build_socket_route(service),
+        *build_socket_routes(service),
         *build_document_routes("/dashboard" if settings.dashboard else "/docs"),
         *(build_page_routes(service) if settings.dashboard else ()),
     ]
@@ -134,4 +127,4 @@ def _add_layers(app: DeftApp) -> None:
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
-    app.add_middleware(Gate, service=app.service, bounds=app.bounds)
+    app.add_middleware(Gate, service=app.service)

@@ -29,7 +29,7 @@ from deft_client.errors import (
     UnsupportedMessageError,
     UnusableValueError,
 )
-from deft_policies.errors import DeviceError, RequestError
+from deft_policies.errors import DeviceError, NoActionError, RequestError
 
 
 class ServerError(Exception):
@@ -136,6 +136,7 @@ _ROWS: tuple[tuple[type[Exception], ProblemKind], ...] = (
     (UnusableValueError, ProblemKind(422, "unusable", "Unusable value")),
     (RequestError, ProblemKind(422, "unusable", "Unusable value")),
     (OverloadedError, ProblemKind(429, "overloaded", "Too many requests")),
+    (NoActionError, ProblemKind(500, "no_action", "No action in the answer")),
     (UnsafeAnswerError, ProblemKind(500, "unsafe-answer", "Unsafe answer withheld")),
     (PolicyFailedError, ProblemKind(500, "policy-failed", "Policy failed")),
     (DeviceError, ProblemKind(503, "device", "Device cannot take this now")),

@@ -22,25 +22,11 @@ class SettingsError(Exception):
     """A setting has an unknown name or an unusable value; the message says which and why."""
 
 
-class Fallback(Enum):
-    """What a robot gets in place of an answer that cannot be given."""
-
-    ERROR = "error"
-    HOLD = "hold"  # zero motion, the gripper as it was
-
-
 class OnHang(Enum):
     """What to do about a policy that does not come back."""
 
     EXIT = "exit"
     RELOAD = "reload"
-
-
-class OnSuddenStep(Enum):
-    """What to do about an action further from the last one than the robot's limits allow."""
-
-    CLAMP = "clamp"  # go as far as the limits allow
-    ERROR = "error"
 
 
 class ActionRange(Enum):
@@ -74,7 +60,8 @@ class LogLevel(Enum):
     ERROR = "error"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -90,15 +77,9 @@ class Settings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="port; 0 picks a free one")
 
     max_batch: Count = Field(default=8, description="most frames in one batch")
-    max_wait_ms: float = Field(
-        default=4.0, ge=0, description="longest a batch waits for a session that is about to send"
-    )
     max_waiting: Count = Field(default=64, description="most frames waiting; beyond it 429")
-    newcomer_batches: Count = Field(
-        default=2, description="batches that may wait before a new session gets 429"
-    )
     patience_ms: Positive = Field(
-        default=200.0, description="a frame without deadline is due this long after it arrived"
+        default=2000.0, description="a frame without deadline is due this long after it arrived"
     )
     default_deadline_ms: Positive | None = Field(
         default=None, description="deadline of frames that name none; none by default"
@@ -107,9 +88,6 @@ class Settings(BaseModel):
         default=True, description="may a frame choose its own decoding and radius"
     )
 
-    policy_process: bool = Field(
-        default=False, description="keep the policy in a process of its own, loaded again if lost"
-    )
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")
     on_hang: OnHang = Field(default=OnHang.EXIT, description="what to do about a policy that hangs")
     unready_after_failures: Count = Field(
@@ -144,22 +122,9 @@ class Settings(BaseModel):
     session_ttl_s: Positive = Field(default=1800.0, description="sessions without frames end")
     max_sessions: Count = Field(default=1024, description="most sessions; the oldest goes")
 
-    on_deadline_miss: Fallback = Field(
-        default=Fallback.ERROR, description="answer to a missed deadline: error (504) or hold"
-    )
-    on_unsafe_answer: Fallback = Field(
-        default=Fallback.ERROR, description="answer instead of an unsafe one: error (500) or hold"
-    )
-    on_sudden_step: OnSuddenStep = Field(
-        default=OnSuddenStep.CLAMP, description="what to do about a step beyond step_limits"
-    )
     range: ActionRange = Field(
         default=ActionRange.CLAMP,
         description="answers beyond the statistics, where a policy may exceed them: clamp or peer",
-    )
-    step_limits: dict[str, tuple[float, ...]] = Field(
-        default_factory=dict,
-        description="largest change per step and dimension, by pattern of session or key name",
     )
 
     keys_file: Path | None = Field(default=None, description="API keys (TOML); re-read on change")
@@ -221,9 +186,6 @@ class Settings(BaseModel):
     socket_image_chain: ImageChain = Field(
         default=ImageChain.NONE, description="the same for openpi's and vla-eval's clients"
     )
-    groot_port: int | None = Field(
-        default=None, ge=0, le=65535, description="answer GR00T's ZMQ clients on this port too"
-    )
     dashboard: bool = Field(default=True, description="serve /dashboard")
 
     record: Path | None = Field(default=None, description="record episodes in this directory")
@@ -239,7 +201,8 @@ class Settings(BaseModel):
 
     log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
     log_batches: bool = Field(
-        default=False, description="log size and time of every batch, for deft plan --log"
+        default=False,
+        description="log size and time of every batch (for scripts.plan --log)",
     )
     log_format: LogFormat = Field(
         default=LogFormat.AUTO,
@@ -262,9 +225,8 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_exposure(self) -> "Settings":
-        asks_certificates = self.tls_client_ca is not None and self.groot_port is None
-        is_guarded = self.keys_file is not None or asks_certificates
-        if not (is_guarded or self.allow_anyone or _is_loopback(self.host)):
+        is_guarded = self.keys_file is not None or self.tls_client_ca is not None
+        if not (is_guarded or self.allow_anyone or is_loopback(self.host)):
             raise ValueError(
                 f"on {self.host} anyone in the network could move the robot: give keys_file "
                 "(`deft key` makes keys), or say allow_anyone if that is meant"
@@ -279,8 +241,6 @@ class Settings(BaseModel):
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if self.most_replicas is not None and self.most_replicas < (self.replicas or math.inf):
             raise ValueError("most_replicas goes with replicas, and is not below it")
-        if any(limit < 0 or limit != limit for row in self.step_limits.values() for limit in row):
-            raise ValueError("step_limits must not be negative; use inf for no limit")
         return self
 
     @property

@@ -31,7 +31,10 @@ def full_message() -> ActMessage:
         {"wrist": frame(4, 4, seed=1), "left": frame(3, 8, seed=2)},
         np.array([0.5, -1.25, 3e-7], np.float32),
     )
-    options = ActOptions("robot-1", 150.0, "libero_goal", "lossless", 9, want_trace=True)
+    options = ActOptions(
+        "robot-1", 150.0, "libero_goal", "lossless", 9,
+        want_trace=True, want_reasoning=True, max_tokens=320,
+    )  # fmt: skip
     return ActMessage(observation, options)
 
 
@@ -55,10 +58,11 @@ def full_answer() -> ActionChunk:
         passes=(prefill,),
         guard="speculation pays",
         rule="ExactMatch()",
+        parts=(1, 1),
     )
     actions = np.array([[0.1, -0.2, np.pi], [1e-300, 0.0, 1.0]])
     timings = StageTimings(wire_ms=0.5, total_ms=12.25)
-    return ActionChunk(actions, timings, trace, Intervention.CLAMP)
+    return ActionChunk(actions, timings, trace, Intervention.CLAMP, " Lift it. ACTION: ≡")
 
 
 def assert_same_message(sent: ActMessage, received: ActMessage) -> None:
@@ -77,6 +81,7 @@ def assert_same_answer(sent: ActionChunk, received: ActionChunk) -> None:
     assert received.timings == sent.timings
     assert received.trace == sent.trace
     assert received.intervention is sent.intervention
+    assert received.reasoning == sent.reasoning
 
 
 def png_bomb(height: int, width: int) -> bytes:

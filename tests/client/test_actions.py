@@ -60,6 +60,12 @@ def test_a_change_is_limited_whatever_the_kind():
     np.testing.assert_allclose(fast.limited(np.array([1.0]), np.array([0.1])), [0.3])
 
 
+def test_what_is_commanded_is_within_the_range_though_what_was_measured_is_not():
+    rules = ActionRules((False,), low=(-1.0,), high=(1.0,), max_step=(0.25,))
+    assert rules.limited(np.array([1.125]), np.array([1.125])).tolist() == [1.0]
+    assert rules.limited(np.array([2.0]), np.array([2.0])).tolist() == [1.75]  # and back in steps
+
+
 numbers = st.floats(-1e6, 1e6)
 
 
@@ -72,22 +78,33 @@ def test_whatever_is_asked_for_one_step_stays_within_the_limit(action, before):
 
 @pytest.mark.parametrize(
     "actions",
-    [np.zeros((0, 3)), np.zeros((2, 0)), np.zeros((1, 4)), np.full((1, 3), np.nan)],
+    [
+        *(np.zeros((0, 3)), np.zeros((2, 0)), np.zeros((1, 4))),
+        *(np.full((1, 3), value) for value in (np.nan, -np.inf, 1e17, -1e308)),
+    ],
 )
 def test_actions_that_cannot_be_executed_are_refused(actions):
-    with pytest.raises(UnusableValueError, match="actions"):
+    with pytest.raises(UnusableValueError) as caught:
         JOINTS.check(actions)
+    assert caught.value.field == "actions"
 
 
 def test_a_single_value_out_of_bounds_refuses_the_whole_answer():
     rules = ActionRules((True, True), low=(-1.0, -np.inf), high=None)
     rules.check(np.array([[0.0, -1e9], [-1.0, 1e9]]))
-    with pytest.raises(UnusableValueError, match=r"-1.5 in dimension 0 of step 1"):
+    with pytest.raises(UnusableValueError, match=r"-1.5 in dimension 0"):
         rules.check(np.array([[0.0, 0.0], [-1.5, 0.0]]))
 
 
 def test_any_size_is_taken_where_none_was_promised():
     check_actions(np.zeros((1, 9)))
+    check_actions(np.zeros((9000, 9)))
+
+
+def test_more_steps_than_were_promised_are_refused():
+    check_actions(np.zeros((8, 7)), 7, 8)
+    with pytest.raises(UnusableValueError, match=r"1 to 8 steps of 7 numbers, got \[9, 7\]"):
+        check_actions(np.zeros((9, 7)), 7, 8)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +116,8 @@ def test_any_size_is_taken_where_none_was_promised():
         {"is_motion": (True,), "max_step": (-0.1,)},
         {"is_motion": (True,), "max_change": (-0.1,)},
         {"is_motion": (True,), "is_switch": (True, False)},
+        {"is_motion": (True,), "low": (0.5,), "high": (1.0,)},
+        {"is_motion": (False,), "low": (0.5,), "high": (0.0,)},
     ],
 )
 def test_rules_that_make_no_sense_are_refused(values):

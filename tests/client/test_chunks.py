@@ -1,12 +1,14 @@
-"""Overlapping chunks: asked for in time, and handed over without a jump."""
+"""Chunks: asked for in time, executed in the periods they were meant for, and nothing else."""
 
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deft_client.actions import ActionRules
-from deft_client.chunks import ActionQueue, Moment, Seam
+from deft_client.chunks import ActionQueue, Seam
 from deft_client.types import ActionChunk
 
 MOTION = ActionRules((True,))
@@ -23,21 +25,28 @@ def numbered(start: float, count: int = 8) -> ActionChunk:
     return chunk(*(start + np.arange(count)))
 
 
+def refill(queue: ActionQueue, answer: ActionChunk) -> None:
+    """Answer a frame of now."""
+    queue.ask()
+    queue.refill(answer)
+
+
 def execute(
     queue: ActionQueue, delays: list[int], periods: int, answer=numbered
 ) -> list[float | None]:
     """Drive a queue as a loop does; the frame of a period gets `answer(period)`, late."""
     executed: list[float | None] = []
-    asked: Moment | None = None
+    asked: int | None = None
     for period in range(periods):
-        if asked is not None and period >= asked.periods + delays[0]:
-            queue.refill(answer(asked.periods), asked)
-            delays, asked = delays[1:] or delays, None
         if asked is None and queue.is_due:
-            asked = queue.now
-            if delays[0] == 0:
-                queue.refill(answer(period), asked)
-                delays, asked = delays[1:] or delays, None
+            asked = period
+            queue.ask()
+        if asked is not None and period >= asked + delays[0]:
+            queue.refill(answer(asked))
+            delays, asked = delays[1:] or delays, None
+            if queue.is_due:
+                asked = period
+                queue.ask()
         action = queue.next()
         executed.append(None if action is None else float(action[0]))
     return executed
@@ -45,9 +54,9 @@ def execute(
 
 def test_actions_come_in_the_order_of_the_chunk_and_then_there_is_none():
     queue = ActionQueue(MOTION)
-    assert queue.is_empty
+    assert not queue
     assert queue.next() is None
-    queue.refill(chunk(1, 2, 3))
+    refill(queue, chunk(1, 2, 3))
     assert len(queue) == 3
     assert [queue.next().tolist() for _ in range(3)] == [[1.0], [2.0], [3.0]]
     assert queue.next() is None
@@ -64,7 +73,7 @@ def test_a_policy_that_answers_at_once_is_asked_when_nothing_is_left():
 @pytest.mark.parametrize("delay", [1, 2, 4])
 def test_the_next_answer_is_there_when_the_last_one_is_used_up(delay):
     """And each action is executed in the period it was meant for."""
-    for seam in (Seam.SWITCH, Seam.ENSEMBLE, Seam.FREEZE):
+    for seam in (Seam.SWITCH, Seam.ENSEMBLE):
         executed = execute(ActionQueue(JOINT, seam), [delay], 40)
         assert executed[:delay] == [None] * delay
         assert None not in executed[delay:]
@@ -98,47 +107,23 @@ def test_without_overlap_the_robot_waits_and_then_starts_where_the_chunk_does():
 
 def test_an_answer_that_comes_when_it_is_over_still_says_where_to_be():
     queue = ActionQueue(JOINT, Seam.SWITCH)
-    queue.refill(numbered(0))
-    asked = queue.now
+    refill(queue, numbered(0))
+    queue.ask()
     for _ in range(5):
         queue.next()
-    queue.refill(chunk(10, 11), asked)
+    queue.refill(chunk(10, 11))
     assert queue.next().tolist() == [11.0]
     assert queue.next() is None
 
 
-def test_such_an_answer_is_not_led_up_to():
-    """How the robot was to get there is over too, and what it did since is no error."""
-    queue = ActionQueue(MOTION)
-    queue.refill(numbered(1))
-    asked = queue.now
-    for _ in range(5):
-        queue.next()
-    queue.refill(chunk(0.5, 0.25), asked)
-    assert queue.next().tolist() == [0.25]
-
-
-def test_a_robot_that_waits_executes_something_of_every_answer():
-    """It was moved on for longer than it was to execute of a chunk."""
-    queue = ActionQueue(JOINT, Seam.WAIT, execute=2)
-    asked = queue.now
-    for _ in range(3):
-        queue.next()
-        queue.note(np.zeros(1))
-    queue.refill(numbered(0), asked)
-    assert [one and one.tolist() for one in (queue.next(), queue.next())] == [[3.0], None]
-
-
-def test_a_hold_does_not_count_unless_the_robot_was_moved_on():
-    for is_moved, expected in ((False, 10.0), (True, 12.0)):
-        queue = ActionQueue(JOINT, Seam.SWITCH)
-        asked = queue.now
-        for _ in range(2):
-            assert queue.next() is None
-            if is_moved:
-                queue.note(np.zeros(1))
-        queue.refill(numbered(10), asked)
-        assert queue.next().tolist() == [expected]
+def test_a_hold_does_not_count():
+    """The robot stood still, so the whole of the answer is still to be done."""
+    queue = ActionQueue(JOINT, Seam.SWITCH)
+    queue.ask()
+    for _ in range(2):
+        assert queue.next() is None
+    queue.refill(numbered(10))
+    assert queue.next().tolist() == [10.0]
 
 
 def test_an_ensemble_is_the_mean_of_all_chunks_that_speak_of_a_period():
@@ -158,71 +143,97 @@ def test_an_ensemble_is_the_mean_of_all_chunks_that_speak_of_a_period():
         assert executed[period] == pytest.approx(np.mean(values)), period
 
 
-def hand_over(rules: ActionRules, old: ActionChunk, new: ActionChunk, delay: int) -> np.ndarray:
-    """Execute `delay` actions of one chunk, then the other, whose frame was taken before them."""
-    queue = ActionQueue(rules)
-    queue.refill(old)
-    asked = queue.now
-    taken = [queue.next() for _ in range(delay)]
-    queue.refill(new, asked)
-    return np.array([*taken, *(queue.next() for _ in range(len(new.actions) - delay))])
-
-
-def test_chunks_that_agree_are_executed_as_they_are():
-    same = numbered(3)
-    np.testing.assert_array_equal(hand_over(MOTION, same, same, 4), same.actions)
-
-
-def test_a_motion_is_led_back_to_the_way_of_the_chunk_without_a_jump():
-    """It went right while the chunk wanted it left: both its speed and its place are made up."""
-    old, new = chunk(*[1.0] * 40), chunk(*[-1.0] * 40)
-    executed = hand_over(MOTION, old, new, 4)[:, 0]
-    assert np.abs(np.diff(executed[3:5])) < 2.0  # the hard switch
-    place, wanted = np.cumsum(executed), np.cumsum(new.actions[:, 0])
-    assert place[3] - wanted[3] == 8.0
-    assert abs(place[-1] - wanted[-1]) < 0.01
-    assert executed[-1] == pytest.approx(-1.0, abs=0.01)
-
-
-def test_a_position_is_led_to_where_the_chunk_has_it():
-    old, new = chunk(*[1.0] * 30), chunk(*[3.0] * 30)
-    executed = hand_over(JOINT, old, new, 4)[:, 0]
-    assert np.diff(executed).max() < 0.5
-    assert (np.diff(executed[3:]) > 0).all()
-    assert executed[-1] == pytest.approx(3.0, abs=0.01)
-
-
 def test_a_switch_is_never_between_its_values():
-    old = ActionChunk(np.array([[0.5, 1.0, -1.0]] * 8))
-    new = ActionChunk(np.array([[-0.5, 2.0, -1.0]] * 5 + [[-0.5, 2.0, 1.0]] * 3))
-    executed = hand_over(ARM, old, new, 3)
-    assert executed[:, 2].tolist() == [-1.0] * 5 + [1.0] * 3
-    assert (executed[3, :2] != new.actions[3, :2]).all()
-
-
-def test_the_largest_steps_are_told_apart_by_where_they_are():
-    queue = ActionQueue(ARM, Seam.SWITCH)
-    queue.refill(ActionChunk(np.array([[0.0, 0.0, 0.0], [0.25, 0.0, 1.0]])))
-    for _ in range(2):
-        queue.next()
-    assert (queue.seams.commanded, queue.seams.inside) == (0.25, 0.25)
-    queue.refill(ActionChunk(np.array([[1.0, 0.5, 0.0]])))
+    queue = ActionQueue(ARM, Seam.ENSEMBLE)
+    refill(queue, ActionChunk(np.array([[0.5, 1.0, -1.0]] * 3)))
+    queue.ask()
     queue.next()
-    assert (queue.seams.commanded, queue.seams.inside) == (0.75, 0.25)
-    queue.next()
-    queue.refill(ActionChunk(np.array([[9.0, 9.0, 0.0]])))
-    queue.next()
-    assert queue.seams.commanded == 0.75  # a start is no seam
+    queue.refill(ActionChunk(np.array([[-0.5, 2.0, -1.0]] * 2 + [[-0.5, 2.0, 1.0]] * 2)))
+    executed = np.array([queue.next() for _ in range(3)])
+    assert executed.tolist() == [[0.0, 1.5, -1.0], [0.0, 1.5, 1.0], [-0.5, 2.0, 1.0]]
 
 
-def test_an_episode_starts_with_nothing_left_over():
+def test_what_is_left_of_an_older_chunk_still_counts_where_the_newest_is_over():
+    queue = ActionQueue(JOINT, Seam.ENSEMBLE)
+    refill(queue, chunk(1, 1, 1))
+    refill(queue, chunk(3))
+    assert [queue.next().tolist() for _ in range(3)] == [[2.0], [1.0], [1.0]]
+
+
+def test_an_episode_starts_with_nothing_left_over_and_no_question_under_way():
     queue = ActionQueue(MOTION)
-    queue.refill(numbered(0))
+    refill(queue, numbered(0))
+    queue.ask()
     queue.clear()
-    assert queue.is_empty
+    assert not queue
     assert queue.is_due
+    queue.refill(numbered(5))  # of a frame from before
+    assert queue.next() is None
 
 
 def test_executing_less_than_one_action_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         ActionQueue(MOTION, execute=0)
+
+
+chunks_of_three = st.lists(
+    st.lists(st.floats(-2, 2), min_size=3, max_size=3), min_size=1, max_size=8
+).map(lambda rows: np.array(rows))
+limits = st.lists(st.one_of(st.floats(0.01, 2), st.just(np.inf)), min_size=3, max_size=3)
+
+
+@given(
+    seam=st.sampled_from(Seam),
+    answers=st.lists(chunks_of_three, min_size=1, max_size=8),
+    delays=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    clears=st.sets(st.integers(0, 39), max_size=3),
+    execute=st.one_of(st.none(), st.integers(1, 8)),
+    max_step=limits,
+    max_change=limits,
+)
+@settings(max_examples=200, deadline=None)
+def test_commands_add_up_to_what_the_answers_said_but_for_what_the_limits_cut_off(
+    seam, answers, delays, clears, execute, max_step, max_change
+):
+    """The slow twin keeps every answer with its frame's moment, and looks through them all."""
+    rules = ActionRules((True, True, False), max_step=tuple(max_step), max_change=tuple(max_change))
+    queue = ActionQueue(rules, seam, execute)
+    said: list[tuple[int, np.ndarray]] = []  # how many had been commanded, and what to do then on
+    asked: tuple[int, int] | None = None  # period and commands of the frame on its way
+    before = np.zeros(3)
+    moved, wanted, cut_off = np.zeros(3), np.zeros(3), np.zeros(3)
+    num_commanded = num_answers = 0
+    for period in range(40):
+        if period in clears:
+            queue.clear()
+            said = []
+        if asked is not None and period >= asked[0] + delays[num_answers % len(delays)]:
+            actions = answers[num_answers % len(answers)]
+            is_void = bool(clears & set(range(asked[0] + 1, period + 1)))
+            queue.refill(ActionChunk(actions))
+            if not is_void:
+                used = actions[: execute if seam is Seam.WAIT else None]
+                # An answer that is over says what to do now.
+                start = max(asked[1], num_commanded - len(actions) + 1)
+                said = [*(said if seam is Seam.ENSEMBLE else []), (start, used)]
+            num_answers, asked = num_answers + 1, None
+        if asked is None and queue.is_due:
+            asked = period, num_commanded
+            queue.ask()
+        told = [
+            actions[num_commanded - start]
+            for start, actions in said
+            if num_commanded - start < len(actions)
+        ]
+        action = queue.next()
+        assert (action is None) == (not told)
+        own = rules.hold(before) if action is None else np.mean(told, axis=0)
+        command = rules.limited(own if action is None else action, before)
+        assert (np.abs(command - before) <= np.array(max_change) + 1e-9).all()
+        origin = np.where(rules.motions, 0.0, before)
+        assert (np.abs(command - origin) <= np.array(max_step) + 1e-9).all()
+        moved, wanted = moved + command, wanted + own
+        cut_off = cut_off + np.abs(own - rules.limited(own, before))
+        num_commanded += action is not None
+        before = command
+    assert (np.abs(moved - wanted) <= cut_off + 1e-9).all()

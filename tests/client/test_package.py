@@ -1,6 +1,5 @@
 """The package's public names, loaded when they are used."""
 
-import inspect
 import subprocess
 import sys
 
@@ -11,7 +10,10 @@ import deft_client
 
 @pytest.mark.parametrize("name", deft_client.__all__)
 def test_every_public_name_is_there_and_documented(name):
-    assert inspect.getdoc(getattr(deft_client, name))
+    public = getattr(deft_client, name)
+    assert public.__doc__
+    # Dataclasses without a docstring of their own get their signature as one.
+    assert not public.__doc__.startswith(f"{name}(")
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

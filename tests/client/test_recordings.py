@@ -155,7 +155,7 @@ def test_what_is_larger_than_a_server_takes_is_recorded_all_the_same(tmp_path: P
     [
         (b"", "not a recording"),
         (b"PK\x03\x04....", "not a recording"),
-        (SIGNATURE, "header is cut off"),
+        (SIGNATURE, "cut off"),
         (SIGNATURE + encode_end("x"), "header is unusable"),
         (encode_header(HEADER) + encode_header(HEADER)[len(SIGNATURE) :], "kind"),
     ],

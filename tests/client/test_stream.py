@@ -1,6 +1,4 @@
-"""The WebSocket clients: frames alternate, problems keep the connection, breaks are mended."""
-
-import asyncio
+"""The WebSocket client: frames alternate, problems keep the connection, breaks are mended."""
 
 import numpy as np
 import pytest
@@ -16,64 +14,42 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
-from deft_client.stream import AsyncStreamClient, StreamClient, stream_url
+from deft_client.stream import StreamClient, stream_url
 from deft_client.types import ActionChunk
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.fields import WireLimits
-from tests.client.fake_server import ANSWER, PING, streaming
+from deft_client.wire.msgpack_codec import decode_request, encode_answer
+from scripts.hostile_servers import holding_up, open_stream
 from tests.client.samples import full_answer, full_message
+from tests.standins.policy_server import ANSWER, PING, repeating_id, streaming
 
 OBSERVATION = full_message().observation
 SETTINGS = ClientSettings(retries=Retries(first_pause_s=0.0), timeouts=Timeouts(answer_s=5))
 HASTY = ClientSettings(timeouts=Timeouts(answer_s=0.05))
 
 
-def problem(status: int, retry_after_s: float | None = None) -> str:
-    described = Problem(status, "No", "because", retry_after_s=retry_after_s)
+UNASKED = ActionChunk(np.full((1, 3), 9.0))
+
+
+def problem(status: int, retry_after_s: float | None = None, field: str | None = None) -> str:
+    described = Problem(status, "No", "because", field=field, retry_after_s=retry_after_s)
     return json_codec.encode_problem(described).decode()
 
 
-class Blocking:
-    """Acts a number of times with the blocking client, on one connection."""
-
-    @staticmethod
-    def act(url, times=1, settings=SETTINGS, between=lambda: None) -> list[object]:
-        outcomes: list[object] = []
-        with StreamClient(url, settings) as client:
-            for _ in range(times):
-                try:
-                    outcomes.append(client.act(OBSERVATION))
-                except (OverloadedError, RefusedRequestError, AnswerTimeoutError) as error:
-                    outcomes.append(error)
-                between()
-        return outcomes
+def act(url, times=1, settings=SETTINGS, between=lambda: None) -> list[object]:
+    """Act a number of times, on one connection."""
+    outcomes: list[object] = []
+    with StreamClient(url, settings) as client:
+        for _ in range(times):
+            try:
+                outcomes.append(client.act(OBSERVATION))
+            except (OverloadedError, RefusedRequestError, AnswerTimeoutError) as error:
+                outcomes.append(error)
+            between()
+    return outcomes
 
 
-class Asynchronous:
-    """The same with the asynchronous one."""
-
-    @staticmethod
-    def act(url, times=1, settings=SETTINGS, between=lambda: None) -> list[object]:
-        async def visit() -> list[object]:
-            outcomes: list[object] = []
-            async with AsyncStreamClient(url, settings) as client:
-                for _ in range(times):
-                    try:
-                        outcomes.append(await client.act(OBSERVATION))
-                    except (OverloadedError, RefusedRequestError, AnswerTimeoutError) as error:
-                        outcomes.append(error)
-                    between()
-            return outcomes
-
-        return asyncio.run(visit())
-
-
-@pytest.fixture(params=[Blocking, Asynchronous])
-def act(request):
-    return request.param.act
-
-
-def test_observations_travel_over_one_connection_one_frame_each(act):
+def test_observations_travel_over_one_connection_one_frame_each():
     with streaming() as stream:
         answers = act(stream.url, times=3)
     assert [answer.trace for answer in answers] == [full_answer().trace] * 3
@@ -82,7 +58,7 @@ def test_observations_travel_over_one_connection_one_frame_each(act):
     assert len(stream.frames) == 3
 
 
-def test_a_problem_is_raised_and_the_connection_stays(act):
+def test_a_problem_is_raised_and_the_connection_stays():
     with streaming(problem(422)) as stream:
         refused, answered = act(stream.url, times=2)
     assert isinstance(refused, RefusedRequestError)
@@ -91,21 +67,21 @@ def test_a_problem_is_raised_and_the_connection_stays(act):
     assert stream.connections == 1
 
 
-def test_an_overloaded_server_is_asked_again(act):
+def test_an_overloaded_server_is_asked_again():
     with streaming(problem(429), problem(503, retry_after_s=0.01)) as stream:
         (answer,) = act(stream.url)
     assert answer.actions.shape == (2, 3)
     assert len(stream.frames) == 3
 
 
-def test_a_broken_connection_is_made_anew(act):
+def test_a_broken_connection_is_made_anew():
     with streaming(ANSWER, None) as stream:
         answers = act(stream.url, times=2)
     assert all(answer.actions.shape == (2, 3) for answer in answers)
     assert stream.connections == 2
 
 
-def test_a_late_answer_is_never_taken_for_the_next(act):
+def test_a_late_answer_is_never_taken_for_the_next():
     """After a timeout the connection is dropped: its answer may still be under way."""
     with streaming(b"") as stream:
         late, next_one = act(stream.url, times=2, settings=HASTY)
@@ -114,16 +90,70 @@ def test_a_late_answer_is_never_taken_for_the_next(act):
     assert stream.connections == 2
 
 
-def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(act):
+def test_an_answer_nobody_asked_for_is_never_taken_for_the_next():
     """It ends the connection: the second frame gets the answer to itself."""
-    unasked = msgpack_codec.encode_answer(ActionChunk(np.full((1, 3), 9.0)))
-    with streaming((ANSWER, unasked)) as stream:
+    with streaming((ANSWER, msgpack_codec.encode_answer(UNASKED))) as stream:
         answers = act(stream.url, times=2, between=stream.all_sent.wait)
     assert [answer.actions.shape for answer in answers] == [(2, 3)] * 2
     assert stream.connections == 2
 
 
-def test_pings_between_the_frames_are_answered_and_keep_the_connection(act):
+def test_half_an_answer_nobody_asked_for_ends_the_connection_too():
+    """The rest of it comes once the next frame is under way."""
+
+    def halving(connection, server):
+        open_stream(connection)
+        unasked = encode_answer(UNASKED)
+        connection.recv(65536)
+        connection.sendall(b"\x82\x7e" + len(ANSWER).to_bytes(2, "big") + ANSWER + b"\x82")
+        connection.recv(65536)
+        connection.sendall(b"\x7e" + len(unasked).to_bytes(2, "big") + unasked)
+        server.let_go.wait(5)
+
+    with holding_up(halving) as server:
+        answers = act(server.url, times=2)
+        assert [answer.actions.shape for answer in answers] == [(2, 3)] * 2
+        assert server.num_connections == 2
+
+
+def test_the_answer_to_another_frame_is_refused_by_its_id_and_the_frame_asked_again():
+    """As where two answers change places: only one comes, and nothing is left over."""
+    foreign = encode_answer(UNASKED, "another")
+    with streaming(repeating_id, foreign) as stream:
+        stream.otherwise = repeating_id
+        answers = act(stream.url, times=2)
+    assert [answer.actions.shape for answer in answers] == [(2, 3)] * 2
+    assert stream.connections == 2
+    assert len({decode_request(one).id for one in stream.frames}) == 2  # the third is the second
+
+
+def test_an_answer_without_an_id_is_refused_once_the_server_has_repeated_one():
+    with streaming(ANSWER, repeating_id, encode_answer(UNASKED)) as stream:
+        stream.otherwise = repeating_id
+        answers = act(stream.url, times=3)
+    assert [answer.actions.shape for answer in answers] == [(2, 3)] * 3
+    assert stream.connections == 2
+
+
+def test_a_server_that_knows_no_ids_gets_none_from_then_on():
+    with streaming(problem(400, field="id")) as stream:
+        answers = act(stream.url, times=3)
+    assert [answer.actions.shape for answer in answers] == [(2, 3)] * 3
+    first, *others = [decode_request(one).id for one in stream.frames]
+    assert first
+    assert others == [None] * 3
+    assert stream.connections == 1
+
+
+def test_a_server_that_took_the_place_of_one_without_ids_gets_them():
+    with streaming(problem(400, field="id"), ANSWER, None) as stream:
+        stream.otherwise = repeating_id
+        act(stream.url, times=3)
+    ids = [decode_request(one).id for one in stream.frames]
+    assert [bool(one) for one in ids] == [True, False, False, False, True]
+
+
+def test_pings_between_the_frames_are_answered_and_keep_the_connection():
     with streaming((ANSWER, PING)) as stream:
         answers = act(stream.url, times=2, between=stream.all_sent.wait)
     assert len(answers) == 2
@@ -131,30 +161,30 @@ def test_pings_between_the_frames_are_answered_and_keep_the_connection(act):
     assert stream.pongs[0].is_set()
 
 
-def test_an_answer_that_is_too_long_is_refused(act):
+def test_an_answer_that_is_too_long_is_refused():
     settings = ClientSettings(limits=WireLimits(max_bytes=1000))
     with streaming(bytes(1001)) as stream, pytest.raises(MessageTooLargeError, match="1000"):
         act(stream.url, settings=settings)
 
 
-def test_text_that_is_no_problem_is_a_fault_of_the_server(act):
+def test_text_that_is_no_problem_is_a_fault_of_the_server():
     with streaming("Internal error") as stream, pytest.raises(ServerFaultError, match="Internal"):
         act(stream.url)
 
 
-def test_a_frame_that_is_no_answer_is_a_wire_error(act):
+def test_a_frame_that_is_no_answer_is_a_wire_error():
     with streaming(b"\x93") as stream, pytest.raises(WireError):
         act(stream.url)
 
 
-def test_nobody_at_the_port_is_unreachable(act):
+def test_nobody_at_the_port_is_unreachable():
     with streaming() as stream:
         url = stream.url
     with pytest.raises(ServerUnreachableError, match="cannot reach"):
         act(url)
 
 
-def test_the_api_key_opens_the_stream(act):
+def test_the_api_key_opens_the_stream():
     with streaming() as stream:
         act(stream.url, settings=ClientSettings(api_key="secret"))
     assert stream.headers == ["Bearer secret"]

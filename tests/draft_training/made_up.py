@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deft_client.libero.demonstrations.files import (
+from deft_client.datasets.demonstrations import (
     PRIVILEGED,
     Demonstration,
     DemonstrationHeader,
@@ -15,8 +15,9 @@ from deft_client.libero.demonstrations.files import (
     save_demonstration,
 )
 from deft_draft_training.heads.target import FeatureTarget
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions, Precision
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.model.formats import Precision
 from tests.golden import TINY_OPENVLA, cases
 
 INSTRUCTIONS = ("pick up the butter", "open the top drawer")
@@ -26,7 +27,7 @@ INSTRUCTIONS = ("pick up the butter", "open the top drawer")
 def tiny_target(precision: Precision | None = None, device: str = "cpu") -> FeatureTarget:
     """The golden checkpoint as a target; loaded once, never changed."""
     key = cases()[0].statistics_key
-    options = OpenVLAOptions(
+    options = ModelOptions(
         checkpoint=str(TINY_OPENVLA), statistics_key=key, precision=precision, device=device
     )
     return FeatureTarget(load_policy(options))

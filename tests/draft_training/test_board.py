@@ -33,11 +33,12 @@ class Writer:
 def test_a_resumed_run_goes_on_in_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(SummaryWriter=Writer))
     module = nn.Linear(2, 2)
-    first = RunDirectory(tmp_path, {}, with_board=True)
-    first.load(module, [])
-    first.log(3, {"loss": 0.5, "norm": 2.0})
-    first.save(3, module, [])
-    RunDirectory(tmp_path, {}, with_board=True).load(module, [])
+    with RunDirectory(tmp_path, {}, with_board=True) as first:
+        first.load(module, [])
+        first.log(3, {"loss": 0.5, "norm": 2.0})
+        first.save(3, module, [])
+    with RunDirectory(tmp_path, {}, with_board=True) as second:
+        second.load(module, [])
     begun, resumed = Writer.opened
     assert begun.shown == [("loss", 0.5, 3), ("norm", 2.0, 3)]
     assert (begun.purge_step, resumed.purge_step) == (1, 4)
@@ -46,5 +47,6 @@ def test_a_resumed_run_goes_on_in_the_same_place(tmp_path: Path, monkeypatch: py
 
 def test_without_tensorboard_the_flag_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, MODULE, None)
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
-        RunDirectory(tmp_path, {}, with_board=True).load(nn.Linear(2, 2), [])
+    refused = pytest.raises(ConfigError, match="pip install tensorboard")
+    with RunDirectory(tmp_path, {}, with_board=True) as run, refused:
+        run.load(nn.Linear(2, 2), [])

@@ -19,16 +19,17 @@ from deft_draft_training.errors import DataError, ResumeError, StorageError, Tra
 from deft_draft_training.heads.data import RecordedSamples, split_by_episode
 from deft_draft_training.heads.evaluate import DraftSetup, evaluate, held_out_frames
 from deft_draft_training.heads.export import export_head, load_any_head
-from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer
+from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer, choose_steps
 from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.run_directory import STATE_FILE
-from deft_policies.decoding.decoder import DraftModels
-from deft_policies.decoding.drafts.eagle import HeadLayout
+from deft_draft_training.trainer import FitConfig
+from deft_policies.decoding.eagle import HeadLayout
+from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.plan import DraftKind
-from deft_policies.openvla.options import Precision
+from deft_policies.model.formats import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 CONFIG = HeadFitConfig(
@@ -82,6 +83,7 @@ def test_fitting_lowers_the_loss(tmp_path, shards, kind):
     assert last < 0.9 * first
 
 
+@pytest.mark.long(seconds=20)
 @pytest.mark.parametrize("kind", list(HeadKind))
 def test_a_head_of_a_bfloat16_target_is_fitted_in_either_precision(tmp_path, demos, kind):
     target = tiny_target(Precision.BFLOAT16)
@@ -98,6 +100,7 @@ def test_a_head_of_a_bfloat16_target_is_fitted_in_either_precision(tmp_path, dem
         assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.long(seconds=36)
 def test_a_fit_that_is_killed_five_times_ends_with_the_same_weights(tmp_path, shards):
     """All in processes of their own: to the bit means with as many threads, too."""
     killed_at = sorted(random.Random(6).sample(range(KILLED.steps), 5))
@@ -130,7 +133,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patch.setattr(os, "fsync", sync)
-        with pytest.raises(StorageError, match=r"state\.pt cannot be written: No space left"):
+        with pytest.raises(StorageError, match=r"state\.pt.*No space"):
             trainer(shards, KILLED).run(tmp_path / "cut")
     left = sorted(one.name for one in (tmp_path / "cut").iterdir())
     assert left == ["config.json", "metrics.jsonl", "state.pt"]
@@ -145,6 +148,29 @@ def test_another_configuration_does_not_resume(tmp_path, shards):
         trainer(shards, replace(CONFIG, steps=1, batch_size=2)).run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "steps", "warm_up_steps"), [(96, 600, 60), (65_000, 20_000, 2_000)]
+)
+def test_steps_follow_from_the_number_of_samples(num_samples, steps, warm_up_steps):
+    chosen = choose_steps(HeadFitConfig(), num_samples)
+    assert (chosen.steps, chosen.optimizer.warm_up_steps) == (steps, warm_up_steps)
+    assert choose_steps(CONFIG, num_samples) == CONFIG
+    with pytest.raises(ValueError, match="at least 1"):
+        HeadFitConfig(steps=-1)
+    with pytest.raises(ValueError, match="at least 1"):
+        FitConfig(steps=0)
+
+
+def test_judging_says_how_many_actions_are_left(demos, capsys):
+    frames = held_out_frames(EpisodeSource((demos,)))
+    setups = [
+        DraftSetup(kind.value, (kind,)) for kind in (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION)
+    ]
+    assert len(list(evaluate(tiny_target().policy, frames, setups, [0, 9]))) == 4
+    assert f"/{4 * sum(map(len, frames))} [" in capsys.readouterr().err
+
+
+@pytest.mark.long(seconds=10)
 def test_two_processes_take_the_steps_that_one_takes(tmp_path, shards):
     config = replace(CONFIG, steps=6, log_every=1)
     trainer(shards, config).run(tmp_path / "one")
@@ -203,7 +229,7 @@ def test_no_episode_is_in_both_parts_of_a_split():
     split = split_by_episode(episodes, 0.3, seed=0)
     assert set(episodes[split.train]).isdisjoint(episodes[split.held_out])
     assert len(split.train) + len(split.held_out) == 21
-    with pytest.raises(DataError, match="at least two episodes"):
+    with pytest.raises(DataError, match="two episodes"):
         split_by_episode(np.zeros(4), 0.5, seed=0)
 
 

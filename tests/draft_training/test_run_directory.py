@@ -22,12 +22,13 @@ def learn(module, optimizers, steps):
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     module, optimizers = build()
     learn(module, optimizers, range(5))
-    run = RunDirectory(tmp_path / "run", {"rate": 0.1})
-    run.save(5, module, optimizers)
+    with RunDirectory(tmp_path / "run", {"rate": 0.1}) as run:
+        run.save(5, module, optimizers)
     learn(module, optimizers, range(5, 10))
 
     other, others = build()
-    step, _ = RunDirectory(tmp_path / "run", {"rate": 0.1}).load(other, others)
+    with RunDirectory(tmp_path / "run", {"rate": 0.1}) as run:
+        step, _ = run.load(other, others)
     learn(other, others, range(step, 10))
 
     assert step == 5
@@ -35,34 +36,44 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
 
 
 def test_another_configuration_is_refused_by_the_keys_that_differ(tmp_path):
-    RunDirectory(tmp_path, {"rate": 0.1, "steps": 3})
+    RunDirectory(tmp_path, {"rate": 0.1, "steps": 3}).close()
     with pytest.raises(ResumeError, match="these differ: rate"):
         RunDirectory(tmp_path, {"rate": 0.2, "steps": 3})
 
 
+def test_a_second_training_in_one_directory_is_refused_while_the_first_one_runs(tmp_path):
+    config = {"rate": 0.1, "steps": 3}
+    with RunDirectory(tmp_path, config):
+        with pytest.raises(ResumeError, match="another training is writing"):
+            RunDirectory(tmp_path, {**config, "steps": 9})
+        RunDirectory(tmp_path, config, writes=False).close()  # a process of the same training
+    RunDirectory(tmp_path, config).close()
+
+
 def test_a_run_may_be_given_more_steps_but_not_fewer(tmp_path):
     for steps in (3, 5):
-        RunDirectory(tmp_path, {"rate": 0.1, "steps": steps})
+        RunDirectory(tmp_path, {"rate": 0.1, "steps": steps}).close()
     with pytest.raises(ResumeError, match="these differ: steps"):
         RunDirectory(tmp_path, {"rate": 0.1, "steps": 4})
 
 
 def test_metrics_after_the_last_state_are_forgotten_on_resume(tmp_path):
     module, optimizers = build()
-    run = RunDirectory(tmp_path, {})
-    run.log(1, {"loss": 2.0})
-    run.save(1, module, optimizers)
-    run.log(2, {"loss": 1.0})
+    with RunDirectory(tmp_path, {}) as run:
+        run.log(1, {"loss": 2.0})
+        run.save(1, module, optimizers)
+        run.log(2, {"loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
-    RunDirectory(tmp_path, {}).load(module, optimizers)
+    with RunDirectory(tmp_path, {}) as run:
+        run.load(module, optimizers)
     assert run.metrics() == [{"step": 1, "loss": 2.0}]
 
 
 def test_a_run_that_ended_before_its_first_state_starts_with_empty_metrics(tmp_path):
     """Its torn last line was glued to the next one, and no metrics could be read any more."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    run = RunDirectory(tmp_path, {})
-    run.load(*build())
-    run.log(1, {"loss": 1.5})
+    with RunDirectory(tmp_path, {}) as run:
+        run.load(*build())
+        run.log(1, {"loss": 1.5})
     assert run.metrics() == [{"step": 1, "loss": 1.5}]

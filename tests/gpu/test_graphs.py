@@ -9,14 +9,15 @@ import torch
 
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions, Precision
-from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
+from deft_policies.model.formats import Precision
 from tests import golden
 
 pytestmark = pytest.mark.gpu
 
-EAGER = OpenVLAOptions(
+EAGER = ModelOptions(
     checkpoint=str(golden.TINY_OPENVLA),
     statistics_key="libero_spatial",
     device="cuda",
@@ -27,7 +28,7 @@ EAGER = OpenVLAOptions(
 RECORDED = replace(EAGER, has_graphs=True)
 
 
-def requests_of(policy: OpenVLAPolicy, count: int, decoding: str) -> list[ActRequest]:
+def requests_of(policy: VlaPolicy, count: int, decoding: str) -> list[ActRequest]:
     options = ActOptions(decoding=decoding)
     return [
         ActRequest(Observation(case.image(), case.instruction), options=options)
@@ -35,7 +36,7 @@ def requests_of(policy: OpenVLAPolicy, count: int, decoding: str) -> list[ActReq
     ]
 
 
-def tokens_of(policy: OpenVLAPolicy, requests: Sequence[ActRequest]) -> list[tuple[int, ...]]:
+def tokens_of(policy: VlaPolicy, requests: Sequence[ActRequest]) -> list[tuple[int, ...]]:
     chunks = [answer.chunk for answer in policy.act(list(requests))]
     return [chunk.trace.tokens for chunk in chunks if chunk.trace is not None]
 

@@ -13,12 +13,17 @@ from deft_draft_training.heads.fit import HeadKind, HeadTrainer
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import TrainingPrecision
-from deft_draft_training.policy.fit import PolicyTrainer
-from deft_policies.openvla.options import Precision
+from deft_policies.model.formats import Precision
+from scripts.tiny_libero.fit import PolicyTrainer
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 from tests.draft_training.test_head_fit import CONFIG as HEAD_CONFIG
 from tests.draft_training.test_head_fit import values
-from tests.draft_training.test_policy_training import CONFIG, PROMPTS, fit_config, made_up_samples
+from tests.scripts.tiny_libero.test_policy_training import (
+    CONFIG,
+    TOKENIZER,
+    fit_config,
+    made_up_samples,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +51,7 @@ def test_a_policy_takes_the_same_steps_as_on_the_cpu(tmp_path: Path) -> None:
     losses = []
     for device in ("cpu", "cuda"):
         trainer = PolicyTrainer(
-            fit_config(20), CONFIG, made_up_samples(), PROMPTS, torch.device(device)
+            fit_config(20), CONFIG, made_up_samples(), TOKENIZER, torch.device(device)
         )
         trainer.run(tmp_path / device)
         losses.append(values("loss", tmp_path / device))

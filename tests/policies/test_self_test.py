@@ -12,7 +12,7 @@ from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import SelfTestError
 from deft_policies.self_test import self_test
 
-LIMITS = ActionLimits(np.full(7, -1.0), np.full(7, 1.0), np.arange(7) < 6)
+LIMITS = ActionLimits(np.full(7, -1.0), np.full(7, 1.0))
 
 
 @dataclass(frozen=True, eq=False)

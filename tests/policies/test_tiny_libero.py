@@ -12,18 +12,18 @@ from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActRequest
 from deft_policies.commands.act import load_image
 from deft_policies.errors import PolicyError
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions
-from deft_policies.openvla.policy import OpenVLAPolicy
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_libero"
 CLEAR_MARGIN = 1e-3  # below it, another processor may round to another token
 
 
 @cache
-def policy() -> OpenVLAPolicy:
-    return load_policy(bundle.complete(OpenVLAOptions(device="cpu", is_guarded=False)))
+def policy() -> VlaPolicy:
+    return load_policy(bundle.complete(ModelOptions(device="cpu", is_guarded=False)))
 
 
 def cases() -> list[dict[str, object]]:
@@ -74,16 +74,16 @@ def test_it_stays_small():
 
     assert size(bundle.CHECKPOINT) <= 25e6
     assert size(*bundle.HEADS) <= 10e6
-    assert sum(p.numel() for p in policy().parts.target.model.parameters()) <= 12e6
+    assert sum(p.numel() for p in policy().model.network.parameters()) <= 12e6
 
 
 def test_it_is_the_default_unless_other_weights_are_named():
     assert catalog.default_for([]) == "tiny-libero"
     assert catalog.default_for(["--port", "1", "--decoding=deft"]) == "tiny-libero"
-    assert catalog.default_for(["--checkpoint", "x"]) == "openvla"
-    assert catalog.default_for(["--random-weights=small"]) == "openvla"
+    assert catalog.default_for(["--checkpoint", "x"]) == "model"
+    assert catalog.default_for(["--random-weights=small"]) == "model"
 
 
 def test_another_checkpoint_under_its_name_is_refused():
-    with pytest.raises(PolicyError, match="use --policy openvla"):
-        bundle.complete(OpenVLAOptions(checkpoint="x"))
+    with pytest.raises(PolicyError, match="leave --policy tiny-libero away"):
+        bundle.complete(ModelOptions(checkpoint="x"))

@@ -18,7 +18,7 @@ sys.path[:0] = [{root!r}, *({root!r} + "/" + name for name in ("client", "polici
 from deft_server.commands import serve
 from deft_server.app import create_app
 from deft_server.settings import *
-from tests.server.fakes import *
+from tests.standins.policies import *
 raise SystemExit(serve.run(create_app({policy}, Settings(port=0, {settings}))))
 """
 

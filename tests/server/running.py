@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -11,12 +12,14 @@ from fastapi.testclient import TestClient
 
 
 @contextmanager
-def running(app: FastAPI, ping_s: float = 20.0) -> Iterator[str]:
+def running(
+    app: FastAPI, ping_s: float = 20.0, websockets: Any = "websockets-sansio"
+) -> Iterator[str]:
     """Serve an app; yields `127.0.0.1:PORT`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         config = uvicorn.Config(
             app,
-            ws="websockets-sansio",
+            ws=websockets,
             log_level="error",
             ws_ping_interval=ping_s,
             ws_ping_timeout=ping_s,

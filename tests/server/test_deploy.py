@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from configparser import ConfigParser
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
+from deft_server.commands.serve import ExitCode
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-LONG_RUNNING = {"server", "server-cpu", "server-ray", "prometheus", "grafana"}
+LONG_RUNNING = {"server", "server-cpu", "server-ray", "proxy", "prometheus", "grafana"}
 
 
 class Strict(BaseModel):
@@ -56,8 +58,10 @@ class Service(Strict):
     build: Build | None = None
     profiles: list[str] = []
     command: list[str] = []
+    entrypoint: list[str] = []
     environment: dict[str, str] = {}
     ports: list[str] = []
+    networks: dict[Literal["default"], dict[Literal["ipv4_address"], str]] = {}
     volumes: list[str] = []
     tmpfs: list[str] = []
     read_only: Literal[True]
@@ -74,6 +78,7 @@ class Service(Strict):
 class Compose(Strict):
     services: dict[str, Service]
     volumes: dict[str, dict[str, str]]
+    networks: dict[Literal["default"], object]
     hardened: dict[str, object] = Field(alias="x-hardened")
     server: dict[str, object] = Field(alias="x-server")
     libero: dict[str, object] = Field(alias="x-libero")
@@ -88,6 +93,18 @@ def test_every_service_is_pinned_and_nobody_is_root(compose: Compose) -> None:
     for name, service in compose.services.items():
         assert re.search(r":v?\d+\.\d+", service.image), name
         assert not service.user.startswith(("0", "root")), name
+
+
+def test_no_service_asks_for_the_variables_of_another(compose: Compose) -> None:
+    """Compose refuses the whole file where one service needs a variable that nobody gave."""
+    assert ":?" not in (ROOT / "docker-compose.yml").read_text()
+    shell, flag, script = compose.services["grafana"].entrypoint
+    words = [shell, flag, script.replace("$$", "$").replace("/run.sh", "true")]
+    for password, code in (("", 1), ("secret", 0)):
+        environment = {"PATH": os.environ["PATH"], "GF_SECURITY_ADMIN_PASSWORD": password}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == code
+        assert ("GRAFANA_PASSWORD" in done.stderr) == (not password)
 
 
 def test_who_stays_up_says_how_it_is(compose: Compose) -> None:
@@ -165,12 +182,11 @@ def test_what_the_images_copy_exists_and_reaches_the_builder() -> None:
             assert source in let_in, source
 
 
-def test_the_example_environment_names_every_variable_that_must_be_set() -> None:
+def test_no_service_asks_for_what_another_needs_and_the_example_names_it_all() -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     example = (ROOT / ".env.example").read_text()
-    required = set(re.findall(r"\$\{(\w+):\?", text))
-    assert required == {"DEFT_CHECKPOINT", "GRAFANA_PASSWORD"}
-    for name in required:
+    assert not re.findall(r"\$\{(\w+):\?", text), "compose would ask whatever is started"
+    for name in ("DEFT_CHECKPOINT", "GRAFANA_PASSWORD"):
         assert re.search(rf"^{name}=", example, re.MULTILINE), name
     assert re.search(r"^GRAFANA_PASSWORD=$", example, re.MULTILINE), "a secret has no default"
     for name in re.findall(r"^(\w+)=", example, re.MULTILINE):
@@ -243,6 +259,25 @@ def settings_of(service: Service, values: dict[str, str]) -> ServeCommand:
 def test_a_server_that_cannot_start_is_not_tried_for_ever(compose: Compose) -> None:
     for name in ("server", "server-cpu"):
         assert compose.services[name].restart == "on-failure:5"
+
+
+def test_the_systemd_unit_starts_the_server_again_unless_that_would_not_help(
+    tmp_path: Path,
+) -> None:
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[method-assign,assignment]
+    unit.read(ROOT / "deploy" / "systemd" / "deft.service")
+    service = unit["Service"]
+    program, command, *flags = service["ExecStart"].split()
+    assert (Path(program).name, command) == ("deft", "serve")
+    config = tmp_path / "deft.toml"
+    config.write_text('policy = "constant"\n')
+    given = [str(config) if one == "/etc/deft/deft.toml" else one for one in flags]
+    settings = read_command(ArgumentParser(allow_abbrev=False), given, {}).settings
+    assert float(service["TimeoutStopSec"]) > settings.drain_s
+    assert service["Restart"] == "on-failure"
+    hopeless = set(map(int, service["RestartPreventExitStatus"].split()))
+    assert hopeless == {ExitCode.BAD_SETTINGS, ExitCode.POLICY_BROKEN}
 
 
 def test_alerts_are_loaded_and_each_says_what_it_is(compose: Compose) -> None:

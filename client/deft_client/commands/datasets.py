@@ -107,8 +107,7 @@ def describe(name: str, summary: DatasetSummary) -> str:
 
 
 def _export(episodes: Iterator[StoredEpisode], given: argparse.Namespace) -> None:
-    kept = (one for one in episodes if any(step.is_example for step in one.steps()))
-    result = write_lerobot(kept, given.out, given.fps, given.robot)
+    result = write_lerobot(episodes, given.out, given.fps, given.robot)
     sys.stdout.write(
         f"{given.out}: {result.num_episodes} episodes, {result.num_steps} steps\n"
         f"next: deft train record {given.out} --out features\n"

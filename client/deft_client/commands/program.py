@@ -2,8 +2,9 @@
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
@@ -16,7 +17,16 @@ class CommandParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2."""
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        for flag in (one.partition("=")[0] for one in unknown if one.startswith("--")):
+            message += did_you_mean(flag, self._option_string_actions)
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what may be given\n")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about a name that nobody knows, if one is much like it."""
+    close = get_close_matches(given, known, n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,10 @@ class Program:
             return 0
         command = self.commands.get(given[0])
         if command is None:
+            hint = did_you_mean(given[0], self.commands)
             known = ", ".join(self.commands)
-            print(f"{self.name}: unknown command {given[0]!r}\nknown: {known}", file=sys.stderr)
+            line = f"{self.name}: unknown command {given[0]!r}{hint}\nknown: {known}"
+            print(line, file=sys.stderr)
             return 2
         try:
             return int(import_module(command.module).main(given[1:]))

@@ -52,7 +52,7 @@ class _Progress:
 def write_lerobot(
     episodes: Iterable[StoredEpisode], out: Path, fps: int, robot: str = "unknown"
 ) -> ExportResult:
-    """Write episodes into a folder that must not be there yet; those without steps are left out."""
+    """Write episodes into a folder that must not be there yet, but for those without an example."""
     if out.exists():
         raise DatasetError(f"{out} exists already; data sets are written as a whole")
     aside = out.with_name(f"{out.name}.part")
@@ -78,7 +78,7 @@ def _files(
     held: list[Any] = []
     for episode in episodes:
         steps = list(episode.steps())
-        if not steps:
+        if not any(step.is_example for step in steps):
             continue
         described = _describe(steps, episode.name)
         if features and described != features:

@@ -33,7 +33,10 @@ def read_hdf5(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
             with h5py.File(file, "r") as opened:
                 names = sorted(opened["data"], key=lambda name: int(name.rpartition("_")[2]))
         except (OSError, KeyError, ValueError) as error:
-            raise DatasetError(f"{file}: not a file of LIBERO demonstrations: {error}") from error
+            raise DatasetError(
+                f"{file}: not a file of LIBERO demonstrations: {error}. Of HDF5 only those are "
+                "read; ALOHA's and others once they are converted to LeRobot v3"
+            ) from error
         for name in names:
             yield StoredEpisode(f"{file}:{name}", partial(_steps, file, name, cameras))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from deft_client.datasets.demonstrations import find_demonstrations, load_demonstration
 from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep
-from deft_client.libero.demonstrations.files import find_demonstrations, load_demonstration
 from deft_client.libero.errors import DemonstrationError
 from deft_client.recordings import find_episodes, iterate_steps, read_header
 from deft_client.types import Observation

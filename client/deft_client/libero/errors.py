@@ -11,8 +11,7 @@ SimulationError
 └── DemonstrationError      a demonstration file is damaged, or of another format version
 
 EvaluationError
-├── SelectionError          tasks, trials or variants that cannot be evaluated as asked
-├── ProfileError            the chosen profile and the server do not fit together
+├── SelectionError          what was asked for cannot be evaluated, or not by this server
 ├── PeerAnswerError         a server of another project answered something that is no action
 ├── VideoError              an episode's video cannot be written
 ├── EvaluationStoppedError  the evaluation ended early; what was finished is on disk
@@ -79,11 +78,7 @@ class EvaluationError(DeftError):
 
 
 class SelectionError(EvaluationError):
-    """Tasks, trials or variants that cannot be evaluated as asked."""
-
-
-class ProfileError(EvaluationError):
-    """The chosen profile and the server do not fit together."""
+    """What was asked for cannot be evaluated, or not by this server."""
 
 
 class PeerAnswerError(EvaluationError):

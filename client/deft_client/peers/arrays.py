@@ -167,6 +167,7 @@ def missing(field: str, known: object) -> MalformedMessageError:
 
 
 Entries = dict[object, object]
+_OLDER_NAMES = ((b"nd", b"type", b"shape", b"data"), ("nd", "type", "shape", "data"))
 _SCALARS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
 
 
@@ -221,6 +222,9 @@ def _revive(limits: WireLimits, decodes_pictures: bool, entries: Entries) -> obj
     if "__ndarray__" in entries:
         data, dtype, shape = (entries.get(key) for key in ("data", "dtype", "shape"))
         return build_array(data, dtype, shape, "array")
+    for nd, kind, shape, data in _OLDER_NAMES:  # of the package msgpack-numpy
+        if entries.get(nd) is True:
+            return build_array(entries.get(data), entries.get(kind), entries.get(shape), "array")
     if b"__npgeneric__" in entries:
         return _scalar(entries.get(b"data"), entries.get(b"dtype"))
     if "__image__" in entries:

@@ -9,6 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
 from itertools import filterfalse
 from typing import Any, Generic, TypeVar
@@ -31,16 +32,14 @@ class WireLimits:
     max_image_side: int = 4096  # pixels
     max_image_pixels: int = 4 * 1024 * 1024
     max_cameras: int = 8  # besides the main image
+    max_observations: int = 32  # in one message
     max_instruction_chars: int = 4096
     max_name_chars: int = 128  # session ids, keys, camera names
     max_state_dim: int = 1024
     max_action_values: int = 65_536  # steps x action_dim
     max_trace_values: int = 65_536  # numbers in any one list of a decode trace
-    max_lists: int = 16_384  # maps and lists in one binary message
+    max_lists: int = 16_384  # maps and lists in one message
     max_entries: int = 131_072  # of all of them together
-    max_json_lists: int = 400_000  # the same for JSON, where an image may be nested lists
-    max_json_numbers: int = 1_000_000  # of such an image: 640 x 480 has 921,600
-    max_json_members: int = 131_072  # names and fractions, which take longest to read
 
     def __post_init__(self) -> None:
         if min(vars(self).values()) < 1:
@@ -62,7 +61,7 @@ EnumT = TypeVar("EnumT", bound=Enum)
 
 @dataclass
 class Terms:
-    """How one message is read: in JSON, bytes are base64 and arrays may be nested lists."""
+    """How one message is read: in JSON, bytes are base64 and arrays may be lists of numbers."""
 
     limits: WireLimits = DEFAULT_LIMITS
     is_json: bool = False
@@ -199,8 +198,10 @@ def record(
             if entry is not None or name in needed:
                 values[name] = kinds[name].read(entry, prefix + name, terms)
         for name in () if is_open else filterfalse(kinds.__contains__, entries):
-            label = name if isinstance(name, str) else repr(name)
-            raise MalformedMessageError(prefix + printable(label[:64]), "unknown field; remove it")
+            label = printable((name if isinstance(name, str) else repr(name))[:64])
+            close = get_close_matches(label, kinds, n=1)
+            hint = f"did you mean {close[0]}?" if close else "remove it"
+            raise MalformedMessageError(prefix + label, f"unknown field; {hint}")
         return build(values)
 
     def schema(limits: WireLimits) -> Json:

@@ -1,11 +1,12 @@
 """The same messages as JSON, for callers without msgpack, and what only exists as JSON.
 
-An image is `{"encoding": "png"|"jpeg"|"raw", "data": base64, ...}` or nested lists of numbers; a
-state is a list of numbers; actions are a list of lists.
+An image is `{"encoding": "png"|"jpeg"|"raw", "data": base64, ...}`; a state is a list of numbers;
+actions are a list of lists.
 """
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -29,11 +30,16 @@ from deft_client.wire.messages import (
     RESET,
     ActMessage,
     answer_fields,
+    answers_fields,
+    problem_fields,
     request_fields,
 )
 from deft_client.wire.msgpack_codec import check_bytes
 
 CONTENT_TYPE = "application/json"
+# A problem has a dozen short members. Reading a megabyte of lists would hold up the control loop.
+_OF_PROBLEMS = WireLimits(max_bytes=64 * 1024, max_lists=64, max_entries=1024)
+_SHORT_BYTES = 262_144  # nothing in so short a body takes long to read; most frames are shorter
 T = TypeVar("T")
 
 
@@ -56,9 +62,20 @@ def decode_request(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActMessa
     return decode(REQUEST, data, limits)
 
 
-def encode_answer(chunk: ActionChunk) -> bytes:
+def encode_answer(chunk: ActionChunk, message_id: str | None = None) -> bytes:
     """Return an answer as JSON; the actions are a list of lists."""
-    return _dump({**answer_fields(chunk), "actions": chunk.actions.tolist()})
+    return _dump(_answer_fields(chunk, message_id))
+
+
+def encode_answers(
+    answers: Sequence[ActionChunk | Problem], ids: Sequence[str | None], message_id: str | None
+) -> bytes:
+    """Return the answers to several observations, whose own ids those are, as JSON."""
+    each = [
+        problem_fields(one) if isinstance(one, Problem) else _answer_fields(one, own_id)
+        for one, own_id in zip(answers, ids, strict=True)
+    ]
+    return _dump(answers_fields(each, message_id))
 
 
 def decode_answer(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActionChunk:
@@ -88,14 +105,14 @@ def decode_info(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ServerInfo:
 
 def encode_problem(problem: Problem) -> bytes:
     """Return why a request could not be answered, as application/problem+json."""
-    return _dump({name: value for name, value in vars(problem).items() if value is not None})
+    return _dump(problem_fields(problem))
 
 
 def decode_problem(status: int, data: bytes, retry_after_s: float | None = None) -> Problem:
     """Return why a request could not be answered, whatever the body is."""
     title = f"HTTP {status}"
     try:
-        said = {"title": title, **as_map(load(data), "body"), "status": status}
+        said = {"title": title, **as_map(load(data, _OF_PROBLEMS), "body"), "status": status}
         problem = PROBLEM.read(said, "", Terms(is_json=True))
     except WireError:
         problem = Problem(status, title, data[:200].decode("utf-8", "replace"))
@@ -116,22 +133,26 @@ def load(data: bytes, limits: WireLimits = DEFAULT_LIMITS, where: str = "body") 
 
 def check_json(data: bytes | str, limits: WireLimits, where: str = "body") -> None:
     """Refuse JSON that would take long to read, by the signs in it; texts hold few of these."""
-    if len(data) <= limits.max_json_lists:
-        return  # counting takes time, and nothing in so short a body does
+    if len(data) <= _SHORT_BYTES:
+        return
     for signs, most, what in (
-        ("[{", limits.max_json_lists, "lists or maps"),
-        (",", limits.max_json_numbers, "numbers"),
-        (":.", limits.max_json_members, "names or fractions"),
+        ("[{", limits.max_lists, "lists or maps"),
+        (",", limits.max_entries, "entries"),
+        (":.", limits.max_entries, "names or fractions"),
     ):
         count = sum(_count(data, sign) for sign in signs)
         if count > most:
             raise MessageTooLargeError(
-                where, f"{count} {what}; at most {most} are taken: send no images as lists"
+                where, f"{count} {what}; at most {most} are taken: send images in base64"
             )
 
 
 def _count(data: bytes | str, sign: str) -> int:
     return data.count(sign) if isinstance(data, str) else data.count(sign.encode())
+
+
+def _answer_fields(chunk: ActionChunk, message_id: str | None) -> Json:
+    return {**answer_fields(chunk, message_id), "actions": chunk.actions.tolist()}
 
 
 def _dump(entries: Json) -> bytes:

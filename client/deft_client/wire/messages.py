@@ -5,10 +5,9 @@ read the maps, and the server's OpenAPI document is made of them. Fields that ar
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import Any, cast
 
@@ -16,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import (
+    MalformedMessageError,
     MessageTooLargeError,
     Problem,
     UnsupportedMessageError,
     UnusableValueError,
+    WireError,
 )
 from deft_client.types import (
     ActionChunk,
@@ -63,6 +64,7 @@ from deft_client.wire.images import (
 
 VERSION = 1
 MAX_RADIUS = 65_535  # bins; policies set their own, lower bounds
+MAX_TOKENS = 65_535  # of one answer; policies set their own, lower bounds
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 _LAYOUTS: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 _RAW = ImageEncoding.RAW.value
@@ -71,10 +73,25 @@ _ENCODED = (ImageEncoding.PNG.value, ImageEncoding.JPEG.value)
 
 @dataclass(frozen=True, eq=False)
 class ActMessage:
-    """What one request carries: the observation, and how it is to be answered."""
+    """What one request carries: the observation, and how it is to be answered.
+
+    The answer repeats `id`: where answers could be mixed up, the caller tells by it which is which.
+    """
 
     observation: Observation
     options: ActOptions = field(default_factory=ActOptions)
+    id: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ActMessages:
+    """What one request with several observations carries, each of a session of its own.
+
+    One that cannot be used stands in its place as the error it is: the others are answered.
+    """
+
+    each: Sequence[ActMessage | WireError]
+    id: str | None = None
 
 
 def request_fields(
@@ -87,6 +104,7 @@ def request_fields(
     }
     entries = {
         "v": VERSION,
+        "id": message.id,
         "image": _image_fields(observation.image, encoding, quality),
         "instruction": observation.instruction,
         "session_id": options.session_id,
@@ -95,33 +113,67 @@ def request_fields(
         "decoding": options.decoding,
         "radius": options.radius,
         "trace": options.want_trace or None,
+        "reasoning": options.want_reasoning or None,
+        "max_tokens": options.max_tokens,
         "state": None if observation.state is None else _array_fields(observation.state, "float32"),
         "cameras": cameras or None,
     }
     return {name: value for name, value in entries.items() if value is not None}
 
 
-def answer_fields(chunk: ActionChunk) -> Json:
+def answer_fields(chunk: ActionChunk, message_id: str | None = None) -> Json:
     """Return an answer as a map; timings that are zero are left out."""
     entries: Json = {
         "v": VERSION,
+        **({} if message_id is None else {"id": message_id}),
         "actions": _array_fields(chunk.actions, "float64"),
         "timings": dict(filter(itemgetter(1), vars(chunk.timings).items())),
     }
     if chunk.trace is not None:
-        entries["trace"] = {
-            **vars(chunk.trace),
-            "passes": [vars(one) for one in chunk.trace.passes],
-        }
+        entries["trace"] = trace_fields(chunk.trace)
     if chunk.intervention is not None:
         entries["intervention"] = chunk.intervention.value
+    if chunk.reasoning is not None:
+        entries["reasoning"] = chunk.reasoning
     return entries
+
+
+def trace_fields(trace: DecodeTrace) -> Json:
+    """Return a trace as a map; clients of before there were parts are told of none."""
+    entries = {**vars(trace), "passes": [vars(one) for one in trace.passes]}
+    if not trace.parts:
+        del entries["parts"]
+    return entries
+
+
+def answers_fields(answers: Sequence[Json], message_id: str | None = None) -> Json:
+    """Return the answers to several observations as a map; each is an answer or a problem."""
+    return {
+        "v": VERSION,
+        **({} if message_id is None else {"id": message_id}),
+        "answers": [*answers],
+    }
+
+
+def problem_fields(problem: Problem) -> Json:
+    """Return why something could not be answered as a map."""
+    return {name: value for name, value in vars(problem).items() if value is not None}
+
+
+def read_request(entries: object, terms: Terms) -> ActMessage | ActMessages:
+    """Return the one observation, or the several, that a request carries; or raise `WireError`."""
+    if isinstance(entries, dict) and "observations" in entries:
+        return REQUESTS.read(entries, "", terms)
+    return REQUEST.read(entries, "", terms)
 
 
 def has_pictures(entries: object) -> bool:
     """Would reading this request decode a PNG or JPEG, and so take a while?"""
     if not isinstance(entries, dict):
         return False
+    several = entries.get("observations")
+    if isinstance(several, list):
+        return any(map(has_pictures, several))
     cameras = entries.get("cameras")
     images = [entries.get("image"), *(cameras.values() if isinstance(cameras, dict) else ())]
     return any(isinstance(one, dict) and one.get("encoding", _RAW) != _RAW for one in images)
@@ -150,9 +202,7 @@ _PICTURE: Kind[Json] = record(dict, {"data": BINARY})
 
 
 def _read_image(value: object, where: str, terms: Terms) -> Image | partial[Image]:
-    """Return a camera frame, raw or as PNG or JPEG; in JSON also as nested lists."""
-    if terms.is_json and isinstance(value, list):
-        return _read_pixel_lists(value, where, terms.limits)
+    """Return a camera frame, raw or as PNG or JPEG."""
     parts = dict(as_map(value, where))
     spelling = parts.pop("encoding", _RAW) or _RAW
     if spelling in _ENCODED:
@@ -190,30 +240,12 @@ def _decoded(picture: Image | partial[Image]) -> Image:
     return picture() if isinstance(picture, partial) else picture
 
 
-def _read_pixel_lists(rows: list[list[list[int]]], where: str, limits: WireLimits) -> Image:
-    if set(map(type, rows)) != {list} or len(set(map(len, rows))) != 1:
-        raise UnusableValueError(where, "must be equally long rows of pixels")
-    height, width = len(rows), len(rows[0])
-    check_image_size(height, width, where, limits)
-    pixels = list(chain.from_iterable(rows))
-    if set(map(type, pixels)) != {list} or set(map(len, pixels)) != {3}:
-        raise UnusableValueError(where, "must be [height, width, 3]")
-    try:
-        data = bytes(chain.from_iterable(pixels))
-    except (TypeError, ValueError):
-        raise UnusableValueError(where, "must hold integers from 0 to 255 only") from None
-    return np.frombuffer(data, np.uint8).reshape(height, width, 3)
-
-
 def _image_schema(limits: WireLimits) -> Json:
     encoded, raw = _PICTURE.schema(limits), _PIXELS.schema(limits)
     encoded["properties"]["encoding"] = {"enum": ["png", "jpeg"]}
     encoded["required"].append("encoding")
     raw["properties"]["encoding"] = {"const": _RAW}
-    channel = {"type": "integer", "minimum": 0, "maximum": 255}
-    pixel = {"type": "array", "items": channel, "minItems": 3, "maxItems": 3}
-    row = {"type": "array", "items": pixel, "minItems": 1}
-    return {"anyOf": [encoded, raw, {"type": "array", "items": row, "minItems": 1}]}
+    return {"anyOf": [encoded, raw]}
 
 
 def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image | partial[Image]]:
@@ -245,18 +277,69 @@ def _build_request(values: Json) -> ActMessage:
             read("decoding"),
             read("radius"),
             read("trace", False),
+            read("reasoning", False),
+            read("max_tokens"),
         ),
+        read("id"),
     )
 
 
+def _read_observations(
+    value: object, where: str, terms: Terms
+) -> tuple[ActMessage | WireError, ...]:
+    """Return each observation, or what is wrong with it: it fails alone."""
+    if not isinstance(value, list) or not value:
+        raise MalformedMessageError(where, f"must be a list of observations, got {brief(value)}")
+    most = terms.limits.max_observations
+    if len(value) > most:
+        raise MessageTooLargeError(
+            where, f"{len(value)} of them; at most {most} are taken in one message"
+        )
+    each: list[ActMessage | WireError] = []
+    sessions: set[str | None] = set()
+    for entries in value:
+        try:
+            message = REQUEST.read(entries, "", terms)
+            session_id = message.options.session_id
+            if session_id is not None and session_id in sessions:
+                raise UnusableValueError(
+                    "session_id", "another observation of this message is of the same session"
+                )
+            sessions.add(session_id)
+            each.append(message)
+        except WireError as error:
+            each.append(error)
+    return tuple(each)
+
+
+def _observations_schema(limits: WireLimits) -> Json:
+    schema = REQUEST.schema(limits)
+    return {"type": "array", "items": schema, "minItems": 1, "maxItems": limits.max_observations}
+
+
+def _read_answers(value: object, where: str, terms: Terms) -> tuple[ActionChunk | Problem, ...]:
+    if not isinstance(value, list):
+        raise MalformedMessageError(where, f"must be a list, got {brief(value)}")
+    return tuple(
+        (ANSWER if "actions" in as_map(one, f"{where}[{at}]") else PROBLEM).read(one, "", terms)
+        for at, one in enumerate(value)
+    )
+
+
+def _answers_schema(limits: WireLimits) -> Json:
+    either = {"anyOf": [ANSWER.schema(limits), PROBLEM.schema(limits)]}
+    return {"type": "array", "items": either}
+
+
 def _build_answer(values: Json) -> ActionChunk:
-    return ActionChunk(**{name: value for name, value in values.items() if name != "v"})
+    return ActionChunk(**{name: value for name, value in values.items() if name not in ("v", "id")})
 
 
 def _cameras_schema(limits: WireLimits) -> Json:
     return {**_IMAGES.schema(limits), "maxProperties": limits.max_cameras}
 
 
+SAID = text(lambda _: 65_536)
 _IMAGE = Kind(_read_image, _image_schema)
 _IMAGES = map_of(_IMAGE)
 _VERSION = Kind(_read_version, lambda limits: {"type": "integer", "const": VERSION})
@@ -267,45 +350,61 @@ OPTIONS: Mapping[str, Kind[Any]] = {
     "decoding": NAME,
     "radius": whole(0, MAX_RADIUS),
     "trace": FLAG,
+    "reasoning": FLAG,
+    "max_tokens": whole(1, MAX_TOKENS),
 }
 REQUEST = record(
     _build_request,
     {
         "v": _VERSION,
+        "id": NAME,
         **OPTIONS,
         "instruction": SENTENCE,
         "state": array("float32", ("state_dim",), lambda limits: limits.max_state_dim, True),
         "image": _IMAGE,
         "cameras": Kind(_read_cameras, _cameras_schema),
     },
-    optional=("v", *OPTIONS, "state", "cameras"),
+    optional=("v", "id", *OPTIONS, "state", "cameras"),
 )
 ANSWER = record(
     _build_answer,
     {
         "v": _VERSION,
+        "id": NAME,
         "actions": array(
             "float64", ("step", "action_dim"), lambda limits: limits.max_action_values
         ),
         "timings": record_of(StageTimings),
         "trace": record_of(DecodeTrace, {"guard": SENTENCE, "rule": SENTENCE}),
         "intervention": word(Intervention),
+        "reasoning": SAID,
     },
-    optional=("v", "timings", "trace", "intervention"),
+    optional=("v", "id", "timings", "trace", "intervention", "reasoning"),
+)
+REQUESTS = record(
+    lambda values: ActMessages(values["observations"], values.get("id")),
+    {"v": _VERSION, "id": NAME, "observations": Kind(_read_observations, _observations_schema)},
+    optional=("v", "id"),
+)
+ANSWERS: Kind[tuple[ActionChunk | Problem, ...]] = record(
+    lambda values: cast(tuple[ActionChunk | Problem, ...], values["answers"]),
+    {"v": _VERSION, "id": NAME, "answers": Kind(_read_answers, _answers_schema)},
+    optional=("v", "id"),
 )
 RESET = record(lambda values: cast(str, values["session_id"]), {"session_id": NAME})
 _COUNT = whole(1, 65_536)
-_SAID = text(lambda _: 65_536)
 # Both are open to fields of later versions.
 INFO = record_of(
     ServerInfo,
     {
         **dict.fromkeys(("action_dim", "chunk_length", "image_height", "image_width"), _COUNT),
-        **dict.fromkeys(("num_pictures", "state_dim"), _COUNT),
+        **dict.fromkeys(("num_pictures", "state_dim", "max_tokens"), _COUNT),
         "instructions": list_of(SENTENCE),
     },
     is_open=True,
 )
 PROBLEM = record_of(
-    Problem, dict.fromkeys(("title", "detail", "type", "field", "request_id"), _SAID), is_open=True
+    Problem,
+    dict.fromkeys(("title", "detail", "type", "field", "request_id", "reasoning"), SAID),
+    is_open=True,
 )

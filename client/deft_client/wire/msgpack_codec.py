@@ -5,12 +5,12 @@ field is fixed by the protocol (image uint8, state float32, actions float64, lit
 there to be checked, so a peer cannot ask us to build anything else. See docs/http_api.md.
 """
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import TypeVar
 
 import msgpack
 
-from deft_client.errors import MalformedMessageError, MessageTooLargeError, WireError
+from deft_client.errors import MalformedMessageError, MessageTooLargeError, Problem, WireError
 from deft_client.types import ActionChunk
 from deft_client.wire.fields import (
     DEFAULT_LIMITS,
@@ -20,7 +20,17 @@ from deft_client.wire.fields import (
     unique_map,
 )
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
-from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
+from deft_client.wire.messages import (
+    ANSWER,
+    ANSWERS,
+    REQUEST,
+    VERSION,
+    ActMessage,
+    answer_fields,
+    answers_fields,
+    problem_fields,
+    request_fields,
+)
 
 SizedT = TypeVar("SizedT", bound=Sized)
 CONTENT_TYPE = "application/msgpack"
@@ -38,19 +48,70 @@ def encode_request(
     return bytes(msgpack.packb(request_fields(message, encoding, quality)))
 
 
+def encode_requests(
+    messages: Sequence[ActMessage],
+    message_id: str | None = None,
+    encoding: ImageEncoding = ImageEncoding.RAW,
+    quality: int = JPEG_QUALITY,
+) -> bytes:
+    """Return a request with several observations as bytes."""
+    each = [request_fields(message, encoding, quality) for message in messages]
+    id_field = {} if message_id is None else {"id": message_id}
+    return bytes(msgpack.packb({"v": VERSION, **id_field, "observations": each}))
+
+
 def decode_request(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActMessage:
     """Return the request in the bytes, or raise `WireError`. Its arrays are read-only."""
     return REQUEST.read(unpack(data, limits), "", Terms(limits))
 
 
-def encode_answer(chunk: ActionChunk) -> bytes:
+def encode_answer(chunk: ActionChunk, message_id: str | None = None) -> bytes:
     """Return an answer as bytes."""
-    return bytes(msgpack.packb(answer_fields(chunk)))
+    return bytes(msgpack.packb(answer_fields(chunk, message_id)))
+
+
+def encode_answers(
+    answers: Sequence[ActionChunk | Problem], ids: Sequence[str | None], message_id: str | None
+) -> bytes:
+    """Return the answers to several observations, whose own ids those are, as bytes."""
+    each = [
+        problem_fields(one) if isinstance(one, Problem) else answer_fields(one, own_id)
+        for one, own_id in zip(answers, ids, strict=True)
+    ]
+    return bytes(msgpack.packb(answers_fields(each, message_id)))
+
+
+def decode_answers(
+    data: bytes, limits: WireLimits = DEFAULT_LIMITS
+) -> tuple[ActionChunk | Problem, ...]:
+    """Return the answers to several observations in the bytes, or raise `WireError`."""
+    return ANSWERS.read(unpack(data, limits), "", Terms(limits))
 
 
 def decode_answer(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActionChunk:
     """Return the answer in the bytes, or raise `WireError`."""
     return ANSWER.read(unpack(data, limits), "", Terms(limits))
+
+
+def message_id(data: bytes) -> object:
+    """Return the `id` of a request or an answer, reading little else; None where there is none."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if unpacker.unpack() == "id":
+                return unpacker.unpack()
+            unpacker.skip()
+    except UNREADABLE:  # the rest of the message has the same fault, and is judged for it
+        pass
+    return None
+
+
+def without_id(request: bytes) -> bytes:
+    """Return a request of ours for a server that knows no ids."""
+    entries = msgpack.unpackb(request)
+    del entries["id"]
+    return bytes(msgpack.packb(entries))
 
 
 def unpack(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:

@@ -1,5 +1,8 @@
 """Feeds a head's training: samples from shards or computed on the fly, split by episode."""
 
+import pickle
+import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +14,9 @@ from numpy.typing import NDArray
 
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.record import iterate_shards
-from deft_draft_training.heads.samples import EpisodeSource, HeadSample, SourcedObservation
+from deft_draft_training.heads.samples import EpisodeSource, HeadSample
 from deft_draft_training.heads.target import FeatureTarget
+from deft_draft_training.run_directory import explained
 
 
 class SampleStore(Protocol):
@@ -42,19 +46,32 @@ class RecordedSamples:
 
 
 class LiveSamples:
-    """Samples computed when they are asked for: no disk, and the target runs along."""
+    """Samples computed when they are asked for: the target runs along.
+
+    Decoded frames may be more than memory holds. They lie in a temporary file without a name.
+    """
 
     def __init__(self, target: FeatureTarget, source: EpisodeSource) -> None:
         self._target = target
-        self._observations: list[SourcedObservation] = list(source.observations())
-        self.episodes = np.array([one.episode for one in self._observations])
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        weakref.finalize(self, self._file.close)
+        self._places: list[int] = []
+        episodes: list[int] = []
+        with explained(Path(tempfile.gettempdir())):
+            for one in source.observations():
+                self._places.append(self._file.tell())
+                pickle.dump(one.observation, self._file)
+                episodes.append(one.episode)
+        self.episodes = np.array(episodes)
 
     def get(self, numbers: Sequence[int]) -> list[HeadSample]:
         """The named samples, freshly computed."""
-        chosen = [self._observations[number] for number in numbers]
-        return self._target.sample(
-            [one.observation for one in chosen], [one.episode for one in chosen], torch.float32
-        )
+        observations = []
+        for number in numbers:
+            self._file.seek(self._places[number])
+            observations.append(pickle.load(self._file))
+        episodes = [int(self.episodes[number]) for number in numbers]
+        return self._target.sample(observations, episodes, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.types import DecodeTrace, Observation
+from deft_client.libero.report.trace_metrics import speculation_of
+from deft_client.libero.results.records import AnswerRecord
+from deft_client.types import ActionChunk, DecodeTrace, Observation, StageTimings
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource
@@ -25,15 +28,16 @@ from deft_draft_training.heads.target import (
     add_target_flags,
     load_target,
 )
-from deft_policies.benchmark.summary import drafted_by_position
 from deft_policies.commands.parse import target_flags
-from deft_policies.decoding.decoder import Decoder, DecodeRow, DraftModels, build_decoder
-from deft_policies.decoding.drafts.medusa import MedusaHeads
-from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.medusa import MedusaHeads
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape
-from deft_policies.decoding.records import StageClock
-from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.families.policy import VlaPolicy
+from deft_policies.memory import SessionMemory
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class DraftSetup:
     drafts: tuple[DraftKind, ...]
     models: DraftModels = DraftModels()
     shape: TreeShape | None = None  # None: the tree that the decoder takes first
+
+
+_NO_ACTION = np.zeros((0, 0))
 
 
 @dataclass(frozen=True)
@@ -61,34 +68,41 @@ class DraftScore:
 
 def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> DraftScore:
     """Sum up what the traces of one source and radius say."""
-    checked = [one for trace in traces for one in trace.checked_passes]
-    lengths = [one.committed_length for one in checked] or [1]
+    chunks = [ActionChunk(_NO_ACTION, StageTimings(), trace) for trace in traces]
+    found = speculation_of([AnswerRecord.of(chunk, 0, 0) for chunk in chunks])
+    assert found is not None
     return DraftScore(
         source=source,
         radius=radius,
         num_actions=len(traces),
-        committed_length=float(np.mean(lengths)),
-        passes=float(np.mean([trace.num_passes for trace in traces])),
-        relaxed_share=float(np.mean([trace.relaxed_share for trace in traces])),
-        accepted_by_position=drafted_by_position(traces),
+        committed_length=found.committed_length,
+        passes=found.passes_per_action,
+        relaxed_share=found.relaxed_share,
+        accepted_by_position=found.drafted_by_token,
     )
 
 
 def evaluate(
-    policy: OpenVLAPolicy,
+    policy: VlaPolicy,
     held_out: Sequence[Sequence[Observation]],
     sources: Sequence[DraftSetup],
     radii: Sequence[int],
 ) -> Iterator[DraftScore]:
     """Score every source at every radius on the same episodes, one at a time."""
-    for radius in radii:
-        for setup in sources:
+    total = len(radii) * len(sources) * sum(map(len, held_out))
+    with tqdm(total=total, unit="action", file=sys.stderr, leave=False) as bar:
+        for radius, setup in product(radii, sources):
+            bar.set_description(f"{setup.name} r {radius}")
             method = find_method("within-bins").with_radius(radius).with_drafts(setup.drafts)
             if setup.shape is not None:
                 method = method.with_shape(setup.shape)
-            decoder = build_decoder(policy.parts.target, method, setup.models)
-            frames = tqdm(held_out, f"{setup.name} r {radius}", unit="episode", leave=False)
-            traces = [trace for episode in frames for trace in _decode(policy, decoder, episode)]
+            engine = Engine(policy.token_model.target, setup.models)
+            traces: list[DecodeTrace] = []
+            for episode in held_out:
+                for trace in _decode(policy, engine, method, episode):
+                    traces.append(trace)
+                    bar.update()
+            bar.clear()  # for what the caller prints
             yield score_traces(setup.name, radius, traces)
 
 
@@ -97,7 +111,8 @@ def held_out_frames(
 ) -> list[list[Observation]]:
     """The frames of some episodes by number, or of all; `DataError` if there are none."""
     found: dict[int, list[Observation]] = {}
-    for one in source.observations():
+    frames = tqdm(source.observations(), "read", unit="frame", file=sys.stderr, leave=False)
+    for one in frames:
         if episodes is None or one.episode in episodes:
             found.setdefault(one.episode, []).append(one.observation)
     if not found:
@@ -110,15 +125,17 @@ def held_out_frames(
 
 @torch.inference_mode()
 def _decode(
-    policy: OpenVLAPolicy, decoder: Decoder, frames: Sequence[Observation]
-) -> list[DecodeTrace]:
-    """One episode in order, with the history that a session would keep."""
-    parts, traces = policy.parts, []
-    row = DecodeRow(ActionHistory(), policy.action_space(None))
+    policy: VlaPolicy, engine: Engine, method: Method, frames: Sequence[Observation]
+) -> Iterator[DecodeTrace]:
+    """One episode in order, with the memory that a session would keep."""
+    model, memory = policy.token_model, SessionMemory()
+    form = Form.action(policy.action_space(None))
     for frame in frames:
-        clock = StageClock(parts.target.device)
-        traces += decoder.decode(parts.read([frame], clock), [row], clock)
-    return traces
+        clock, row = StageClock(model.device), Row(method, form, memory)
+        engine.decode(model.see([frame], clock), [row], clock)
+        memory = row.memory
+        assert row.trace is not None
+        yield row.trace
 
 
 def main(arguments: list[str]) -> int:
@@ -158,7 +175,7 @@ def main(arguments: list[str]) -> int:
 
 def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> DraftSetup:
     """A head from its directory, run as the target's flags say."""
-    head, models = load_any_head(directory, target), target.policy.parts.drafts
+    head, models = load_any_head(directory, target), target.policy.drafts
     if isinstance(head, MedusaHeads):
         models = replace(models, medusa=head)
         return DraftSetup(str(directory), (DraftKind.MEDUSA,), models, shape)

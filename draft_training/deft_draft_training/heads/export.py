@@ -19,8 +19,8 @@ from deft_draft_training.heads.target import (
 )
 from deft_draft_training.run_directory import STATE_FILE, explained
 from deft_policies.commands.parse import target_flags
-from deft_policies.decoding.drafts.eagle import EagleHead, HeadLayout, load_head, save_head
-from deft_policies.decoding.drafts.medusa import MedusaHeads, is_medusa, load_medusa, save_medusa
+from deft_policies.decoding.eagle import EagleHead, HeadLayout, load_head, save_head
+from deft_policies.decoding.medusa import MedusaHeads, is_medusa, load_medusa, save_medusa
 from deft_policies.errors import PolicyError
 
 
@@ -102,6 +102,6 @@ def main(arguments: list[str]) -> int:
     size = sum(path.stat().st_size for path in given.out.iterdir())
     sys.stdout.write(
         f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"
-        f"next: deft serve --policy openvla --draft-head {given.out} {target_flags(given)}\n"
+        f"next: deft serve --draft-head {given.out} {target_flags(given)}\n"
     )
     return 0

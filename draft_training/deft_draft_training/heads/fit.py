@@ -6,7 +6,7 @@ processes with half the batch each take the steps that one takes with all of it.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -33,12 +33,14 @@ from deft_draft_training.heads.target import (
 )
 from deft_draft_training.heads.workers import Workers
 from deft_draft_training.optimizer import computing_in
-from deft_draft_training.policy.data import chosen_at
 from deft_draft_training.run_directory import RunDirectory
-from deft_draft_training.trainer import FitConfig, Trainer
+from deft_draft_training.trainer import FitConfig, Trainer, chosen_at
 from deft_policies.commands.parse import target_flags
-from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+
+PUBLISHED_STEPS = 20_000
+EPOCHS = 100
 
 
 class HeadKind(Enum):
@@ -52,6 +54,7 @@ class HeadKind(Enum):
 class HeadFitConfig(FitConfig):
     """A head's training run. Defaults are the published ones where there are any."""
 
+    steps: int = 0  # 0: EPOCHS over the samples, at most PUBLISHED_STEPS
     kind: HeadKind = HeadKind.EAGLE
     heads: int = 0  # attention heads (EAGLE; 0: as the target) or parallel heads (Medusa; 0: 6)
     mlp_width: int = 0  # 0: as the target
@@ -69,16 +72,17 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
         store: SampleStore,
         workers: Workers | None = None,
     ) -> None:
-        self.config, self.target, self.store = config, target, store
+        self.target, self.store = target, store
         self.workers = workers or Workers.alone()
         self.split: Split = split_by_episode(store.episodes, config.held_out_share, config.seed)
+        config = self.config = choose_steps(config, len(self.split.train))
         super().__init__(config, build_head(config, target).to(target.weight.device))
 
     def run(self, directory: Path, with_board: bool = False) -> nn.Module:
         """Train to the configured step and return the (averaged) head."""
-        is_first = self.workers.rank == 0
         described = {**plain(self.config), "target": self.target.fingerprint()}
-        return self._train(RunDirectory(directory, described, with_board and is_first), is_first)
+        with RunDirectory(directory, described, with_board, self.workers.rank == 0) as run:
+            return self._train(run)
 
     def _step(self, step: int) -> dict[str, float]:
         config = self.config
@@ -111,18 +115,28 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
         return int(mixed.generate_state(1)[0])
 
 
+def choose_steps(config: HeadFitConfig, num_samples: int) -> HeadFitConfig:
+    """Where no number of steps is given: by the samples, a tenth of them at most for warming up."""
+    if config.steps:
+        return config
+    steps = min(EPOCHS * max(1, num_samples // config.batch_size), PUBLISHED_STEPS)
+    warm_up_steps = min(config.optimizer.warm_up_steps, steps // 10)
+    optimizer = replace(config.optimizer, warm_up_steps=warm_up_steps)
+    return replace(config, steps=steps, optimizer=optimizer)
+
+
 def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | MedusaHeads:
     """A fresh head of the target's width, the same for the same seed."""
     torch.manual_seed(config.seed)
-    llm = target.policy.parts.target.model.config.llm
+    llm = target.policy.model.network.config.llm
     if config.kind is HeadKind.MEDUSA:
         return MedusaHeads(MedusaSizes(llm.width, config.heads or 6))
     sizes = HeadSizes(
         width=llm.width,
-        mlp_width=config.mlp_width or llm.mlp,
-        num_heads=config.heads or llm.heads,
-        num_kv_heads=config.heads or llm.kv_heads,
-        norm_eps=llm.rms_norm_eps,
+        mlp_width=config.mlp_width or llm.mlp_width,
+        num_heads=config.heads or llm.num_heads,
+        num_kv_heads=config.heads or llm.num_kv_heads,
+        norm_eps=llm.norm_eps,
         rope_theta=llm.rope_theta,
     )
     return EagleHead(sizes)
@@ -140,12 +154,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stride", type=int, default=1, help="with --live: every how many steps")
     add_camera_flag(parser)
     parser.add_argument("--config", type=Path, metavar="TOML", help="default: the published run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help=f"such as steps=N (default: {EPOCHS} epochs, at most {PUBLISHED_STEPS} steps)",
+    )  # fmt: skip
     parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
     add_target_flags(parser)
     given = parser.parse_args(arguments)
     config = load_config(HeadFitConfig, given.config, given.overrides)
-    if config.optimizer.warm_up_steps >= config.steps:
+    if 0 < config.steps <= config.optimizer.warm_up_steps:
         sys.stderr.write(
             f"deft train fit: {config.steps} steps end before the {config.optimizer.warm_up_steps} "
             "of warming up do; --set optimizer.warm_up_steps=N\n"
@@ -167,7 +184,7 @@ def main(arguments: list[str]) -> int:
         held_out = sorted({int(store.episodes[one]) for one in trainer.split.held_out})
         numbers = ",".join(map(str, held_out))
         sys.stdout.write(
-            f"{given.out}: {config.steps} steps; held-out episodes {numbers}\n"
+            f"{given.out}: {trainer.config.steps} steps; held-out episodes {numbers}\n"
             f"next: deft train evaluate DATA --episodes {numbers} --head {given.out} "
             f"{target_flags(given)}\n"
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (the name everybody knows it by)
+import torch.nn.functional as F
 from torch import Tensor
 
 from deft_draft_training.heads.samples import HeadBatch

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from deft_draft_training.heads.samples import HeadSample
 from deft_policies.base import ActRequest
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.errors import PolicyError
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import add_flags, read_flags
-from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import add_flags, read_flags
+from deft_policies.families.policy import VlaPolicy
 
 _AUTOREGRESSIVE = ActOptions(decoding="autoregressive", want_trace=True)
 
@@ -25,28 +25,28 @@ _AUTOREGRESSIVE = ActOptions(decoding="autoregressive", want_trace=True)
 class FeatureTarget:
     """A loaded policy whose answers and hidden states a draft head learns from."""
 
-    policy: OpenVLAPolicy
+    policy: VlaPolicy
 
     @property
     def width(self) -> int:
         """Features of a hidden state."""
-        return self.policy.parts.target.model.config.llm.width
+        return self.policy.model.network.config.llm.width
 
     @property
     def actions(self) -> TokenRange:
         """Token ids that stand for bins."""
-        return self.policy.parts.target.action_tokens
+        return self.policy.token_model.target.action_tokens
 
     @property
     def table(self) -> Tensor:
         """The embedding of every token, [token, width]."""
-        return self.policy.parts.target.decoder.embedding.weight.detach()
+        return self.policy.token_model.target.decoder.embedding.weight.detach()
 
     @property
     def weight(self) -> Tensor:
         """Rows of the target's head for the action tokens, [token, width]."""
         rows = slice(self.actions.first, self.actions.last + 1)
-        return self.policy.parts.target.decoder.head.weight.detach()[rows]
+        return self.policy.token_model.target.decoder.head.weight.detach()[rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the action tokens; gradients reach `hidden`, never the head."""
@@ -54,12 +54,12 @@ class FeatureTarget:
 
     def every_logit(self, hidden: Tensor) -> Tensor:
         """Logits of the whole vocabulary, what `spec-vla` drafts from."""
-        weight = self.policy.parts.target.decoder.head.weight.detach()
+        weight = self.policy.token_model.target.decoder.head.weight.detach()
         return hidden.to(weight.dtype) @ weight.T
 
     def fingerprint(self) -> str:
         """A digest of the weights that features depend on: equal for equal checkpoints."""
-        return self.policy.parts.target.model.fingerprint()
+        return self.policy.model.network.fingerprint()
 
     def sample(
         self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
@@ -68,10 +68,10 @@ class FeatureTarget:
         requests = [ActRequest(one, options=_AUTOREGRESSIVE) for one in observations]
         traces = [answer.chunk.trace for answer in self.policy.act(requests)]
         tokens = [torch.tensor(trace.tokens) for trace in traces if trace is not None]
-        parts = self.policy.parts
+        parts = self.policy.token_model
         with torch.no_grad():
             fitted = [parts.images.fit(one.image) for one in observations]
-            patches = parts.target.model.see(parts.pixels(fitted)).patches
+            patches = parts.network.see(parts.pixels(fitted)).patches
             prompts = [torch.tensor(parts.encode(one.instruction)) for one in observations]
             hidden = self._features(patches, prompts, tokens)
         return [
@@ -89,7 +89,7 @@ class FeatureTarget:
         self, patches: Tensor, prompts: Sequence[Tensor], tokens: Sequence[Tensor]
     ) -> list[Tensor]:
         """Hidden states after the final norm at every position but the last token's, by row."""
-        model = self.policy.parts.target.model
+        model = self.policy.model.network
         ids = [torch.cat([one, own[:-1]]) for one, own in zip(prompts, tokens, strict=True)]
         padded = pad_sequence(ids, batch_first=True)
         hidden = model.decoder(model.compose(patches, padded.to(patches.device)))
@@ -99,12 +99,15 @@ class FeatureTarget:
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that name the target, the same as the server's."""
-    add_flags(parser.add_argument_group("target", "as for `deft serve --policy openvla`"))
+    add_flags(parser.add_argument_group("target", "as for `deft serve`"))
 
 
 def load_target(given: argparse.Namespace) -> FeatureTarget:
     """Load the target that the flags name."""
     try:
-        return FeatureTarget(load_policy(read_flags(given)))
+        options = read_flags(given)
+        # Training has work for every core, whatever answering would take.
+        threads = options.num_threads or torch.get_num_threads()
+        return FeatureTarget(load_policy(replace(options, num_threads=threads)))
     except PolicyError as error:
         raise ConfigError(str(error)) from error

@@ -7,16 +7,15 @@ tell apart; a flip anywhere else is a fault.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deft_policies.benchmark.replay import ReplayFrame
-from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.records import StageClock
+from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.sampling import first_maximum, top_gap
-from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.families.policy import VlaPolicy
 
 # bfloat16 keeps 8 bits of every number. Two logits are told apart when they differ by more than
 # their own last place and what rounding in every layer before has added; two last places of the
@@ -54,21 +53,19 @@ class AuditReport:
         return tuple(flip for flip in self.flips if flip.reference_margin > self.threshold)
 
 
-def audit(
-    reference: OpenVLAPolicy, audited: OpenVLAPolicy, frames: Sequence[ReplayFrame]
-) -> AuditReport:
+def audit(reference: VlaPolicy, audited: VlaPolicy, frames: Sequence[ReplayFrame]) -> AuditReport:
     """Compare two policies of the same weights, token by token. Both see the whole vocabulary."""
     flips: list[Flip] = []
     largest_logit = largest_error = 0.0
     num_tokens = num_outside = 0
-    actions = reference.parts.target.action_tokens
+    actions = reference.token_model.target.action_tokens
     for number, frame in enumerate(frames):
-        own = _decode(reference, frame, None)
-        other = _decode(audited, frame, own.tokens)
-        num_tokens += len(own.tokens)
-        num_outside += sum(not actions.first <= token <= actions.last for token in own.tokens)
-        for position, (first, second) in enumerate(zip(own.logits, other.logits, strict=True)):
-            best = int(first_maximum(first))
+        own = _logits(reference, frame, None)
+        tokens = [int(first_maximum(one)) for one in own]
+        other = _logits(audited, frame, tokens)
+        num_tokens += len(tokens)
+        num_outside += sum(not actions.first <= token <= actions.last for token in tokens)
+        for position, (best, first, second) in enumerate(zip(tokens, own, other, strict=True)):
             largest_logit = max(largest_logit, abs(float(first[best])))
             largest_error = max(largest_error, abs(float(first[best] - second[best])))
             found = int(first_maximum(second))
@@ -109,30 +106,12 @@ def describe(report: AuditReport) -> str:
     return "\n".join(lines)
 
 
-@dataclass
-class _Led:
-    """Chooses given tokens, or the best ones, and keeps all logits."""
-
-    given: list[int] | None
-    tokens: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)  # [step] of [vocabulary]
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """One row."""
-        step = len(self.tokens)
-        self.logits.append(logits[0].clone())
-        token = int(first_maximum(logits[0])) if self.given is None else self.given[step]
-        self.tokens.append(token)
-        return torch.tensor([token], device=logits.device)
-
-
-def _decode(policy: OpenVLAPolicy, frame: ReplayFrame, tokens: list[int] | None) -> _Led:
-    parts, led = policy.parts, _Led(tokens)
-    if len(parts.target.vocabulary) != parts.target.decoder.sizes.vocabulary:
+def _logits(policy: VlaPolicy, frame: ReplayFrame, given: list[int] | None) -> list[Tensor]:
+    """Plain decoding's logits [vocabulary], position by position, along given tokens or its own."""
+    model = policy.token_model
+    if len(model.target.vocabulary) != model.target.num_tokens:
         raise ValueError("an audit compares the whole vocabulary")
-    clock = StageClock(parts.target.device)
     with torch.inference_mode():
-        prompts = parts.read([frame.observation], clock)
-        length = parts.statistics[policy.find_key(frame.statistics_key)].action_dim
-        AutoregressiveDecoder(parts.target, led).decode(prompts, length, clock)
-    return led
+        prompts = model.see([frame.observation], StageClock(model.device))
+        length = model.formats[policy.find_key(frame.statistics_key)].max_tokens
+        return model.target.logits_along(prompts, length, given)

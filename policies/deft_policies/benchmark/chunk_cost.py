@@ -17,14 +17,16 @@ from deft_policies.benchmark.roofline import (
     stage_limit,
     vision_cost,
 )
-from deft_policies.oft.policy import OftPolicy
+from deft_policies.families.oft.chunk_model import ChunkModel
+from deft_policies.families.oft.family import Oft
+from deft_policies.families.policy import VlaPolicy
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkCostModel:
     """What the towers and the pass of one policy cost."""
 
-    policy: OftPolicy
+    policy: VlaPolicy
     rates: DeviceRates
 
     def roofline(self, run: Replay, frames: Sequence[ReplayFrame]) -> Roofline:
@@ -36,22 +38,22 @@ class ChunkCostModel:
 
     def vision_cost(self, num_rows: int) -> Cost:
         """Towers and projector over every picture, and what turns an instruction into scales."""
-        model, weights = self.policy.parts.model, self._weights
+        model, weights = self._chunk, self._weights
         pictures = num_rows * model.shape.num_pictures
         seen = vision_cost(model.model.config, pictures, weights)
         return seen + module_cost(model.parts.film, num_rows, weights)
 
     def pass_cost(self, frame: ReplayFrame, num_rows: int) -> Cost:
         """The decoder over pictures, state, prompt, chunk and stop; then the head."""
-        model, weights = self.policy.parts.model, self._weights
-        prompt = len(self.policy.parts.encoder.encode(frame.observation.instruction))
+        model, weights = self._chunk, self._weights
+        prompt = len(self.policy.model.encode(frame.observation.instruction))
         shape, parts = model.shape, model.parts
         has_head = parts.head is not None
         tokens = PassTokens(
             before=0,
             new=model.num_before + prompt + shape.num_values + 1,
             scored=0 if has_head else shape.num_values,
-            head_rows=0 if has_head else model.model.config.llm.vocab_size,
+            head_rows=0 if has_head else model.model.config.llm.vocabulary,
         )
         state = module_cost(parts.state, num_rows, weights)
         head = module_cost(parts.head, num_rows * shape.num_steps, weights)
@@ -59,8 +61,12 @@ class ChunkCostModel:
 
     @property
     def _weights(self) -> WeightBytes:
-        decoder = self.policy.parts.model.model.decoder
-        return WeightBytes.at(decoder.embedding.weight, self.policy.info.details)
+        return WeightBytes.of(self.policy)
+
+    @property
+    def _chunk(self) -> ChunkModel:
+        assert isinstance(self.policy.model, Oft)
+        return self.policy.model.chunk
 
 
 def module_cost(module: nn.Module | None, num_inputs: int, weights: WeightBytes) -> Cost:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from deft_client.datasets.formats import read_dataset
@@ -121,10 +122,11 @@ class Contender:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredAnswer:
-    """One frame's answer and the wall-clock time of the whole call."""
+    """One frame's answer, the time of the whole call and how much of it this thread worked."""
 
     wall_ms: float
     chunk: ActionChunk
+    worked_ms: float = 0.0
 
 
 @dataclass(eq=False)
@@ -167,8 +169,11 @@ def _answer(run: Replay, frame: ReplayFrame) -> MeasuredAnswer:
     batch = [
         ActRequest(frame.observation, memory, options) for memory in run.memories[frame.episode]
     ]
-    start = time.perf_counter()
+    is_alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    start, worked = time.perf_counter(), time.thread_time()
     answers = contender.policy.act(batch)
     wall_ms = (time.perf_counter() - start) * 1e3
+    # Of several threads, or of a device, this one's share says nothing.
+    worked_ms = (time.thread_time() - worked) * 1e3 if is_alone else 0.0
     run.memories[frame.episode] = [answer.memory for answer in answers]
-    return MeasuredAnswer(wall_ms, answers[0].chunk)
+    return MeasuredAnswer(wall_ms, answers[0].chunk, worked_ms)

@@ -1,7 +1,7 @@
 """Limits of a replay on this device: what its passes must read and compute, over measured rates."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,9 +10,11 @@ import torch
 
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Replay, ReplayFrame
-from deft_policies.model.sizes import LlamaConfig, OpenVLAConfig, TowerConfig
-from deft_policies.openvla.options import Quantization
-from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.families.policy import VlaPolicy
+from deft_policies.model.formats import Quantization
+from deft_policies.model.llama import LlamaSizes
+from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
+from deft_policies.model.vla import OpenVLAModel
 
 _GPU_COPY_BYTES = 1 << 31
 _CPU_COPY_BYTES = 1 << 27
@@ -88,15 +90,15 @@ class WeightBytes:
     other: float
 
     @staticmethod
-    def of(policy: OpenVLAPolicy) -> "WeightBytes":
+    def of(policy: VlaPolicy) -> "WeightBytes":
         """As the policy's weights lie in memory."""
-        return WeightBytes.at(policy.parts.target.decoder.embedding.weight, policy.info.details)
+        return WeightBytes.at(policy.model.network)
 
     @staticmethod
-    def at(weight: torch.Tensor, details: Mapping[str, str]) -> "WeightBytes":
-        """As weights lie in memory beside one of them; `details` are what a policy says of them."""
+    def at(network: OpenVLAModel) -> "WeightBytes":
+        """As a network's weights lie in memory."""
+        weight, quantization = network.decoder.embedding.weight, network.quantization
         size = float(weight.dtype.itemsize)
-        quantization = Quantization(details.get("quantization", "none"))
         if quantization is Quantization.NONE:
             return WeightBytes(size, size)
         # On a CPU int4 values are kept in a byte each.
@@ -119,13 +121,13 @@ def vision_cost(config: OpenVLAConfig, num_rows: int, weights: WeightBytes) -> C
 
 
 def decoder_cost(
-    llm: LlamaConfig, num_rows: int, tokens: "PassTokens", weights: WeightBytes
+    llm: LlamaSizes, num_rows: int, tokens: "PassTokens", weights: WeightBytes
 ) -> Cost:
     """One pass of the decoder: its matrices once, the cache of every row, the head's rows."""
     per_layer = _layer_weights(llm)
-    kept = 2 * llm.kv_heads * llm.head_width  # keys and values of one token in one layer
+    kept = 2 * llm.num_kv_heads * llm.head_dim  # keys and values of one token in one layer
     seen = tokens.before + tokens.new / 2 if tokens.is_causal else tokens.before + tokens.new
-    attention = 4.0 * llm.heads * llm.head_width * tokens.new * seen
+    attention = 4.0 * llm.num_heads * llm.head_dim * tokens.new * seen
     head = tokens.head_rows * llm.width
     num_bytes = (
         llm.num_layers * per_layer * weights.decoder
@@ -149,9 +151,9 @@ class PassTokens:
     is_causal: bool = False
 
 
-def _layer_weights(llm: LlamaConfig) -> int:
-    queries, shared = llm.heads * llm.head_width, llm.kv_heads * llm.head_width
-    return llm.width * (2 * queries + 2 * shared + 3 * llm.mlp)
+def _layer_weights(llm: LlamaSizes) -> int:
+    queries, shared = llm.num_heads * llm.head_dim, llm.num_kv_heads * llm.head_dim
+    return llm.width * (2 * queries + 2 * shared + 3 * llm.mlp_width)
 
 
 def _tower_cost(tower: TowerConfig, num_rows: int, weight_bytes: float) -> Cost:
@@ -192,7 +194,7 @@ class Roofline:
 class CostModel:
     """What the passes of one policy cost."""
 
-    policy: OpenVLAPolicy
+    policy: VlaPolicy
     rates: DeviceRates
 
     @cached_property
@@ -207,7 +209,7 @@ class CostModel:
             passes = self._passes(frame, answer.chunk.trace, run.contender.batch_size)
             prefill.append(stage_limit(passes[:1], self.rates))
             decode.append(stage_limit(passes[1:], self.rates))
-        config = self.policy.parts.target.model.config
+        config = self.policy.model.network.config
         vision = vision_cost(config, run.contender.batch_size, self.weights)
         return Roofline(
             {
@@ -218,16 +220,16 @@ class CostModel:
         )
 
     def _passes(self, frame: ReplayFrame, trace: DecodeTrace | None, num_rows: int) -> list[Cost]:
-        parts = self.policy.parts
-        config = parts.target.model.config
-        prompt = len(parts.encoder.encode(frame.observation.instruction)) + config.num_patches
-        length = parts.statistics[self.policy.find_key(frame.statistics_key)].action_dim
+        model = self.policy.token_model
+        config = model.network.config
+        prompt = len(model.encode(frame.observation.instruction)) + config.num_patches
+        length = model.formats[self.policy.find_key(frame.statistics_key)].max_tokens
         # A trace without passes is another engine's: plain decoding, one token per pass.
         nodes, kept = [1] * length, [1] * length
         if trace is not None and trace.passes:
             nodes = [len(one.tokens) for one in trace.passes]
             kept = [one.committed_length for one in trace.passes]
-        head_rows = len(parts.target.vocabulary)
+        head_rows = len(model.target.vocabulary)
         first = PassTokens(0, prompt + nodes[0] - 1, nodes[0], head_rows, is_causal=True)
         costs = [decoder_cost(config.llm, num_rows, first, self.weights)]
         before = prompt + kept[0] - 1

@@ -1,16 +1,19 @@
 """From a run's answers to the numbers that are reported. Pure; prints nothing."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.libero.report.speed import SpeedUp, core_doubts, speed_up
+from deft_client.libero.report.trace_metrics import speculation_of
+from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.results.statistics import Percentiles, percentiles
 from deft_client.types import DecodeTrace
-from deft_policies.benchmark.replay import Replay
+from deft_policies.benchmark.replay import Replay, ReplayFrame
 from deft_policies.benchmark.speedup import Speedup
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 
@@ -37,11 +40,22 @@ class Speed:
     total: Percentiles
     stages: dict[str, Percentiles]
     chunk_length: int = 1
+    episodes_ms: tuple[tuple[float, ...], ...] = ()  # every answer, episode by episode
+    worked_ms: float = 0.0  # of a core that all of them were given; 0 where nobody measured it
 
     @property
     def actions_per_s(self) -> float:
-        """At the median, if whole chunks are executed."""
-        return 1e3 * self.batch_size * self.chunk_length / self.total.p50
+        """Over all answers, if whole chunks are executed."""
+        return 1e3 * self.batch_size * self.chunk_length / self.total.mean
+
+    def faster_than(self, baseline: "Speed") -> SpeedUp:
+        """Actions a second beside the baseline's, on the same frames."""
+        scale = self.batch_size * self.chunk_length / baseline.batch_size / baseline.chunk_length
+        doubts = []
+        for one in (baseline, self):
+            doubts += core_doubts(one.worked_ms, one.total.mean * one.num_answers)
+        own = [[spent / scale for spent in episode] for episode in self.episodes_ms]
+        return speed_up(baseline.episodes_ms, own, list(dict.fromkeys(doubts)))
 
 
 @dataclass(frozen=True)
@@ -73,9 +87,13 @@ class Decoding:
     wait: str | None = None  # the line of its rule that makes the host wait for the device
 
 
-def summarise_speed(run: Replay) -> Speed:
-    """Quantiles of a run. Totals are wall-clock times around the whole call."""
+def summarise_speed(run: Replay, frames: Sequence[ReplayFrame] = ()) -> Speed:
+    """Quantiles of a run. Totals are wall-clock times around the whole call.
+
+    `frames` say which answers are of one episode; without them no speed-up can be told.
+    """
     timings = [answer.chunk.timings for answer in run.answers]
+    by_episode = groupby(zip(frames, run.answers, strict=False), lambda pair: pair[0].episode)
     return Speed(
         name=run.contender.name,
         batch_size=run.contender.batch_size,
@@ -85,7 +103,9 @@ def summarise_speed(run: Replay) -> Speed:
             stage: percentiles([getattr(timing, field) for timing in timings])
             for stage, field in STAGES
         },
-        chunk_length=len(run.answers[0].chunk.actions),
+        chunk_length=max(1, len(run.answers[0].chunk.actions)),  # a text may hold none
+        episodes_ms=tuple(tuple(one.wall_ms for _, one in pairs) for _, pairs in by_episode),
+        worked_ms=sum(answer.worked_ms for answer in run.answers),
     )
 
 
@@ -98,24 +118,33 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         for own, other, space in zip(traces, reference, spaces, strict=True)
         if own is not None and other is not None
     ]
-    bins = [_bins_apart(own, other) for own, other, _ in pairs]
-    passes = [own.num_passes for own, _, _ in pairs if own.num_passes]
+    acting = [
+        (_action_of(own, space), _action_of(other, space), space) for own, other, space in pairs
+    ]
+    acting = [one for one in acting if len(one[0]) == len(one[1]) == one[2].length]
+    bins, moved = [np.abs(own - other) for own, other, _ in acting], [one[2] for one in acting]
     own_traces = [own for own, _, _ in pairs]
-    committed = [one.committed_length for own in own_traces for one in own.checked_passes]
+    found = speculation_of([AnswerRecord.of(one.chunk, 0, 0) for one in run.answers])
+    longest = max((len(own.tokens) for own in own_traces), default=0)
+    starts = found.committed_by_start if found else {}
+    lengths = found.accepted_counts if found else {}
     return Decoding(
         name=run.contender.name,
-        passes=_mean(passes),
-        committed=_mean(committed),
+        passes=found.passes_per_action if found else 0.0,
+        committed=found.committed_length if found and lengths else 0.0,
         relaxed_share=_mean([own.relaxed_share for own in own_traces]),
         equal_actions=_mean([own.tokens == other.tokens for own, other, _ in pairs]),
         mean_bins=_mean([float(one.mean()) for one in bins]),
         max_bins=max((int(one.max()) for one in bins), default=0),
-        mean_mm=_mean_distance(bins, [space for _, _, space in pairs], DimensionGroup.MOVE),
-        mean_deg=_mean_distance(bins, [space for _, _, space in pairs], DimensionGroup.TURN),
-        accepted_shares=_accepted_shares(own_traces),
-        committed_by_start=_committed_by_start(own_traces),
-        committed_by_pass=_committed_by_pass(own_traces),
-        drafted_by_position=drafted_by_position(own_traces),
+        mean_mm=_mean_distance(bins, moved, DimensionGroup.MOVE),
+        mean_deg=_mean_distance(bins, moved, DimensionGroup.TURN),
+        accepted_shares=tuple(
+            found.share_of_length(length) if found else 0.0
+            for length in range(max(lengths, default=-1) + 1)
+        ),
+        committed_by_start=tuple(starts.get(at, (0.0, 0))[0] for at in range(longest)),
+        committed_by_pass=found.committed_by_pass if found else (),
+        drafted_by_position=found.drafted_by_token if found else (),
         speedup=Speedup.of(own_traces, [other for _, other, _ in pairs]),
         rule=_rule_of(own_traces),
     )
@@ -129,9 +158,10 @@ def _rule_of(traces: Sequence[DecodeTrace]) -> str:
     return f"{traces[0].rule}; plans: " + ", ".join(f"{one} {num}x" for one, num in plans.items())
 
 
-def _bins_apart(own: DecodeTrace, other: DecodeTrace) -> NDArray[np.int64]:
-    apart: NDArray[np.int64] = np.abs(np.array(own.tokens) - np.array(other.tokens))
-    return apart
+def _action_of(trace: DecodeTrace, space: ActionSpace) -> NDArray[np.int64]:
+    """The tokens of an action: all of them, or those before the stop token of a text."""
+    is_text = bool(trace.parts)
+    return np.array(trace.tokens[-1 - space.length : -1] if is_text else trace.tokens)
 
 
 def _mean_distance(
@@ -145,45 +175,6 @@ def _mean_distance(
         if own is group and unit > 0.0
     ]
     return _mean(moved)
-
-
-def _accepted_shares(traces: list[DecodeTrace]) -> tuple[float, ...]:
-    lengths = [one.accepted_length for trace in traces for one in trace.checked_passes]
-    return tuple(
-        lengths.count(length) / len(lengths) for length in range(max(lengths, default=-1) + 1)
-    )
-
-
-def _committed_by_start(traces: list[DecodeTrace]) -> tuple[float, ...]:
-    rows: list[list[float | None]] = []
-    for trace in traces:
-        row: list[float | None] = []
-        for one in trace.passes:
-            counted = one.committed_length if one.has_drafts else None
-            row += [counted, *[None] * one.accepted_length]
-        rows.append(row[: len(trace.tokens)])  # the published loop passes over the end as well
-    return _column_means(rows)
-
-
-def _committed_by_pass(traces: list[DecodeTrace]) -> tuple[float, ...]:
-    return _column_means([[one.committed_length for one in trace.passes] for trace in traces])
-
-
-def drafted_by_position(traces: Sequence[DecodeTrace]) -> tuple[float, ...]:
-    """Share of the tokens at each position that were accepted drafts, not the target's own."""
-    rows = []
-    for trace in traces:
-        drafted: list[float] = []
-        for one in trace.passes:
-            drafted += [1.0] * one.accepted_length + [0.0]
-        rows.append(drafted[: len(trace.tokens)])
-    return _column_means(rows)
-
-
-def _column_means(rows: Iterable[Sequence[float | None]]) -> tuple[float, ...]:
-    """By position, over the rows that have a number there; 0 where none has."""
-    columns = zip_longest(*rows)
-    return tuple(_mean([one for one in column if one is not None]) for column in columns)
 
 
 def _mean(values: Sequence[float]) -> float:

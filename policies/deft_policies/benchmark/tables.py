@@ -3,11 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from deft_client.commands.table import markdown_table, without_empty
 from deft_client.libero.results.statistics import Percentiles
 from deft_policies.benchmark.audit import AuditReport, describe
 from deft_policies.benchmark.roofline import DeviceRates, Roofline
+from deft_policies.benchmark.speedup import Speedup
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
-from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
+from deft_policies.decoding.methods import AUTOREGRESSIVE
+
+_MOST_POSITIONS = 64  # of an answer; a text has hundreds
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,10 @@ class Report:
             parts.append(_say_rates(self.rates))
         if self.decodings:
             parts += ["\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule)]
-            parts += [table(self.decodings) for table in _DECODING_TABLES]
+            longest = max(len(one.committed_by_start) for one in self.decodings)
+            by_position = () if longest > _MOST_POSITIONS else (length_table, position_table)
+            tables = (decoding_table, *by_position, speedup_table)
+            parts += [table(self.decodings) for table in tables]
             parts += [batch_table(self.speeds, AUTOREGRESSIVE), *_say_waits(self.decodings)]
         if self.audit is not None:
             parts.append(describe(self.audit))
@@ -55,27 +62,27 @@ Rows = list[list[str]]
 
 
 def render(headings: Sequence[str], rows: Rows) -> str:
-    """Align columns: the first to the left, the others to the right."""
-    table = [list(headings), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(headings))]
-    lines = ["| " + " | ".join(_pad(row, widths)) + " |" for row in table]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
+    """A table whose columns are aligned."""
+    return markdown_table(headings, rows, aligned=True).rstrip()
 
 
 def speed_table(speeds: Sequence[Speed], baseline: Speed | None) -> str:
-    """All contenders, one row each; ratios are how many times faster than the baseline."""
+    """All contenders, one row each, and how many times faster than the baseline they are."""
     headings = ["ms per answer", "batch", "p50", "p95", "p99", "mean", "actions/s"]
     if baseline is not None:
-        headings.append(f"x {baseline.name}")
-    rows = []
+        headings += [f"x {baseline.name}", "95%", "by medians"]
+    rows, doubts = [], dict[str, None]()
     for speed in speeds:
         cells = [*_cells(speed.total, 2), f"{speed.total.mean:.2f}", f"{speed.actions_per_s:.1f}"]
         row = [speed.name, str(speed.batch_size), *cells]
         if baseline is not None:
-            row.append(f"{speed.actions_per_s / baseline.actions_per_s:.2f}")
+            found = speed.faster_than(baseline)
+            doubts |= dict.fromkeys(found.doubts)
+            told = [f"{found.times:.2f}", found.interval_text, f"{found.of_medians:.2f}"]
+            row += ["–"] * 3 if found.doubts else told
         rows.append(row)
-    return render(headings, rows)
+    note = f"\n\nNo speed-up is told: {'; '.join(doubts)}." if doubts else ""
+    return render(*without_empty(headings, rows)) + note
 
 
 def stage_table(speed: Speed, roofline: Roofline | None) -> str:
@@ -97,34 +104,24 @@ def stage_table(speed: Speed, roofline: Roofline | None) -> str:
     return render(headings, [*rows, row])
 
 
+_DECODING: Mapping[str, Callable[[Decoding], str]] = {
+    "decoding": lambda one: one.name,
+    "passes": lambda one: f"{one.passes:.2f}" if one.passes else "-",  # not every engine tells
+    "committed": lambda one: f"{one.committed:.2f}" if one.passes else "-",
+    "relaxed %": lambda one: f"{100 * one.relaxed_share:.1f}",
+    "equal %": lambda one: f"{100 * one.equal_actions:.1f}",
+    "bins mean": lambda one: f"{one.mean_bins:.2f}",
+    "bins max": lambda one: str(one.max_bins),
+    "mm": lambda one: f"{one.mean_mm:.3f}",
+    "deg": lambda one: f"{one.mean_deg:.3f}",
+}
+
+
 def decoding_table(decodings: Sequence[Decoding]) -> str:
     """How each method decoded, and how far its actions are from plain decoding's."""
-    headings = [
-        "decoding",
-        "passes",
-        "committed",
-        "relaxed %",
-        "equal %",
-        "bins mean",
-        "bins max",
-        "mm",
-        "deg",
-    ]
-    rows = [
-        [
-            one.name,
-            f"{one.passes:.2f}" if one.passes else "-",  # not every engine tells
-            f"{one.committed:.2f}" if one.passes else "-",
-            f"{100 * one.relaxed_share:.1f}",
-            f"{100 * one.equal_actions:.1f}",
-            f"{one.mean_bins:.2f}",
-            str(one.max_bins),
-            f"{one.mean_mm:.3f}",
-            f"{one.mean_deg:.3f}",
-        ]
-        for one in decodings
-    ]
-    return render(headings, rows)
+    return render(
+        list(_DECODING), [[cell(one) for cell in _DECODING.values()] for one in decodings]
+    )
 
 
 def position_table(decodings: Sequence[Decoding]) -> str:
@@ -153,31 +150,24 @@ def length_table(decodings: Sequence[Decoding]) -> str:
     )
 
 
+_SPEEDUP: Mapping[str, Callable[[Speedup], str]] = {
+    "acceptance": lambda one: f"{one.acceptance:.2f}",
+    "length": lambda one: f"{one.length:.2f}",
+    "cost": lambda one: f"{one.cost:.3f}",
+    "pass": lambda one: f"{one.pass_cost:.2f}",
+    "predicted": lambda one: f"{one.predicted:.2f}x",
+    "measured": lambda one: f"{one.measured:.2f}x",
+}
+
+
 def speedup_table(decodings: Sequence[Decoding]) -> str:
     """What acceptance, draft length and cost should bring after the prefill, and what they did."""
-    headings = [
-        "passes behind the prefill",
-        "acceptance",
-        "length",
-        "cost",
-        "pass",
-        "predicted",
-        "measured",
-    ]
     rows = [
-        [
-            one.name,
-            f"{found.acceptance:.2f}",
-            f"{found.length:.2f}",
-            f"{found.cost:.3f}",
-            f"{found.pass_cost:.2f}",
-            f"{found.predicted:.2f}x",
-            f"{found.measured:.2f}x",
-        ]
+        [one.name, *(cell(found) for cell in _SPEEDUP.values())]
         for one in decodings
         if (found := one.speedup) is not None
     ]
-    return render(headings, rows) if rows else ""
+    return render(["passes behind the prefill", *_SPEEDUP], rows) if rows else ""
 
 
 def batch_table(speeds: Sequence[Speed], baseline: str) -> str:
@@ -208,9 +198,6 @@ def _say_waits(decodings: Sequence[Decoding]) -> list[str]:
         for one in decodings
         if one.wait is not None
     ]
-
-
-_DECODING_TABLES = (decoding_table, length_table, position_table, speedup_table)
 
 
 def _two_series(
@@ -250,8 +237,3 @@ def _limit_cells(roofline: Roofline, stage: str, p50: float) -> list[str]:
         f"{limit.cost.num_bytes / p50 / 1e6:.2f}",
         f"{limit.cost.num_flops / p50 / 1e9:.3f}",
     ]
-
-
-def _pad(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    first = row[0].ljust(widths[0])
-    return [first, *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]

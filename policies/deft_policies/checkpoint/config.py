@@ -7,13 +7,14 @@ classes it was saved with.
 from pathlib import Path
 
 from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.checkpoint.statistics import load_statistics
 from deft_policies.errors import CheckpointError
+from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     DEFAULT_NUM_BINS,
     ActionVocabulary,
     ImageProcessorConfig,
-    LlamaConfig,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,
@@ -21,7 +22,6 @@ from deft_policies.model.sizes import (
     TowerFamily,
     TrainingNotes,
 )
-from deft_policies.model.statistics import load_statistics
 
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -71,21 +71,21 @@ def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
 
 
 def _load_training(path: Path) -> TrainingNotes:
-    """What `deft train policy` noted; published checkpoints have no such file."""
+    """What `python -m scripts.tiny_libero train` noted; published checkpoints have no such file."""
     if not path.exists():
         return TrainingNotes()
     fields = JsonFields.load(path, "remove or repair it")
     return TrainingNotes(fields.values("instructions", str), fields.value("assets", str, ""))
 
 
-def _read_vocabulary(fields: JsonFields, llm: LlamaConfig) -> ActionVocabulary:
+def _read_vocabulary(fields: JsonFields, llm: LlamaSizes) -> ActionVocabulary:
     padding = fields.count("pad_to_multiple_of", _MOST_TOKENS, _PAD_TO_MULTIPLE_OF)
     num_bins = fields.value("n_action_bins", int, DEFAULT_NUM_BINS)
-    if not 2 <= num_bins <= llm.vocab_size - padding:
+    if not 2 <= num_bins <= llm.vocabulary - padding:
         raise fields.error(
-            "n_action_bins", f"is {num_bins}, expected 2 to {llm.vocab_size - padding}"
+            "n_action_bins", f"is {num_bins}, expected 2 to {llm.vocabulary - padding}"
         )
-    return ActionVocabulary(llm.vocab_size - padding, num_bins)
+    return ActionVocabulary(llm.vocabulary - padding, num_bins)
 
 
 def _check_architecture(fields: JsonFields) -> None:
@@ -145,7 +145,7 @@ def _read_tower(fields: JsonFields, index: int, image_size: int) -> TowerConfig:
     return tower
 
 
-def _read_llm(fields: JsonFields) -> LlamaConfig:
+def _read_llm(fields: JsonFields) -> LlamaSizes:
     for key, only in (("model_type", "llama"), ("hidden_act", "silu")):
         if fields.value(key, str, only) != only:
             raise fields.error(key, f"is {fields.value(key, str)!r}; only {only!r} is supported")
@@ -168,15 +168,15 @@ def _read_llm(fields: JsonFields) -> LlamaConfig:
     rope_theta = fields.value("rope_theta", float, rope_theta)
     if rms_norm_eps <= 0 or rope_theta <= 0:
         raise fields.error("rms_norm_eps", "and rope_theta must be above 0")
-    return LlamaConfig(
-        vocab_size=fields.count("vocab_size", _MOST_TOKENS),
+    return LlamaSizes(
+        vocabulary=fields.count("vocab_size", _MOST_TOKENS),
         width=width,
-        mlp=fields.count("intermediate_size", _MOST_MLP, 11008),
+        mlp_width=fields.count("intermediate_size", _MOST_MLP, 11008),
         num_layers=fields.count("num_hidden_layers", _MOST_LAYERS, 32),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_width=head_width,
-        rms_norm_eps=rms_norm_eps,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_width,
+        norm_eps=rms_norm_eps,
         rope_theta=rope_theta,
         max_positions=fields.count("max_position_embeddings", _MOST_TOKENS, 2048),
     )

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -21,13 +20,8 @@ _WRAPPER = re.compile(r"\.(modules_to_save|base_layer)(?=\.)")
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """Names of the two matrices whose scaled product changes one weight."""
-
-    down: str  # [rank, in]
-    up: str  # [out, rank]
-    scale: float
+# Names of the two matrices whose product changes a weight, [rank, in] and [out, rank], and a scale.
+_Factors = tuple[str, str, float]
 
 
 class LoraAdapter:
@@ -88,13 +82,12 @@ class LoraAdapter:
         factors = self._factors.get(name)
         if factors is None:
             return weight
-        down = self._reader.tensor(factors.down, weight.device)
-        up = self._reader.tensor(factors.up, weight.device)
+        down, up = (self._reader.tensor(one, weight.device) for one in factors[:2])
         product = up.float().flatten(1) @ down.float().flatten(1)
         if down.dtype == weight.dtype:
             product = product.to(weight.dtype)
-            return weight + (product * factors.scale).view(weight.shape)
-        return weight.float() + (product * factors.scale).view(weight.shape)
+            return weight + (product * factors[2]).view(weight.shape)
+        return weight.float() + (product * factors[2]).view(weight.shape)
 
     def _shapes_of_changes(self, name: str) -> Iterator[Shape]:
         stored = self._reader.stored
@@ -102,7 +95,7 @@ class LoraAdapter:
             yield stored[self._replaced[name]].shape
         factors = self._factors.get(name)
         if factors is not None:
-            up, down = stored[factors.up].shape, stored[factors.down].shape
+            up, down = stored[factors[1]].shape, stored[factors[0]].shape
             fits = len(up) == len(down) > 1 and up[1] == down[0] and not any(n > 1 for n in up[2:])
             yield (up[0], *down[1:]) if fits else ()
 
@@ -123,7 +116,7 @@ class LoraAdapter:
                 f"{list_names(lonely)}; save the adapter again"
             )
         return {
-            f"{module}.weight": _Factors(found["A"], found["B"], _scale(fields, module))
+            f"{module}.weight": (found["A"], found["B"], _scale(fields, module))
             for module, found in sides.items()
         }
 

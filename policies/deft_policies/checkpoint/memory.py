@@ -2,15 +2,14 @@
 
 import contextlib
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from deft_policies.checkpoint.tensor_names import tensor_places
 from deft_policies.errors import DeviceError
+from deft_policies.model.formats import Quantization
 from deft_policies.model.sizes import OpenVLAConfig
-from deft_policies.openvla.options import Quantization
+from deft_policies.model.tensor_names import tensor_places
 
 _GIB = 1024**3
 # Activations, key/value cache and what the libraries take beside the weights.
@@ -20,52 +19,46 @@ _MATRIX_BITS = {Quantization.INT8: 8, Quantization.INT4: 5, Quantization.FP8: 8}
 _MATRIX_BITS_CPU = {**_MATRIX_BITS, Quantization.INT4: 9}  # there int4 is kept in bytes
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes that loading and running a model takes at its worst moment.
-
-    `staging` is the largest tensor on its way from the file to its place.
-    """
-
-    weights: int
-    staging: int
-
-    @property
-    def total(self) -> int:
-        """Weights, staging and room to work."""
-        working = max(_WORKING_BYTES, int(_WORKING_SHARE * self.weights))
-        return self.weights + self.staging + working
-
-
-def estimate_memory(
+def weight_bytes(
     config: OpenVLAConfig,
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization = Quantization.NONE,
-) -> MemoryNeed:
-    """Add up what a model of this configuration needs on its device."""
+) -> int:
+    """What the weights of a model of this configuration take on its device."""
     quantized_bits = _MATRIX_BITS_CPU if device.type == "cpu" else _MATRIX_BITS
-    total_bits, largest = 0, 0
+    total_bits = 0
     for place in tensor_places(config):
         if place.parameter is None:
             continue
-        num_items = math.prod(place.shape)
         is_matrix = ".layers." in place.parameter and len(place.shape) == 2
         bits = quantized_bits.get(quantization, 0) if is_matrix else 0
-        total_bits += num_items * (bits or 8 * dtype.itemsize)
-        largest = max(largest, num_items * dtype.itemsize)
-    return MemoryNeed(weights=total_bits // 8, staging=largest)
+        total_bits += math.prod(place.shape) * (bits or 8 * dtype.itemsize)
+    return total_bits // 8
 
 
-def check_memory(need: MemoryNeed, device: torch.device, free_bytes: int | None = None) -> None:
+def needed_bytes(
+    config: OpenVLAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization = Quantization.NONE,
+) -> int:
+    """Weights, the largest tensor on its way from the file to its place, and room to work."""
+    weights = weight_bytes(config, device, dtype, quantization)
+    used = [place for place in tensor_places(config) if place.parameter is not None]
+    largest = max(math.prod(place.shape) for place in used) * dtype.itemsize
+    return weights + largest + max(_WORKING_BYTES, int(_WORKING_SHARE * weights))
+
+
+def check_memory(need: int, device: torch.device, free_bytes: int | None = None) -> None:
     """Raise `DeviceError` if the device has less free memory than the model needs.
 
     Without `free_bytes` the device is asked; where it cannot say, nothing is refused.
     """
     free = find_free_bytes(device) if free_bytes is None else free_bytes
-    if free is not None and need.total > free:
+    if free is not None and need > free:
         raise DeviceError(
-            f"the model needs about {need.total / _GIB:.1f} GiB on {device}, "
+            f"the model needs about {need / _GIB:.1f} GiB on {device}, "
             f"{free / _GIB:.1f} GiB are free; use bfloat16 or a quantization, or a larger device"
         )
 

@@ -20,17 +20,22 @@ from deft_policies.checkpoint.lora import (
     LoraAdapter,
     find_adapter,
 )
-from deft_policies.checkpoint.memory import check_memory, estimate_memory
+from deft_policies.checkpoint.memory import check_memory, needed_bytes
 from deft_policies.checkpoint.reader import CheckpointReader, Shape, StoredTensor, list_names
+from deft_policies.checkpoint.statistics import (
+    STATISTICS_FILE,
+    find_statistics,
+    parse_statistics,
+)
 from deft_policies.checkpoint.tensor_file import require_finite
-from deft_policies.checkpoint.tensor_names import TensorPlace, tensor_places
+from deft_policies.checkpoint.tokenizer import TOKENIZER_FILE, load_encoder
 from deft_policies.errors import CheckpointError
-from deft_policies.model.prompt import TOKENIZER_FILE, PromptEncoder
-from deft_policies.model.quantization import check_quantization, quantize_linears
+from deft_policies.model.formats import Quantization
+from deft_policies.model.prompt import PromptEncoder
+from deft_policies.model.quantization import check_quantization
 from deft_policies.model.sizes import OpenVLAConfig
-from deft_policies.model.statistics import STATISTICS_FILE, find_statistics, parse_statistics
+from deft_policies.model.tensor_names import TensorPlace, tensor_places
 from deft_policies.model.vla import OpenVLAModel, allocate
-from deft_policies.openvla.options import Quantization
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.pt", "tokenizer.model")
@@ -167,12 +172,14 @@ def open_checkpoint(name: str, adapter: str | None = None) -> Checkpoint:
     `adapter` is the directory of an unmerged LoRA adapter for it. A directory that is an adapter
     itself finds its base by its own configuration.
     """
-    source = locate_checkpoint(name, adapter)
+    return open_source(locate_checkpoint(name, adapter))
+
+
+def open_source(source: CheckpointSource) -> Checkpoint:
+    """Check all of the files that were located."""
     config = _load_config(source)
     tokenizer = source.find(TOKENIZER_FILE)
-    encoder = PromptEncoder.load(
-        tokenizer, config.prompt_template, config.vocabulary.text_vocab_size
-    )
+    encoder = load_encoder(tokenizer, config.prompt_template, config.vocabulary.text_vocab_size)
     reader = CheckpointReader.open(source.directory)
     check_tensors(source.directory, reader.stored, tensor_places(config))
     return Checkpoint(source, config, encoder, reader, _load_adapter(source, reader))
@@ -222,7 +229,7 @@ def load_model(
     Raises `DeviceError` beforehand if the device cannot hold or compute it.
     """
     check_quantization(quantization, device, dtype)
-    check_memory(estimate_memory(checkpoint.config, device, dtype, quantization), device)
+    check_memory(needed_bytes(checkpoint.config, device, dtype, quantization), device)
     with torch.device("meta"):
         model = OpenVLAModel(checkpoint.config).to(dtype)
     places = [place for place in tensor_places(checkpoint.config) if place.parameter is not None]
@@ -230,7 +237,7 @@ def load_model(
         allocate(part, device)
         fill_part(checkpoint, part, prefix, places)
         if prefix.startswith("decoder.layers."):
-            quantize_linears(part, quantization, device)
+            model.quantize_layer(int(prefix.split(".")[2]), quantization, device)
     checkpoint.reader.close()
     return model.eval().requires_grad_(False)
 

@@ -14,15 +14,18 @@ from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
 from deft_client.commands.program import CommandParser
-from deft_client.types import ActionChunk, ActOptions, Image, Observation, StageTimings
-from deft_policies.base import ActRequest, Policy
+from deft_client.types import ActOptions, Image, Observation, StageTimings
+from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
 from deft_policies.errors import PolicyError
 from deft_policies.memory import SessionMemory
 
 PROG = "deft act"
-_FIELDS = {"image", "wrist_images", "state", "instruction", "statistics_key", "session_id"}
+_FIELDS = {
+    *("image", "wrist_images", "state", "instruction", "statistics_key", "session_id"),
+    "max_tokens",
+}
 _STAGES = ("prepare", "vision", "prefill", "draft", "verify", "judge", "commit", "finish", "total")
 
 
@@ -40,6 +43,7 @@ class Case:
     state: tuple[float, ...] | None = None
     statistics_key: str | None = None
     session_id: str | None = None
+    max_tokens: int | None = None  # of an answer with reasoning
 
 
 def main(arguments: list[str]) -> int:
@@ -106,7 +110,7 @@ def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iter
             policy.check(request.observation, request.options)
         for case, answer in zip(batch, policy.act(requests), strict=True):
             memories[case.session_id] = answer.memory
-            yield json.dumps(_describe(answer.chunk))
+            yield json.dumps(_describe(answer))
         start += len(batch)
 
 
@@ -146,12 +150,17 @@ def _next_batch(cases: Sequence[Case], start: int, batch_size: int) -> Sequence[
 def _request(case: Case, memories: Mapping[str | None, SessionMemory]) -> ActRequest:
     is_new = case.session_id is None or case.session_id not in memories
     memory = SessionMemory() if is_new else memories[case.session_id]
-    options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
+    options = ActOptions(
+        statistics_key=case.statistics_key,
+        want_trace=True,
+        want_reasoning=True,
+        max_tokens=case.max_tokens,
+    )
     return ActRequest(observe(case), memory, options)
 
 
-def _describe(chunk: ActionChunk) -> dict[str, object]:
-    actions = chunk.actions.tolist()
+def _describe(answer: ActAnswer) -> dict[str, object]:
+    chunk, actions = answer.chunk, answer.chunk.actions.tolist()
     described: dict[str, object] = {
         "tokens": [],
         "actions": actions,
@@ -160,6 +169,10 @@ def _describe(chunk: ActionChunk) -> dict[str, object]:
         "accepted": [],
         "ms": _milliseconds(chunk.timings),
     }
+    if chunk.reasoning is not None:
+        described["text"] = chunk.reasoning
+    if answer.error is not None:
+        described["error"] = str(answer.error)
     if len(actions) == 1:
         described["action"] = actions[0]
     if chunk.trace is not None:
@@ -204,6 +217,7 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
         state=state,
         statistics_key=key,
         session_id=session,
+        max_tokens=fields.value("max_tokens", int) if fields.has("max_tokens") else None,
     )
 
 

@@ -7,7 +7,7 @@ from deft_client.commands.program import CommandParser
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.commands.parse import run_command
 from deft_policies.errors import CheckpointError
-from deft_policies.oft.recognition import PICKLE_SUFFIX, SAFETENSORS_SUFFIX, OftFile, find_file
+from deft_policies.families.oft.files import PICKLE_SUFFIX, SAFETENSORS_SUFFIX, OftFile, find_file
 
 PROG = "deft convert"
 

@@ -2,10 +2,14 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
@@ -13,12 +17,84 @@ from deft_client.datasets.episodes import StoredStep
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import read_dataset
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from deft_policies.decoding.drafts.guessers import save_index
+from deft_policies.decoding.batch import Row
+from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import AUTOREGRESSIVE
+from deft_policies.decoding.retrieval import (
+    RetrievalIndex,
+    build_index,
+    frame_keys,
+    save_index,
+)
+from deft_policies.decoding.target import Prompts
 from deft_policies.errors import PolicyError
-from deft_policies.openvla.indexing import StoredActions, index_frames
-from deft_policies.openvla.policy import OpenVLAPolicy
+from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.policy import VlaPolicy
 
 PROG = "deft index"
+
+
+class StoredActions(Enum):
+    """Which actions an index holds."""
+
+    OWN = "own"  # what the target answers to the frame now: the best guess of what it will say
+    RECORDED = "recorded"  # what was done: a demonstrator's, or what a server sent
+
+
+def index_frames(
+    policy: VlaPolicy,
+    frames: Iterator[StoredStep],
+    actions: StoredActions,
+    batch_size: int = 8,
+) -> RetrievalIndex:
+    """Look at every frame as the policy would, and keep its key and action."""
+    entries = [
+        _entries(policy, batch, actions)
+        for batch in iter(lambda: list(islice(frames, batch_size)), [])
+    ]
+    if not entries:
+        raise PolicyError("no frames were found, so there is nothing to index")
+    return build_index(entries, policy.model.network.fingerprint())
+
+
+@torch.inference_mode()
+def _entries(
+    policy: VlaPolicy, frames: Sequence[StoredStep], actions: StoredActions
+) -> tuple[Tensor, Tensor]:
+    """Keys [frame, feature] and action tokens [frame, position]."""
+    clock = StageClock(policy.model.device)
+    prompts = policy.token_model.see([frame.observation for frame in frames], clock)
+    keys = frame_keys(prompts).cpu()
+    if actions is StoredActions.RECORDED:
+        return keys, _recorded(policy, frames)
+    return keys, _own(policy, prompts, frames)
+
+
+def _own(policy: VlaPolicy, prompts: Prompts, frames: Sequence[StoredStep]) -> Tensor:
+    forms = [policy.model.formats[policy.find_key(one.statistics_key)].form for one in frames]
+    lengths = {form.max_tokens for form in forms}
+    if len(lengths) != 1:
+        raise PolicyError(f"one index holds actions of one length, got {sorted(lengths)}")
+    plain = find_method(AUTOREGRESSIVE)
+    rows = [Row(plain, form) for form in forms]
+    policy.engine.decode(prompts, rows, StageClock(policy.model.device))
+    return torch.tensor([row.tokens for row in rows])
+
+
+def _recorded(policy: VlaPolicy, frames: Sequence[StoredStep]) -> Tensor:
+    model = policy.model
+    assert isinstance(model, OpenVLA)
+    tokens = []
+    for frame in frames:
+        statistics = model.statistics[policy.find_key(frame.statistics_key)]
+        if frame.action.shape != (statistics.action_dim,):
+            raise PolicyError(
+                f"a recorded action has {frame.action.shape[-1]} dimensions, but the statistics "
+                f"{statistics.action_dim}; give the key that belongs to it, or --actions own"
+            )
+        tokens.append(model.codec.encode(frame.action, statistics))
+    return torch.from_numpy(np.stack(tokens))
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +107,7 @@ def main(arguments: list[str]) -> int:
         if min(given.every, given.batch, given.limit or 1) < 1:
             parser.error("--every, --batch and --limit must be 1 or more")
         policy = command.load()
-        if not isinstance(policy, OpenVLAPolicy):
+        if not isinstance(policy, VlaPolicy) or not isinstance(policy.model, OpenVLA):
             raise PolicyError(f"only openvla drafts from an index, got {policy.info.policy!r}")
         _write(policy, given)
         return 0
@@ -61,7 +137,7 @@ def _build_parser() -> ArgumentParser:
     return parser
 
 
-def _write(policy: OpenVLAPolicy, given: Namespace) -> None:
+def _write(policy: VlaPolicy, given: Namespace) -> None:
     frames = islice(_frames(given), 0, None, given.every)
     chosen = islice(frames, given.limit)
     index = index_frames(policy, chosen, StoredActions(given.actions), given.batch)

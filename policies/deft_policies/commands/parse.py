@@ -1,5 +1,6 @@
 """What the commands of this package share: picking a policy by flags, and reporting errors."""
 
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from deft_client.errors import DeftError
 from deft_policies import catalog
 from deft_policies.base import Policy
 from deft_policies.errors import PolicyError
+from deft_policies.families.options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,12 @@ class PolicyCommand:
     namespace: Namespace
     entry: catalog.CatalogEntry
     words: tuple[str, ...] = ()  # what `load_by_words` takes to load the same policy elsewhere
+
+    def model_options(self) -> ModelOptions:
+        """How its model is loaded; raises `PolicyError` for a policy without one."""
+        if self.entry.read is None:
+            raise PolicyError(f"--policy {self.namespace.policy} has no model")
+        return self.entry.read(self.namespace)
 
     def load(self) -> Policy:
         """Load the policy; takes as long as its weights are large."""
@@ -46,14 +54,19 @@ def load_by_words(name: str, *arguments: str) -> Policy:
     return entry.load(parser.parse_known_args(arguments)[0])
 
 
-def target_flags(given: Namespace) -> str:
-    """The flags to name the same weights in the next command."""
-    named = [("--policy", given.policy)] if getattr(given, "policy", "openvla") != "openvla" else []
-    named += [
-        (f"--{name.replace('_', '-')}", getattr(given, name, None))
-        for name in ("checkpoint", "statistics_key")
-    ]
-    return " ".join(f"{flag} {value}" for flag, value in named if value is not None)
+def target_flags(given: Namespace, *leave_out: str) -> str:
+    """The flags of a parsed command line that name the same policy in the next command."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--policy", default=catalog.MODEL)
+    catalog.find(getattr(given, "policy", catalog.MODEL)).add_flags(parser.add_argument_group())
+    words: list[str] = []
+    for action in parser._actions:
+        flag, value = action.option_strings[0], getattr(given, action.dest, action.default)
+        if value == action.default or flag in leave_out:
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            words += [flag] if action.nargs == 0 else [flag, str(one)]
+    return shlex.join(words)
 
 
 def run_command(prog: str, command: Callable[[], int]) -> int:

@@ -13,9 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deft_policies.decoding.history import Average, PassesNeeded
-from deft_policies.decoding.records import ActionCost
 
 _SAMPLES_NEEDED = 2
+
+
+@dataclass(frozen=True)
+class ActionCost:
+    """What one batch has cost in milliseconds, and the passes its rows needed after the prefill."""
+
+    prefill_ms: float  # drafting for it included
+    passes_ms: float  # everything after the prefill
+    num_passes: tuple[int, ...]  # [row]
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,10 @@ class Guard:
         tried = self._worth_trying(unknown, prices, best, size) if may_try else None
         if tried is not None:
             return Choice(tried, f"trying {tried} beside {best}", is_trial=True)
-        against = f"{prices[self._plain]:.2f} ms with {self._plain}"
-        return Choice(best, f"expects {prices[best]:.2f} ms with {best}, {against}")
+        others = [plan for plan in known if (plan == self._plain) != (best == self._plain)]
+        rival = min(others, key=lambda plan: prices[plan], default=None)
+        against = f", {prices[rival]:.2f} ms with {rival}" if rival is not None else ""
+        return Choice(best, f"expects {prices[best]:.2f} ms with {best}{against}")
 
     def learn(
         self, choice: Choice, cost: ActionCost, sessions: Sequence[PassesNeeded | None]

@@ -8,12 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from deft_policies.memory import STEPS_KEPT, PlanPasses, SessionMemory
-from deft_policies.model.staging import to_device
 
 
 @dataclass(eq=False)
@@ -51,7 +46,8 @@ class ActionHistory:
     executed: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     drift: tuple[float, ...] = ()  # [position], in bins: executed minus own, leaky sum
     num_steps: int = 0
-    num_draws: int = 0  # actions decoded in the whole session: numbers the streams of noise
+    noise: int = 0  # of the session: see `draw`
+    num_draws: int = 0  # actions decoded in the whole session
     passes_needed: PassesNeeded = field(default_factory=dict)
 
     @staticmethod
@@ -62,9 +58,15 @@ class ActionHistory:
             deque(memory.executed, maxlen=STEPS_KEPT),
             memory.drift,
             memory.num_steps,
+            memory.noise,
             memory.num_draws,
             {one.plan: Average(one.value, one.count) for one in memory.passes_needed},
         )
+
+    @property
+    def draw(self) -> tuple[int, int]:
+        """What the random numbers of the next action are drawn by, beside the seed."""
+        return self.noise, self.num_draws
 
     def memory(self, before: SessionMemory) -> SessionMemory:
         """What is to be remembered from now on; the rest is as it was `before`."""
@@ -100,44 +102,3 @@ class ActionHistory:
         self.executed.append(tuple(executed))
         self.num_steps += 1
         self.num_draws += 1
-
-
-@dataclass(frozen=True)
-class HistoryTensors:
-    """The histories of a batch on the device. The newest step is the last one."""
-
-    own: Tensor  # [row, step, position] int64, 0 where there is no step
-    num_known: Tensor  # [row] int64, how many of the last steps are there
-    drift: Tensor  # [row, position] float32, in bins
-    num_steps: Tensor  # [row] int64, steps since the episode began
-
-    def with_more(self, positions: int) -> "HistoryTensors":
-        """The same steps with further positions behind, of which nothing is known."""
-        if positions == 0:
-            return self
-        more = (0, positions)
-        return replace(
-            self, own=functional.pad(self.own, more), drift=functional.pad(self.drift, more)
-        )
-
-    @staticmethod
-    def of(
-        histories: Sequence[ActionHistory], length: int, steps: int, device: torch.device
-    ) -> "HistoryTensors":
-        """Collect the last `steps` actions of each session that have `length` tokens."""
-        blank = (0,) * length
-        kept = [
-            [step for step in history.own if len(step) == length][-steps:] if steps else []
-            for history in histories
-        ]
-        own = [[blank] * (steps - len(known)) + known for known in kept]
-        drift = [
-            history.drift if len(history.drift) == length else (0.0,) * length
-            for history in histories
-        ]
-        return HistoryTensors(
-            own=to_device(own, device, torch.int64).view(len(histories), steps, length),
-            num_known=to_device([len(known) for known in kept], device),
-            drift=to_device(drift, device, torch.float32),
-            num_steps=to_device([one.num_steps for one in histories], device),
-        )

@@ -12,9 +12,8 @@ from typing import get_args, get_type_hints
 from deft_client.commands.methods import with_knobs
 from deft_policies.decoding.acceptance.rule import AcceptanceRule
 from deft_policies.decoding.methods import Method, known_methods, rule_method
-from deft_policies.decoding.plan import PLAIN, Loop, read_kinds, read_tree
+from deft_policies.decoding.plan import PLAIN, Loop, TieBreak, read_kinds, read_tree
 from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.verify import TieBreak
 from deft_policies.errors import RequestError, UnknownDecodingError
 
 LARGEST = 10_000.0  # of any number of a rule

@@ -21,19 +21,20 @@ from deft_policies.decoding.acceptance.distance import (
     WithinLimits,
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
-from deft_policies.decoding.autoregressive import AUTOREGRESSIVE
 from deft_policies.decoding.plan import (
     OUR_KINDS,
     PLAIN,
     DraftKind,
     Loop,
     Plan,
+    TieBreak,
     TreeShape,
     TreeTemplate,
 )
 from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.verify import TieBreak
 from deft_policies.errors import RequestError
+
+AUTOREGRESSIVE = "autoregressive"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class Method:
         small = f"multi_level={self.multi_level}, patch_share={self.patch_share:g}"
         told = {"rule": str(self.rule), "plans": ", ".join(plan.name for plan in self.plans)}
         return {**told, "small model": small} if self.uses(DraftKind.SMALL_MODEL) else told
+
+    @property
+    def drafting(self) -> tuple[object, ...]:
+        """What its sources are made by: methods that have it in common can share them."""
+        drawn = self.sampling if self.draws_drafts else None
+        return self.whole_vocabulary, self.multi_level, self.patch_share, drawn
 
     def uses(self, kind: DraftKind) -> bool:
         """Whether any of its plans drafts from this source."""
@@ -112,7 +119,7 @@ _HEAD = frozenset({DraftKind.HEAD})
 _SPEC_VLA_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
 _SPEC_VLA_PLANS = (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),)
 
-_OUR_PLANS = (
+OUR_PLANS = (
     Plan("memory+tree", (DraftKind.PREVIOUS,), (DraftKind.HEAD,)),
     Plan("memory+branches", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape(3, 2, 8)),
     Plan("memory+chain", (DraftKind.PREVIOUS,), (DraftKind.HEAD,), TreeShape.chain(5)),
@@ -135,14 +142,14 @@ METHODS: tuple[Method, ...] = (
         "lossless",
         "the same actions as autoregressive, in fewer passes (default)",
         ExactMatch(),
-        _OUR_PLANS,
+        OUR_PLANS,
         is_guarded=True,
     ),
     Method(
         "deft",
         "drafts within physical limits, gripper by class, inside a drift budget",
         WithinDrift(WithinLimits(move=3.5, turn=0.5, cap=15), move=9.0, turn=1.5, cap=30, leak=1.0),
-        _OUR_PLANS,
+        OUR_PLANS,
         is_guarded=True,
     ),
     Method(
@@ -252,19 +259,19 @@ METHODS: tuple[Method, ...] = (
         sampling=Sampling(temperature=1.0),
         draws_drafts=True,
     ),
-    Method("within-bins", "drafts at most a radius of bins away", WithinBins(9), _OUR_PLANS),
-    Method("top-k", "SpecDec: drafts among the target's k likeliest", TopK(5), _OUR_PLANS),
+    Method("within-bins", "drafts at most a radius of bins away", WithinBins(9), OUR_PLANS),
+    Method("top-k", "SpecDec: drafts among the target's k likeliest", TopK(5), OUR_PLANS),
     Method(
         "near-top",
         "TensorRT-LLM's relaxed acceptance: nearly as likely as the target's own",
         NearTop(n=10, delta=0.6),
-        _OUR_PLANS,
+        OUR_PLANS,
     ),
     Method(
         "entropy-radius",
         "a radius that grows with the target's own uncertainty",
         EntropyRadius(low=1, high=15, full=0.5),
-        _OUR_PLANS,
+        OUR_PLANS,
     ),
 )
 
@@ -287,7 +294,7 @@ def rule_method(found: EntryPoint) -> Method:
             "decoding", f"{found.value} makes a {type(rule).__name__}, no acceptance rule"
         )
     said = (type(rule).__doc__ or found.value).strip().splitlines()[0]
-    return Method(found.name, said, rule, _OUR_PLANS)
+    return Method(found.name, said, rule, OUR_PLANS)
 
 
 RIDES_IN_PREFILL = (
@@ -295,6 +302,7 @@ RIDES_IN_PREFILL = (
     DraftKind.EXTRAPOLATION,
     DraftKind.NGRAM,
     DraftKind.RETRIEVAL,
+    DraftKind.PREVIOUS_ANSWER,
 )
 _NEVER_RIDE = frozenset(OUR_KINDS) - frozenset(RIDES_IN_PREFILL)
 MAX_PREFILL_KINDS = 3

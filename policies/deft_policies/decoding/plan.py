@@ -28,6 +28,7 @@ class DraftKind:
     MEDUSA: ClassVar["DraftKind"]  # parallel heads, one per position ahead
     SMALL_MODEL: ClassVar["DraftKind"]  # a cheaper model of the same actions
     TOKEN_RECYCLING: ClassVar["DraftKind"]  # what the target last said after the same tokens
+    PREVIOUS_ANSWER: ClassVar["DraftKind"]  # the last answer, text and all, as it lines up
 
     @property
     def number(self) -> int:
@@ -44,6 +45,7 @@ DraftKind.RECYCLED = DraftKind("recycled")
 DraftKind.MEDUSA = DraftKind("medusa")
 DraftKind.SMALL_MODEL = DraftKind("small-model")
 DraftKind.TOKEN_RECYCLING = DraftKind("token-recycling")
+DraftKind.PREVIOUS_ANSWER = DraftKind("previous-answer")
 OUR_KINDS = (
     DraftKind.HEAD,
     DraftKind.PREVIOUS,
@@ -61,7 +63,8 @@ OUR_KINDS = (
 def source_kinds() -> tuple[DraftKind, ...]:
     """Every source there can be: ours, then those of installed packages in order of name."""
     theirs = sorted({one.name for one in entry_points(group=DRAFT_SOURCES)})
-    return (*OUR_KINDS, *(kind for kind in map(DraftKind, theirs) if kind not in OUR_KINDS))
+    ours = (*OUR_KINDS, DraftKind.PREVIOUS_ANSWER)
+    return (*ours, *(kind for kind in map(DraftKind, theirs) if kind not in ours))
 
 
 class RopeOffset(Enum):
@@ -251,6 +254,13 @@ class Loop(Enum):
     def num_behind(self) -> int:
         """Tokens decoded behind an action: the published loop ends when it has seen one."""
         return 1 if self is Loop.PUBLISHED else 0
+
+
+class TieBreak(Enum):
+    """Which of several longest accepted paths wins."""
+
+    CLOSEST = "closest"  # smallest total distance in bins, then the likelier draft, then the first
+    FIRST_ROW = "first-row"  # the path of the first leaf, in node order, below it (EAGLE, Spec-VLA)
 
 
 def read_tree(text: str) -> TreeShape:

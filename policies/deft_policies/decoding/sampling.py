@@ -1,15 +1,22 @@
-"""Choosing tokens from logits: the largest, or a draw whose noise is fixed by seed and action."""
+"""Choosing tokens from logits: the largest, or a draw whose noise is fixed by who asks for it.
+
+Noise has no state: it is a hash of (seed, session, action, position, token). So the same seed,
+memory and frame draw the same answer in any process, whatever else is in the batch and whatever was
+drafted, and two sessions draw independently of each other.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from deft_policies.model.staging import to_device
+
+Draw = tuple[int, int]  # a session's noise number, and which of its actions is decoded
 MOST_TRIES = 8  # drafts of one position that the ratio test may look at
 
 
@@ -22,14 +29,6 @@ def first_maximum(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu" and not logits.requires_grad and not is_watched:
         return torch.from_numpy(np.asarray(np.argmax(logits.numpy(), axis=-1)))
     return logits.argmax(dim=-1)
-
-
-def all_finite(sums: Sequence[Tensor]) -> Tensor:
-    """Which rows had only finite logits, given the sum of each pass's, [row] each.
-
-    NaN and infinity survive any sum, so one number per row and pass tells of all of them.
-    """
-    return torch.stack(tuple(sums)).isfinite().all(dim=0)
 
 
 def top_gap(logits: Tensor, best: Tensor) -> Tensor:
@@ -45,25 +44,41 @@ def target_odds(logits: Tensor, temperature: float) -> Tensor:
 
 
 class Stream(Enum):
-    """What random numbers are drawn for."""
+    """What random numbers are drawn for; no two purposes share any."""
 
-    ACTION = 0  # the target's tokens, and the coins of their drafts
-    DRAFT = 1  # the head's own draws
-
-
-class TokenChooser(Protocol):
-    """Picks one token per row."""
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """Indices [row] into the last axis of [row, vocabulary]."""
+    ANSWER = 0  # the target's tokens
+    COIN = 1  # whether a draft stands
+    DRAFT = 2  # the tokens of drafts
 
 
-class Greedy:
-    """The largest logit; among equals the lowest index."""
+_MOST_TOKENS = 1 << 20  # of a vocabulary
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed numbers
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """Return the first maximum."""
-        return first_maximum(logits)
+
+def uniform(keys: Tensor, stream: Stream, places: Tensor, size: int) -> Tensor:
+    """Numbers between 0 and 1, float64 [row, place, column], of keys [row] and places [row, place].
+
+    splitmix64: number n of a row is a hash of its key plus n times a constant.
+    """
+    columns = torch.arange(size, device=keys.device)
+    numbers = (places * len(Stream) + stream.value)[:, :, None] * _MOST_TOKENS + columns
+    bits = keys[:, None, None] + numbers * _GAMMA
+    bits = (bits ^ _shifted(bits, 30)) * _FIRST
+    bits = (bits ^ _shifted(bits, 27)) * _SECOND
+    bits = bits ^ _shifted(bits, 31)
+    return (_shifted(bits, 11).double() + 0.5) * 2.0**-53
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Shift to the right, filling with zeros."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def exponential(keys: Tensor, stream: Stream, places: Tensor, size: int) -> Tensor:
+    """Exponential noise, float32 [row, place, column]: the largest p / noise is a draw from p."""
+    return uniform(keys, stream, places, size).log_().neg_().float()
 
 
 @dataclass(frozen=True)
@@ -79,56 +94,7 @@ class Sampling:
         if not self.temperature >= 0.0:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
 
-    def chooser(self, draws: Sequence[int], device: torch.device) -> TokenChooser:
-        """A chooser for rows that have drawn `draws` actions before, each with its own stream."""
-        if self.temperature == 0.0:
-            return Greedy()
-        return Sampled(self.temperature, self._generators(draws, device))
-
-    def position_noise(
-        self, draws: Sequence[int], like: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Exponential noise [row, position, vocabulary] and coins [row, position, try] of a batch.
-
-        `like` is [vocabulary]. The noise is that of `chooser`, position after position.
-        """
-        noise = like.new_empty(len(draws), length, like.shape[0])
-        coins = like.new_empty(len(draws), length, MOST_TRIES)
-        for row, generator in enumerate(self._generators(draws, like.device)):
-            for position in range(length):
-                noise[row, position].exponential_(generator=generator)
-            coins[row].uniform_(generator=generator)
-        return noise, coins
-
-    def _generators(
-        self, draws: Sequence[int], device: torch.device
-    ) -> tuple[torch.Generator, ...]:
-        """One per row: the same seed and the same number of earlier draws give the same noise.
-
-        What else is in the batch makes no difference.
-        """
-        return tuple(self.generator(Stream.ACTION, draw, device) for draw in draws)
-
-    def generator(self, stream: "Stream", number: int, device: torch.device) -> torch.Generator:
-        """Random numbers for one purpose; no two purposes, seeds or numbers share a stream."""
-        words = np.random.SeedSequence((self.seed, stream.value, number)).generate_state(2)
-        return torch.Generator(device).manual_seed(int(words[0]) << 31 ^ int(words[1]))
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Draws from softmax(logits / temperature), one generator per row.
-
-    Dividing probabilities by exponential noise and taking the largest is an exact draw, and needs
-    no word with the host.
-    """
-
-    temperature: float
-    generators: tuple[torch.Generator, ...]
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """Draw one index per row."""
-        noise = torch.empty_like(logits)
-        for row, generator in zip(noise, self.generators, strict=True):
-            row.exponential_(generator=generator)
-        return (target_odds(logits, self.temperature) / noise).argmax(dim=-1)
+    def keys(self, draws: Sequence[Draw], device: torch.device) -> Tensor:
+        """What the noise of each row is a hash of, [row] int64."""
+        words = [np.random.SeedSequence((self.seed, *one)).generate_state(2) for one in draws]
+        return to_device([int(high) << 31 ^ int(low) for high, low in words], device)

@@ -1,12 +1,46 @@
-"""What decoding needs from the model whose answer we want, and nothing more."""
+"""The target model: passes of a Llama decoder over the cached rows of a batch.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+Knows tokens, slots and masks; nothing of drafts, rules, images or robots. Where the host knows the
+rows' lengths at no cost (on a CPU), passes read exactly the slots in use and a single token needs
+no mask. Elsewhere lengths stay on the device and masks do the work.
+"""
 
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 from torch import Tensor
+from torch.nn import functional
 
+from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.errors import CheckpointError
+from deft_policies.model.kv_cache import Append, CacheSizes, KVCache
+from deft_policies.model.layout import (
+    EagerRunner,
+    StepRunner,
+    Tensors,
+    is_chain,
+    pad_ancestors,
+    prefill_layout,
+    prefill_mask,
+    tree_mask,
+    tree_slots,
+)
+from deft_policies.model.llama import LlamaDecoder, take_rows
+from deft_policies.model.passes import LlamaPasses, PassInput, Projection
+
+WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
+_EDITS_APART = 30  # tokens: 237 in 8 runs, between frames of the golden sessions
+_TIMED_RUNS = 5
+STRIP = 256  # slots: by so many at least a row's strip grows
+
+
+def bucket(width: int) -> int:
+    """The width of the pass that a tree of so many nodes is recorded in."""
+    return next((one for one in WIDTHS if one >= width), width)
 
 
 @dataclass(frozen=True)
@@ -43,54 +77,350 @@ class PromptFeatures:
     patches: slice
 
 
-class TargetModel(Protocol):
-    """A decoder with a static key/value cache that scores draft trees.
+class Sequences:
+    """The cached part of every row: one strip of slots each.
 
-    The cache belongs to the target and holds one batch at a time: `prefill` starts it, `score`
-    appends the nodes of a tree behind the committed rows, `commit` keeps some of them in place and
-    forgets the rest. Used by one thread.
+    A row's strip holds its prompt, then what was committed since, then the tree in flight. Strips
+    grow all together, by doubling, when a row needs more: buckets, not blocks. Attention reads a
+    strip as one tensor, on every device and in our own kernel; blocks would need a copy in every
+    layer or another kernel, to save memory that a robot server, with few rows of at most some
+    thousand positions, does not lack. Where steps are recorded nothing grows: the memory is set
+    aside before, as what is recorded points to it.
     """
 
-    @property
-    def vocabulary(self) -> TokenRange:
-        """Token ids that logits speak of: the whole vocabulary, or the action rows alone."""
+    def __init__(self, sizes: CacheSizes, like: Tensor, rows: int = 0, length: int = 0) -> None:
+        self._sizes, self._like = sizes, like
+        self.cache = KVCache(sizes, rows, length, like)
+        with torch.inference_mode(False):
+            counters = torch.zeros(2, rows, dtype=torch.int64, device=like.device)
+        # [row] each: committed slots, and the slot of the last pass's root.
+        self.length, self.roots = counters
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.is_fixed = False
+
+    def fix(self, rows: int, length: int) -> None:
+        """Set memory aside that is not to move: what is recorded points to it."""
+        self.reserve(rows, length)
+        self.is_fixed = True
+
+    def counters(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """`length` and `roots` of some rows; the same views each time."""
+        here = slice(first, stop)
+        if (first, stop) not in self._views:
+            self._views[first, stop] = (self.length[here], self.roots[here])
+        return self._views[first, stop]
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for so many rows of so many slots; what is cached stays."""
+        old = self.cache
+        if old.fits(rows, length):
+            return
+        self.is_fixed = False
+        rows = max(rows, old.num_rows)
+        if length > old.length:
+            length = max(length + -length % STRIP, 2 * old.length if old.length else 0)
+        length = max(length, old.length)
+        self.cache = KVCache(self._sizes, rows, length, self._like)
+        self.cache.data[:, : old.num_rows, : old.length] = old.data
+        missing = rows - len(self.length)
+        with torch.inference_mode(False):
+            self.length = functional.pad(self.length, (0, missing))
+            self.roots = functional.pad(self.roots, (0, missing))
+        self._views = {}
+
+    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
+        """Keep the slots of a path of the last pass and forget its other nodes.
+
+        `path` is [row, step]: node indices from the root downwards, padded with anything; `kept`
+        [row], or one number for all, says how many of them count, the root included. `in_place`
+        says that nodes lie in the order of the path already, so that nothing is moved; only then
+        may the rows begin at another than the first one.
+        """
+        length, roots = self.counters(first, first + path.shape[0])
+        if path.shape[1] > 1 and not in_place:
+            places = torch.arange(1, path.shape[1], device=path.device)
+            self.cache.move(roots[:, None] + path[:, 1:], roots[:, None] + places)
+        torch.add(roots, kept, out=length)
+
+
+class Target:
+    """Scores draft trees with a decoder. Keeps nothing of any row: that is in `Sequences`."""
+
+    def __init__(
+        self,
+        decoder: LlamaDecoder,
+        action_tokens: TokenRange,
+        *,
+        action_rows_only: bool = False,
+        runner: StepRunner | None = None,
+    ) -> None:
+        """`action_rows_only` leaves the other rows of the head out: see `vocabulary`."""
+        self.decoder = decoder
+        self.action_tokens = action_tokens  # ids that stand for bins
+        every = TokenRange(0, decoder.sizes.vocabulary - 1)
+        self.vocabulary = action_tokens if action_rows_only else every  # what logits speak of
+        self.num_tokens = decoder.sizes.vocabulary
+        self.runner: StepRunner = runner or EagerRunner()
+        self.text_width = WIDTHS[-1]  # nodes of old text that a guarded pass carries
+        self._passes = LlamaPasses(decoder)
+        self._head = Projection(decoder.head)
+        self.reads_lengths = self.device.type == "cpu" and self.runner.reserve is None
 
     @property
-    def num_tokens(self) -> int:
-        """Size of the whole vocabulary, also where logits speak of the action rows alone."""
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.decoder.embedding.weight.device
 
     @property
-    def action_tokens(self) -> TokenRange:
-        """Token ids that stand for bins. `action_tokens.last` is the lowest value for OpenVLA."""
+    def max_positions(self) -> int:
+        """Positions a row may have, prompt and patches included."""
+        return self.decoder.sizes.max_positions
 
-    @property
-    def widest_tree(self) -> int:
-        """Nodes of the largest tree it has room for, the root included."""
+    def sequences(self) -> Sequences:
+        """Memory for rows of its own."""
+        return Sequences(self.decoder.sizes.cache, self.decoder.embedding.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, [..., width]."""
+        embedded: Tensor = self.decoder.embedding(tokens)
+        return embedded
 
     def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
-        """The language-model head, float32, [..., vocabulary].
+        """The head over `tokens`, or over `vocabulary`, in float32; column 0 is `tokens.first`."""
+        wanted = tokens or self.vocabulary
+        if len(wanted) == self.num_tokens:
+            every = self._head.apply(hidden.flatten(0, -2))
+            return every.float().view(*hidden.shape[:-1], -1)
+        rows = slice(wanted.first, wanted.last + 1)
+        return functional.linear(hidden, self.decoder.head.weight[rows]).float()
 
-        Over `vocabulary`, or over `tokens` alone (a part of it: what a draft head asks for, so that
-        it does not read rows it will not use); column i is then token `tokens.first + i`.
+    def action_logits(self, logits: Tensor) -> Tensor:
+        """Those of action tokens alone, [..., action token], of logits over `vocabulary`."""
+        first = self.action_tokens.first - self.vocabulary.first
+        return logits[..., first : first + len(self.action_tokens)]
+
+    def record(self, rows: Sequences, widest: int) -> None:
+        """Record every pass over trees of up to so many nodes, and every prefill."""
+        reserve, weight = self.runner.reserve, self.decoder.embedding.weight
+        assert reserve is not None
+        widths = WIDTHS[: WIDTHS.index(bucket(widest)) + 1]
+        for num_rows in reserve.batches:
+            roots = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+            trees = [DraftTree.root_only(roots).padded(width) for width in widths]
+            for length in reserve.lengths:
+                embeds = weight.new_zeros(num_rows, length, weight.shape[1])
+                prompts = Prompts(embeds, torch.full_like(roots, length), roots, slice(0))
+                for tree in trees:
+                    self.prefill(rows, 0, prompts, tree)
+                    self.prefill(rows, 0, replace(prompts, keep_hidden=False), tree)
+            for tree in trees:
+                self.score(rows, tree)
+
+    def prefill(
+        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
+        """Run prompts with the tree's guesses riding behind them in one pass.
+
+        They become the rows from `first` on. Node 0 is the last prompt token: its scores are the
+        prompt's own next-token scores. The prompt's slots are committed, the other nodes wait for
+        `Sequences.keep`.
         """
+        embeds, lengths = prompts.embeds, prompts.lengths
+        num_rows, num_positions = embeds.shape[:2]
+        reserve = self.runner.reserve
+        if rows.is_fixed and reserve is not None:
+            missing = reserve.padded(num_positions) - num_positions
+            embeds = functional.pad(embeds, (0, 0, 0, missing))
+        length, roots = rows.counters(first, first + num_rows)
+        length.copy_(lengths)
+        torch.sub(lengths, 1, out=roots)
+        causal = tree.num_nodes == 1 or (tree.is_chain and not rows.is_fixed)
+        causal = causal or (self.reads_lengths and is_chain(tree.parents))
+        tokens, ancestors = self._widened(rows, tree)
 
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
-        """Run the prompts with the tree's guesses riding behind them, in one pass.
+        def step(*inputs: Tensor) -> Tensors:
+            return self._prefill_step(rows, first, (causal, prompts.keep_hidden), *inputs)
 
-        Node 0 is the last prompt token: its scores are the prompt's own next-token scores. The
-        prompt's rows are committed, the other nodes wait for `commit`.
+        inputs = (embeds, lengths, tokens, ancestors)
+        key = (causal, prompts.keep_hidden, tokens.shape[1], *embeds.shape)
+        # Rows that join others run step by step: they come at any place.
+        found = self._run(rows, key, step, inputs) if first == 0 else step(*inputs)
+        scored, logits, kept = found
+        features = PromptFeatures(prompts.embeds, kept[:, :num_positions], lengths, prompts.patches)
+        return _without_padding(tree, logits, scored), features
+
+    def measure_width(self, prompts: Prompts, widest: int) -> None:
+        """Find out how much of an old text a pass should carry here.
+
+        A pass writes one token and those of the old text up to the next edit. With edits so many
+        tokens apart, the best width is the one that writes most in a millisecond.
         """
+        num_rows, length = len(prompts.lengths), prompts.embeds.shape[1]
+        rows, root = self.sequences(), DraftTree.root_only(prompts.last_tokens)
+        rows.reserve(num_rows, length + 2 * widest)
+        self.prefill(rows, 0, prompts, root)
+        best = 0.0
+        for width in (one for one in WIDTHS if one <= widest):
+            tokens = root.tokens.repeat(1, width)
+            chain = torch.arange(width, device=self.device).expand_as(tokens) - 1
+            tree = DraftTree(tokens, chain, *(one.repeat(1, width) for one in root.columns[2:]))
+            took_s = []
+            for _ in range(_TIMED_RUNS):
+                started = time.perf_counter()
+                self.score(rows, tree).logits.sum().item()
+                took_s.append(time.perf_counter() - started)
+            written = 1 + _EDITS_APART * (1 - math.exp(-width / _EDITS_APART))
+            if written / min(took_s) > best:
+                best, self.text_width = written / min(took_s), width
 
-    def score(self, tree: DraftTree) -> Scores:
-        """Run one pass over a tree whose root is the last committed token, not yet in the cache."""
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        """Run one pass over a tree whose roots are the last committed tokens, not yet cached."""
+        num_rows = tree.tokens.shape[0]
+        length, roots = rows.counters(0, num_rows)
+        roots.copy_(length)
+        longest = 0
+        if self.reads_lengths:
+            known: list[int] = length.tolist()
+            longest = max(known)
+            rows.reserve(num_rows, longest + tree.num_nodes)
+            if min(known) == longest:
+                return self._score_aligned(rows, tree, longest)
+            roots = rows.counters(0, num_rows)[1]  # the room may have grown
+        tokens, ancestors = self._widened(rows, tree)
+        read = longest + tokens.shape[1] if self.reads_lengths else rows.cache.length
 
-    def commit(self, path: Tensor, lengths: Tensor) -> None:
-        """Keep the cache rows of a path of the last pass, in place, and forget its other nodes.
+        def step(*inputs: Tensor) -> Tensors:
+            return self._score_step(rows, read, *inputs)
 
-        `path` is [row, step]: node indices from the root (node 0) downwards, padded with anything;
-        `lengths` [row] says how many of them count. After a prefill the root's row is already
-        committed and is counted all the same.
+        logits, hidden = self._run(rows, tokens.shape, step, (tokens, ancestors, roots))
+        return _without_padding(tree, logits, hidden)
+
+    def logits_along(
+        self, prompts: Prompts, num_tokens: int, given: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Plain decoding's logits [token] of one prompt, a pass each.
+
+        Along given tokens, so that formats can be compared in the same context, or along its own.
         """
+        rows = self.sequences()
+        rows.reserve(1, prompts.embeds.shape[1] + num_tokens + STRIP)
+        root = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        scores, _ = self.prefill(rows, 0, prompts, DraftTree.root_only(prompts.last_tokens))
+        found = [scores.logits[0, 0].clone()]
+        for place in range(num_tokens - 1):
+            own = first_maximum(found[-1]) + self.vocabulary.first
+            token = own if given is None else own.new_tensor(given[place])
+            rows.keep(root, 1, in_place=True)
+            scores = self.score(rows, DraftTree.root_only(token.view(1)))
+            found.append(scores.logits[0, 0].clone())
+        return found
+
+    def _run(
+        self,
+        rows: Sequences,
+        key: Sequence[object],
+        step: Callable[..., Tensors],
+        inputs: Tensors,
+    ) -> Tensors:
+        if not rows.is_fixed:
+            return step(*inputs)
+        return self.runner.run((self, rows, *key), step, inputs)
+
+    def _widened(self, rows: Sequences, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """Tokens and ancestors of a tree, padded to a recorded width where steps are recorded."""
+        tokens, ancestors = tree.tokens, tree.ancestor_mask()
+        width = bucket(tree.num_nodes) if rows.is_fixed else tree.num_nodes
+        if width == tree.num_nodes:
+            return tokens, ancestors
+        padded = functional.pad(tokens, (0, width - tree.num_nodes))
+        return padded, pad_ancestors(ancestors, width)
+
+    def _prefill_step(
+        self,
+        rows: Sequences,
+        first: int,
+        kind: tuple[bool, bool],
+        embeds: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
+        ancestors: Tensor,
+    ) -> Tensors:
+        is_causal, keeps_hidden = kind
+        plan = prefill_layout(lengths, ancestors.sum(dim=2) - 1, embeds.shape[1])
+        if tokens.shape[1] > 1:
+            embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
+            embeds = take_rows(embeds, plan.sources)
+        hidden = self._passes.run(
+            PassInput(
+                embeds,
+                plan.positions,
+                Append(embeds.shape[1], start=0, first_row=first),
+                mask=None if is_causal else prefill_mask(plan, ancestors),
+                is_causal=is_causal,
+                rows_out=None if keeps_hidden else plan.node_slots,
+            ),
+            rows.cache,
+        )
+        scored = take_rows(hidden, plan.node_slots) if keeps_hidden else hidden
+        return scored, self.logits(scored), hidden if keeps_hidden else hidden[:, :0]
+
+    def _score_aligned(self, rows: Sequences, tree: DraftTree, start: int) -> Scores:
+        """The pass when every row has the same known length: plain slices, no mask for a root."""
+        append = Append(start + tree.num_nodes, start=start)
+        embeds = self.decoder.embedding(tree.tokens)
+        if tree.num_nodes == 1:
+            inputs = PassInput(embeds, rows.counters(0, embeds.shape[0])[1][:, None], append)
+        else:
+            ancestors = tree.ancestor_mask()
+            before = ancestors.new_ones((*ancestors.shape[:2], start))
+            mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
+            inputs = PassInput(embeds, start + tree.depths(), append, mask)
+        hidden = self._passes.run(inputs, rows.cache)
+        return Scores(self.logits(hidden), hidden)
+
+    def _score_step(
+        self, rows: Sequences, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor
+    ) -> Tensors:
+        num_rows, num_nodes = tokens.shape
+        slots = tree_slots(roots, num_nodes)
+        strips = torch.arange(num_rows, device=slots.device)[:, None] * rows.cache.length
+        hidden = self._passes.run(
+            PassInput(
+                self.decoder.embedding(tokens),
+                roots[:, None] + ancestors.sum(dim=2) - 1,
+                Append(read, slots=(slots + strips).flatten()),
+                mask=tree_mask(roots, ancestors, read),
+            ),
+            rows.cache,
+        )
+        return self.logits(hidden), hidden
+
+
+def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:
+    """A decoder of the first layers, sharing every weight with the whole one."""
+    if not 1 <= num_layers <= len(decoder.layers):
+        raise CheckpointError(
+            f"the decoder has {len(decoder.layers)} layers, cannot draft with its first "
+            f"{num_layers}; use fewer"
+        )
+    with torch.device("meta"):
+        shallow = LlamaDecoder(replace(decoder.sizes, num_layers=num_layers))
+    shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
+    shallow.layers, shallow.rotary = decoder.layers[:num_layers], decoder.rotary
+    shallow.kernels = decoder.kernels
+    return shallow
+
+
+def self_draft_target(target: Target, num_layers: int) -> Target:
+    """The target's first layers as a model of their own."""
+    return Target(
+        first_layers(target.decoder, num_layers),
+        target.action_tokens,
+        action_rows_only=len(target.vocabulary) == len(target.action_tokens),
+        runner=target.runner,
+    )
+
+
+def _without_padding(tree: DraftTree, logits: Tensor, hidden: Tensor) -> Scores:
+    """What was asked for, without the padding of recorded widths."""
+    return Scores(logits[:, : tree.num_nodes], hidden[:, : tree.num_nodes])

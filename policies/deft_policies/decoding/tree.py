@@ -91,10 +91,10 @@ class DraftTree:
         first, *rest = trees
         if not rest:
             return first
-        columns = [first._columns()]
+        columns = [first.columns]
         behind = first.num_nodes - 1
         for tree in rest:
-            tokens, parents, *others = (column[:, 1:] for column in tree._columns())
+            tokens, parents, *others = (column[:, 1:] for column in tree.columns)
             parents = torch.where(parents > 0, parents + behind, parents)
             columns.append((tokens, parents, *others))
             behind += tree.num_nodes - 1
@@ -102,7 +102,7 @@ class DraftTree:
 
     def below(self, roots: Tensor) -> "DraftTree":
         """These nodes as guesses below `roots` [row]; their parents count the root as node 0."""
-        together = _beside([DraftTree.root_only(roots)._columns(), self._columns()])
+        together = _beside([DraftTree.root_only(roots).columns, self.columns])
         return replace(together, is_chain=self.is_chain)
 
     def select(self, nodes: Tensor) -> "DraftTree":
@@ -112,7 +112,7 @@ class DraftTree:
         """
         renumbered = nodes.new_zeros(self.num_nodes)
         renumbered[nodes] = torch.arange(len(nodes), device=nodes.device)
-        tokens, parents, *others = (column[:, nodes] for column in self._columns())
+        tokens, parents, *others = (column[:, nodes] for column in self.columns)
         parents = torch.where(parents < 0, parents, renumbered[parents.clamp(min=0)])
         return DraftTree(tokens, parents, *others, is_chain=self.is_chain)
 
@@ -120,10 +120,11 @@ class DraftTree:
         """The same with nodes that are not real behind, told by its tensors alone."""
         more = (0, num_nodes - self.num_nodes)
         fills = (0, 0, False, 0.0, -1)
-        columns = zip(self._columns(), fills, strict=True)
+        columns = zip(self.columns, fills, strict=True)
         return DraftTree(*(functional.pad(one, more, value=fill) for one, fill in columns))
 
-    def _columns(self) -> tuple[Tensor, ...]:
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
         return self.tokens, self.parents, self.is_real, self.log_probs, self.sources
 
     @property

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deft_policies.model.layout import FixedMemory, Reserve, Step, Tensors
-from deft_policies.model.leaves import copy_together
+from deft_policies.model.layout import Reserve, Step, Tensors
 
 _log = logging.getLogger(__name__)
 
@@ -45,15 +44,11 @@ class CapturedRunner:
     takes milliseconds longer; capturing would hold up every robot for a good part of a second.
     """
 
-    has_fixed_shapes = True
-
     def __init__(self, capturer: StepCapturer, reserve: Reserve | None = None) -> None:
         self.reserve = reserve or Reserve()
         self._capturer = capturer
         self._captured: dict[Hashable, CapturedStep] = {}
-        self._places: dict[Hashable, FixedMemory] = {}
         self._is_capturing = False
-        self._is_warming_up = False
         self._is_sealed = False
         self.uncaptured: set[Hashable] = set()  # what came up after sealing
 
@@ -71,31 +66,16 @@ class CapturedRunner:
             return step(*inputs)
         if captured is None:
             captured = self._captured[key] = self._capture(step, inputs)
-        copy_together(captured.inputs, inputs)
+        _copy(captured.inputs, inputs)
         captured.replay()
         return captured.outputs
-
-    def place(self, key: Hashable, tensors: Tensors) -> FixedMemory | None:
-        """Copy tensors to the memory of this key, which never moves.
-
-        There is none of a key that did not come up while warming up: steps that change what they
-        read can only be captured where nobody needs it, because capturing runs them.
-        """
-        place = self._places.get(key)
-        if place is not None:
-            copy_together(place.tensors, tensors)
-        elif self._is_warming_up:
-            place = self._places[key] = FixedMemory(
-                tuple(one.clone(memory_format=torch.contiguous_format) for one in tensors)
-            )
-        return place
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """Capture what comes up inside of the block, and seal the runner at its end."""
-        self._is_sealed, self._is_warming_up = False, True
+        self._is_sealed = False
         yield
-        self._is_sealed, self._is_warming_up = True, False
+        self._is_sealed = True
 
     def _capture(self, step: Step, inputs: Tensors) -> CapturedStep:
         own = tuple(tensor.clone() for tensor in inputs)
@@ -112,6 +92,13 @@ class CapturedRunner:
         if key not in self.uncaptured:
             self.uncaptured.add(key)
             _log.warning("not captured when the policy warmed up, so run step by step: %s", key)
+
+
+def _copy(kept: Tensors, given: Tensors) -> None:
+    """Copy tensors to where they are read, those of one format in one launch."""
+    for dtype in {tensor.dtype for tensor in kept}:
+        pairs = [pair for pair in zip(kept, given, strict=True) if pair[0].dtype == dtype]
+        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
 
 
 class _Outside(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -36,12 +36,14 @@ class Append:
     """Where the tokens of a pass go, and how far attention reads.
 
     `start` is set when every row appends at the same known slot; otherwise `slots` says where, as
-    indices into row * length of the cache.
+    indices into row * length of the cache. The rows of the pass are those of the cache from
+    `first_row` on.
     """
 
     read: int
     start: int = 0
     slots: Tensor | None = None  # [row * token] int64
+    first_row: int = 0
 
 
 class KVCache:
@@ -62,11 +64,6 @@ class KVCache:
             self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
             self._flat = self.data.flatten(3).flatten(1, 2)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory held."""
-        return int(self.data.nbytes)
-
     def fits(self, num_rows: int, length: int) -> bool:
         """Whether a batch of these sizes has room."""
         return num_rows <= self.num_rows and length <= self.length
@@ -82,22 +79,19 @@ class KVCache:
 
     def open(self, num_rows: int, num_tokens: int, append: Append) -> "CacheWindow":
         """The part of the cache that one pass writes and reads."""
-        read = self.data[:, :num_rows, : append.read].transpose(2, 3)
+        rows = slice(append.first_row, append.first_row + num_rows)
+        read = self.data[:, rows, : append.read].transpose(2, 3)
         if append.slots is None:
-            targets = self.data[:, :num_rows, append.start : append.start + num_tokens]
+            targets = self.data[:, rows, append.start : append.start + num_tokens]
         else:
             targets = self._flat
         return CacheWindow(
             keys=read[:, :, : self._num_heads].unbind(0),
             values=read[:, :, self._num_heads :].unbind(0),
             targets=targets.unbind(0),
-            layers=self.data.unbind(0),
+            layers=self.data[:, rows].unbind(0),
             slots=append.slots,
         )
-
-    def layer(self, index: int, num_rows: int, append: Append) -> "LayerCache":
-        """One layer of the cache during one pass."""
-        return LayerCache(self.data[index, :num_rows], self._flat[index], append)
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots in every layer; both are [row, step] slots of their own row.
@@ -126,21 +120,3 @@ class CacheWindow:
         else:
             flat = keys_values.flatten(2).flatten(0, 1)
             self.targets[layer].index_copy_(0, self.slots, flat)
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer of the cache during one pass."""
-
-    data: Tensor  # [row, slot, 2 * head, head_dim]
-    flat: Tensor  # [row * slot, 2 * head * head_dim]
-    where: Append
-
-    def append(self, keys_values: Tensor) -> Tensor:
-        """Write [row, token, 2 * head, head_dim]; return what is read, [row, slot, ...]."""
-        where = self.where
-        if where.slots is None:
-            self.data[:, where.start : where.start + keys_values.shape[1]].copy_(keys_values)
-        else:
-            self.flat.index_copy_(0, where.slots, keys_values.flatten(2).flatten(0, 1))
-        return self.data[:, : where.read]

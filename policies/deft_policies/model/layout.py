@@ -51,13 +51,6 @@ class Reserve:
         return tuple(1 << power for power in reversed(range((self.rows - 1).bit_length() + 1)))
 
 
-@dataclass(frozen=True, eq=False)
-class FixedMemory:
-    """Memory that never moves; its identity is the key of the steps that work on it."""
-
-    tensors: Tensors
-
-
 class StepRunner(Protocol):
     """Runs steps. `key` names the step and every shape and number baked into it."""
 
@@ -65,18 +58,8 @@ class StepRunner(Protocol):
     def reserve(self) -> Reserve | None:
         """What steps are captured for; None where nothing is, and any shape is as good."""
 
-    @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether there is a reserve: few distinct keys are wanted, lengths rounded up."""
-
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Return what `step(*inputs)` returns; valid until the same key runs again."""
-
-    def place(self, key: Hashable, tensors: Tensors) -> "FixedMemory | None":
-        """Copy tensors to memory that never moves, for steps that change what they read.
-
-        None where no such steps are captured for the key; then they run on the tensors themselves.
-        """
 
     def warming_up(self) -> AbstractContextManager[None]:
         """A block in which steps are captured; once it has ended, no more are."""
@@ -86,15 +69,10 @@ class EagerRunner:
     """Calls the step."""
 
     reserve = None
-    has_fixed_shapes = False
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         """Call it."""
         return step(*inputs)
-
-    def place(self, key: Hashable, tensors: Tensors) -> "FixedMemory | None":
-        """There is no such memory."""
-        return None
 
     def warming_up(self) -> AbstractContextManager[None]:
         """Nothing is ever captured."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.kv_cache import CacheSizes, LayerCache
+from deft_policies.model.kv_cache import CacheSizes, CacheWindow
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LlamaSizes:
     """Everything that tells one Llama from another."""
 
-    vocabulary: int
+    vocabulary: int  # rows of the embedding and of the head, padding included
     width: int
     mlp_width: int
     num_layers: int
@@ -122,25 +122,32 @@ class Attention(nn.Module):
         self.out = nn.Linear(inner, sizes.width, bias=False)
 
     def append(
-        self, hidden: Tensor, rotation: Rotation, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor]:
-        """Queries of [row, token, width], and the keys and values that they may look at."""
+        self, hidden: Tensor, rotation: Rotation, cache: CacheWindow | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of [row, token, width], and the keys and values that they may look at.
+
+        [row, token, head, head_dim], then [row, head, slot, head_dim] of the cache's only layer.
+        """
         fused = self.qkv(hidden).unflatten(2, (-1, self.head_dim))
         rotation.apply_(fused[:, :, : self.num_heads + self.num_kv_heads])
         queries, seen = fused[:, :, : self.num_heads], fused[:, :, self.num_heads :]
-        return queries, seen if cache is None else cache.append(seen)
+        if cache is None:
+            keys, values = seen.transpose(1, 2).chunk(2, dim=1)
+            return queries, keys, values
+        cache.write(0, seen)
+        return queries, cache.keys[0], cache.values[0]
 
     def forward(
-        self, hidden: Tensor, context: PassContext, cache: LayerCache | None = None
+        self, hidden: Tensor, context: PassContext, cache: CacheWindow | None = None
     ) -> Tensor:
         """Attend from every token to those before it, in the cache or in `hidden` alone."""
-        queries, seen = self.append(hidden, context.rotation, cache)
+        queries, keys, values = self.append(hidden, context.rotation, cache)
         if context.rows_out is not None:
             queries = take_rows(queries, context.rows_out)
         mixed = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
-            seen[:, :, : self.num_kv_heads].transpose(1, 2),
-            seen[:, :, self.num_kv_heads :].transpose(1, 2),
+            keys,
+            values,
             attn_mask=context.mask,
             is_causal=context.is_causal,
             enable_gqa=self.num_kv_heads != self.num_heads,

@@ -85,7 +85,8 @@ class LlamaPasses:
             return _Attention(heads, rotation, tokens, None)
         append = tokens.append
         if self._kernels is not None and append.slots is None:
-            rows = torch.arange(num_rows, device=rotation.cos.device)[:, None] * cache.length
+            rows = torch.arange(num_rows, device=rotation.cos.device)[:, None] + append.first_row
+            rows = rows * cache.length
             here = append.start + torch.arange(num_tokens, device=rows.device)
             append = replace(append, slots=(rows + here).flatten())
         window = cache.open(num_rows, num_tokens, append)
@@ -291,7 +292,7 @@ class _FusedAttention(_Attention):
             self.rotation.cos.reshape(-1, head_dim),
             self.rotation.sin.reshape(-1, head_dim),
         )
-        cache = self.window.layers[layer]
+        cache = self.window.targets[layer]  # all rows: slots are counted from the first
         self.kernels.rotate_append(fused, rotation, cache, self.window.slots, self.heads)
 
 

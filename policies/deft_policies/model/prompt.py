@@ -1,25 +1,26 @@
-"""Instruction to prompt to token ids, exactly as in training.
+"""Instruction to prompt to token ids, exactly as in training, and answers back to text.
 
 The ids come from the checkpoint's `tokenizer.json` through the `tokenizers` library itself:
 what wraps it has changed how Llama's tokenizers are rebuilt from release to release, the file has
 not.
 """
 
+import re
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.errors import CheckpointError
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# Prompts were trained with a blank before the action, which is this piece (29871 in Llama's
-# vocabulary), whether or not the text ends in one.
+# OpenVLA's prompts were trained with a blank before the action, which is this piece (29871 in
+# Llama's vocabulary), whether or not the text ends in one.
 BLANK_PIECE = "▁"
-BOS_PIECE = "<s>"
+BOS_PIECE, EOS_PIECE = "<s>", "</s>"
 
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _OPENVLA = "In: What action should the robot take to {instruction}?\nOut:"
 _VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
@@ -29,15 +30,33 @@ _VICUNA = (
 
 
 class PromptTemplate(Enum):
-    """What the instruction is wrapped in; `V01` is the first release's, on top of Vicuna."""
+    """What the instruction is wrapped in; `V01` is the first release's, on top of Vicuna.
+
+    The two of ECoT's go on with the first tag of the reasoning.
+    """
 
     OPENVLA = "openvla"
     V01 = "v01"
+    ECOT = "ecot"
+    ECOT_IN_OUT = "ecot-in-out"
+
+    @property
+    def ends_in_blank(self) -> bool:
+        """Whether the answer's first token was trained behind a blank."""
+        return self in (PromptTemplate.OPENVLA, PromptTemplate.V01)
 
     def fill(self, instruction: str) -> str:
         """Return the prompt for an instruction, lower-cased and otherwise as it is."""
-        template = _VICUNA if self is PromptTemplate.V01 else _OPENVLA
-        return template.replace("{instruction}", instruction.lower())
+        is_vicuna = self in (PromptTemplate.V01, PromptTemplate.ECOT)
+        text = (_VICUNA if is_vicuna else _OPENVLA).replace("{instruction}", instruction.lower())
+        return text if self.ends_in_blank else f"{text} TASK:"
+
+
+class PromptSource(Protocol):
+    """Turns an instruction into the ids the decoder reads around the patches."""
+
+    def encode(self, instruction: str) -> Sequence[int]:
+        """Ids of the whole prompt. May be called from any thread."""
 
 
 class PromptEncoder:
@@ -47,51 +66,50 @@ class PromptEncoder:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
-        self._template = template
-        self._bos = _find_piece(tokenizer, BOS_PIECE, source)
-        self._blank = _find_piece(tokenizer, BLANK_PIECE, source)
+        self.template, self._source = template, source
+        self._bos = self.find_piece(BOS_PIECE)
+        self._blank = self.find_piece(BLANK_PIECE)
+        added = tokenizer.get_added_tokens_decoder()
+        self._unsaid = {number for number, token in added.items() if token.special}
 
-    @staticmethod
-    def load(directory: Path, template: PromptTemplate, text_vocab_size: int) -> "PromptEncoder":
-        """Read a checkpoint's tokenizer, which must fit the decoder's vocabulary."""
-        path = directory / TOKENIZER_FILE
-        tokenizer = load_tokenizer(directory)
-        # The padding id lies behind the text vocabulary and never appears in a prompt.
-        if tokenizer.get_vocab_size(with_added_tokens=False) > text_vocab_size:
-            raise CheckpointError(
-                f"{path} has {tokenizer.get_vocab_size(with_added_tokens=False)} pieces, the "
-                f"decoder has room for {text_vocab_size}; copy the tokenizer of this checkpoint"
-            )
-        return PromptEncoder(tokenizer, template, path)
+    def with_template(self, template: PromptTemplate) -> "PromptEncoder":
+        """The same tokenizer for other prompts."""
+        return PromptEncoder(self._tokenizer, template, self._source)
 
     def encode(self, instruction: str) -> tuple[int, ...]:
-        """Ids of the prompt for an instruction, the blank before the action included."""
-        return self.encode_text(self._template.fill(instruction))
+        """Ids of the prompt for an instruction, the blank before an action included."""
+        return self.encode_text(self.template.fill(instruction))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of a text that is a prompt already."""
         ids = (self._bos, *self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return ids if ids[-1] == self._blank else (*ids, self._blank)
+        if ids[-1] == self._blank or not self.template.ends_in_blank:
+            return ids
+        return (*ids, self._blank)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special ones left out; ids that stand for no piece are ⟦id⟧."""
+        text: str = self._tokenizer.decoder.decode(self._pieces(ids))
+        return text
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """Read `tokenizer.json`."""
-    path = directory / TOKENIZER_FILE
-    remedy = f"copy {TOKENIZER_FILE} from the checkpoint this one was fine-tuned from"
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing; {remedy}")
-    fields = JsonFields.load(path, remedy)
-    if fields.section("model").value("type", str, "unknown") != "BPE":
-        raise fields.error("model.type", "is not BPE, which Llama's tokenizers are")
-    try:
-        tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
-        raise CheckpointError(f"{path} is not a tokenizer ({error}); {remedy}") from None
-    return tokenizer
+    def lengths(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """A text to look for words in, and how many characters each id has in it.
 
+        Unlike in `decode`'s, a byte is a character.
+        """
+        told = ["".join(self._pieces([one])).replace(BLANK_PIECE, " ") for one in ids]
+        words = [_BYTE.sub(lambda found: chr(int(found[1], 16)), one) for one in told]
+        return "".join(words), [len(one) for one in words]
 
-def _find_piece(tokenizer: Tokenizer, piece: str, source: Path) -> int:
-    found: int | None = tokenizer.token_to_id(piece)
-    if found is None:
-        raise CheckpointError(f"{source} has no piece {piece!r}; expected a Llama tokenizer")
-    return found
+    def find_piece(self, piece: str) -> int:
+        """The id of a piece that must be there."""
+        found: int | None = self._tokenizer.token_to_id(piece)
+        if found is None:
+            raise CheckpointError(
+                f"{self._source} has no piece {piece!r}; expected a Llama tokenizer"
+            )
+        return found
+
+    def _pieces(self, ids: Sequence[int]) -> list[str]:
+        name = self._tokenizer.id_to_token
+        return [name(one) or f"⟦{one}⟧" for one in ids if one not in self._unsaid]

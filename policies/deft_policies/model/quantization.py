@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from deft_policies.errors import DeviceError
+from deft_policies.model.formats import Quantization
 from deft_policies.model.kernels.fp8 import Fp8Linear
-from deft_policies.openvla.options import Quantization
 
 _GROUP = 32  # inputs that share an int4 scale on a CPU
 _GROUP_CUDA = 128

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deft_policies.model.formats import Quantization
+from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ActionVocabulary,
     ImageProcessorConfig,
-    LlamaConfig,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,
@@ -32,14 +33,14 @@ _HALVES = (0.5, 0.5, 0.5)
 def openvla_7b() -> OpenVLAConfig:
     """The sizes of the published 7B."""
     return OpenVLAConfig(
-        llm=LlamaConfig(
-            vocab_size=32064,
+        llm=LlamaSizes(
+            vocabulary=32064,
             width=4096,
-            mlp=11008,
+            mlp_width=11008,
             num_layers=32,
-            heads=32,
-            kv_heads=32,
-            head_width=128,
+            num_heads=32,
+            num_kv_heads=32,
+            head_dim=128,
         ),
         towers=(
             TowerConfig(
@@ -77,14 +78,14 @@ def openvla_small() -> OpenVLAConfig:
     sizes = openvla_7b()
     dino, siglip = sizes.towers
     return OpenVLAConfig(
-        llm=LlamaConfig(
-            vocab_size=1088,
+        llm=LlamaSizes(
+            vocabulary=1088,
             width=256,
-            mlp=688,
+            mlp_width=688,
             num_layers=12,
-            heads=8,
-            kv_heads=8,
-            head_width=32,
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=32,
         ),
         towers=(
             TowerConfig(dino.family, dino.prefix, width=96, depth=5, heads=3, mlp=384),
@@ -111,14 +112,21 @@ def unit_statistics() -> ActionStatistics:
 
 @torch.no_grad()
 def build_random_model(
-    config: OpenVLAConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+    config: OpenVLAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    quantization: Quantization = Quantization.NONE,
 ) -> OpenVLAModel:
     """Allocate and fill on the device; activations keep their size through every layer."""
     model = OpenVLAModel.empty(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         _fill(name, parameter, generator)
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
+    for index in range(len(model.decoder.layers)):
+        model.quantize_layer(index, quantization, device)
+    return model
 
 
 def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:

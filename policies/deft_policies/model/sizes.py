@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from deft_policies.decoding.tree import TokenRange
+from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.statistics import ActionStatistics
 
@@ -20,13 +21,6 @@ class TowerFamily(Enum):
 
     DINOV2 = "dinov2"
     SIGLIP = "siglip"
-
-
-class ProjectorKind(Enum):
-    """Layers between patches and decoder: three for fused towers, two for a single one."""
-
-    FUSED = "fused"
-    PLAIN = "plain"
 
 
 class ResizeStrategy(Enum):
@@ -82,22 +76,6 @@ class TowerConfig:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes of the decoder."""
-
-    vocab_size: int  # rows of the embedding and of the head, padding included
-    width: int
-    mlp: int
-    num_layers: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    max_positions: int = 2048
-
-
-@dataclass(frozen=True)
 class Normalization:
     """Mean and standard deviation of the three channels that one tower sees."""
 
@@ -148,7 +126,7 @@ class TrainingNotes:
 class OpenVLAConfig:
     """All that the modules, the processor and the codec need to know of a checkpoint."""
 
-    llm: LlamaConfig
+    llm: LlamaSizes
     towers: tuple[TowerConfig, ...]
     image: ImageProcessorConfig
     vocabulary: ActionVocabulary
@@ -157,9 +135,9 @@ class OpenVLAConfig:
     training: TrainingNotes = TrainingNotes()
 
     @property
-    def projector(self) -> ProjectorKind:
-        """Fused where two towers look at the frame."""
-        return ProjectorKind.FUSED if len(self.towers) > 1 else ProjectorKind.PLAIN
+    def is_fused(self) -> bool:
+        """Whether two towers look at the frame, so that the projector has a third layer."""
+        return len(self.towers) > 1
 
     @property
     def vision_width(self) -> int:

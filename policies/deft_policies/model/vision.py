@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.sizes import LAYER_NORM_EPS, ProjectorKind, TowerConfig
+from deft_policies.model.sizes import LAYER_NORM_EPS, TowerConfig
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class Projector(nn.Module):
     """An MLP: three layers for the fused towers (inner width 4 x vision), two for a single one."""
 
-    def __init__(self, vision_width: int, width: int, kind: ProjectorKind) -> None:
+    def __init__(self, vision_width: int, width: int, is_fused: bool) -> None:
         super().__init__()
-        is_fused = kind is ProjectorKind.FUSED
         inner = 4 * vision_width if is_fused else width
         self.fc1 = nn.Linear(vision_width, inner)
         self.fc2 = nn.Linear(inner, width)

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deft_policies.checkpoint.tensor_names import tensor_places
-from deft_policies.model.llama import LlamaDecoder, LlamaSizes
-from deft_policies.model.sizes import LlamaConfig, OpenVLAConfig
+from deft_policies.model.formats import Quantization
+from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.quantization import quantize_linears
+from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.tensor_names import tensor_places
 from deft_policies.model.vision import Projector, VisionTransformer
 
 if TYPE_CHECKING:
@@ -37,8 +39,10 @@ class OpenVLAModel(nn.Module):
         super().__init__()
         self.config = config
         self.towers = nn.ModuleList(VisionTransformer(sizes) for sizes in config.towers)
-        self.projector = Projector(config.vision_width, config.llm.width, config.projector)
-        self.decoder = LlamaDecoder(decoder_sizes(config.llm))
+        self.projector = Projector(config.vision_width, config.llm.width, config.is_fused)
+        self.decoder = LlamaDecoder(config.llm)
+        self.quantization = Quantization.NONE  # of the decoder's matrices
+        self.unquantized: list[str] = []  # names of those whose sizes the format cannot group
 
     @staticmethod
     def empty(config: OpenVLAConfig, device: torch.device, dtype: torch.dtype) -> "OpenVLAModel":
@@ -78,6 +82,20 @@ class OpenVLAModel(nn.Module):
         """
         hidden: Tensor = self.decoder(self.compose(self.see(pixels).patches, ids))
         return hidden
+
+    def quantize_layer(self, index: int, quantization: Quantization, device: torch.device) -> None:
+        """Store the matrices of one decoder layer in fewer bits, once its weights are there."""
+        left = quantize_linears(self.decoder.layers[index], quantization, device)
+        self.quantization = quantization
+        self.unquantized += [f"layers.{index}.{name}" for name in left]
+
+    def describe_quantization(self) -> str:
+        """The format, and how many matrices it could not take."""
+        name = self.quantization.value
+        if not self.unquantized:
+            return name
+        total = 4 * len(self.decoder.layers)  # qkv, out, gate_up and down
+        return f"{name}, but {len(self.unquantized)} of {total} matrices stay as they were"
 
     def fuse(self, kernels: "FusedKernels") -> None:
         """From now on run inference with these. Before anything is built on the decoder."""
@@ -148,19 +166,3 @@ def allocate(part: nn.Module, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             setattr(module, name, empty)
-
-
-def decoder_sizes(config: LlamaConfig) -> LlamaSizes:
-    """The decoder's sizes, in the words of the model-independent decoder."""
-    return LlamaSizes(
-        vocabulary=config.vocab_size,
-        width=config.width,
-        mlp_width=config.mlp,
-        num_layers=config.num_layers,
-        num_heads=config.heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_width,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta,
-        max_positions=config.max_positions,
-    )

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from deft_policies.errors import PolicyError
-from deft_policies.openvla.options import OpenVLAOptions, Precision
+from deft_policies.families.options import ModelOptions
+from deft_policies.model.formats import Precision
 
 FOLDER = Path(__file__).parent
 CHECKPOINT = FOLDER / "checkpoint"
@@ -12,14 +13,14 @@ HEADS = (FOLDER / "eagle", FOLDER / "medusa")
 STATISTICS_KEY = "libero_object"
 
 
-def complete(options: OpenVLAOptions) -> OpenVLAOptions:
+def complete(options: ModelOptions) -> ModelOptions:
     """Fill in what tiny-libero is made of; everything else stays as it was asked for.
 
     float32 unless asked otherwise: the model is small, and lossless then means equal to the bit.
     """
     if options.checkpoint is not None or options.random_weights is not None:
         raise PolicyError(
-            "tiny-libero brings its own checkpoint; for another one use --policy openvla"
+            "tiny-libero brings its own checkpoint; for another one leave --policy tiny-libero away"
         )
     return replace(
         options,

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 
 import httpx
@@ -17,17 +16,13 @@ import httpx
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.errors import DeftError
-from deft_client.libero.errors import SimulationError
-from deft_client.libero.simulator.assets import cache_folder, find_assets, libero_folder
-from deft_client.libero.simulator.graphics import Renderer, find_renderer
-from deft_client.libero.simulator.mujoco_version import installed_mujoco, warning
 from deft_policies.base import Finding, Verdict
 from deft_policies.errors import PolicyError
 from deft_server.commands.image_chains import examine_chains
 from deft_server.commands.serve import listen
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.serving.access import KeyFileError, read_keys
-from deft_server.settings import Settings, SettingsError
+from deft_server.settings import Settings, SettingsError, is_loopback
 
 MIN_FREE_DISK_BYTES = 2 * 1024**3
 _GIB = 1024**3
@@ -80,8 +75,10 @@ def examine_port(settings: Settings) -> Finding:
     try:
         listen(settings).close()
     except SettingsError as error:
-        who = " (a Deft server answers there)" if _is_deft(where) else ""
-        return Finding("port", Verdict.BAD, f"{error}{who}")
+        if _is_deft(where):
+            text = f"a Deft server answers at {where}; stop it before another starts there"
+            return Finding("port", Verdict.GOOD, text)
+        return Finding("port", Verdict.BAD, str(error))
     return Finding("port", Verdict.GOOD, f"{where} is free")
 
 
@@ -94,7 +91,7 @@ def _is_deft(where: str) -> bool:
 
 def examine_exposure(settings: Settings) -> Finding:
     """Who could reach the robots through this server?"""
-    if _is_loopback(settings.host):
+    if is_loopback(settings.host):
         return Finding("exposure", Verdict.GOOD, "this machine only; --host 0.0.0.0 for others")
     lacks = []
     if settings.keys_file is None:
@@ -106,13 +103,6 @@ def examine_exposure(settings: Settings) -> Finding:
             "exposure", Verdict.DOUBTFUL, f"open to the network, with {'; '.join(lacks)}"
         )
     return Finding("exposure", Verdict.GOOD, "open to the network, with API keys and TLS")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def examine_open_files(max_connections: int) -> Finding:
@@ -190,9 +180,10 @@ def main(arguments: list[str]) -> int:
         except (PolicyError, DeftError, OSError) as error:
             findings.append(Finding("demonstration", Verdict.BAD, str(error)))
     sys.stdout.write(_lines(findings))
-    num_bad = _num(findings, Verdict.BAD)
-    sys.stdout.write(f"{num_bad} errors, {_num(findings, Verdict.DOUBTFUL)} warnings\n")
-    return 1 if num_bad else 0
+    counts = {one: _num(findings, one) for one in (Verdict.BAD, Verdict.DOUBTFUL)}
+    said = [f"{count} {one.value}{'s' * (count != 1)}" for one, count in counts.items()]
+    sys.stdout.write(f"{', '.join(said)}\n")
+    return 1 if counts[Verdict.BAD] else 0
 
 
 def _num(findings: Sequence[Finding], verdict: Verdict) -> int:
@@ -200,39 +191,12 @@ def _num(findings: Sequence[Finding], verdict: Verdict) -> int:
 
 
 def examine(command: ServeCommand) -> list[Finding]:
-    """Look at the machine, the policy and the simulator."""
+    """Look at the machine and the policy."""
     given = command.policy.namespace
     policy = command.policy.entry.examine(given)
     if not policy:
         policy = [Finding("policy", Verdict.GOOD, f"{given.policy} needs nothing")]
-    return [*examine_machine(command.settings), *policy, *examine_simulator()]
-
-
-def examine_simulator() -> list[Finding]:
-    """Could LIBERO episodes be played here? Serving does not need it."""
-    try:
-        libero_folder()
-        assets = find_assets(None, cache_folder())
-    except SimulationError as error:
-        return [Finding("simulator", Verdict.DOUBTFUL, f"{error} (evaluation only)")]
-    findings = [Finding("assets", Verdict.GOOD, f"{assets.label} in {assets.folder}")]
-    findings += _examine_mujoco()
-    try:
-        renderer = find_renderer(Renderer.AUTO)
-    except SimulationError as error:
-        return [*findings, Finding("graphics", Verdict.DOUBTFUL, f"{error} (evaluation only)")]
-    return [*findings, Finding("graphics", Verdict.GOOD, f"renders with {renderer.value}")]
-
-
-def _examine_mujoco() -> list[Finding]:
-    version = installed_mujoco()
-    if version is None:
-        missing = "MuJoCo is not installed; run `make install-libero` (evaluation only)"
-        return [Finding("mujoco", Verdict.DOUBTFUL, missing)]
-    text = warning(version)
-    if text:
-        return [Finding("mujoco", Verdict.DOUBTFUL, text)]
-    return [Finding("mujoco", Verdict.GOOD, version)]
+    return [*examine_machine(command.settings), *policy]
 
 
 def _lines(findings: Sequence[Finding]) -> str:

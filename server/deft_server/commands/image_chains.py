@@ -33,11 +33,13 @@ Errors = NDArray[np.float64]  # [frame], in shares of the statistics' range
 def examine_chains(command: PolicyCommand, data: Path, cameras: Sequence[str]) -> list[Finding]:
     """Load the policy, answer some of a demonstration's frames and judge chain and statistics."""
     given = command.namespace
-    chosen = getattr(given, "image_chain", None)
-    if chosen is None:
+    if command.entry.read is None:
         return [Finding("image chain", Verdict.DOUBTFUL, f"{given.policy} has none to choose")]
-    raw = Namespace(**{**vars(given), "image_chain": ImageChain.NONE.value})
-    policy = replace(command, namespace=raw).load()
+    policy = command.load()
+    chosen = ImageChain(policy.info.image_chain)
+    if chosen is not ImageChain.NONE:
+        raw = Namespace(**{**vars(given), "image_chain": ImageChain.NONE.value})
+        policy = replace(command, namespace=raw).load()
     if not isinstance(policy, LimitedPolicy):
         raise PolicyError(f"{given.policy} does not say which actions it can answer")
     steps = list(islice(read_steps(data, cameras), 0, NUM_FRAMES * EVERY, EVERY))
@@ -56,7 +58,7 @@ def examine_chains(command: PolicyCommand, data: Path, cameras: Sequence[str]) -
     beyond = np.maximum(limits.low - done, done - limits.high) / width
     return [
         judge_statistics(float((beyond > _BEYOND).mean())),
-        judge_chain(ImageChain(chosen), errors, float(mean_action.mean())),
+        judge_chain(chosen, errors, float(mean_action.mean())),
     ]
 
 

@@ -41,11 +41,11 @@ class _Tagged(QueueHandler):
 class TextFormatter(logging.Formatter):
     """One line per record, and more only for a traceback: nobody's text begins a line."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
+    def formatMessage(self, record: logging.LogRecord) -> str:
         """Return a record as a line."""
         return _in_print(super().formatMessage(record))
 
-    def formatException(self, error: Any) -> str:  # noqa: N802  logging's name
+    def formatException(self, error: Any) -> str:
         """Return a traceback whose lines are indented; what was raised may quote anybody."""
         lines = super().formatException(error).split("\n")
         return "\n".join(f"  {_in_print(line)}" for line in lines)

@@ -9,10 +9,12 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
+from shlex import quote
 
 import uvicorn
 
@@ -24,19 +26,18 @@ from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.hosting.allocator import give_back_freed_memory, keep_freed_memory
-from deft_server.hosting.host import Elsewhere, PolicyRecipe
-from deft_server.http.http_protocol import build_http_protocol
-from deft_server.http.listener import FairListener
-from deft_server.http.websocket_protocol import build_websocket_protocol
+from deft_server.hosting.host import PolicyRecipe, RemotePolicy
+from deft_server.http.connections import build_http_protocol, build_websocket_protocol
 from deft_server.replicas.host import ReplicaHost
 from deft_server.replicas.ray_serve import Deployment, RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.readiness import ServerPhase
-from deft_server.settings import Settings, SettingsError
+from deft_server.settings import Settings, SettingsError, is_loopback
 
 SWITCH_INTERVAL_S = 0.0005
+EXAMPLE = Path(__file__).parents[1] / "dashboard" / "static" / "example.png"
 MAX_DIGITS = 640  # of an integer in JSON; reading more takes time that grows with the square
-BACKLOG = 2048
+BACKLOG = 256  # so many connections at most are begun in one turn of the event loop
 TICKS_A_SECOND = 10  # of uvicorn
 LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
 
@@ -89,11 +90,12 @@ def build_app(command: ServeCommand) -> DeftApp:
             settings.replica_cpus,
             settings.replica_gpus,
             settings.hang_after_s,
+            settings.max_batch,
             settings.replica_surge,
         )
     import_ray()
     cluster = RayCluster(settings.ray, deployment, settings.hang_after_s)
-    return create_app(Elsewhere(partial(ReplicaHost, cluster)), settings)
+    return create_app(RemotePolicy(partial(ReplicaHost, cluster)), settings)
 
 
 def _version(policy: PolicyCommand) -> str:
@@ -121,6 +123,12 @@ def run(app: DeftApp) -> ExitCode:
     url = _url(settings, listening)
     server = _Server(config, app, url)
     logger.info("listening on %s", url)
+    if not (is_loopback(settings.host) or settings.trusted_proxies):
+        logger.warning(
+            "%s is reached without a proxy: floods of connections and slow TLS handshakes are not "
+            "this process's to bear; put nginx before it (deploy/nginx, docs/security.md)",
+            settings.host,
+        )
     server.run(sockets=[listening])
     logger.info("stopped with exit code %d", server.exit_code)
     if not end_logging(log, LAST_WORDS_S):
@@ -140,7 +148,8 @@ def welcome(info: ServerInfo, settings: Settings, url: str) -> str:
         rows["dashboard"] = f"{url}/dashboard"
     rows["api"] = f"{url}/docs"
     key = " -H 'Authorization: Bearer KEY'" if settings.keys_file else ""
-    rows["try"] = f"curl{key} -F image=@image.png -F instruction='lift the cup' {url}/v1/act"
+    asked = quote((*info.instructions, "what the robot is to do")[0])
+    rows["try"] = f"curl{key} -F image=@{quote(str(EXAMPLE))} -F instruction={asked} {url}/v1/act"
     lines = [f"  {name:<11} {text}\n" for name, text in rows.items()]
     return f"\nDeft is ready; Ctrl-C ends it\n{''.join(lines)}\n"
 
@@ -181,7 +190,8 @@ def _allow_many_connections(wanted: int) -> None:
 def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        ws=build_websocket_protocol(app.bounds),
+        http=build_http_protocol(app.service.bounds),
+        ws=build_websocket_protocol(app.service.bounds),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -202,9 +212,6 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(f"cannot use the TLS files: {error}") from error
-    # Our protocol shakes hands itself, within its bounds; uvicorn shall not.
-    config.http_protocol_class = build_http_protocol(app.bounds, config.ssl)
-    config.ssl = None
     return config
 
 
@@ -215,8 +222,6 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.exit_code = ExitCode.STOPPED
         self._service = service = app.service
-        self._bounds = app.bounds
-        self._listeners: list[FairListener] = []
         self._url = url
         self._stopping: asyncio.Task[None] | None = None
         service.scheduler.on_fatal = self._give_up
@@ -235,24 +240,6 @@ class _Server(uvicorn.Server):
             for number in signals:
                 loop.remove_signal_handler(number)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as ever, but for the listening, which is ours."""
-        await super().startup(sockets=[])
-        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
-        build_protocol = partial(
-            protocol,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        self._listeners = [FairListener(one, build_protocol, self._bounds) for one in sockets or ()]
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, and end as ever."""
-        for one in self._listeners:
-            one.close()
-        await super().shutdown(sockets)
-
     async def on_tick(self, counter: int) -> bool:
         """Do what is done ten times a second, and some of it every second."""
         if counter % TICKS_A_SECOND == 0:
@@ -264,8 +251,12 @@ class _Server(uvicorn.Server):
         # need not look at it again, and its longest pauses are gone.
         gc.freeze()
         policy = self._service.scheduler.policy
-        if policy is not None and sys.stderr.isatty():
+        if policy is None:
+            return
+        if sys.stderr.isatty():
             sys.stderr.write(welcome(policy.info, self._service.settings, self._url))
+        elif self._service.settings.dashboard:
+            logger.info("the dashboard is at %s/dashboard", self._url)
 
     def _stop(self) -> None:
         if self._stopping is not None:

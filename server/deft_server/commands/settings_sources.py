@@ -30,7 +30,6 @@ else:
 
 ENVIRONMENT_PREFIX = "DEFT_SERVER_"
 POLICY_OPTIONS = "policy_options"
-NOT_FLAGS = ("step_limits",)  # tables are for the file
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every setting; only those given end up in the namespace."""
     group = parser.add_argument_group("server")
     for name, info in Settings.model_fields.items():
-        if name in NOT_FLAGS:
-            continue
         flag = "--" + name.replace("_", "-")
         described = f"{info.description} [{_default_of(info)}]".replace("%", "%%")
         if info.annotation is bool:

@@ -63,17 +63,17 @@ OPENPI = PeerProfile(
     gripper=Gripper.ROBOSUITE,
     reply="actions [step, action_dim], float64, executed as they are",
 )
+REALTIME = PeerProfile(
+    name="WebSocket /v1/realtime/robot/openpi (vLLM-Omni)",
+    frame="upright, resized by the client",
+    gripper=Gripper.ROBOSUITE,
+    reply="one array [step, action_dim], float32, executed as it is",
+)
 VLA_EVAL = PeerProfile(
     name="WebSocket / (vla-eval)",
     frame="upright, as rendered",
     gripper=Gripper.ROBOSUITE,
     reply="one array [action_dim] per observation, float64, executed as it is",
-)
-GROOT = PeerProfile(
-    name="ZMQ (groot)",
-    frame="upright, as rendered",
-    gripper=Gripper.ROBOSUITE,
-    reply="one array [batch, step, 1] per dimension, float64",
 )
 ACT_PROFILES = {ActProfile.OPENVLA: OPENVLA, ActProfile.OFT: OFT}
 
@@ -83,10 +83,9 @@ def conventions(settings: Settings, info: ServerInfo) -> dict[str, str]:
     chains = {
         ACT_PROFILES[settings.profile]: settings.act_image_chain,
         OPENPI: settings.socket_image_chain,
+        REALTIME: settings.socket_image_chain,
         VLA_EVAL: settings.socket_image_chain,
     }
-    if settings.groot_port is not None:
-        chains[GROOT] = ImageChain.NONE
     return {
         profile.name: profile.sentence(chain, info.image_chain) for profile, chain in chains.items()
     }
@@ -99,8 +98,7 @@ _STAYS_S = 10.0
 def staying(caller: Caller) -> Caller:
     """Return a caller whose frames wait where others are told to try again.
 
-    Peers' clients know nothing of 429. Those of `POST /act` name no session, so that a busy server
-    takes each of their frames for a newcomer's.
+    Peers' clients know nothing of 429, and could not try again.
     """
     return replace(caller, stays_s=_STAYS_S)
 

@@ -7,12 +7,16 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from deft_client.types import DecodeTrace, Image, PassTrace
-from deft_server.serving.events import Event, FinishedAction
+from deft_client.types import DecodeTrace, Image, Observation, PassTrace
+from deft_policies.errors import NoActionError
+from deft_server.serving.events import Event, FinishedAction, SessionEnded
 
 MAX_POINTS = 240
 MAX_SESSIONS = 64
+MAX_CAMERAS = 3  # whose last pictures are kept of a session, the main one among them
+PICTURE_SIDE = 384  # at most
 WINDOW_S = 30.0
 _MAX_WINDOW = 10_000
 STAGES = (
@@ -31,7 +35,8 @@ class Point:
     action: tuple[float, ...]
     stages: dict[str, float]
     total_ms: float
-    accepted: tuple[int, ...]
+    accepted: tuple[int, ...]  # drafted tokens kept, of each pass that checked drafts
+    passes: int
 
 
 @dataclass(eq=False)
@@ -42,9 +47,10 @@ class SessionHistory:
     caller: str
     session_id: str
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
-    image: Image | None = None
+    pictures: dict[str, Image] = field(default_factory=dict)  # camera -> last frame, reduced
     instruction: str = ""
     trace: DecodeTrace | None = None
+    thought: "Thought | None" = None
     num_answers: int = 0
     num_errors: int = 0
     seen_s: float = 0.0
@@ -53,6 +59,16 @@ class SessionHistory:
         """Return the answers per second over the last seconds."""
         recent = [one.at_s for one in self.points if now_s - one.at_s <= 5.0]
         return (len(recent) - 1) / (recent[-1] - recent[0]) if len(recent) > 2 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Thought:
+    """What a policy wrote before it acted, or in place of it."""
+
+    text: str
+    before: str | None  # what it wrote of the frame before
+    trace: DecodeTrace | None
+    error: str = ""  # why there is no action in it
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,10 @@ class Speculation:
     def __add__(self, other: "Speculation") -> "Speculation":
         mine, theirs = vars(self), vars(other)
         return Speculation(**{name: mine[name] + theirs[name] for name in mine})
+
+    def __sub__(self, other: "Speculation") -> "Speculation":
+        mine, theirs = vars(self), vars(other)
+        return Speculation(**{name: mine[name] - theirs[name] for name in mine})
 
     @property
     def acceptance(self) -> float:
@@ -141,42 +161,42 @@ class History:
     def __init__(self) -> None:
         self.version = 0  # grows with every event: tells a viewer whether there is news
         self.sessions: dict[str, SessionHistory] = {}  # in the order in which they came
-        self._window: deque[_Finish] = deque(maxlen=_MAX_WINDOW)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.sessions.clear()
-        self._window.clear()
+        self._window: deque[_Finish] = deque()
+        self._counts = Speculation()  # summed over the window
 
     def note(self, event: Event, now_s: float) -> None:
         """Remember an event."""
         self.version += 1
-        if not isinstance(event, FinishedAction):
+        if isinstance(event, SessionEnded):
+            ended = self.sessions.get(_key(event))
+            if ended is not None:
+                ended.pictures, ended.thought = {}, None
             return
         session = self._session(event)
         session.seen_s = now_s
         if event.chunk is None:
             session.num_errors += 1
-            self._window.append(_Finish(now_s, math.nan, Speculation()))
+            if isinstance(event.error, NoActionError):
+                _see(session, event, event.error.reasoning)
+            self._enter(_Finish(now_s, math.nan, Speculation()))
             return
         session.num_answers += 1
-        session.image = event.observation.image
-        session.instruction = event.observation.instruction
+        _see(session, event, event.chunk.reasoning)
         trace = event.chunk.trace
         if trace is not None:
             session.trace = trace
         point = _point(event, session.num_answers, now_s)
         session.points.append(point)
         counts = speculation_of(trace) if trace is not None else Speculation()
-        self._window.append(_Finish(now_s, point.total_ms, counts))
+        self._enter(_Finish(now_s, point.total_ms, counts))
 
     def overview(self, now_s: float) -> dict[str, float]:
         """Return the figures of the whole server over the window; NaN where nothing is known."""
         while self._window and now_s - self._window[0].at_s > WINDOW_S:
-            self._window.popleft()
+            self._drop_oldest()
         latencies = sorted(one.total_ms for one in self._window if not math.isnan(one.total_ms))
         span_s = now_s - self._window[0].at_s if self._window else 0.0
-        counts = sum((one.speculation for one in self._window), Speculation())
+        counts = self._counts
         return {
             "rate_hz": len(latencies) / span_s if span_s > 0.5 else math.nan,
             "p50_ms": _quantile(latencies, 0.50),
@@ -185,21 +205,58 @@ class History:
             "errors": float(len(self._window) - len(latencies)),
             "actions": float(counts.actions),
             "passes_per_action": counts.passes / counts.actions if counts.actions else math.nan,
+            "tokens_per_pass": counts.tokens / counts.passes if counts.passes else math.nan,
             "relaxed_share": counts.relaxed / counts.tokens if counts.tokens else math.nan,
             "acceptance": counts.acceptance,
             "draft_length": counts.draft_length,
             "draft_cost": counts.draft_cost,
         }
 
+    def _enter(self, finish: _Finish) -> None:
+        self._window.append(finish)
+        self._counts += finish.speculation
+        if len(self._window) > _MAX_WINDOW:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._counts -= self._window.popleft().speculation
+        if not self._window:
+            self._counts = Speculation()  # and with it what rounding has left
+
     def _session(self, event: FinishedAction) -> SessionHistory:
-        session_id = event.session_id or UNNAMED
-        key = f"{event.caller}/{session_id}"
+        key = _key(event)
         session = self.sessions.get(key)
         if session is None:
             if len(self.sessions) >= MAX_SESSIONS:
                 del self.sessions[min(self.sessions, key=lambda one: self.sessions[one].seen_s)]
-            session = self.sessions[key] = SessionHistory(key, event.caller, session_id)
+            session = self.sessions[key] = SessionHistory(
+                key, event.caller, event.session_id or UNNAMED
+            )
         return session
+
+
+def _see(session: SessionHistory, event: FinishedAction, text: str | None) -> None:
+    """Keep what was to be seen, and what was written about it."""
+    session.pictures = reduced(event.observation)
+    session.instruction = event.observation.instruction
+    before = None if session.thought is None else session.thought.text
+    trace = None if event.chunk is None else event.chunk.trace
+    error = "" if event.error is None else str(event.error)
+    session.thought = None if text is None else Thought(text, before, trace, error)
+
+
+def _key(event: Event) -> str:
+    return f"{event.caller}/{event.session_id or UNNAMED}"
+
+
+def reduced(observation: Observation) -> dict[str, Image]:
+    """Return small copies of the first cameras' pictures: every n-th pixel, which is quick."""
+    views = {"": observation.image, **observation.cameras}
+    pictures = {}
+    for name, image in islice(views.items(), MAX_CAMERAS):
+        step = math.ceil(max(image.shape[:2]) / PICTURE_SIDE)
+        pictures[name] = image[::step, ::step].copy()
+    return pictures
 
 
 def _point(event: FinishedAction, number: int, now_s: float) -> Point:
@@ -212,7 +269,8 @@ def _point(event: FinishedAction, number: int, now_s: float) -> Point:
         action=tuple(event.chunk.actions[0].tolist()),
         stages={name: spent for name, spent in stages.items() if spent > 0},
         total_ms=timings.total_ms,
-        accepted=trace.accepted_lengths if trace is not None else (),
+        accepted=tuple(one.accepted_length for one in trace.checked_passes) if trace else (),
+        passes=trace.num_passes if trace else 0,
     )
 
 

@@ -12,23 +12,26 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from io import BytesIO
+from weakref import WeakKeyDictionary
 
-from PIL import Image as pillow  # noqa: N813
+from PIL import Image as pillow
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from deft_client.reasoning import ACTION, Part, parse_reasoning, part_costs
 from deft_client.types import DecodeTrace, Image
-from deft_server.dashboard.history import History, SessionHistory
+from deft_client.wire.messages import trace_fields
+from deft_server.dashboard.history import PICTURE_SIDE, History, SessionHistory, Thought
 from deft_server.errors import AccessError, ForbiddenError
-from deft_server.http.bounds import SMALL_BODY_BYTES
 from deft_server.serving.access import Caller
+from deft_server.serving.bounds import SMALL_BODY_BYTES
 from deft_server.serving.events import Event
 from deft_server.serving.service import Service
 
@@ -37,7 +40,6 @@ PUSH_S = 0.1
 _OVERVIEW_S = 0.5
 _THUMBNAIL_S = 2.0
 _QUIET_S = 3.0  # a session that has sent nothing for so long makes room for one that does
-_FRAME_SIDE = 384
 _THUMBNAIL_SIDE = 64
 
 Json = dict[str, object]
@@ -96,8 +98,7 @@ def build_document_routes(start: str) -> list[BaseRoute]:
         return RedirectResponse(start)
 
     async def asset(request: Request) -> Response:
-        found = static.get(request.path_params["name"])
-        return found if found is not None else RedirectResponse("/")
+        return static.get(request.path_params["name"]) or Response(status_code=404)
 
     return [
         Route("/", root),
@@ -185,16 +186,17 @@ class TooManyViewersError(Exception):
 
 
 class Feed:
-    """The history, listening only while there are viewers, and pictures shared between them."""
+    """The history, listening only while there are viewers, and what all of them are sent alike."""
 
     def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
         self.service = service
-        self.history = History()
-        self._clock = clock
+        self.now_s = clock
+        self._making = asyncio.Lock()  # what one viewer makes, the others wait for
+        self._overview: Json = {}
+        self._overview_s = -math.inf
+        self._forget()
         self._num_viewers = 0
         self._stop_listening: Callable[[], None] = lambda: None
-        self._frames: dict[str, _Picture] = {}
-        self._thumbnails: dict[str, _Picture] = {}
 
     def enter(self) -> "Viewer":
         """Add a viewer; the first one starts the listening."""
@@ -210,109 +212,27 @@ class Feed:
         self._num_viewers -= 1
         if self._num_viewers == 0:
             self._stop_listening()
-            self.history.clear()
-            self._frames.clear()
-            self._thumbnails.clear()
+            self._forget()
 
-    def now_s(self) -> float:
-        """Return the time on the clock that never jumps."""
-        return self._clock()
+    async def overview(self) -> Json:
+        """Return the figures and the list of sessions, made at most twice a second."""
+        async with self._making:
+            now_s = self.now_s()
+            if now_s - self._overview_s >= _OVERVIEW_S:
+                self._overview_s = now_s
+                sessions = list(self.history.sessions.values())
+                summaries = [await self._summary(one, now_s) for one in sessions]
+                self._overview = {"overview": self._figures(now_s), "sessions": summaries}
+            return self._overview
 
-    async def frame(self, session: SessionHistory) -> str:
-        """Return the session's last frame as a data URL."""
-        return await _shared(self._frames, session, _FRAME_SIDE, 80)
-
-    async def thumbnail(self, session: SessionHistory, now_s: float) -> str:
-        """Return a small picture of the session that may be a little old."""
-        known = self._thumbnails.get(session.key)
-        if known is not None and now_s - known.made_s < _THUMBNAIL_S:
-            return known.url
-        url = await _shared(self._thumbnails, session, _THUMBNAIL_SIDE, 60)
-        if session.key in self._thumbnails:
-            self._thumbnails[session.key].made_s = now_s
-        return url
-
-    def _note(self, event: Event) -> None:
-        self.history.note(event, self._clock())
-
-
-@dataclass(eq=False)
-class _Picture:
-    source: Image
-    url: str
-    made_s: float = 0.0
-
-
-class Viewer:
-    """One open page: which session it watches and what it was sent already."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self._watched: str | None = None
-        self._is_chosen = False  # by whoever looks; otherwise the page follows who is alive
-        self._sent_version = -1
-        self._sent_number = 0
-        self._sent_image: Image | None = None
-        self._sent_trace: DecodeTrace | None = None
-        self._overview_s = -math.inf
-
-    def watch(self, key: str | None) -> None:
-        """Look at another session, from its beginning; None looks at whoever sends frames."""
-        self._is_chosen = key is not None
-        self._turn_to(key)
-
-    def _turn_to(self, key: str | None) -> None:
-        if key != self._watched:
-            self._watched = key
-            self._sent_number = 0
-            self._sent_image = None
-            self._sent_trace = None
-            self._sent_version = -1
-
-    async def update(self) -> Json | None:
-        """Return what is new, or None."""
-        feed = self._feed
-        now_s = feed.now_s()
-        is_due = now_s - self._overview_s >= _OVERVIEW_S
-        if feed.history.version == self._sent_version and not is_due:
-            return None
-        self._sent_version = feed.history.version
-        told: Json = {}
-        if is_due:
-            self._overview_s = now_s
-            told["overview"] = self._overview(now_s)
-            told["sessions"] = [
-                await self._summary(one, now_s) for one in list(feed.history.sessions.values())
-            ]
-        session = self._session()
-        if session is not None:
-            told["watched"] = await self._watched_news(session)
-        return told
-
-    def _session(self) -> SessionHistory | None:
-        """Return the watched session; where none was chosen, one that is alive."""
-        sessions = self._feed.history.sessions
-        watched = sessions.get(self._watched or "")
-        if self._is_chosen or not sessions:
-            return watched
-        if watched is None or self._feed.now_s() - watched.seen_s > _QUIET_S:
-            watched = max(sessions.values(), key=lambda one: one.seen_s)
-            self._turn_to(watched.key)
-        return watched
-
-    def _overview(self, now_s: float) -> Json:
-        service = self._feed.service
-        figures = self._feed.history.overview(now_s)
-        return {
-            **{name: _finite(value) for name, value in figures.items()},
-            "phase": service.readiness.phase.value,
-            "phase_text": service.readiness.sentence,
-            "waiting": service.scheduler.num_waiting,
-            "sessions": len(service.sessions),
-        }
+    async def frames(self, session: SessionHistory) -> dict[str, str]:
+        """Return the last picture of each of the session's cameras as a data URL."""
+        async with self._making:
+            return await self._shown(self._frames, session, PICTURE_SIDE, PUSH_S)
 
     async def _summary(self, session: SessionHistory, now_s: float) -> Json:
         last = session.points[-1] if session.points else None
+        small = await self._shown(self._thumbnails, session, _THUMBNAIL_SIDE, _THUMBNAIL_S)
         return {
             "key": session.key,
             "name": session.session_id,
@@ -323,8 +243,101 @@ class Viewer:
             "rate_hz": session.rate_hz(now_s),
             "last_ms": last.total_ms if last else None,
             "idle_s": now_s - session.seen_s,
-            "thumbnail": await self._feed.thumbnail(session, now_s),
+            "thumbnail": next(iter(small.values()), ""),
         }
+
+    async def _shown(
+        self, made: "WeakKeyDictionary[SessionHistory, _Shown]", session: SessionHistory,
+        side: int, max_age_s: float,
+    ) -> dict[str, str]:  # fmt: skip
+        """Return a session's pictures, compressed once for all viewers; they may be a bit old."""
+        known = made.get(session)
+        now_s = self.now_s()
+        if known is None or (
+            known.source is not session.pictures and now_s - known.made_s >= max_age_s
+        ):
+            source = session.pictures
+            urls = await asyncio.to_thread(_data_urls, source, side)
+            known = made[session] = _Shown(source, urls, now_s)
+        return known.urls
+
+    def _figures(self, now_s: float) -> Json:
+        service = self.service
+        return {
+            **{name: _finite(value) for name, value in self.history.overview(now_s).items()},
+            "phase": service.readiness.phase.value,
+            "phase_text": service.readiness.sentence,
+            "waiting": service.scheduler.num_waiting,
+            "sessions": len(service.sessions),
+        }
+
+    def _note(self, event: Event) -> None:
+        self.history.note(event, self.now_s())
+
+    def _forget(self) -> None:
+        self.history = History()
+        self._overview_s = -math.inf
+        self._frames: WeakKeyDictionary[SessionHistory, _Shown] = WeakKeyDictionary()
+        self._thumbnails: WeakKeyDictionary[SessionHistory, _Shown] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Shown:
+    source: dict[str, Image]
+    urls: dict[str, str]  # camera -> data URL
+    made_s: float
+
+
+class Viewer:
+    """One open page: which session it watches and what it was sent already."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._watched: str | None = None
+        self._is_chosen = False  # by whoever looks; otherwise the page follows who is alive
+        self._sent_version = -1
+        self._sent_overview: Json = {}
+        self._turn_to(None)
+
+    def watch(self, key: str | None) -> None:
+        """Look at another session, from its beginning; None looks at whoever sends frames."""
+        self._is_chosen = key is not None
+        if key != self._watched:
+            self._turn_to(None)
+            self._watched = key
+
+    def _turn_to(self, session: SessionHistory | None) -> None:
+        self._session = session
+        self._watched = session.key if session else None
+        self._sent_number = 0
+        self._sent_frames: dict[str, str] = {}
+        self._sent_trace: DecodeTrace | None = None
+        self._sent_thought: Thought | None = None
+        self._sent_version = -1
+
+    async def update(self) -> Json | None:
+        """Return what is new, or None."""
+        feed = self._feed
+        overview = await feed.overview()
+        if feed.history.version == self._sent_version and overview is self._sent_overview:
+            return None
+        told = dict(overview) if overview is not self._sent_overview else {}
+        self._sent_overview = overview
+        self._follow()
+        self._sent_version = feed.history.version
+        if self._session is not None:
+            told["watched"] = await self._watched_news(self._session)
+        return told
+
+    def _follow(self) -> None:
+        """Find the watched session, which may have begun anew, or one that is alive."""
+        sessions = self._feed.history.sessions
+        watched = sessions.get(self._watched or "")
+        is_quiet = watched is None or self._feed.now_s() - watched.seen_s > _QUIET_S
+        if sessions and is_quiet and not self._is_chosen:
+            watched = max(sessions.values(), key=lambda one: one.seen_s)
+        if watched is not None and watched is not self._session:
+            self._turn_to(watched)
 
     async def _watched_news(self, session: SessionHistory) -> Json:
         news: Json = {"key": session.key, "instruction": session.instruction}
@@ -333,39 +346,60 @@ class Viewer:
             news["restart"] = self._sent_number == 0
             news["points"] = [vars(one) for one in points]
             self._sent_number = points[-1].number
-        if session.image is not self._sent_image:
-            self._sent_image = session.image
-            news["frame"] = await self._feed.frame(session)
-        if session.trace is not self._sent_trace and session.trace is not None:
+        frames = await self._feed.frames(session)
+        if frames is not self._sent_frames:
+            self._sent_frames = frames
+            news["frames"] = frames
+        if session.thought is not self._sent_thought:
+            self._sent_thought = session.thought
+            news["thought"] = None if session.thought is None else thought_fields(session.thought)
+        # Of a text there are hundreds of nodes, and nobody could see a tree in them.
+        is_drawn = session.trace is not self._sent_trace and session.thought is None
+        if is_drawn and session.trace is not None:
             self._sent_trace = session.trace
-            news["trace"] = trace_json(session.trace)
+            news["trace"] = trace_fields(session.trace)
         return news
 
 
-def trace_json(trace: DecodeTrace) -> Json:
-    """Return a decode trace as the page draws it."""
-    return {**vars(trace), "passes": [vars(one) for one in trace.passes]}
+def thought_fields(thought: Thought) -> Json:
+    """Return what a policy wrote as the page shows it: part by part, beside what stood there."""
+    before = None if thought.before is None else parse_reasoning(thought.before).parts
+    found, trace = parse_reasoning(thought.text), thought.trace
+    costs = [] if trace is None else part_costs(trace, thought.text)
+    told = [vars(one) for one in costs if one.tokens]
+    parts: list[Json] = [
+        {"tag": one.tag, "text": one.text, "before": None if before is None else _said(before, one)}
+        for one in found.parts
+    ]
+    for part, cost in zip(parts, told, strict=False):
+        if cost["tag"] == part["tag"]:
+            part.update(cost)
+    if parts and parts[-1]["tag"] == ACTION and not thought.error:
+        parts[-1].update(text="", before=None)  # action tokens are no words
+    return {
+        "parts": parts,
+        "boxes": [vars(one) for one in found.boxes],
+        "gripper": found.gripper,
+        "passes": 0 if trace is None else trace.num_passes,
+        "tokens": 0 if trace is None else len(trace.tokens),
+        "error": thought.error or None,
+    }
 
 
-async def _shared(
-    pictures: dict[str, _Picture], session: SessionHistory, side: int, quality: int
-) -> str:
-    """Return a picture of the session's frame, compressed once for all viewers."""
-    image = session.image
-    if image is None:
-        return ""
-    known = pictures.get(session.key)
-    if known is None or known.source is not image:
-        url = await asyncio.to_thread(_data_url, image, side, quality)
-        known = pictures[session.key] = _Picture(image, url)
-    return known.url
+def _said(parts: Sequence[Part], like: Part) -> str:
+    """What stood in the part of the same tag; nothing where there was none."""
+    return next((one.text for one in parts if one.tag == like.tag), "")
 
 
-def _data_url(image: Image, side: int, quality: int) -> str:
+def _data_urls(pictures: dict[str, Image], side: int) -> dict[str, str]:
+    return {camera: _data_url(image, side) for camera, image in pictures.items()}
+
+
+def _data_url(image: Image, side: int) -> str:
     picture = pillow.fromarray(image)
     picture.thumbnail((side, side))
     buffer = BytesIO()
-    picture.save(buffer, "JPEG", quality=quality)
+    picture.save(buffer, "JPEG", quality=80)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

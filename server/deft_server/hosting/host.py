@@ -1,8 +1,8 @@
 """The seam behind the scheduler: where a policy lives, and what a server knows of it there.
 
-A thread of this process, a process of its own and replicas elsewhere are the same from here: a
-numbered batch goes in, its answers come back on the event loop. A policy keeps nothing of any
-robot, so it can be lost and loaded again at any time.
+A thread of this process and replicas elsewhere are the same from here: a batch goes in, and comes
+back with its answers on the event loop. A policy keeps nothing of any robot, so it can be lost and
+loaded again at any time.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Protocol
 
 from deft_client.types import ActOptions, Observation, ServerInfo
-from deft_policies.base import ActionLimits, ActRequest, LimitedPolicy, Policy, is_immediate
-from deft_server.hosting.attempts import Attempts, answer_batch
+from deft_policies.base import ActionLimits, LimitedPolicy, Policy, SteppedPolicy, is_immediate
+from deft_server.serving.queue import ActBatch
 
 LimitsOf = Callable[[str | None], ActionLimits]
 
@@ -23,32 +23,31 @@ class HostedPolicy:
 
     `check` raises `RequestError` for what is known beforehand to have no answer. `limits` tells the
     range of actions under a statistics key that `check` let pass; None where the policy tells none.
-    `answer_here` answers a batch at once, on the event loop; None where that would take time.
+    `immediate` is the policy itself where it takes no time and answers on the event loop.
+    `is_stepped` tells that frames may join and leave it between rounds.
     """
 
     info: ServerInfo
     check: Callable[[Observation, ActOptions], None]
     limits: LimitsOf | None = None
-    answer_here: Callable[[Sequence[ActRequest]], Attempts] | None = None
+    immediate: Policy | None = None
+    is_stepped: bool = False
 
     @staticmethod
     def of(policy: Policy) -> "HostedPolicy":
         """A policy of this process."""
         limits = policy.action_limits if isinstance(policy, LimitedPolicy) else None
-
-        def answer_here(batch: Sequence[ActRequest]) -> Attempts:
-            return answer_batch(policy, batch)
-
-        quick = answer_here if is_immediate(policy) else None
-        return HostedPolicy(policy.info, policy.check, limits, quick)
+        quick = policy if is_immediate(policy) else None
+        stepped = isinstance(policy, SteppedPolicy)
+        return HostedPolicy(policy.info, policy.check, limits, quick, stepped)
 
 
 class Listener(Protocol):
     """Who is told, on the event loop, what becomes of a policy and its batches."""
 
     @property
-    def num_waiting(self) -> int:
-        """How many frames wait for a batch."""
+    def num_batches_waiting(self) -> float:
+        """How many batches could be made of the frames that wait."""
 
     def policy_loaded(
         self, host: "PolicyHost", policy: HostedPolicy, num_replicas: int = 1
@@ -58,29 +57,22 @@ class Listener(Protocol):
     def policy_broken(self, host: "PolicyHost", error: BaseException) -> None:
         """The policy could not be loaded or warmed up; trying again would not help."""
 
-    def policy_lost(self, host: "PolicyHost", reason: str) -> None:
-        """The policy is gone, whatever it was doing, and so is the host; another may do better."""
-
-    def batch_finished(self, host: "PolicyHost", number: int, attempts: Attempts) -> None:
-        """A batch came back."""
+    def round_played(self, host: "PolicyHost", ended: Sequence[ActBatch]) -> None:
+        """These batches came back from the policy, with their answers."""
 
 
 class PolicyHost(Protocol):
     """Where a policy lives. Called on the event loop, but for `stop`."""
 
     @property
-    def is_disposable(self) -> bool:
-        """Whether `stop` ends even a policy that hangs, with all that it holds."""
-
-    @property
-    def watches_itself(self) -> bool:
-        """Whether it ends batches that take too long by itself."""
+    def last_round_s(self) -> float | None:
+        """When the last round ended, monotonic; None where hangs are ended elsewhere."""
 
     def start(self) -> None:
         """Begin to load the policy and warm it; must not wait."""
 
-    def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
-        """Have a batch answered, under a number; at most `num_replicas` are given at a time."""
+    def submit(self, batch: ActBatch) -> None:
+        """Have a batch answered; no more are given at a time than the queue has places."""
 
     def stop(self, timeout_s: float) -> bool:
         """Finish the batches in hand, for so long, and end; return whether the policy ended.
@@ -93,7 +85,7 @@ NewHost = Callable[[Listener], PolicyHost]
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemotePolicy:
     """Stands for a policy that this process does not load: `new_host` knows where it lives."""
 
     new_host: NewHost

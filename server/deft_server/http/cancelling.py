@@ -51,13 +51,8 @@ class CallerWatch:
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
 
-    async def run(self, work: Awaitable[ResultT], is_quick: bool = False) -> ResultT:
-        """Await `work`; cancel it and raise `CallerGoneError` if the caller disconnects.
-
-        What is quick is over before a watch would begin, and does without its clock.
-        """
-        if is_quick:
-            return await work
+    async def run(self, work: Awaitable[ResultT]) -> ResultT:
+        """Await `work`; cancel it and raise `CallerGoneError` if the caller disconnects."""
         loop = asyncio.get_running_loop()
         cancellation = Cancellation()
         timer = loop.call_later(WATCH_AFTER_S, self._start, cancellation)

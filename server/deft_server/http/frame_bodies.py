@@ -6,6 +6,7 @@ the options by their names, and `state` as a JSON list.
 """
 
 import asyncio
+from collections.abc import Sequence
 from email.message import Message
 from functools import partial
 from importlib import import_module
@@ -19,6 +20,7 @@ from starlette.types import Receive
 from deft_client.errors import (
     MalformedMessageError,
     MessageTooLargeError,
+    Problem,
     UnsupportedMessageError,
     UnusableValueError,
 )
@@ -26,9 +28,15 @@ from deft_client.types import ActionChunk
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits
 from deft_client.wire.json_codec import load
-from deft_client.wire.messages import REQUEST, ActMessage, has_pictures
-from deft_server.http.bounds import MAX_CONTENT_TYPE_CHARS
-from deft_server.serving.fair_threads import FairThreads
+from deft_client.wire.messages import (
+    REQUEST,
+    ActMessage,
+    ActMessages,
+    has_pictures,
+    read_request,
+)
+from deft_server.serving.bounds import MAX_CONTENT_TYPE_CHARS
+from deft_server.serving.decode_threads import DecodeThreads
 
 FORM = "multipart/form-data"
 _CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
@@ -49,8 +57,8 @@ async def read_body(receive: Receive) -> bytes:
             return grown.getvalue()
 
 
-def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage:
-    """Return the frame in a body, or raise `WireError`."""
+def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage | ActMessages:
+    """Return the frame in a body, or the frames, or raise `WireError`."""
     if len(content_type) > MAX_CONTENT_TYPE_CHARS:  # the standard library takes ages for long ones
         raise UnsupportedMessageError(
             "content-type",
@@ -60,9 +68,9 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
     header["content-type"] = content_type or "none/none"
     kind = header.get_content_type()
     if kind == msgpack_codec.CONTENT_TYPE:
-        return msgpack_codec.decode_request(body, limits)
+        return read_request(msgpack_codec.unpack(body, limits), Terms(limits))
     if kind == json_codec.CONTENT_TYPE:
-        return json_codec.decode_request(body, limits)
+        return read_request(load(body, limits), Terms(limits, is_json=True))
     if kind != FORM:
         raise UnsupportedMessageError(
             "content-type", f"must be one of {', '.join(_CONTENT_TYPES)}; got {content_type[:80]!r}"
@@ -81,34 +89,51 @@ def wants_msgpack(accept: str, content_type: str) -> bool:
     return content_type == msgpack_codec.CONTENT_TYPE and json_codec.CONTENT_TYPE not in accept
 
 
-def encode_answer(chunk: ActionChunk, as_msgpack: bool) -> tuple[bytes, str]:
-    """Return an answer as bytes, and their content type."""
+def encode_answer(
+    chunk: ActionChunk, as_msgpack: bool, message_id: str | None
+) -> tuple[bytes, str]:
+    """Return the answer to the request of an id as bytes, and their content type."""
     if as_msgpack:
-        return msgpack_codec.encode_answer(chunk), msgpack_codec.CONTENT_TYPE
-    return json_codec.encode_answer(chunk), json_codec.CONTENT_TYPE
+        return msgpack_codec.encode_answer(chunk, message_id), msgpack_codec.CONTENT_TYPE
+    return json_codec.encode_answer(chunk, message_id), json_codec.CONTENT_TYPE
+
+
+def encode_answers(
+    answers: Sequence[ActionChunk | Problem],
+    ids: Sequence[str | None],
+    as_msgpack: bool,
+    message_id: str | None,
+) -> tuple[bytes, str]:
+    """Return the answers to several frames, whose own ids those are, like `encode_answer`."""
+    if as_msgpack:
+        return msgpack_codec.encode_answers(answers, ids, message_id), msgpack_codec.CONTENT_TYPE
+    return json_codec.encode_answers(answers, ids, message_id), json_codec.CONTENT_TYPE
 
 
 class FrameDecoder:
     """Decodes raw frames at once, all else on threads."""
 
-    def __init__(self, threads: FairThreads, limits: WireLimits) -> None:
+    def __init__(self, threads: DecodeThreads, limits: WireLimits) -> None:
         self._threads = threads
         self._limits = limits
 
-    async def decode(self, content_type: str, body: bytes, owner: str) -> ActMessage:
-        """Return the frame in a body; raise `WireError`, or `OverloadedError` if too many wait."""
+    async def decode(self, content_type: str, body: bytes) -> ActMessage | ActMessages:
+        """Return the frame in a body, or the frames.
+
+        Raises `WireError`, or `OverloadedError` if too many wait for a thread.
+        """
         if content_type != msgpack_codec.CONTENT_TYPE:
             decode = partial(decode_body, content_type, body, self._limits)
-            return await self._threads.run(owner, decode)
+            return await self._threads.run(decode)
         entries = msgpack_codec.unpack(body, self._limits)
         del body  # what is in it was copied, and may have to wait for long
-        read = partial(REQUEST.read, entries, "", Terms(self._limits))
-        return await self._threads.run(owner, read) if has_pictures(entries) else read()
+        read = partial(read_request, entries, Terms(self._limits))
+        return await self._threads.run(read) if has_pictures(entries) else read()
 
     def start(self) -> None:
         """Load the image library before the first picture needs it."""
         loop = asyncio.get_running_loop()
-        self._loading = loop.create_task(self._threads.run("", _load_image_library))
+        self._loading = loop.create_task(self._threads.run(_load_image_library))
 
     def stop(self) -> None:
         """Let the threads end."""
@@ -122,7 +147,7 @@ def _load_image_library() -> None:
 
 CAMERA_PREFIX = "camera."
 MAX_PARTS = 64
-_NUMBERS = {"deadline_ms": float, "radius": int, "v": int}
+_NUMBERS = {"deadline_ms": float, "radius": int, "max_tokens": int, "v": int}
 _FLAGS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False, "": None}
 
 
@@ -188,7 +213,7 @@ def _option(name: str, text: str, limits: WireLimits) -> object:
     """Return what a text field stands for; `REQUEST` judges whether it may."""
     if name == "state":
         return load(text.encode("utf-8", "surrogateescape"), limits, name)
-    if name == "trace":
+    if name in ("trace", "reasoning"):
         if text.lower() not in _FLAGS:
             raise UnusableValueError(name, f"must be true or false, got {text[:24]!r}")
         return _FLAGS[text.lower()]

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
-from deft_server.http.bounds import SMALL_BODY_BYTES, ConnectionBounds
 from deft_server.http.cancelling import Cancellation, KeyWatch
 from deft_server.http.problems import describe, problem_response
 from deft_server.serving.access import (
@@ -24,6 +23,7 @@ from deft_server.serving.access import (
     current_request_id,
     request_id_from,
 )
+from deft_server.serving.bounds import SMALL_BODY_BYTES, ConnectionBounds
 from deft_server.serving.service import Service
 
 
@@ -105,10 +105,10 @@ def caller_of(scope: Scope) -> Caller:
 class Gate:
     """The outermost layer of the app."""
 
-    def __init__(self, app: ASGIApp, service: Service, bounds: ConnectionBounds) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._bounds = bounds
+        self._bounds = service.bounds
         self._key_watch = KeyWatch(service.access)
         self._open_paths = set(OPEN_PATHS)
         if service.settings.open_metrics:
@@ -135,7 +135,8 @@ class Gate:
         body = BoundedBody(receive, self._bounds, most, _address_of(scope))
         try:
             self._admit(scope, headers)
-            _check_length(headers.get(b"content-length", b""), most)
+            if scope["path"] in FRAME_PATHS:  # others may not exist, which is said of any body
+                _check_length(headers.get(b"content-length", b""), most)
             with self._service.in_hand():
                 await self._app(scope, body, reply)
         except (CallerGoneError, ClientDisconnect):
@@ -159,9 +160,16 @@ class Gate:
             await _refuse_handshake(scope, problem_response(problem), receive, send)
             self._count(scope, problem.status, time.perf_counter())
             return
+        started_s = time.perf_counter()
+
+        async def counted_send(message: Message) -> None:
+            if message["type"] == "websocket.accept":
+                self._count(scope, 101, started_s, scope["path"])  # only paths of ours are accepted
+            await send(message)
+
         try:
             with self._key_watch.watching(caller_of(scope)):
-                await self._app(scope, receive, send)
+                await self._app(scope, receive, counted_send)
         except MissingKeyError as error:
             await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
 
@@ -192,9 +200,9 @@ class Gate:
         largest = self._service.settings.max_body_bytes
         return largest if path in FRAME_PATHS else min(largest, SMALL_BODY_BYTES)
 
-    def _count(self, scope: Scope, status: int, started_s: float) -> None:
+    def _count(self, scope: Scope, status: int, started_s: float, unnamed: str = "unknown") -> None:
         """Count a request under its route, never its raw path: those could be without number."""
-        route = getattr(scope.get("route"), "path", "unknown")
+        route = getattr(scope.get("route"), "path", unnamed)
         self._service.metrics.count_request(route, status)
         if logger.isEnabledFor(logging.DEBUG):
             spent_ms = (time.perf_counter() - started_s) * 1000

@@ -8,7 +8,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from deft_client.wire.fields import SENTENCE, Json, WireLimits
-from deft_client.wire.messages import ANSWER, INFO, OPTIONS, PROBLEM, REQUEST, RESET
+from deft_client.wire.messages import (
+    ANSWER,
+    ANSWERS,
+    INFO,
+    OPTIONS,
+    PROBLEM,
+    REQUEST,
+    REQUESTS,
+    RESET,
+)
 
 _ERRORS = {
     "400": "malformed message",
@@ -70,6 +79,8 @@ def _describe(described: Json, operation: _Operation) -> None:
     if operation.answer is not None:
         content = {"application/json": {"schema": _reference(operation.answer)}}
     if operation.answer == "ActAnswer":
+        either = {"anyOf": [_reference("ActAnswer"), _reference("ActAnswers")]}
+        content = {"application/json": {"schema": either}}
         content["application/msgpack"] = {"schema": _BINARY}
     problem: Json = {"application/problem+json": {"schema": _reference("Problem")}}
     responses: Json = {"200": {"description": "done", "content": content}}
@@ -78,7 +89,7 @@ def _describe(described: Json, operation: _Operation) -> None:
     described["responses"] = responses
 
 
-_ACT = "Answer one camera frame with the actions that follow it."
+_ACT = "Answer one observation, or several, with the actions that follow."
 _LEGACY_ACT = "Answer a client of OpenVLA; errors are the text `error`, see docs/protocols.md."
 _BINARY: Json = {"type": "string", "format": "binary"}
 _TEXT: Json = {"type": "string"}
@@ -88,7 +99,7 @@ _COUNT: Json = {"type": "integer"}
 def _act_body() -> Json:
     body = _body(
         {
-            "application/json": _reference("ActRequest"),
+            "application/json": {"anyOf": [_reference("ActRequest"), _reference("ActRequests")]},
             "multipart/form-data": _reference("ActForm"),
             "application/msgpack": _BINARY,
         }
@@ -117,8 +128,10 @@ def _schemas(limits: WireLimits) -> Json:
         "Anything": {},
         "LegacyAct": _object(legacy, ("image", "instruction"), open_ended=True),
         "ActRequest": REQUEST.schema(limits),
+        "ActRequests": REQUESTS.schema(limits),
         "ActForm": _object(form, ("image", "instruction"), open_ended=True),
         "ActAnswer": ANSWER.schema(limits),
+        "ActAnswers": ANSWERS.schema(limits),
         "Reset": RESET.schema(limits),
         "WasReset": _object({"existed": {"type": "boolean"}}, ("existed",)),
         "Ended": _object({"ended": _COUNT}, ("ended",)),

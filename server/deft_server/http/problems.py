@@ -3,6 +3,8 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
 
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -10,10 +12,12 @@ from starlette.responses import Response
 
 from deft_client.errors import Problem
 from deft_client.wire.json_codec import encode_problem
+from deft_policies.errors import NoActionError
 from deft_server.errors import UNEXPECTED, PolicyFailedError, kind_of
 from deft_server.serving.access import current_request_id
 
 CONTENT_TYPE = "application/problem+json"
+_MAX_REASONING = 8192  # characters: clients read problems of at most 64 KiB
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,7 @@ def describe(error: Exception, connection: HTTPConnection | None = None) -> Prob
     if kind.status == 500:
         path = "" if connection is None else connection.url.path
         # The policy thread has logged the traceback of its own failures already.
-        traceback = None if isinstance(error, PolicyFailedError) else error
+        traceback = None if isinstance(error, PolicyFailedError | NoActionError) else error
         logger.error(
             "%s on %s, request %s: %s (%r)",
             kind.name,
@@ -48,6 +52,7 @@ def describe(error: Exception, connection: HTTPConnection | None = None) -> Prob
         field=None if kind is UNEXPECTED else getattr(error, "field", None),
         request_id=current_request_id.get() or None,
         retry_after_s=None if kind is UNEXPECTED else getattr(error, "retry_after_s", None),
+        reasoning=error.reasoning[:_MAX_REASONING] if isinstance(error, NoActionError) else None,
     )
 
 
@@ -64,4 +69,23 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Turn what the framework raises (no such route, wrong method) into a response."""
     assert isinstance(error, HTTPException)
-    return problem_response(describe(error, request), error.headers)
+    problem = describe(error, request)
+    path, headers = request.url.path, error.headers or {}
+    if error.status_code == 404:
+        problem = replace(problem, detail=f"nothing is at {path[:_SHOWN]!r}; {_advice(request)}")
+    elif error.status_code == 405 and "Allow" in headers:
+        detail = f"{path[:_SHOWN]} takes {headers['Allow']}, not {request.method[:_SHOWN]}"
+        problem = replace(problem, detail=detail)
+    return problem_response(problem, headers)
+
+
+_SHOWN = 80  # characters of what a caller sent
+
+
+def _advice(request: Request) -> str:
+    """Return the path that was probably meant, or where frames go."""
+    known = {getattr(one, "path", "") for one in request.app.router.routes}
+    found = get_close_matches(request.url.path[:_SHOWN].rstrip("/"), known - {"/"}, n=1)
+    if found:
+        return f"did you mean {found[0]}?"
+    return "frames go to POST /v1/act, those of OpenVLA's clients to POST /act; see /docs"

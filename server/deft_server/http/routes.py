@@ -5,6 +5,7 @@ The stream is a WebSocket: frames in, answers out, strictly alternating, msgpack
 stream are plain ASGI, because every frame comes one of these ways.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,16 +17,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from deft_client.errors import MalformedMessageError
+from deft_client.errors import MalformedMessageError, Problem, WireError
 from deft_client.types import ActionChunk, ServerInfo
 from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info, encode_problem
+from deft_client.wire.messages import ActMessage, ActMessages
 from deft_client.wire.msgpack_codec import CONTENT_TYPE as MSGPACK_CONTENT_TYPE
 from deft_server.errors import CallerGoneError
 from deft_server.http.cancelling import CallerWatch
-from deft_server.http.frame_bodies import FrameDecoder, encode_answer, read_body, wants_msgpack
+from deft_server.http.frame_bodies import (
+    FrameDecoder,
+    encode_answer,
+    encode_answers,
+    read_body,
+    wants_msgpack,
+)
 from deft_server.http.gate import ADMIN_PREFIX, caller_of
 from deft_server.http.problems import describe
-from deft_server.serving.access import Caller
 from deft_server.serving.metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
 from deft_server.serving.service import Service
 
@@ -77,25 +84,53 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
     """Return the route of `POST /v1/act`."""
 
     async def act(request: Request) -> Response:
-        """Answer one camera frame with the actions that follow it."""
+        """Answer one observation, or several, with the actions that follow."""
         received = [await read_body(request.receive)]
         arrived_s = time.monotonic()
-        service.readiness.require()
         content_type = request.headers.get("content-type", "")
         caller = caller_of(request.scope)
 
-        async def answer() -> ActionChunk:
-            await service.admit(caller)
-            asked = await decoder.decode(content_type, received.pop(), caller.owner)
-            return await service.act(asked.observation, asked.options, caller, arrived_s)
-
-        is_quick = service.answers_at_once
-        chunk = await CallerWatch(request.receive).run(answer(), is_quick)
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
-        content, media_type = encode_answer(chunk, as_msgpack)
+
+        async def answer() -> tuple[bytes, str]:
+            await service.admit(caller)
+            asked = await decoder.decode(content_type, received.pop())
+            return await _answered(service, asked, request, arrived_s, as_msgpack)
+
+        content, media_type = await CallerWatch(request.receive).run(answer())
         return Response(content, media_type=media_type)
 
     return PlainRoute("/v1/act", act, methods=["POST"])
+
+
+async def _answered(
+    service: Service,
+    asked: ActMessage | ActMessages,
+    connection: HTTPConnection,
+    arrived_s: float,
+    as_msgpack: bool,
+) -> tuple[bytes, str]:
+    """Return the answer to an observation, or those to several, which may share a batch."""
+    caller = caller_of(connection.scope)
+    if isinstance(asked, ActMessage):
+        chunk = await service.act(asked.observation, asked.options, caller, arrived_s)
+        return encode_answer(chunk, as_msgpack, asked.id)
+
+    async def answer(message: ActMessage | WireError, is_admitted: bool) -> ActionChunk | Problem:
+        try:
+            if not is_admitted:
+                await service.admit(caller)
+            if isinstance(message, WireError):
+                raise message
+            return await service.act(message.observation, message.options, caller, arrived_s)
+        except Exception as error:  # noqa: BLE001  whatever it is, the others are answered
+            return describe(error, connection)
+
+    # The first was admitted with the message.
+    answering = [answer(message, number == 0) for number, message in enumerate(asked.each)]
+    answers = await asyncio.gather(*answering)
+    ids = [one.id if isinstance(one, ActMessage) else None for one in asked.each]
+    return encode_answers(answers, ids, as_msgpack, asked.id)
 
 
 def build_router(
@@ -157,21 +192,20 @@ class _Stream:
     async def _answer(self, message: Message, watch: CallerWatch, scope: Scope) -> Message:
         """Return the message to send back."""
         try:
-            is_quick = self._service.answers_at_once
-            chunk = await watch.run(self._act(message, caller_of(scope)), is_quick)
-            return {"type": "websocket.send", "bytes": encode_answer(chunk, as_msgpack=True)[0]}
+            answer = await watch.run(self._act(message, HTTPConnection(scope)))
+            return {"type": "websocket.send", "bytes": answer}
         except CallerGoneError:
             raise
         except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
             problem = encode_problem(describe(error, HTTPConnection(scope)))
             return {"type": "websocket.send", "text": problem.decode()}
 
-    async def _act(self, message: Message, caller: Caller) -> ActionChunk:
+    async def _act(self, message: Message, connection: HTTPConnection) -> bytes:
         arrived_s = time.monotonic()
         data = message.get("bytes")
         if data is None:
             raise MalformedMessageError("body", "send binary frames, got text")
-        self._service.readiness.require()
-        await self._service.admit(caller)
-        asked = await self._decoder.decode(MSGPACK_CONTENT_TYPE, data, caller.owner)
-        return await self._service.act(asked.observation, asked.options, caller, arrived_s)
+        await self._service.admit(caller_of(connection.scope))
+        asked = await self._decoder.decode(MSGPACK_CONTENT_TYPE, data)
+        answer, _ = await _answered(self._service, asked, connection, arrived_s, as_msgpack=True)
+        return answer

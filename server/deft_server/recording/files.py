@@ -4,6 +4,7 @@ Knows nothing of threads or events. Any `OSError` means that the disk failed; th
 is then cut back to its last whole record.
 """
 
+import fcntl
 import re
 import shutil
 import zlib
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
 from deft_client.files import append_whole
 from deft_client.recordings import (
@@ -28,6 +30,8 @@ from deft_client.wire.images import ImageEncoding
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
 _CHECK_DISK_EVERY = 64  # records
+_NUMBERED = re.compile(r"(\d{8,})-")
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,10 @@ class EpisodeFiles:
     _total_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._total_bytes = sum(_num_bytes(path) for path in self._existing())
+        self._lock = locked(self.rules.directory)
+        existing = self._existing()
+        self._total_bytes = sum(_num_bytes(path) for path in existing)
+        self._number = max((_number_of(path) for path in existing), default=0)
 
     @property
     def total_bytes(self) -> int:
@@ -146,6 +153,7 @@ class EpisodeFiles:
                 self._finish(key, reason)
             except OSError:
                 continue  # the disk is what made us stop; the steps before are safe
+        self._lock.close()
 
     def _begin(
         self, timed: TimedStep, part: int, before: _OpenEpisode | None = None
@@ -175,13 +183,9 @@ class EpisodeFiles:
         return episode
 
     def _create(self, header: EpisodeHeader) -> tuple[Path, FileIO]:
-        for attempt in range(1000):
-            path = self.rules.directory / _file_name(header, attempt)
-            try:
-                return path, self.open_file(path)
-            except FileExistsError:
-                continue
-        raise DiskFullError(f"{path}: a thousand recordings of this moment exist already")
+        self._number += 1
+        path = self.rules.directory / _file_name(header, self._number)
+        return path, self.open_file(path)
 
     def _append(self, episode: _OpenEpisode, record: bytes) -> None:
         """Write a record whole or not at all."""
@@ -219,8 +223,31 @@ class EpisodeFiles:
             )
 
     def _existing(self) -> list[Path]:
+        """Return all recordings, the oldest first, whatever the clock said when."""
         found = self.rules.directory.glob(f"*/*{SUFFIX}")
-        return sorted(path for path in found if path.is_file() and not path.is_symlink())
+        own = [path for path in found if path.is_file() and not path.is_symlink()]
+        return sorted(own, key=lambda path: (_number_of(path), path))
+
+
+def locked(directory: Path) -> IO[bytes]:
+    """Return the open lock file of a folder that is ours now, or raise `OSError`.
+
+    Two servers in one folder would each delete what the other is writing.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = open(directory / LOCK, "ab")  # noqa: SIM115  it stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise OSError(error.errno, "another server records here", str(directory)) from error
+    return lock
+
+
+def _number_of(path: Path) -> int:
+    """Return the number in a recording's name, 0 for those of earlier servers without one."""
+    found = _NUMBERED.match(path.name)
+    return int(found[1]) if found else 0
 
 
 def _num_bytes(path: Path) -> int:
@@ -245,12 +272,16 @@ def _details(info: ServerInfo) -> dict[str, str]:
     }
 
 
-def _file_name(header: EpisodeHeader, attempt: int) -> str:
-    """Return `day/time-session[-part].deftrec`: sorting names sorts episodes by time."""
+def _file_name(header: EpisodeHeader, number: int) -> str:
+    """Return `day/number-time-session[-part].deftrec`: numbers tell the order, as clocks jump."""
     moment = datetime.fromtimestamp(header.started_at, timezone.utc)
     identity = f"{header.caller}\0{header.session_id}"
     readable = _UNSAFE.sub("_", header.session_id)[:40] or "unnamed"
-    parts = [moment.strftime("%H%M%S.%f"), readable, f"{zlib.crc32(identity.encode()):08x}"]
+    parts = [
+        f"{number:08d}",
+        moment.strftime("%H%M%S.%f"),
+        readable,
+        f"{zlib.crc32(identity.encode()):08x}",
+    ]
     parts += [f"part{header.part}"] if header.part else []
-    parts += [str(attempt)] if attempt else []
     return f"{moment:%Y-%m-%d}/{'-'.join(parts)}{SUFFIX}"

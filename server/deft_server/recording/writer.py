@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from queue import Full, Queue
-from threading import Thread
+from threading import Lock, Thread
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -23,7 +23,13 @@ from deft_client.recordings import RecordedStep
 from deft_client.types import ServerInfo
 from deft_server.errors import NotReadyError
 from deft_server.http.gate import ADMIN_PREFIX
-from deft_server.recording.files import EpisodeFiles, RecordedSession, RecordingRules, TimedStep
+from deft_server.recording.files import (
+    EpisodeFiles,
+    RecordedSession,
+    RecordingRules,
+    TimedStep,
+    locked,
+)
 from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
 from deft_server.serving.service import Service
 from deft_server.settings import SettingsError
@@ -31,6 +37,7 @@ from deft_server.settings import SettingsError
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # steps between the event loop and the disk
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of their decoded pictures
 _Job = TimedStep | RecordedSession | None
 
 
@@ -81,6 +88,8 @@ class SessionRecording:
         self._thread: Thread | None = None
         self._stop_listening: Callable[[], None] = lambda: None
         self._reason = "never started"
+        self._lock = Lock()
+        self._waiting_bytes = 0  # under the lock
 
     @property
     def status(self) -> RecordingStatus:
@@ -105,6 +114,7 @@ class SessionRecording:
         self._rules.directory.mkdir(parents=True, exist_ok=True)
         files = self._files = self.build_files(self._rules)
         queue = self._queue = Queue(_MAX_WAITING)
+        self._waiting_bytes = 0
         self._reason = "stopped unexpectedly"
         self._thread = Thread(
             target=self._write_all, args=(files, queue), name="recording", daemon=True
@@ -114,24 +124,39 @@ class SessionRecording:
         self._stop_listening = self._events.listen(self._note)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Write what waits, close every file, and stop. Blocks until then."""
+        """Write what waits, close every file, and stop. Blocks until then, or leaves a disk behind
+        that takes longer."""
         self._stop_listening()
         thread = self._thread
         if thread is None or not thread.is_alive():
             return
-        with contextlib.suppress(Full):  # a disk that takes longer than that is left behind
+        until_s = time.monotonic() + timeout_s
+        with contextlib.suppress(Full):
             self._queue.put(None, timeout=timeout_s)
-        thread.join(timeout_s)
+        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            self._thread = None
+            self._reason = f"the disk did not take what waited within {timeout_s:g} s"
+            self._metrics.is_on.set(0)
+            logger.error("recording stopped: %s", self._reason)
 
     def _note(self, event: Event) -> None:
         """Take an event on the event loop; must not wait."""
         job = _job_of(event)
         if job is None:
             return
+        num_bytes = _num_bytes(job)
+        with self._lock:
+            fits = self._waiting_bytes + num_bytes <= MAX_WAITING_BYTES
+            self._waiting_bytes += num_bytes if fits else 0
         try:
+            if not fits:
+                raise Full
             self._queue.put_nowait(job)
         except Full:
             self._metrics.dropped.inc()
+            if fits:
+                self._release(num_bytes)
 
     def _write_all(self, files: EpisodeFiles, queue: Queue[_Job]) -> None:
         reason = "switched off"
@@ -140,6 +165,7 @@ class SessionRecording:
                 if files.info is None:
                     files.info = self._server_info()
                 self._write(files, job)
+                self._release(_num_bytes(job))
         except OSError as error:
             reason = f"the disk failed: {error}"
             logger.error("recording stopped: %s", error)
@@ -149,9 +175,14 @@ class SessionRecording:
         finally:
             self._stop_listening()
             files.close(reason)
-            self._reason = reason
-            self._metrics.is_on.set(0)
+            if files is self._files and self._thread is not None:  # and was not left behind
+                self._reason = reason
+                self._metrics.is_on.set(0)
             self._metrics.stops.labels(reason.partition(" failed")[0]).inc()
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._waiting_bytes -= num_bytes
 
     def _server_info(self) -> ServerInfo | None:
         try:
@@ -169,10 +200,18 @@ class SessionRecording:
         self._metrics.bytes.inc(files.written.bytes - before)
 
 
+def _num_bytes(job: TimedStep | RecordedSession) -> int:
+    """Return what a job holds in memory, but for small change."""
+    if isinstance(job, RecordedSession):
+        return 0
+    seen = job.step.observation
+    return sum(one.nbytes for one in (seen.image, *seen.cameras.values()))
+
+
 def _job_of(event: Event) -> TimedStep | RecordedSession | None:
     if isinstance(event, SessionEnded):
         return RecordedSession(event.caller, event.session_id)
-    if not isinstance(event, FinishedAction) or event.chunk is None or event.is_hold:
+    if not isinstance(event, FinishedAction) or event.chunk is None:
         return None
     step = RecordedStep(event.step, 0.0, event.observation, event.options, event.chunk)
     key = RecordedSession(event.caller, event.session_id or "")
@@ -191,7 +230,7 @@ def build_recording(service: Service) -> SessionRecording | None:
         min_free_bytes=settings.record_min_free_bytes,
     )
     try:
-        settings.record.mkdir(parents=True, exist_ok=True)
+        locked(settings.record).close()
     except OSError as error:
         raise SettingsError(f"cannot record to {settings.record}: {error}") from error
     metrics = RecordingMetrics(service.metrics.registry)

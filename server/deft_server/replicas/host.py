@@ -13,11 +13,10 @@ from typing import Protocol
 
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
-from deft_server.hosting.attempts import Attempts
+from deft_server.errors import NotReadyError
 from deft_server.hosting.host import HostedPolicy, Listener
-from deft_server.hosting.messages import PolicyFacts
-from deft_server.hosting.process import hosted
-from deft_server.replicas.remote import FrontState, ReplicaAnswers, lost
+from deft_server.replicas.remote import FrontState, PolicyFacts, ReplicaAnswers, hosted
+from deft_server.serving.queue import ActBatch, Answer, Failure
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -54,10 +53,9 @@ class Cluster(Protocol):
 
 
 class ReplicaHost:
-    """A policy that lives in a cluster, several times. Its replicas end what hangs."""
+    """A policy that lives in a cluster, several times."""
 
-    is_disposable = True
-    watches_itself = True
+    last_round_s = None  # replicas end what hangs
 
     def __init__(self, cluster: Cluster, listener: Listener) -> None:
         self._cluster = cluster
@@ -73,9 +71,9 @@ class ReplicaHost:
         """Begin to find the replicas."""
         self._run(self._watch())
 
-    def submit(self, number: int, batch: Sequence[ActRequest]) -> None:
+    def submit(self, batch: ActBatch) -> None:
         """Send a batch to whichever replica is free."""
-        self._run(self._answer(number, batch))
+        self._run(self._answer(batch))
 
     def stop(self, timeout_s: float) -> bool:
         """Let go of the cluster; frames are no longer waited for."""
@@ -109,7 +107,11 @@ class ReplicaHost:
             return
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            count = await asyncio.to_thread(self._cluster.count)
+            try:
+                count = await asyncio.to_thread(self._cluster.count)
+            except Exception:
+                logger.exception("the replicas could not be counted; looking again")
+                continue
             if count != self._count:
                 self._count = count
                 self._tell()
@@ -124,27 +126,31 @@ class ReplicaHost:
         logger.info("%d replicas of version %s", self._count, self._version)
         self._listener.policy_loaded(self, self._policy, self._count)
 
-    async def _answer(self, number: int, batch: Sequence[ActRequest]) -> None:
+    async def _answer(self, batch: ActBatch) -> None:
         started_s = time.perf_counter()
-        attempts = await self._attempts(batch, started_s)
-        self._listener.batch_finished(self, number, attempts)
+        batch.answers, batch.failures = await self._answers(batch)
+        batch.service_s = time.perf_counter() - started_s  # with the journey
+        self._listener.round_played(self, [batch])
 
-    async def _attempts(self, batch: Sequence[ActRequest], started_s: float) -> Attempts:
-        reason = ""
-        num_waiting = self._listener.num_waiting / len(batch)
+    async def _answers(self, batch: ActBatch) -> tuple[list[Answer], list[Failure]]:
+        reason, batch.size = "", len(batch.requests)
+        num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):
-            state = FrontState(self._name, self._version, num_waiting)
+            left_s = batch.deadline_s - time.monotonic()
+            state = FrontState(self._name, self._version, num_waiting, left_s)
             try:
-                returned = await self._cluster.answer(batch, state)
+                returned = await self._cluster.answer(batch.requests, state)
                 if returned.facts is not None and returned.version != self._version:
                     self._learn(returned.version, returned.facts)
-                return returned.attempts(time.perf_counter() - started_s)
+                batch.replica, batch.size = returned.replica, returned.size
+                return returned.unpacked(), returned.failures
             except ReplicaLostError as error:
                 reason = str(error)
-                logger.warning("a batch of %d was lost: %s", len(batch), reason)
+                logger.warning("a batch of %d was lost: %s", batch.size, reason)
                 if isinstance(error, ReplicaHangsError):
                     break
             except Exception as error:
                 reason = repr(error)
-                logger.exception("a batch of %d was lost on its way", len(batch))
-        return lost(len(batch), reason, time.perf_counter() - started_s)
+                logger.exception("a batch of %d was lost on its way", batch.size)
+        lost = NotReadyError(f"the replica was lost: {reason}; send the frame again")
+        return [lost] * len(batch.requests), [Failure.LOST]

@@ -10,16 +10,14 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
 from deft_server.hosting.host import LoadPolicy
-from deft_server.hosting.messages import PolicyFacts
 from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
-from deft_server.replicas.remote import Backlogs, FrontState, Replica, ReplicaAnswers
+from deft_server.replicas.remote import Backlogs, FrontState, PolicyFacts, Replica, ReplicaAnswers
 from deft_server.settings import SettingsError
 
 APPLICATION = "deft"
@@ -46,16 +44,15 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyReplica:
-    """One replica. Ray calls it on an event loop; the policy has a thread of its own."""
+    """One replica, as Ray calls it."""
 
-    def __init__(self, load: LoadPolicy, version: str, hang_after_s: float) -> None:
+    def __init__(self, load: LoadPolicy, version: str, hang_after_s: float, max_batch: int) -> None:
         from ray import serve
 
         name = str(serve.get_replica_context().rank.rank)
         self._hang_after_s = hang_after_s
-        self._busy_since_s: float | None = None
-        self._thread = ThreadPoolExecutor(1, "policy")
-        self._replica = self._thread.submit(Replica, load, version, name).result()
+        self._max_batch = max_batch
+        self._replica = Replica(load, version, name)
         self._backlogs = Backlogs()
 
     async def look(self) -> tuple[str, PolicyFacts]:
@@ -63,25 +60,20 @@ class PolicyReplica:
         return self._replica.version, self._replica.facts
 
     async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
-        """Answer a batch."""
-        loop = asyncio.get_running_loop()
-        self._busy_since_s = time.monotonic()
-        self._backlogs.note(state, self._busy_since_s)
-        try:
-            answer = self._replica.answer
-            return await loop.run_in_executor(self._thread, answer, frames, state.version)
-        finally:
-            self._busy_since_s = None
+        """Answer a batch, between the rounds of those that are here."""
+        self._backlogs.note(state, time.monotonic())
+        return await self._replica.answer(frames, state)
 
     def check_health(self) -> None:
         """Raise where the policy hangs: Ray then starts another replica in its place."""
-        since_s = self._busy_since_s
+        since_s = self._replica.busy_since_s
         if since_s is not None and time.monotonic() - since_s > self._hang_after_s:
-            raise NotReadyError(f"a batch took over {self._hang_after_s:g} s")
+            raise NotReadyError(f"a round took over {self._hang_after_s:g} s")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Tell Ray what `replicas_wanted` needs to know."""
-        return {"waiting": self._backlogs.total(time.monotonic())}
+        busy = min(1.0, self._replica.num_frames / self._max_batch)
+        return {"waiting": self._backlogs.total(time.monotonic()), "busy": busy}
 
 
 def scaling(least: int, most: int) -> dict[str, object]:
@@ -91,13 +83,14 @@ def scaling(least: int, most: int) -> dict[str, object]:
 
 
 def replicas_wanted(context: Any) -> tuple[int, dict[str, object]]:
-    """Scale by waiting frames: one replica for each batch that is at one, or waits at a front.
+    """Scale by frames: one replica for each full batch that is at one, or waits at a front.
 
     Ray calls it with its `AutoscalingContext`, and keeps the answer within the bounds it was given.
     """
-    told = (context.aggregated_metrics or {}).get("waiting", {})
-    waiting = max(told.values(), default=0.0)
-    return math.ceil((context.total_num_requests + waiting) / BUSY_SHARE), {}
+    told = context.aggregated_metrics or {}
+    waiting = max(told.get("waiting", {}).values(), default=0.0)
+    busy = sum(told.get("busy", {}).values())
+    return math.ceil((busy + waiting) / BUSY_SHARE), {}
 
 
 @dataclass(frozen=True)
@@ -111,6 +104,7 @@ class Deployment:
     cpus: float = 1.0
     gpus: float = 0.0
     hang_after_s: float = 60.0
+    max_batch: int = 8  # that a replica takes at a time
     surge: bool = False  # in an update a replica stops when its successor runs, not before
 
 
@@ -124,12 +118,14 @@ def build_application(deployment: Deployment) -> Any:
     options = serve.deployment(
         name=DEPLOYMENT,
         **size,
-        max_ongoing_requests=1,
+        max_ongoing_requests=deployment.max_batch,
         max_surge_percent=int(deployment.surge),  # rounded up: one replica more
         health_check_period_s=HEALTH_EVERY_S,
         ray_actor_options={"num_cpus": deployment.cpus, "num_gpus": deployment.gpus},
     )
-    return options(PolicyReplica).bind(deployment.load, deployment.version, deployment.hang_after_s)
+    return options(PolicyReplica).bind(
+        deployment.load, deployment.version, deployment.hang_after_s, deployment.max_batch
+    )
 
 
 @dataclass(eq=False)
@@ -148,9 +144,9 @@ class RayCluster:
         self._errors = (ray.exceptions.RayError, serve.exceptions.RayServeException)
         try:
             self._start(ray, serve)
-        except (ConnectionError, RuntimeError, ValueError, serve.exceptions.RayServeException) as e:
+        except (ConnectionError, RuntimeError, ValueError, *self._errors) as error:
             where = self.address or "this machine"
-            raise SettingsError(f"no replicas on {where}: {e}") from e
+            raise SettingsError(f"no replicas on {where}: {_reason(error)}") from error
 
     async def look(self) -> tuple[str, PolicyFacts]:
         """Ask a replica what the policy is."""
@@ -216,6 +212,17 @@ def import_ray() -> tuple[Any, Any]:
     except ImportError as error:
         raise SettingsError('replicas need Ray: pip install "deft-vla[ray]"') from error
     return ray, serve
+
+
+def _reason(error: Exception) -> str:
+    """Return why a cluster could not be reached; Ray speaks of its token without saying where."""
+    said = str(error)
+    if "authentication" not in said.lower():
+        return said
+    return (
+        f"{said}; this machine needs the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN: "
+        "`ray get-auth-token` prints it on the cluster's first machine (docs/scaling.md)"
+    )
 
 
 def _first_line(error: Exception) -> str:

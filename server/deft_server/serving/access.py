@@ -89,6 +89,8 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise KeyFileError(f"cannot use the key file {path}: {error}") from error
+    if not table:  # it may be about to be written; nobody means to take every key away
+        raise KeyFileError(f"cannot use the key file {path}: it holds no key")
     return tuple(_entry(name, row, path) for name, row in table.items())
 
 

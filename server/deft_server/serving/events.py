@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
+from deft_client.types import ActionChunk, ActOptions, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +26,10 @@ class FinishedAction:
     error: Exception | None = None
     batch_size: int = 0
 
-    @property
-    def is_hold(self) -> bool:
-        """Was the robot told to stay where it is, in place of an answer?"""
-        return self.chunk is not None and self.chunk.intervention is Intervention.HOLD
-
 
 @dataclass(frozen=True)
 class SessionEnded:
-    """A session was reset: the next frame under its id is another episode."""
+    """A session was reset or forgotten: the next frame under its id is another episode."""
 
     caller: str
     session_id: str

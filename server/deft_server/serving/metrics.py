@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from deft_client.types import ActionChunk
-from deft_server.hosting.attempts import Attempts
+from deft_server.serving.queue import ActBatch
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -57,11 +57,6 @@ class Metrics:
             "deft_batch_seconds", "Seconds the policy took for a batch", _SECONDS
         )
         self.batch_size = self._histogram("deft_batch_size", "Frames in a batch", _SIZES)
-        self.company_seconds = self._histogram(
-            "deft_company_seconds",
-            "Seconds a batch that could have started waited for one more frame",
-            _SECONDS,
-        )
         self.passes = self._histogram("deft_passes", "Target passes per action", _PASSES)
         self.max_batch = Gauge(
             "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
@@ -120,14 +115,14 @@ class Metrics:
         """Count one HTTP request."""
         self._once(self.requests, route, str(status)).inc()
 
-    def count_batch(self, batch: Attempts, company_s: float | None = None) -> None:
+    def count_batch(self, batch: ActBatch) -> None:
         """Count one batch, its frames and its time, also for the replica that answered it."""
-        if company_s is not None:
-            self.company_seconds.observe(company_s)
-        self.batch_size.observe(len(batch.answers))
+        self.batch_size.observe(batch.size)
         self.batch_seconds.observe(batch.service_s)
         self._once(self.replica_batches, batch.replica).inc()
-        self._once(self.replica_seconds, batch.replica).inc(batch.service_s)
+        # Frames that were there at the same time share it: a replica is busy once.
+        share = len(batch.answers) / max(batch.size, len(batch.answers))
+        self._once(self.replica_seconds, batch.replica).inc(batch.service_s * share)
 
     def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:
         """Take in what a policy answered to a frame, and the server's own times."""

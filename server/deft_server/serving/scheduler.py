@@ -1,6 +1,6 @@
-"""Carries out what the waiting line decides: frames in, batches to the policy's host, answers out.
+"""Frames in, batches to the policy, answers out. Lives on the event loop and never computes.
 
-Lives on the event loop and never computes. All rules are in `waiting_line`.
+What goes when is decided by `queue`; `_start_batches` is the step that everything comes back to.
 """
 
 import asyncio
@@ -8,32 +8,21 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from deft_policies.base import ActRequest
-from deft_policies.errors import PolicyError
-from deft_server.errors import (
-    DeadlineError,
-    NotReadyError,
-    OverloadedError,
-    RefusedFrameError,
-    SupersededFrameError,
-)
-from deft_server.hosting.attempts import Attempts, Failure
+from deft_client.types import ActionChunk
+from deft_server.errors import DeadlineError, NotReadyError, SupersededFrameError
 from deft_server.hosting.host import HostedPolicy, NewHost, PolicyHost
-from deft_server.serving.estimates import BatchLimit
+from deft_server.hosting.rounds import answer_batch
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.pending import Answered, PendingBatch, PendingFrame
+from deft_server.serving.queue import ActBatch, Failure, FrameQueue, QueuedFrame, QueueRules
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
-from deft_server.serving.sessions import RobotSession
-from deft_server.serving.waiting_frames import Ticket
-from deft_server.serving.waiting_line import Admission, LineRules, WaitingLine
 from deft_server.settings import OnHang, Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0
 STEADY_S = 60.0  # a policy that was ready for so long has lasted
-LONGEST_PAUSE_S = 30.0  # before a lost policy is loaded again
-MAX_LOSSES_BEFORE_READY = 3
+LONGEST_PAUSE_S = 30.0  # before a policy that hung is loaded again
+GOOD_BATCHES_BEFORE_GROWTH = 100
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +38,8 @@ class Scheduler:
         self, new_host: NewHost, settings: Settings, readiness: Readiness, metrics: Metrics
     ) -> None:
         self.policy: HostedPolicy | None = None
+        rules = QueueRules(settings.max_batch, settings.max_waiting, settings.patience_ms / 1000)
+        self.queue = FrameQueue(rules)
         self.on_loaded: Callable[[HostedPolicy], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
@@ -56,32 +47,28 @@ class Scheduler:
         self._settings = settings
         self._readiness = readiness
         self._metrics = metrics
-        self._line = WaitingLine(_line_rules(settings))
-        self._limit = BatchLimit(settings.max_batch)
-        self._frames: dict[int, PendingFrame] = {}
-        self._batches: dict[int, PendingBatch] = {}
         self._numbers = itertools.count(1)
+        self._num_good_batches = 0
         self._num_losses = 0
         self._loaded_s: float | None = None  # when the policy now in use, or the last, was ready
-        self._held_since_s: float | None = None  # when a batch first waited for company
         self._settled = asyncio.Event()
         self._host: PolicyHost
-        self._wake: asyncio.TimerHandle | None = None
         self._restart: asyncio.TimerHandle | None = None
-        metrics.waiting.set_function(lambda: len(self._line))
-        metrics.in_flight.set_function(lambda: len(self._line.in_flight))
+        self._hang_timer: asyncio.TimerHandle | None = None
+        metrics.waiting.set_function(lambda: len(self.queue))
+        metrics.in_flight.set_function(lambda: len(self.queue.in_flight))
         metrics.max_batch.set(settings.max_batch)
-        metrics.replicas.set_function(lambda: self._line.num_replicas if self.policy else 0)
-
-    @property
-    def answers_at_once(self) -> bool:
-        """Whether the policy takes no time: then nothing ever waits."""
-        return self.policy is not None and self.policy.answer_here is not None
+        metrics.replicas.set_function(lambda: self.queue.num_replicas if self.policy else 0)
 
     @property
     def num_waiting(self) -> int:
         """How many frames wait for a batch."""
-        return len(self._line)
+        return len(self.queue)
+
+    @property
+    def num_batches_waiting(self) -> float:
+        """How many batches could be made of the frames that wait."""
+        return len(self.queue) / self.queue.max_batch
 
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
@@ -98,39 +85,45 @@ class Scheduler:
         """Return the number of the next frame."""
         return next(self._numbers)
 
-    async def answer(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
+    async def answer(self, frame: QueuedFrame) -> ActionChunk:
         """Wait for the answer to a frame; cancelling gives up its place.
 
         The session's memory is handed in when the frame's batch starts, not before: a frame ahead
         of it may change it.
         """
-        if self.answers_at_once:
-            return self._answer_here(request, ticket, session)
-        frame = self._join(request, ticket, session)
-        timers = self._timers(frame)
-        self._pump()
+        frame.answer = self._loop.create_future()
+        now_s = time.monotonic()
+        if self.policy is not None and self.policy.immediate is not None:
+            return self._answer_here(frame, now_s)
+        superseded = self.queue.offer(frame, now_s)
+        if superseded is not None:
+            superseded.fail(SupersededFrameError("the session sent a newer frame"))
+        timers = []
+        if frame.deadline_s < math.inf:
+            timers.append(self._loop.call_later(frame.deadline_s - now_s, self._miss, frame))
+        if frame.stays_until_s is not None:
+            timers.append(self._loop.call_later(frame.stays_until_s - now_s, self._give_up, frame))
+        self._loop.call_soon(self._start_batches)  # what comes in this turn goes along
         try:
             return await frame.answer
         finally:
             for timer in timers:
                 timer.cancel()
-            self._leave(frame)
+            self.queue.remove(frame)
 
     def forget(self, flow: str) -> None:
         """Refuse the frame that a session has waiting, because the session was reset."""
-        ticket = self._line.forget(flow)
-        if ticket is not None:
-            self._fail(ticket, SupersededFrameError("the session was reset while this waited"))
+        frame = self.queue.forget(flow)
+        if frame is not None:
+            frame.fail(SupersededFrameError("the session was reset while this waited"))
 
     async def close(self) -> None:
         """Refuse what still waits and end the policy thread, unless it hangs."""
+        is_idle = not self.queue.batches
         self._fail_all(NotReadyError("the server is stopping"))
-        for batch in self._batches.values():
-            batch.unwatch()
-        for timer in (self._wake, self._restart):
+        for timer in (self._hang_timer, self._restart):
             if timer is not None:
                 timer.cancel()
-        is_idle = not self._line.in_flight
         patience_s = STOP_TIMEOUT_S if is_idle else 0.0
         if not await asyncio.to_thread(self._host.stop, patience_s):
             logger.warning("the policy is left behind: it is still busy")
@@ -147,7 +140,7 @@ class Scheduler:
             logger.error("the policy does not fit the settings: %s", error)
             self.policy_broken(host, error)
             return
-        self._line.num_replicas = num_replicas
+        self.queue.num_replicas, self.queue.is_stepped = num_replicas, policy.is_stepped
         if not num_replicas:
             self._readiness.enter(ServerPhase.LOADING, "no replica is running")
             self._fail_waiting(NotReadyError("no replica is running"))
@@ -159,7 +152,7 @@ class Scheduler:
             self._loaded_s = time.monotonic()
             logger.info("ready: policy %s", policy.info.policy)
             self.on_ready()
-        self._pump()
+        self._start_batches()
 
     def policy_broken(self, host: PolicyHost, error: BaseException) -> None:
         """Give up: there is nothing to serve."""
@@ -172,170 +165,132 @@ class Scheduler:
         self._settled.set()
         self.on_fatal(ServerPhase.BROKEN)
 
-    def policy_lost(self, host: PolicyHost, reason: str) -> None:
-        """Load it again, unless it was lost in loading as often as may be by accident."""
+    def round_played(self, host: PolicyHost, ended: Sequence[ActBatch]) -> None:
+        """Hand out the answers that are ready, and let waiting frames have their places."""
         if host is not self._host:
             return
-        logger.error("the policy is lost: %s", reason)
-        self._metrics.policy_failures.labels("lost").inc()
-        if self._loaded_s is None and self._num_losses >= MAX_LOSSES_BEFORE_READY:
-            self.policy_broken(host, PolicyError(f"it was lost again and again: {reason}"))
-        else:
-            self._load_again(reason)
-
-    def batch_finished(self, host: PolicyHost, number: int, attempts: Attempts) -> None:
-        """Hand out the answers and start the next batch."""
-        if host is not self._host:
-            return
-        batch = self._batches.pop(number)
-        batch.unwatch()
         now_s = time.monotonic()
-        self._line.finish(now_s, None if attempts.failures else attempts.service_s, batch.line)
-        started_s = now_s - attempts.service_s
-        for frame, answer in zip(batch.frames, attempts.answers, strict=True):
+        for batch in ended:
+            self._hand_out(batch, now_s)
+        self._watch()
+        self._start_batches()
+
+    def _hand_out(self, batch: ActBatch, now_s: float) -> None:
+        # One that was cut has told, too, how long it takes: longer than it had.
+        is_measure = not batch.failures and (batch.answers or batch.deadline_s <= now_s)
+        self.queue.finish(batch, now_s, batch.service_s if is_measure else None)
+        if not batch.answers:  # it was cut: nobody waits for it
+            return
+        started_s = now_s - batch.service_s
+        for frame, answer in zip(batch.frames, batch.answers, strict=True):
             if isinstance(answer, Exception):
                 frame.fail(answer)
             else:
-                frame.take(answer, started_s, len(batch.frames))
-        self._note(attempts)
-        # Counted once the answers are on their way, which they are at the end of the next turn.
-        count = self._metrics.count_batch
-        self._loop.call_soon(self._loop.call_soon, count, attempts, batch.company_s)
-        self._pump()
+                frame.queue_s = max(0.0, started_s - frame.arrived_s)
+                frame.batch_size = batch.size
+                frame.take(answer)
+        self._note(batch)
+        self._loop.call_soon(self._metrics.count_batch, batch)
 
-    def _answer_here(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> Answered:
+    def _answer_here(self, frame: QueuedFrame, now_s: float) -> ActionChunk:
         """Answer on the event loop, where the policy says that this takes no time."""
         assert self.policy is not None
-        assert self.policy.answer_here is not None
-        if ticket.deadline_s <= time.monotonic():
-            raise self._refusal(Admission.TOO_LATE, ticket.deadline_s)
-        attempts = self.policy.answer_here((request,))
-        self._note(attempts)
-        self._loop.call_soon(self._metrics.count_batch, attempts)
-        answer = attempts.answers[0]
+        assert self.policy.immediate is not None
+        assert frame.answer is not None
+        if frame.deadline_s <= now_s:
+            raise DeadlineError("cannot be answered in time; nothing was computed")
+        batch = ActBatch((frame,), now_s, size=1)
+        batch.ask()
+        batch.answers, batch.failures = answer_batch(self.policy.immediate, batch.requests)
+        batch.service_s = time.monotonic() - now_s
+        self._note(batch)
+        self._loop.call_soon(self._metrics.count_batch, batch)
+        (answer,) = batch.answers
         if isinstance(answer, Exception):
             raise answer
-        session.learn(answer.memory)
-        return Answered(answer.chunk, 0.0, 1)
+        frame.batch_size = 1
+        frame.take(answer)
+        return answer.chunk
 
-    def _join(self, request: ActRequest, ticket: Ticket, session: RobotSession) -> PendingFrame:
-        now_s = time.monotonic()
-        offer = self._line.offer(ticket, now_s)
-        if offer.admission is not Admission.WAITS:
-            raise self._refusal(offer.admission, now_s)
-        if offer.superseded is not None:
-            self._fail(offer.superseded, SupersededFrameError("the session sent a newer frame"))
-        if offer.displaced is not None:
-            self._fail(offer.displaced, self._refusal(Admission.FULL, now_s))
-        frame = PendingFrame(ticket, request, session, self._loop.create_future(), now_s)
-        self._frames[ticket.number] = frame
-        return frame
+    def _start_batches(self) -> None:
+        """Start what is to go now, and refuse what came too late for it."""
+        while True:
+            now_s = time.monotonic()
+            batch, expired = self.queue.next_batch(now_s)
+            for frame in expired:
+                frame.fail(DeadlineError("waited too long; nothing was computed"))
+            if batch is None:
+                return
+            batch.ask()
+            self._host.submit(batch)
+            if self._hang_timer is None:
+                self._watch()
 
-    def _leave(self, frame: PendingFrame) -> None:
-        if self._frames.pop(frame.ticket.number, None) is not None:
-            self._line.withdraw(frame.ticket.number)
+    def _watch(self) -> None:
+        """Have every round end in time."""
+        if self._hang_timer is not None:
+            self._hang_timer.cancel()
+            self._hang_timer = None
+        if self.queue.batches and self._host.last_round_s is not None:
+            after_s = self._settings.hang_after_s
+            self._hang_timer = self._loop.call_later(after_s, self._hang)
 
-    def _refusal(self, admission: Admission, now_s: float) -> RefusedFrameError:
-        if admission is Admission.TOO_LATE:
-            return DeadlineError("cannot be answered in time; nothing was computed")
-        retry_after_s = self._line.clears_in_s(now_s)
-        return OverloadedError(
-            f"{len(self._line)} frames are waiting; try again in {retry_after_s * 1000:.0f} ms",
-            retry_after_s,
-        )
-
-    def _timers(self, frame: PendingFrame) -> list[asyncio.TimerHandle]:
-        """Have a frame fail when its time is over."""
-        ticket, now_s = frame.ticket, frame.joined_s
-        timers = []
-        if ticket.deadline_s < math.inf:
-            timers.append(self._loop.call_later(ticket.deadline_s - now_s, self._miss, frame))
-        if ticket.stays_until_s is not None:
-            left_s = ticket.stays_until_s - now_s
-            timers.append(self._loop.call_later(left_s, self._give_up, ticket))
-        return timers
-
-    def _miss(self, frame: PendingFrame) -> None:
+    def _miss(self, frame: QueuedFrame) -> None:
         frame.fail(DeadlineError("no answer was ready at the deadline"))
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _give_up(self, frame: QueuedFrame) -> None:
         """Refuse a frame that waited as long as it may, unless it is with the policy by now."""
-        if ticket.number in self._frames:
-            self._line.withdraw(ticket.number)
-            self._fail(ticket, self._refusal(Admission.FULL, time.monotonic()))
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        frame = self._frames.pop(ticket.number, None)
-        if frame is not None:
-            frame.fail(error)
+        if self.queue.remove(frame):
+            frame.fail(self.queue.refusal(time.monotonic()))
 
     def _fail_all(self, error: Exception) -> None:
         self._fail_waiting(error)
-        for batch in self._batches.values():
+        for batch in self.queue.batches:
             batch.fail(error)
 
     def _fail_waiting(self, error: Exception) -> None:
-        for frame in self._frames.values():
-            self._line.withdraw(frame.ticket.number)
+        for frame in self.queue.frames:
+            self.queue.remove(frame)
             frame.fail(error)
-        self._frames.clear()
 
-    def _pump(self) -> None:
-        """Start the batches that the line wants started, or look again when it says."""
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-        now_s = time.monotonic()
-        while True:
-            decision = self._line.decide(now_s)
-            for ticket in decision.expired:
-                self._fail(ticket, DeadlineError("waited too long; nothing was computed"))
-            if not decision.batch:
-                break
-            self._start_batch(decision.batch, now_s)
-        if decision.wake_s is not None:
-            self._held_since_s = self._held_since_s or now_s
-            self._wake = self._loop.call_later(decision.wake_s, self._pump)
-
-    def _start_batch(self, line: tuple[Ticket, ...], now_s: float) -> None:
-        number = line[0].number
-        frames = tuple(self._frames.pop(ticket.number) for ticket in line)
-        timer = None
-        if not self._host.watches_itself:
-            timer = self._loop.call_later(self._settings.hang_after_s, self._hang, number)
-        company_s = now_s - (self._held_since_s or now_s)
-        self._held_since_s = None
-        batch = self._batches[number] = PendingBatch(frames, line, timer, company_s)
-        self._host.submit(number, batch.requests)
-
-    def _note(self, attempts: Attempts) -> None:
+    def _note(self, batch: ActBatch) -> None:
         """Draw the lessons of a batch: failures, batch size, readiness."""
-        size = len(attempts.answers)
-        if self._settings.log_batches and not attempts.failures:
-            logger.info("a batch of %d took %.3f ms", size, attempts.service_s * 1000)
-        has_failed = False
-        if attempts.failures:
-            for failure in attempts.failures:
-                self._metrics.policy_failures.labels(failure.value).inc()
-            if Failure.DEVICE in attempts.failures:
-                self._limit.gave_up(size)
-            broke = {Failure.RAISED, Failure.DEVICE}.intersection(attempts.failures)
-            has_failed = bool(broke) and all(isinstance(one, Exception) for one in attempts.answers)
-        else:
-            self._limit.succeeded()
-        if self._limit.size != self._line.max_batch:
-            logger.warning("batches now have at most %d frames", self._limit.size)
-            self._line.max_batch = self._limit.size
-            self._metrics.max_batch.set(self._limit.size)
+        for failure in batch.failures:
+            self._metrics.policy_failures.labels(failure.value).inc()
+        if not batch.failures and self._settings.log_batches:
+            logger.info("a batch of %d took %.3f ms", batch.size, batch.service_s * 1000)
+        if Failure.DEVICE in batch.failures:
+            self._num_good_batches = 0
+            self._limit_batches(max(1, min(self.queue.max_batch, batch.size) // 2))
+        elif not batch.failures:
+            self._num_good_batches += 1
+            most, allowed = self._settings.max_batch, self.queue.max_batch
+            if allowed < most and self._num_good_batches >= GOOD_BATCHES_BEFORE_GROWTH:
+                self._num_good_batches = 0
+                self._limit_batches(allowed + 1)
+        broke = {Failure.RAISED, Failure.DEVICE}.intersection(batch.failures)
+        has_failed = bool(broke) and all(isinstance(one, Exception) for one in batch.answers)
         self._readiness.note(Trouble.BATCHES, is_over=not has_failed)
 
-    def _hang(self, number: int) -> None:
-        """Leave a policy behind that does not come back."""
-        size, after_s = len(self._batches[number].frames), self._settings.hang_after_s
+    def _limit_batches(self, size: int) -> None:
+        """Have batches smaller after the device gave up, larger again after many good ones."""
+        if size != self.queue.max_batch:
+            logger.warning("batches now have at most %d frames", size)
+            self.queue.max_batch = size
+            self._metrics.max_batch.set(size)
+
+    def _hang(self) -> None:
+        """Leave a policy behind that does not come back, unless it has played a round lately."""
+        assert self._host.last_round_s is not None
+        left_s = self._host.last_round_s + self._settings.hang_after_s - time.monotonic()
+        if left_s > 0:
+            self._hang_timer = self._loop.call_later(left_s, self._hang)
+            return
+        size, after_s = len(self.queue.in_flight), self._settings.hang_after_s
         detail = f"a batch of {size} took over {after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
-        if self._settings.on_hang is OnHang.RELOAD or self._host.is_disposable:
+        if self._settings.on_hang is OnHang.RELOAD:
             self._loop.run_in_executor(None, self._host.stop, 0.0)
             self._load_again("it did not come back")
             return
@@ -355,21 +310,9 @@ class Scheduler:
         pause_s = min(2.0 ** (self._num_losses - 2), LONGEST_PAUSE_S) if self._num_losses > 1 else 0
         self.policy = None
         self._readiness.enter(ServerPhase.LOADING, f"again, because {reason}")
-        retry_after_s = max(1.0, pause_s)
-        self._fail_all(NotReadyError(f"the policy is lost: {reason}", retry_after_s))
-        for batch in self._batches.values():
-            batch.unwatch()
-            self._line.finish(now_s, batch=batch.line)
-        self._batches.clear()
+        self._fail_all(NotReadyError(f"the policy is lost: {reason}", max(1.0, pause_s)))
+        for batch in list(self.queue.batches):
+            self.queue.finish(batch, now_s)
+        self._watch()
         if self._readiness.phase is not ServerPhase.DRAINING:
             self._restart = self._loop.call_later(pause_s, self.start)
-
-
-def _line_rules(settings: Settings) -> LineRules:
-    return LineRules(
-        max_batch=settings.max_batch,
-        max_wait_s=settings.max_wait_ms / 1000,
-        max_waiting=settings.max_waiting,
-        newcomer_batches=settings.newcomer_batches,
-        patience_s=settings.patience_ms / 1000,
-    )

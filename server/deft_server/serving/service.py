@@ -11,6 +11,9 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deft_client.types import (
     ActionChunk,
     ActOptions,
@@ -19,24 +22,21 @@ from deft_client.types import (
     ServerInfo,
     altered,
 )
-from deft_policies.base import ActRequest
+from deft_policies.base import ActionLimits, ActRequest
 from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
-from deft_server.errors import DeadlineError, ServerError, UnsafeAnswerError
-from deft_server.hosting.host import Elsewhere, HostedPolicy, LoadPolicy, NewHost, PolicyRecipe
-from deft_server.hosting.process import PolicyProcess
-from deft_server.hosting.thread import PolicyThread
+from deft_server.errors import ServerError, UnsafeAnswerError
+from deft_server.hosting.host import HostedPolicy, LoadPolicy, RemotePolicy
+from deft_server.hosting.rounds import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
+from deft_server.serving.bounds import ConnectionBounds
+from deft_server.serving.decode_threads import DecodeThreads
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
-from deft_server.serving.fair_threads import FairThreads
-from deft_server.serving.held_bytes import HeldBytes
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.pending import Answered
+from deft_server.serving.queue import QueuedFrame
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
-from deft_server.serving.safety import SafetyGuard
 from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
-from deft_server.serving.waiting_frames import Ticket
-from deft_server.settings import Fallback, Settings, SettingsError
+from deft_server.settings import ActionRange, Settings
 
 LARGE_FRAME_BYTES = 1024 * 1024  # of its pictures, decoded; what is smaller counts as its message
 
@@ -57,7 +57,7 @@ class _InHand:
 class Service:
     """The server without its protocols."""
 
-    def __init__(self, load: LoadPolicy | Elsewhere, settings: Settings) -> None:
+    def __init__(self, load: LoadPolicy | RemotePolicy, settings: Settings) -> None:
         self.settings = settings
         self.version = version("deft-vla")
         self._versions = {"deft-vla": self.version, "deft-client": version("deft-client")}
@@ -66,16 +66,19 @@ class Service:
         )
         self.metrics = Metrics()
         self.events = EventBus()
-        self.threads = FairThreads()
-        self.held = HeldBytes(settings.max_total_bytes)
+        self.threads = DecodeThreads()
+        self.bounds = ConnectionBounds(settings)
         self.readiness = Readiness(settings.unready_after_failures)
-        self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions)
+        self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions, self._tell_end)
         self.scheduler = Scheduler(
-            _host_for(load, settings), settings, self.readiness, self.metrics
+            load.new_host if isinstance(load, RemotePolicy) else partial(PolicyThread, load),
+            settings,
+            self.readiness,
+            self.metrics,
         )
         self.scheduler.on_loaded = self._prepare
         self._in_hand = _InHand()
-        self._guard: SafetyGuard
+        self._action_check: ActionCheck
         self.last_info: ServerInfo  # of the policy that is served, or was until it was lost
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
@@ -94,11 +97,6 @@ class Service:
         """What is served, or `NotReadyError`."""
         self.readiness.require()
         return self.last_info
-
-    @property
-    def answers_at_once(self) -> bool:
-        """Would a frame that is here now wait for nothing, neither policy nor decoding?"""
-        return self.scheduler.answers_at_once and not self.threads.are_busy
 
     def in_hand(self) -> "_InHand":
         """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
@@ -140,34 +138,34 @@ class Service:
             raise UnusableObservationError("instruction", "it is empty; say what is to be done")
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s)
-        self._guard.require_memory(session)
         request = ActRequest(observation, session.memory, self._asked(options))
-        ticket = self._ticket(session, caller, options, started_s)
+        frame = self._queued(request, session, caller, started_s)
         num_bytes = _large_bytes(observation)
         try:
             if num_bytes:
-                self.held.hold(num_bytes, caller.address)
-            answered = await self._answer(request, session, ticket)
+                self.bounds.held.hold(num_bytes, caller.address)
+            chunk = self._checked(await self.scheduler.answer(frame), options.statistics_key)
         except (ServerError, PolicyError) as error:
             self.metrics.unanswered.labels(type(error).__name__).inc()
-            self._publish(session, request, error)
+            self._publish(frame, error)
             raise
         finally:
             if num_bytes:
-                self.held.release(num_bytes, caller.address)
-        chunk = self._timed(answered, started_s, now_s)
-        self._publish(session, request, chunk, answered.batch_size)
-        session.sent(chunk.actions[-1])
-        is_as_asked = options.want_trace or chunk.trace is None
-        return chunk if is_as_asked else replace(chunk, trace=None)
+                self.bounds.held.release(num_bytes, caller.address)
+        chunk = self._timed(chunk, frame, now_s)
+        self._publish(frame, chunk)
+        session.num_answers += 1
+        unwanted: dict[str, object] = {}
+        if not options.want_trace and chunk.trace is not None:
+            unwanted["trace"] = None
+        if not options.want_reasoning and chunk.reasoning is not None:
+            unwanted["reasoning"] = None
+        return altered(chunk, unwanted) if unwanted else chunk
 
     def reset(self, session_id: str, caller: Caller) -> bool:
         """End a session; its next frame starts an episode. Returns whether there was one."""
         self.scheduler.forget(flow_of(caller.name, session_id))
-        existed = self.sessions.reset(caller.name, session_id)
-        if self.events.has_listeners:
-            self.events.publish(SessionEnded(caller.name, session_id))
-        return existed
+        return self.sessions.reset(caller.name, session_id)
 
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
@@ -194,7 +192,7 @@ class Service:
         return len(ended)
 
     def _prepare(self, policy: HostedPolicy) -> None:
-        self._guard = SafetyGuard(policy, self.settings)
+        self._action_check = ActionCheck(policy, self.settings.range)
         versions = {**self._versions, **policy.info.versions}
         self.last_info = replace(policy.info, versions=versions)
 
@@ -206,102 +204,77 @@ class Service:
                 raise RequestError(name, f"{name} is fixed by this server; leave it out")
 
     def _asked(self, options: ActOptions) -> ActOptions:
-        """Ask for a trace when somebody watches, even if the caller does not want one."""
-        if self.events.has_listeners and not options.want_trace:
-            return replace(options, want_trace=True)
+        """Ask for trace and text when somebody watches, even if the caller wants neither."""
+        if self.events.has_listeners:
+            return altered(options, {"want_trace": True, "want_reasoning": True})
         return options
 
-    def _ticket(
-        self, session: RobotSession, caller: Caller, options: ActOptions, started_s: float
-    ) -> Ticket:
-        deadline_ms = options.deadline_ms or self.settings.default_deadline_ms
+    def _queued(
+        self, request: ActRequest, session: RobotSession, caller: Caller, started_s: float
+    ) -> QueuedFrame:
+        deadline_ms = request.options.deadline_ms or self.settings.default_deadline_ms
         is_session = session.session_id is not None
-        return Ticket(
+        return QueuedFrame(
             number=self.scheduler.next_number(),
             flow=session.flow if is_session else f"{session.flow}@{caller.address}",
             arrived_s=started_s,
             deadline_s=math.inf if deadline_ms is None else started_s + deadline_ms / 1000,
             is_session=is_session,
-            is_running=session.num_answers > 0,
             stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
             owner=caller.owner,
+            request=request,
+            session=session,
         )
 
-    async def _answer(self, request: ActRequest, session: RobotSession, ticket: Ticket) -> Answered:
-        """Return an answer that is safe to execute, if need be the one that holds the robot."""
-        settings, key = self.settings, request.options.statistics_key
+    def _checked(self, chunk: ActionChunk, statistics_key: str | None) -> ActionChunk:
+        """Return an answer that is safe to execute, or raise `UnsafeAnswerError`."""
         try:
-            answered = await self.scheduler.answer(request, ticket, session)
-            checked = self._guard.check(answered.chunk.actions, session, key)
-        except DeadlineError as error:
-            return self._hold(session, key, settings.on_deadline_miss, error)
-        except UnsafeAnswerError as error:
+            actions = self._action_check.check(chunk.actions, statistics_key)
+        except UnsafeAnswerError:
             self.readiness.note(Trouble.ANSWERS, is_over=False)
             self.metrics.unsafe.inc()
-            return self._hold(session, key, settings.on_unsafe_answer, error)
+            raise
         self.readiness.note(Trouble.ANSWERS, is_over=True)
-        if not checked.is_clamped:
-            return answered
+        if actions is chunk.actions:
+            return chunk
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
-        clamped = replace(answered.chunk, actions=checked.actions, intervention=Intervention.CLAMP)
-        return answered._replace(chunk=clamped)
+        return replace(chunk, actions=actions, intervention=Intervention.CLAMP)
 
-    def _hold(
-        self, session: RobotSession, key: str | None, fallback: Fallback, error: ServerError
-    ) -> Answered:
-        actions = self._guard.hold(session, key) if fallback is Fallback.HOLD else None
-        if actions is None:
-            raise error
-        self.metrics.interventions.labels(Intervention.HOLD.value).inc()
-        return Answered(ActionChunk(actions, intervention=Intervention.HOLD), 0.0, 0)
-
-    def _timed(self, answered: Answered, started_s: float, decoded_s: float) -> ActionChunk:
+    def _timed(self, chunk: ActionChunk, frame: QueuedFrame, decoded_s: float) -> ActionChunk:
         """Return the answer with the server's own stages filled in, and count it soon."""
-        total_s = time.monotonic() - started_s
-        chunk = answered.chunk
+        total_s = time.monotonic() - frame.arrived_s
         # Counted once the answer has been sent: traces are put into words when they are looked at.
-        count = partial(self.metrics.observe_answer, chunk, answered.queue_s, total_s)
+        count = partial(self.metrics.observe_answer, chunk, frame.queue_s, total_s)
         asyncio.get_running_loop().call_soon(count)
         own = {
-            "wire_ms": (decoded_s - started_s) * 1000,
-            "queue_ms": answered.queue_s * 1000,
+            "wire_ms": (decoded_s - frame.arrived_s) * 1000,
+            "queue_ms": frame.queue_s * 1000,
             "total_ms": total_s * 1000,
         }
         return altered(chunk, {"timings": altered(chunk.timings, own)})
 
-    def _publish(
-        self,
-        session: RobotSession,
-        request: ActRequest,
-        outcome: ActionChunk | Exception,
-        batch_size: int = 0,
-    ) -> None:
+    def _tell_end(self, caller: str, session_id: str) -> None:
+        if self.events.has_listeners:
+            self.events.publish(SessionEnded(caller, session_id))
+
+    def _publish(self, frame: QueuedFrame, outcome: ActionChunk | Exception) -> None:
         if not self.events.has_listeners:
             return
+        assert frame.session is not None
+        assert frame.request is not None
         self.events.publish(
             FinishedAction(
-                caller=session.caller,
-                session_id=session.session_id,
-                step=session.num_answers,
+                caller=frame.session.caller,
+                session_id=frame.session.session_id,
+                step=frame.session.num_answers,
                 request_id=current_request_id.get(),
-                observation=request.observation,
-                options=request.options,
+                observation=frame.request.observation,
+                options=frame.request.options,
                 chunk=outcome if isinstance(outcome, ActionChunk) else None,
                 error=outcome if isinstance(outcome, Exception) else None,
-                batch_size=batch_size,
+                batch_size=frame.batch_size,
             )
         )
-
-
-def _host_for(load: LoadPolicy | Elsewhere, settings: Settings) -> NewHost:
-    """Return what makes the place where the policy is to live."""
-    if isinstance(load, Elsewhere):
-        return load.new_host
-    if not settings.policy_process:
-        return partial(PolicyThread, load)
-    if not isinstance(load, PolicyRecipe):
-        raise SettingsError("policy_process needs a policy that is loaded by a PolicyRecipe")
-    return partial(PolicyProcess, load, settings)
 
 
 def _large_bytes(observation: Observation) -> int:
@@ -309,3 +282,59 @@ def _large_bytes(observation: Observation) -> int:
     pictures = (observation.image, *observation.cameras.values())
     num_bytes = sum(picture.nbytes for picture in pictures)
     return num_bytes if num_bytes > LARGE_FRAME_BYTES else 0
+
+
+# Actions are computed from the same statistics as the range; only rounding may set them apart.
+ROUNDING = 1e-6
+
+
+class ActionCheck:
+    """Stands between a policy's answers and the robots: finite, of the right shape, in range.
+
+    What the range is, the policy says. Limits on the change from one action to the next are the
+    robot's, which alone knows what was executed.
+    """
+
+    def __init__(self, policy: HostedPolicy, action_range: ActionRange) -> None:
+        self._limits_by_key = policy.limits
+        self._action_dim = policy.info.action_dim
+        self._range = action_range
+        self._limits: dict[str | None, ActionLimits] = {}
+
+    def check(
+        self,
+        actions: NDArray[np.float64],  # [step, action_dim]
+        statistics_key: str | None,
+    ) -> NDArray[np.float64]:
+        """Return what may be executed, the same array where nothing was clamped.
+
+        Raises `UnsafeAnswerError` for what no robot should do.
+        """
+        if actions.shape[0] < 1 or actions.shape[1] != self._action_dim:
+            raise UnsafeAnswerError(
+                f"the policy's answer has shape {list(actions.shape)}, not "
+                f"[steps, {self._action_dim}]; it was withheld"
+            )
+        if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
+            raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
+        if self._limits_by_key is None:
+            return actions
+        if statistics_key not in self._limits:
+            self._limits[statistics_key] = self._limits_by_key(statistics_key)
+        return self._in_range(actions, self._limits[statistics_key])
+
+    def _in_range(self, actions: NDArray[np.float64], limits: ActionLimits) -> NDArray[np.float64]:
+        slack = ROUNDING * (limits.high - limits.low)
+        outside = (actions < limits.low - slack) | (actions > limits.high + slack)
+        if not outside.any():
+            return actions
+        if not limits.may_exceed:
+            step, dimension = np.argwhere(outside)[0]
+            raise UnsafeAnswerError(
+                f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} "
+                f"of step {step}; the statistics allow {limits.low[dimension]:.6g} to "
+                f"{limits.high[dimension]:.6g}; it was withheld"
+            )
+        if self._range is ActionRange.PEER:
+            return actions
+        return np.clip(actions, limits.low, limits.high)

@@ -6,12 +6,10 @@ nobody can push out another's. Sessions of different callers never meet, even un
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from secrets import randbits
 
-import numpy as np
-from numpy.typing import NDArray
-
-from deft_client.types import altered
 from deft_policies.memory import SessionMemory
 
 
@@ -22,22 +20,13 @@ class RobotSession:
     caller: str
     session_id: str | None  # None for a frame that named no session: it ends with its answer
     used_s: float
-    memory: SessionMemory = SessionMemory()
+    memory: SessionMemory = field(default_factory=lambda: SessionMemory(noise=randbits(63)))
     num_answers: int = 0
 
     @property
     def flow(self) -> str:
-        """The name of this session, or of its caller's unnamed frames, in the waiting line."""
+        """The name of this session, or of its caller's unnamed frames, in the queue."""
         return flow_of(self.caller, self.session_id)
-
-    def learn(self, memory: SessionMemory) -> None:
-        """Take in what a policy remembers; what was sent last is the server's to say."""
-        self.memory = altered(memory, {"last_action": self.memory.last_action})
-
-    def sent(self, action: NDArray[np.float64]) -> None:
-        """Note the last action [action_dim] of an answer."""
-        self.num_answers += 1
-        self.memory = altered(self.memory, {"last_action": tuple(action.tolist())})
 
 
 def flow_of(caller: str, session_id: str | None) -> str:
@@ -50,7 +39,11 @@ def flow_of(caller: str, session_id: str | None) -> str:
 class SessionStore:
     """All named sessions by caller, least recently used first."""
 
-    def __init__(self, ttl_s: float, max_sessions: int) -> None:
+    def __init__(
+        self, ttl_s: float, max_sessions: int, on_end: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
+        """`on_end` is told the caller and id of every session that ends, for whatever reason."""
+        self._on_end = on_end
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._sessions: dict[str, OrderedDict[str, RobotSession]] = {}
@@ -102,3 +95,4 @@ class SessionStore:
         self._count -= 1
         if not own:
             del self._sessions[caller]
+        self._on_end(caller, session_id)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from deft_client.__main__ import main
+from deft_client.datasets.episodes import StoredEpisode
 from deft_client.datasets.formats import read_dataset
 from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
 from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
@@ -67,6 +68,24 @@ def test_episodes_without_an_example_are_not_exported(tmp_path, capsys):
     command = ["datasets", "export", str(tmp_path / "held.deftrec"), "--fps", "20"]
     assert main([*command, "--out", str(tmp_path / "none")]) == 1
     assert "nothing to export" in capsys.readouterr().err
+
+
+def test_an_export_reads_every_step_once(tmp_path, monkeypatch):
+    """The first ones were decoded twice, to see whether there is an example among them."""
+    recording(tmp_path / "one.deftrec", steps=3)
+    (stored,) = read_dataset(tmp_path / "one.deftrec")
+    read = []
+
+    def steps():
+        for step in stored.steps():
+            read.append(step)
+            yield step
+
+    episodes = [StoredEpisode("one", steps)]
+    monkeypatch.setattr("deft_client.commands.datasets.read_dataset", lambda *_: iter(episodes))
+    command = ["datasets", "export", str(tmp_path), "--fps", "10", "--out", str(tmp_path / "set")]
+    assert main(command) == 0
+    assert len(read) == 3
 
 
 def test_what_cannot_be_read_is_one_line_and_exit_code_1(tmp_path, capsys):

@@ -169,7 +169,7 @@ def test_liberos_gripper_is_brought_into_the_dialect_of_the_fine_tunes(tmp_path)
 def test_a_file_that_is_cut_off_is_named(tmp_path):
     file = dataset(tmp_path, "kitchen", [episode(0), episode(1)])
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(DatasetError, match="damaged or cut off at byte"):
+    with pytest.raises(DatasetError, match="at byte"):
         list(read_dataset(tmp_path))
 
 
@@ -192,5 +192,5 @@ def test_an_episode_without_an_instruction_is_refused(tmp_path):
     entries = episode(0)
     del entries["steps/language_instruction"]
     dataset(tmp_path, "kitchen", [entries])
-    with pytest.raises(DatasetError, match="no instruction; looked for steps/language_instruction"):
+    with pytest.raises(DatasetError, match="steps/language_instruction"):
         list(next(read_dataset(tmp_path)).steps())

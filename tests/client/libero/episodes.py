@@ -2,8 +2,13 @@
 
 import numpy as np
 
-from deft_client.chunks import SeamSizes
-from deft_client.libero.results.records import AnswerRecord, EpisodeRecord, Outcome, TrialKey
+from deft_client.libero.results.records import (
+    AnswerRecord,
+    EpisodeRecord,
+    Outcome,
+    SeamSizes,
+    TrialKey,
+)
 from deft_client.libero.results.store import RunHeader
 from deft_client.types import StageTimings
 

@@ -5,19 +5,19 @@ from importlib.util import find_spec
 
 import pytest
 
-from deft_client.libero.simulator.assets import STAND_INS
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.graphics import Renderer
 from deft_client.libero.simulator.suites import find_task
+from tests.standins import stand_ins
 
 needs_simulator = [
     pytest.mark.libero,
     pytest.mark.skipif(find_spec("robosuite") is None, reason="needs `make install-libero`"),
 ]
 
-# What fast tests run on: no pictures, and scenes that come with Deft.
-PHYSICS = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=STAND_INS)
+# What fast tests run on: no pictures, and simple scenes.
+PHYSICS = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=stand_ins())
 
 
 @cache

@@ -110,7 +110,7 @@ def test_what_is_no_json_says_where_reading_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe\xfd", b'{"a":' + b"9" * 5000 + b"}"]
+    "body", [b"[" * 100_000, b'{"a":' * 10_000, b"\xff\xfe\xfd", b'{"a":' + b"9" * 5000 + b"}"]
 )
 def test_json_that_breaks_parsers_is_only_not_json(body: bytes) -> None:
     with pytest.raises(NotJsonError):
@@ -120,8 +120,8 @@ def test_json_that_breaks_parsers_is_only_not_json(body: bytes) -> None:
 def test_limits_apply_before_parsing() -> None:
     with pytest.raises(MessageTooLargeError, match="at most 10"):
         decode_json(b'{"a": "0123456789"}', WireLimits(max_bytes=10))
-    with pytest.raises(MessageTooLargeError, match="send no images as lists"):
-        decode_json(b"[" + b"[]," * 50 + b"0]", WireLimits(max_json_lists=20))
+    with pytest.raises(MessageTooLargeError, match="lists or maps"):
+        decode_json(b"[" + b"[]," * 100_000 + b"0]")
 
 
 @pytest.mark.parametrize(

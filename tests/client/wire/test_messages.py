@@ -15,7 +15,7 @@ from deft_client.errors import (
 )
 from deft_client.types import ActionChunk, Observation
 from deft_client.wire import msgpack_codec
-from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, Terms, WireLimits
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 from tests.client.samples import (
@@ -222,6 +222,14 @@ def test_a_message_of_empty_lists_cannot_grow_a_hundredfold_in_memory():
     assert isinstance(error, MessageTooLargeError)
 
 
+@pytest.mark.parametrize("bounds", [{"max_lists": 3}, {"max_entries": 4}])
+def test_as_many_lists_and_entries_as_the_limits_say_are_read(bounds):
+    items = [[1, 2], []]
+    assert msgpack_codec.unpack(msgpack.packb(items), WireLimits(**bounds)) == items
+    with pytest.raises(MessageTooLargeError, match="lists and maps"):
+        msgpack_codec.unpack(msgpack.packb([*items, []]), WireLimits(**bounds))
+
+
 def test_a_map_of_more_names_than_messages_have_is_refused_by_its_header():
     """Its entries would take two hundred bytes each before anybody could count them."""
     header = b"\x81\xa5image\xde"  # and then the number of entries, none of which is here
@@ -277,7 +285,8 @@ def test_raw_frames_of_any_memory_layout_travel():
 
 
 def test_the_schemas_list_every_field_that_travels():
-    sent, answered = request_fields(full_message()), answer_fields(full_answer())
+    sent = request_fields(replace(full_message(), id="f-1"))
+    answered = answer_fields(full_answer(), "f-1")
     limits = WireLimits(max_instruction_chars=7)
     request = REQUEST.schema(limits)["properties"]
     assert set(sent) == set(request)
@@ -292,3 +301,9 @@ def test_a_message_of_very_many_entries_is_refused_while_it_is_read():
         body = b"\x81\xa5image" + bytes([0x90 | count]) + row * count
         with pytest.raises(error, match="entries" if count == 3 else "missing"):
             msgpack_codec.decode_request(body)
+
+
+def test_a_misspelt_field_is_named_with_the_one_that_was_meant():
+    sent = request_fields(full_message()) | {"sesion_id": "a"}
+    with pytest.raises(MalformedMessageError, match=r"did you mean session_id\?"):
+        REQUEST.read(sent, "", Terms())

@@ -10,11 +10,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from deft_policies.checkpoint.open import load_model, open_checkpoint
-from deft_policies.checkpoint.tensor_names import tensor_places
-from deft_policies.checkpoint.tokenizer import build_tokenizer
-from deft_policies.checkpoint.writer import write_checkpoint
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.tensor_names import tensor_places
+from scripts.tiny_libero.checkpoint_writer import write_checkpoint
+from scripts.tiny_libero.tokenizer import build_tokenizer
 from tests import golden
 from tests.tiny_openvla import CPU, tiny_config
 
@@ -43,7 +43,7 @@ def write_tiny(
     """Write a small checkpoint; return its tensors."""
     config = config or tiny_config()
     tensors = random_tensors(config)
-    tokenizer = build_tokenizer(INSTRUCTIONS, num_pieces=300)
+    tokenizer = build_tokenizer(INSTRUCTIONS)
     write_checkpoint(directory, config, tensors, tokenizer, max_shard_bytes)
     return tensors
 
@@ -57,11 +57,11 @@ def write_large(directory: Path, mebibytes: int) -> None:
     width, mlp = 1024, 2752
     layer_bytes = 2 * (4 * width * width + 3 * width * mlp)
     num_layers = mebibytes * 1024**2 // layer_bytes
-    llm = replace(config.llm, width=width, mlp=mlp, head_width=256, num_layers=num_layers)
+    llm = replace(config.llm, width=width, mlp_width=mlp, head_dim=256, num_layers=num_layers)
     config = replace(config, llm=llm)
     value = torch.full((), 0.01, dtype=torch.bfloat16)
     tensors = {name: value.expand(shape) for name, shape in tensor_shapes(config).items()}
-    tokenizer = build_tokenizer(INSTRUCTIONS, num_pieces=300)
+    tokenizer = build_tokenizer(INSTRUCTIONS)
     write_checkpoint(directory, config, tensors, tokenizer, mebibytes * 1024**2 // 3)
 
 

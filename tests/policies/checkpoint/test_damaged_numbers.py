@@ -24,5 +24,5 @@ def test_weights_that_are_not_finite_are_refused_by_name(
             write_tensors(tensors, path)
         if value == 0.0:
             assert set(read_tensors(path)) == set(tensors)
-    with pytest.raises(CheckpointError, match="sick holds NaN or infinity"):
+    with pytest.raises(CheckpointError, match="sick.*NaN"):
         read_tensors(path)

@@ -89,7 +89,7 @@ def test_a_pickle_with_code_is_refused_and_nothing_runs(
 ) -> None:
     path, mark = tmp_path / "weights.pt", tmp_path / "mark"
     write(path, mark)
-    with pytest.raises(CheckpointError, match="weights.pt cannot be read as weights"):
+    with pytest.raises(CheckpointError, match="weights.pt cannot be read"):
         read_tensors(path)
     assert not mark.exists()
 
@@ -106,7 +106,7 @@ def test_code_in_such_a_pickle_would_run_elsewhere(tmp_path: Path) -> None:
 )
 def test_a_pickle_must_hold_tensors_by_name(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "weights.pt")
-    with pytest.raises(CheckpointError, match="must hold a flat dictionary of tensors"):
+    with pytest.raises(CheckpointError, match="dictionary of tensors"):
         read_tensors(tmp_path / "weights.pt")
 
 

@@ -81,17 +81,17 @@ def test_frames_of_one_session_are_drafted_from_each_other(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "cases.jsonl:1 is not JSON"),
-        ("[]", "must be an object with image and instruction"),
+        ("{", "cases.jsonl:1"),
+        ("[]", "object with image and instruction"),
         ('{"image": "a.png"}', "instruction is missing"),
-        ('{"image": "a.png", "instruction": "lift"}', "image a.png does not exist"),
+        ('{"image": "a.png", "instruction": "lift"}', "a.png does not exist"),
         (
             '{"image": "a.png", "instruction": "lift", "statistic_key": "x"}',
-            "unknown fields ['statistic_key']; known: ['image',",
+            "unknown fields ['statistic_key']",
         ),
         (
             '{"image": "a.png", "instruction": "lift", "statistics_key": 3}',
-            "statistics_key must be a string, got 3",
+            "statistics_key must be a string",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_file_that_is_no_picture_is_one_line_of_error(
     fake = tmp_path / "fake.png"
     fake.write_text("not a picture")
     assert act.main(["--random-weights", str(golden.TINY_OPENVLA), str(fake), "lift"]) == 1
-    assert f"{fake} cannot be read as a picture" in capsys.readouterr().err
+    assert f"{fake} cannot be read" in capsys.readouterr().err
 
 
 def test_a_missing_statistics_key_lists_those_there_are(
@@ -131,7 +131,7 @@ def test_neither_or_both_kinds_of_input_are_refused(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit) as ended:
             act.main([*CHECKPOINT, *arguments])
         assert ended.value.code == 2
-    assert "either IMAGE and INSTRUCTION" in capsys.readouterr().err
+    assert "IMAGE and INSTRUCTION" in capsys.readouterr().err
 
 
 def test_no_checkpoint_and_no_random_weights_say_what_to_give(
@@ -139,7 +139,7 @@ def test_no_checkpoint_and_no_random_weights_say_what_to_give(
 ) -> None:
     case = golden.cases_with_image()[0]
     assert act.main([str(case.image_path), "lift", "--policy", "openvla"]) == 1
-    assert "give one of --checkpoint (a directory or hub id)" in capsys.readouterr().err
+    assert "give one of --checkpoint" in capsys.readouterr().err
 
 
 def test_without_any_policy_the_one_that_ships_answers(capsys: pytest.CaptureFixture[str]) -> None:

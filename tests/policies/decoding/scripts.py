@@ -1,4 +1,4 @@
-"""Draft sources that say what a test tells them to, and short ways to run a decoder."""
+"""Draft sources that say what a test tells them to, and short ways to decode for sessions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,17 @@ from torch import Tensor
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.decoder import DecodeRow
-from deft_policies.decoding.drafts.sources import Guesses, Seen, Sources
-from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.batch import Batch, Form, Pass, Row
+from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.drafts import LOGITS, MEMORY, Chains, Draft, Room, from_here
+from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape
-from deft_policies.decoding.records import BatchProgress, StageClock
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.memory import SessionMemory
+from deft_policies.model.layout import EagerRunner
 from tests.tiny_target import CPU, LENGTH
 
 # (row, position, tokens committed so far) -> candidate tokens for that position
@@ -23,25 +27,26 @@ Guess = Callable[[int, int, tuple[int, ...]], Sequence[int]]
 
 @dataclass
 class ScriptedDrafts:
-    """A grower whose nodes branch as `guess` says, padded to the widest row with false nodes."""
+    """A source whose nodes branch as `guess` says, padded to the widest row with false nodes."""
 
     guess: Guess
     max_nodes: int = 24
     max_depth: int | None = None  # else as deep as is of use
     kind: DraftKind = DraftKind.HEAD
-    needs_hidden: bool = False
-    steps_needed: int = 0
+    needs: frozenset[str] = frozenset({LOGITS})
+    capturable: bool = False
+    least_steps: int = 0
     depths_asked: list[int] = field(default_factory=list)
 
-    def begin(self, seen: Seen, features: PromptFeatures) -> None:
+    def allocate(self, batch: Batch) -> None:
         pass
 
-    def warm_up(self, shape: TreeShape, length: int) -> None:
+    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
         pass
 
-    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
-        self.depths_asked.append(progress.depth)
-        grown = [self._row(progress, row) for row in range(len(progress.roots))]
+    def draft(self, batch: Batch, room: Room) -> DraftTree:
+        self.depths_asked.append(room.depth)
+        grown = [self._row(batch, room, row) for row in range(len(room.roots))]
         widest = max(len(tokens) for tokens, _ in grown)
         padding = [widest - len(tokens) for tokens, _ in grown]
         tokens = [one + [one[0]] * pad for (one, _), pad in zip(grown, padding, strict=True)]
@@ -57,14 +62,14 @@ class ScriptedDrafts:
             sources=sources,
         )
 
-    def _row(self, progress: BatchProgress, row: int) -> tuple[list[int], list[int]]:
-        committed = tuple(progress.tokens[row, : int(progress.num_committed[row])].tolist())
-        tokens, parents = [int(progress.roots[row])], [-1]
+    def _row(self, batch: Batch, room: Room, row: int) -> tuple[list[int], list[int]]:
+        committed = tuple(batch.tokens[row, : int(batch.count[row])].tolist())
+        tokens, parents = [int(room.roots[row])], [-1]
         paths: list[tuple[int, ...]] = [()]
         node = 0
         while node < len(tokens) and len(tokens) < self.max_nodes:
             depth = len(paths[node])
-            if depth < (progress.depth if self.max_depth is None else self.max_depth):
+            if depth < (room.depth if self.max_depth is None else self.max_depth):
                 position = len(committed) + depth
                 for token in self.guess(row, position, committed + paths[node]):
                     if len(tokens) < self.max_nodes:
@@ -75,34 +80,67 @@ class ScriptedDrafts:
         return tokens, parents
 
 
+@dataclass(frozen=True)
+class ScriptedModels(DraftModels):
+    """Sources that a test has made, in the place of those of their kind."""
+
+    scripted: tuple[Draft, ...] = ()
+
+    @property
+    def kinds(self) -> frozenset[DraftKind]:
+        return super().kinds | {one.kind for one in self.scripted}
+
+    def make(self, kind: DraftKind, target: Target, method: Method) -> Draft:
+        found = [one for one in self.scripted if one.kind == kind]
+        return found[0] if found else super().make(kind, target, method)
+
+
+@dataclass
+class Counters:
+    """The place of a row's last root, where nothing is cached: see `Sequences`."""
+
+    length: Tensor = field(default_factory=lambda: torch.zeros(64, dtype=torch.int64))
+    roots: Tensor = field(default_factory=lambda: torch.zeros(64, dtype=torch.int64))
+
+    def reserve(self, rows: int, length: int) -> None:
+        assert rows <= len(self.length)
+
+    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
+        here = slice(first, first + len(path))
+        self.length[here] = self.roots[here] + kept
+
+
 class AnswerTarget:
     """A target that wants one given action per row, whatever was said before."""
 
     action_tokens = TokenRange(0, 99)
     vocabulary = TokenRange(0, 99)
-    widest_tree = 64
     num_tokens = 100
+    device = CPU
+    reads_lengths = True
+    runner = EagerRunner()
 
     def __init__(self) -> None:
         self.wanted: list[Sequence[int]] = []
-        self._committed = torch.zeros(0, dtype=torch.int64)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return tokens[..., None].float()
+    def sequences(self) -> Counters:
+        return Counters()
 
-    def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
-        raise AssertionError("no draft head is asked here")
-
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
-        self._committed = torch.zeros(len(self.wanted), dtype=torch.int64)
+    def prefill(
+        self, rows: Counters, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
+        here = slice(first, first + len(prompts.lengths))
+        rows.length[here] = rows.roots[here] = 0
         features = PromptFeatures(prompts.embeds, prompts.embeds, prompts.lengths, prompts.patches)
-        return self._answer(tree, self._committed), features
+        return self._answer(tree, rows.length[here]), features
 
-    def score(self, tree: DraftTree) -> Scores:
-        return self._answer(tree, self._committed)
+    def score(self, rows: Counters, tree: DraftTree) -> Scores:
+        num_rows = len(tree.tokens)
+        rows.roots[:num_rows] = rows.length[:num_rows]
+        return self._answer(tree, rows.length[:num_rows])
 
-    def commit(self, path: Tensor, lengths: Tensor) -> None:
-        self._committed = self._committed + lengths
+    def action_logits(self, logits: Tensor) -> Tensor:
+        return logits
 
     def _answer(self, tree: DraftTree, committed: Tensor) -> Scores:
         places = (committed[:, None] + tree.depths()).clamp(max=LENGTH - 1)
@@ -111,21 +149,24 @@ class AnswerTarget:
         return Scores(logits, torch.zeros(*places.shape, 1))
 
 
-@dataclass(frozen=True)
 class RepeatExecuted:
     """Guesses what was executed last: the mistake that froze a robot."""
 
-    histories: Sequence[ActionHistory]
-    kind: DraftKind = DraftKind.PREVIOUS
-    steps_needed: int = 0
-    guesses_once: bool = True
+    kind = DraftKind.PREVIOUS
+    needs = frozenset({MEMORY})
+    capturable = False
+    least_steps = 1
 
-    def can_guess(self, prompts: Prompts, histories: Sequence[ActionHistory]) -> bool:
-        return bool(self.histories[0].executed)
+    def allocate(self, batch: Batch) -> None:
+        pass
 
-    def guess(self, prompts: Prompts, history: HistoryTensors, progress: BatchProgress) -> Guesses:
-        tokens = torch.tensor([[list(one.executed[-1])] for one in self.histories])
-        return Guesses(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+        pass
+
+    def draft(self, batch: Batch, room: Room) -> Chains:
+        executed = [list(row.history.executed[-1]) for row in batch.rows if row is not None]
+        tokens = torch.tensor(executed)[:, None]
+        return from_here(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), room)
 
 
 def blank_prompts(num_rows: int) -> Prompts:
@@ -135,26 +176,101 @@ def blank_prompts(num_rows: int) -> Prompts:
     return Prompts(torch.zeros(num_rows, 3, 1), lengths, last, slice(1, 2))
 
 
-def seen_of(prompts: Prompts, histories: Sequence[ActionHistory] = ()) -> Seen:
-    """What growers are shown of a batch; of sessions that know nothing unless they are given."""
-    known = histories or [ActionHistory() for _ in range(len(prompts.embeds))]
-    return Seen(prompts, known, HistoryTensors.of(known, LENGTH, 16, CPU), 64)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Session:
-    """Rows that act step after step."""
+    """Rows that act step after step, and what is remembered of each."""
 
-    rows: tuple[DecodeRow, ...]
+    memories: list[SessionMemory]
+    form: Form
 
     @staticmethod
     def of(num_rows: int, space: ActionSpace | None = None) -> "Session":
-        chosen = space or ActionSpace.in_bins(LENGTH)
-        return Session(tuple(DecodeRow(ActionHistory(), chosen) for _ in range(num_rows)))
+        form = Form.action(space or ActionSpace.in_bins(LENGTH))
+        return Session([SessionMemory() for _ in range(num_rows)], form)
 
 
-def sources_of(*growers: ScriptedDrafts) -> Sources:
-    return Sources((), tuple(growers))
+class Decoding:
+    """A method over a target, with an engine of its own."""
+
+    def __init__(
+        self, target: object, method: Method, models: DraftModels | None = None, *scripted: object
+    ) -> None:
+        """`scripted` sources take the place of those of their kind; targets may be fakes."""
+        models = models or DraftModels()
+        given = {**vars(models), "scripted": scripted}
+        self.engine = Engine(target, ScriptedModels(**given) if scripted else models)  # type: ignore[arg-type]
+        self.method = method
+        self.engine.plans(method)
+
+    def decode(
+        self,
+        prompts: Prompts,
+        session: Session,
+        clock: StageClock | None = None,
+        wants_margins: bool = False,
+    ) -> list[DecodeTrace]:
+        """One action of every row, in order."""
+        rows = [Row(self.method, session.form, one, wants_margins) for one in session.memories]
+        self.engine.decode(prompts, rows, clock or StageClock(CPU))
+        session.memories = [row.memory for row in rows]
+        return [row.trace for row in rows if row.trace is not None]
+
+
+def batch_of(
+    histories: Sequence[SessionMemory], committed: Sequence[Sequence[int]], length: int = LENGTH
+) -> Batch:
+    """A batch whose rows have come so far."""
+    method = Method("test", "", None, ())  # type: ignore[arg-type]
+    form = Form.action(ActionSpace.in_bins(length))
+    rows = [Row(method, form, one) for one in histories]
+    return filled(rows, committed)
+
+
+def filled(rows: Sequence[Row], committed: Sequence[Sequence[int]]) -> Batch:
+    places = rows[0].form.num_places
+    batch = Batch(CPU, len(rows), rows[0].form.max_tokens, places)
+    for slot, row in enumerate(rows):
+        row.history, row.limit = ActionHistory.of(row.memory), row.form.max_tokens
+        batch.rows[slot], row.slot = row, slot
+    batch.fill(rows, None, drafts=True, reads_past=True)
+    for slot, tokens in enumerate(committed):
+        if tokens:
+            rows[slot].take(list(tokens), list(tokens), True)
+        batch.tokens[slot, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
+        batch.count[slot] = len(tokens)
+    return batch
+
+
+def pass_of(
+    tree: DraftTree,
+    predictions: Tensor,
+    num: Sequence[int],
+    tokens: Tensor,
+    hidden: Tensor | None = None,
+) -> Pass:
+    """A finished pass along its tree's first nodes; the bonus is among `tokens` [row, step]."""
+    num_rows, steps = tokens.shape
+    kept = torch.tensor(list(num))
+    return Pass(
+        tree=tree,
+        predictions=predictions,
+        path=torch.arange(steps).expand(num_rows, -1),
+        num=kept,
+        bonus=tokens.gather(1, kept[:, None]).squeeze(1),
+        tokens=tokens,
+        own=tokens,
+        hidden=hidden,
+        logits=None,
+    )
+
+
+def room_of(batch: Batch, shape: TreeShape | None = None, roots: Tensor | None = None) -> Room:
+    """Room for what is still of use."""
+    if roots is None:
+        last = (batch.count - 1).clamp(min=0)[:, None]
+        roots = batch.tokens.gather(1, last).squeeze(1)
+    depth = int((batch.limit - 1 - batch.count).max())
+    return Room(roots, shape or TreeShape(), depth, 64)
 
 
 def clock() -> StageClock:

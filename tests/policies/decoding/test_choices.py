@@ -13,19 +13,19 @@ from deft_policies.decoding.acceptance.distance import WithinBins
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape
 from deft_policies.errors import CheckpointError, RequestError
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions, add_flags, read_flags
+from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions, add_flags, read_flags
-from deft_policies.openvla.policy import OpenVLAPolicy
 from tests import golden
 
 PREVIOUS = (DraftKind.PREVIOUS, DraftKind.RECYCLED)
-GOLDEN = OpenVLAOptions(
+GOLDEN = ModelOptions(
     checkpoint=str(golden.TINY_OPENVLA), statistics_key="libero_spatial", device="cpu"
 )
 
 
-def parsed(*flags: str) -> OpenVLAOptions:
+def parsed(*flags: str) -> ModelOptions:
     parser = ArgumentParser()
     add_flags(parser.add_argument_group())
     return read_flags(parser.parse_args(flags))
@@ -71,7 +71,7 @@ def test_a_bad_flag_says_what_it_takes(
     assert message in capsys.readouterr().err
 
 
-def method_asked_for(policy: OpenVLAPolicy, options: ActOptions) -> str:
+def method_asked_for(policy: VlaPolicy, options: ActOptions) -> str:
     """Everything of the trace that the method alone decides."""
     image = np.zeros((32, 32, 3), dtype=np.uint8)
     traces = []
@@ -134,7 +134,7 @@ def test_every_source_is_loaded_by_its_flag(tmp_path: Path) -> None:
         self_draft_layers=1,
         drafts=(DraftKind.HEAD, DraftKind.SMALL_MODEL, DraftKind.PREVIOUS),
     )
-    drafts = load_policy(options).parts.drafts
+    drafts = load_policy(options).drafts
     assert drafts.head is not None
     assert drafts.small_model is not None
 

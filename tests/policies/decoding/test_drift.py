@@ -17,18 +17,16 @@ from deft_policies.decoding.acceptance.rule import (
     DimensionGroup,
     ExactMatch,
 )
-from deft_policies.decoding.decoder import Decoder
-from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
 from deft_policies.memory import STEPS_KEPT
 from tests.policies.decoding.scripts import (
     AnswerTarget,
+    Decoding,
     RepeatExecuted,
     Session,
     blank_prompts,
-    clock,
 )
 from tests.tiny_target import LENGTH
 
@@ -84,12 +82,11 @@ def play(rule: AcceptanceRule, space: ActionSpace | None = None) -> Episode:
     plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
     method = replace(find_method("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
     target = AnswerTarget()
-    drafts = RepeatExecuted([session.rows[0].history])
-    decoder = Decoder(target, method, Sources((drafts,), ()))
+    decoder = Decoding(target, method, None, RepeatExecuted())
     episode = Episode([], [], Arm())
     for step in range(NUM_STEPS):
         target.wanted = [episode.arm.wanted(step)]
-        trace = decoder.decode(blank_prompts(1), session.rows, clock())[0]
+        trace = decoder.decode(blank_prompts(1), session)[0]
         assert trace.predicted == tuple(target.wanted[0])
         episode.arm.execute(trace.tokens)
         episode.own.append(trace.predicted)
@@ -151,17 +148,17 @@ def test_no_answers_whatever_can_exceed_the_budget(
     rule = WithinDrift(WithinBins(radius), move=0.0, turn=0.0, cap=budget, leak=leak)
     method = replace(find_method("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
     target = AnswerTarget()
-    decoder = Decoder(target, method, Sources((RepeatExecuted([session.rows[0].history]),), ()))
+    decoder = Decoding(target, method, None, RepeatExecuted())
     drift = [0.0] * LENGTH
     for wanted in answers * 3:
         target.wanted = [wanted]
-        trace = decoder.decode(blank_prompts(1), session.rows, clock())[0]
+        trace = decoder.decode(blank_prompts(1), session)[0]
         drift = [
             leak * total + one - two
             for total, one, two in zip(drift, trace.tokens, wanted, strict=True)
         ]
         assert max(abs(total) for total in drift) <= budget + 1e-3
-        assert session.rows[0].history.drift == pytest.approx(tuple(drift))
+        assert session.memories[0].drift == pytest.approx(tuple(drift))
 
 
 # What a session remembers.
@@ -197,7 +194,6 @@ def test_actions_of_another_length_start_afresh() -> None:
 def test_the_budget_holds_over_a_session_that_changes_methods() -> None:
     """Seen for real: plain decoding in between forgot the drift, and 500 bins passed for none."""
     session, target = Session.of(1), AnswerTarget()
-    drafts = RepeatExecuted([session.rows[0].history])
     plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
     drifting = replace(
         find_method("within-bins"),
@@ -205,16 +201,16 @@ def test_the_budget_holds_over_a_session_that_changes_methods() -> None:
         plans=(plan,),
     )
     methods = (drifting, find_method("autoregressive"), replace(drifting, rule=ExactMatch()))
-    decoders = [Decoder(target, method, Sources((drafts,), ())) for method in methods]
+    decoders = [Decoding(target, method, None, RepeatExecuted()) for method in methods]
     sums, largest, num_relaxed = [0] * LENGTH, 0, 0
     for step in range(NUM_STEPS):
         target.wanted = [[STILL + (step % 7) // 2] * LENGTH]
         chosen = decoders[0] if step % 4 < 2 else decoders[step % 4 - 1]
-        trace = chosen.decode(blank_prompts(1), session.rows, clock())[0]
+        trace = chosen.decode(blank_prompts(1), session)[0]
         for place, (done, own) in enumerate(zip(trace.tokens, trace.predicted, strict=True)):
             sums[place] += done - own
             num_relaxed += done != own
         largest = max(largest, *map(abs, sums))
-        assert list(session.rows[0].history.drift) == sums
+        assert list(session.memories[0].drift) == sums
     assert num_relaxed > 20
     assert largest <= BUDGET

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_policies.decoding.decoder import DraftModels, build_decoder
-from deft_policies.decoding.guard import Choice, Guard, GuardSettings
+from deft_policies.decoding.clock import Stage
+from deft_policies.decoding.guard import ActionCost, Choice, Guard, GuardSettings
 from deft_policies.decoding.history import Average, PassesNeeded
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
-from deft_policies.decoding.records import ActionCost, Stage
-from tests.policies.decoding.scripts import Session, clock, tokens_of
+from deft_policies.memory import PlanPasses, SessionMemory
+from tests.policies.decoding.scripts import Decoding, Session, clock, tokens_of
 from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
 
 PLAIN_PASSES = 6
@@ -208,6 +208,13 @@ def test_the_reason_names_both_prices() -> None:
     assert re.fullmatch(r"expects [\d.]+ ms with head, [\d.]+ ms with plain", used.reason)
 
 
+def test_plain_decoding_is_compared_with_the_best_of_the_others() -> None:
+    one = world(head=(10.5, 9.0, 6.0), tree=(10.5, 9.0, 4.0))
+    choices = [one.act() for _ in range(100)]
+    used = next(choice for choice in reversed(choices) if not choice.is_trial)
+    assert re.fullmatch(r"expects [\d.]+ ms with plain, [\d.]+ ms with tree", used.reason)
+
+
 COSTS = st.tuples(st.floats(1, 50), st.floats(0.5, 20), st.floats(0, 6))
 
 
@@ -276,14 +283,18 @@ def test_an_average_follows_what_changes() -> None:
 # In the decoder.
 
 
+def passes_needed(session: Session) -> dict[str, PlanPasses]:
+    return {one.plan: one for one in session.memories[0].passes_needed}
+
+
 def test_a_guarded_decoder_stays_lossless_and_says_why_it_chose() -> None:
     decoder = tiny_decoder()
-    guarded = build_decoder(fast_target(decoder), find_method("lossless"), DraftModels())
+    guarded = Decoding(fast_target(decoder), find_method("lossless"))
     session = Session.of(2)
     reasons = set()
     for step in range(40):
         prompts = random_prompts(decoder, [2, 5], seed=step // 8)
-        traces = guarded.decode(prompts, session.rows, clock())
+        traces = guarded.decode(prompts, session)
         assert tokens_of(traces) == greedy(decoder, prompts)
         reasons |= {trace.guard.split()[0] for trace in traces}
     assert "measuring" in reasons
@@ -295,12 +306,12 @@ def test_repeating_the_last_action_is_judged_without_being_tried() -> None:
     decoder = tiny_decoder()
     method = find_method("lossless")
     plan = Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
-    guarded = build_decoder(fast_target(decoder), replace(method, plans=(plan,)))
+    guarded = Decoding(fast_target(decoder), replace(method, plans=(plan,)))
     session = Session.of(1)
     prompts = random_prompts(decoder, [3])
     for _ in range(3):  # plain is measured first, so these are plain
-        guarded.decode(prompts, session.rows, clock())
-    learnt = session.rows[0].history.passes_needed["memory"]
+        guarded.decode(prompts, session)
+    learnt = passes_needed(session)["memory"]
     assert learnt.value == 0.0
 
 
@@ -311,49 +322,50 @@ def test_what_happened_before_decoding_is_charged_to_no_plan(
     ticks = iter(range(1_000_000))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
     decoder = tiny_decoder()
-    guarded = build_decoder(fast_target(decoder), find_method("lossless"))
+    guarded = Decoding(fast_target(decoder), find_method("lossless"))
     session, prompts = Session.of(1), random_prompts(decoder, [3])
     for _ in range(40):
         timer = clock()
         for _ in range(1000):
             timer.lap(Stage.VISION)
-        trace = guarded.decode(prompts, session.rows, timer)[0]
+        trace = guarded.decode(prompts, session, timer)[0]
     assert trace.plan == "memory"
 
 
 def test_warming_up_measures_every_plan_and_leaves_sessions_alone() -> None:
     decoder = tiny_decoder()
-    guarded = build_decoder(fast_target(decoder), find_method("lossless"))
+    guarded = Decoding(fast_target(decoder), find_method("lossless"))
     session = Session.of(1)
     prompts = random_prompts(decoder, [3])
-    guarded.warm_up(prompts, [session.rows[0].space])
-    trace = guarded.decode(prompts, session.rows, clock())[0]
+    guarded.engine.warm_up(prompts, guarded.method, session.form)
+    trace = guarded.decode(prompts, session)[0]
     assert "measuring" not in trace.guard
     assert "trying" not in trace.guard
-    assert session.rows[0].history.num_draws == 1
+    assert session.memories[0].num_draws == 1
 
 
 def test_no_plan_is_judged_by_an_action_that_has_none_before_it() -> None:
     decoder = tiny_decoder()
     plan = Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
     method = replace(find_method("within-bins"), plans=(plan,), is_guarded=True)
-    guarded = build_decoder(fast_target(decoder), method)
+    guarded = Decoding(fast_target(decoder), method)
     session = Session.of(1)
-    history, prompts = session.rows[0].history, random_prompts(decoder, [3])
+    prompts = random_prompts(decoder, [3])
     for _ in range(12):
-        guarded.decode(prompts, session.rows, clock())
-        history.reset()
-    assert history.passes_needed == {}
+        guarded.decode(prompts, session)
+        (memory,) = session.memories
+        session.memories = [SessionMemory(passes_needed=memory.passes_needed)]
+    assert passes_needed(session) == {}
     for _ in range(24):
-        guarded.decode(prompts, session.rows, clock())
-    assert history.passes_needed["memory"].value < 1.0
+        guarded.decode(prompts, session)
+    assert passes_needed(session)["memory"].value < 1.0
 
 
 def test_an_unguarded_decoder_says_nothing() -> None:
     decoder = tiny_decoder()
     method = replace(find_method("lossless"), is_guarded=False)
-    one = build_decoder(fast_target(decoder), method)
-    trace = one.decode(random_prompts(decoder, [3]), Session.of(1).rows, clock())[0]
+    one = Decoding(fast_target(decoder), method)
+    trace = one.decode(random_prompts(decoder, [3]), Session.of(1))[0]
     assert trace.guard == ""
 
 

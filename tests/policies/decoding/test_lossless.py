@@ -5,9 +5,10 @@ check fails on each: a property that cannot fail proves nothing.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,23 +16,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deft_policies.decoding import lane
 from deft_policies.decoding.acceptance.rule import ScoredTree
-from deft_policies.decoding.decoder import Decoder, DraftModels
-from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.drafts.guessers import RetrievalIndex, frame_keys
-from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.drafts.small_model import first_layers
-from deft_policies.decoding.drafts.sources import Sources
-from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.judge import Accepted, judge
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.llama_target import LlamaTarget, Room
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, TargetModel
+from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
+from deft_policies.decoding.target import (
+    PromptFeatures,
+    Prompts,
+    Scores,
+    Sequences,
+    Target,
+    first_layers,
+)
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import AcceptedPath, Verifier
 from deft_policies.model.llama import LlamaDecoder
-from tests.policies.decoding.scripts import Guess, ScriptedDrafts, Session, clock, tokens_of
+from tests.policies.decoding.scripts import Decoding, Guess, ScriptedDrafts, Session, tokens_of
 from tests.tiny_target import (
     ACTIONS,
     LENGTH,
@@ -148,36 +153,32 @@ def method_of(case: Case) -> Method:
     return replace(method, plans=(plan,), multi_level=case.script_seed % 2 == 1)
 
 
-def expect_lossless(
-    case: Case,
-    target: TargetModel,
-    build: Callable[[TargetModel, Method, Sources], Decoder] = Decoder,
-) -> None:
+def expect_lossless(case: Case, target: object) -> None:
     """The property: every action of the session equals plain decoding of its frame."""
     session = Session.of(len(case.lengths))
-    method = method_of(case)
-    sources = models_of(case).sources_for(target, method)
-    scripted = None
-    if case.scripted_skill is not None:
-        scripted = ScriptedDrafts(lambda *_: [], max_depth=LENGTH)
-        others = tuple(one for one in sources.growers if one.kind is not DraftKind.HEAD)
-        sources = Sources(sources.guessers, (scripted, *others))
-    decoder = build(target, method, sources)
+    scripted = ScriptedDrafts(lambda *_: [], max_depth=LENGTH)
+    is_scripted = case.scripted_skill is not None
+    drafted = Decoding(target, method_of(case), models_of(case), *([scripted] * is_scripted))
     for number in case.frames:
-        if scripted is not None:
-            scripted.guess = script(case, number)
+        scripted.guess = script(case, number)
         prompts = frame(case.seed, case.lengths, number)
-        found = tokens_of(decoder.decode(prompts, session.rows, clock()))
+        found = tokens_of(drafted.decode(prompts, session))
         assert found == list(answers(case.seed, case.lengths, number))
 
 
-@settings(
-    max_examples=500,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW_DRAWS)
 @given(cases())
 def test_exact_match_answers_as_plain_decoding_does(case: Case) -> None:
+    expect_lossless(case, fast_target(decoder_of(case.seed)))
+
+
+@pytest.mark.long(seconds=32)
+@settings(max_examples=500, deadline=None, suppress_health_check=SLOW_DRAWS)
+@given(cases())
+def test_it_does_so_in_500_cases(case: Case) -> None:
     expect_lossless(case, fast_target(decoder_of(case.seed)))
 
 
@@ -208,75 +209,86 @@ def retyped(tree: DraftTree, kind: type[DraftTree]) -> DraftTree:
     return kind(tree.tokens, tree.parents, tree.is_real, tree.log_probs, tree.sources)
 
 
-class WrongMaskTarget(LlamaTarget):
-    def score(self, tree: DraftTree) -> Scores:
-        return super().score(retyped(tree, SeesEverything))
+class WrongMaskTarget(Target):
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        return super().score(rows, retyped(tree, SeesEverything))
 
 
-class WrongMaskInPrefillTarget(LlamaTarget):
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
-        return super().prefill(prompts, retyped(tree, SeesEverything))
+class WrongMaskInPrefillTarget(Target):
+    def prefill(
+        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
+        return super().prefill(rows, first, prompts, retyped(tree, SeesEverything))
 
 
-class WrongPositionTarget(LlamaTarget):
-    def score(self, tree: DraftTree) -> Scores:
-        return super().score(retyped(tree, OneTooDeep))
+class WrongPositionTarget(Target):
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        return super().score(rows, retyped(tree, OneTooDeep))
 
 
-class KeepsOneTooFewTarget(LlamaTarget):
-    def commit(self, path: Tensor, lengths: Tensor) -> None:
-        super().commit(path, (lengths - 1).clamp(min=1))
+class KeepsOneTooFew(Sequences):
+    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
+        super().keep(path, (torch.as_tensor(kept) - 1).clamp(min=1), in_place, first)
 
 
-class KeepsWrongSlotsTarget(LlamaTarget):
-    def commit(self, path: Tensor, lengths: Tensor) -> None:
-        steps = torch.arange(path.shape[1]).expand_as(path)
-        super().commit(steps, lengths)
+class KeepsWrongSlots(Sequences):
+    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
+        super().keep(torch.arange(path.shape[1]).expand_as(path), kept, True, first)
 
 
-@dataclass(frozen=True)
-class WrongBonus(Verifier):
+class KeepsOneTooFewTarget(Target):
+    def sequences(self) -> Sequences:
+        return KeepsOneTooFew(self.decoder.sizes.cache, self.decoder.embedding.weight)
+
+
+class KeepsWrongSlotsTarget(Target):
+    def sequences(self) -> Sequences:
+        return KeepsWrongSlots(self.decoder.sizes.cache, self.decoder.embedding.weight)
+
+
+Judge = Callable[..., Accepted]
+
+
+def wrong_bonus(scored: ScoredTree, accepted: Accepted) -> Accepted:
     """Takes the root's prediction for the bonus, wherever the path ends."""
-
-    def judge(self, scored: ScoredTree) -> AcceptedPath:
-        return replace(super().judge(scored), bonus=scored.predictions[:, 0])
+    return replace(accepted, bonus=scored.predictions[:, 0])
 
 
-@dataclass(frozen=True)
-class OwnPrediction(Verifier):
-    """Judges a node by what is predicted after it instead of in its place: off by one."""
-
-    def judge(self, scored: ScoredTree) -> AcceptedPath:
-        above = scored.tree.parents.clamp(min=0)
-        shifted = replace(
-            scored, predictions=scored.tree.tokens.scatter(1, above, scored.predictions)
-        )
-        return replace(super().judge(shifted), bonus=super().judge(scored).bonus)
-
-
-@dataclass(frozen=True)
-class OneMore(Verifier):
+def one_more(scored: ScoredTree, accepted: Accepted) -> Accepted:
     """Keeps one draft more than was accepted, where there is one."""
-
-    def judge(self, scored: ScoredTree) -> AcceptedPath:
-        accepted = super().judge(scored)
-        rows = torch.arange(len(accepted.bonus))
-        end = accepted.path[rows, accepted.num_accepted]
-        is_child = (scored.tree.parents == end[:, None]) & scored.tree.is_real
-        child = is_child.int().argmax(dim=1)
-        longer = accepted.num_accepted + is_child.any(dim=1)
-        longer = longer.clamp(max=accepted.path.shape[1] - 1)
-        path = accepted.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
-        return AcceptedPath(path, longer, scored.predictions[rows, child], accepted.own)
+    rows = torch.arange(len(accepted.bonus))
+    end = accepted.path[rows, accepted.num]
+    is_child = (scored.tree.parents == end[:, None]) & scored.tree.is_real
+    child = is_child.int().argmax(dim=1)
+    longer = (accepted.num + is_child.any(dim=1)).clamp(max=accepted.path.shape[1] - 1)
+    path = accepted.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
+    return Accepted(path, longer, scored.predictions[rows, child], accepted.own)
 
 
-@dataclass(frozen=True)
-class ThroughRejected(Verifier):
+def own_prediction(scored: ScoredTree) -> ScoredTree:
+    """A node judged by what is predicted after it instead of in its place: off by one."""
+    above = scored.tree.parents.clamp(min=0)
+    return replace(scored, predictions=scored.tree.tokens.scatter(1, above, scored.predictions))
+
+
+def through_rejected(scored: ScoredTree) -> ScoredTree:
     """Walks on through a rejected parent."""
+    return replace(scored, tree=retyped(scored.tree, Lenient))
 
-    def judge(self, scored: ScoredTree) -> AcceptedPath:
-        lenient = replace(scored, tree=retyped(scored.tree, Lenient))
-        return super().judge(lenient)
+
+def planted(
+    before: Callable[[ScoredTree], ScoredTree] | None = None,
+    after: Callable[[ScoredTree, Accepted], Accepted] | None = None,
+) -> Judge:
+    """The judge with a mistake before it or behind it."""
+
+    def wrong(method: Method, scored: ScoredTree, *rest: Any) -> Accepted:
+        accepted = judge(method, scored if before is None else before(scored), *rest)
+        if before is own_prediction:
+            accepted = replace(accepted, bonus=judge(method, scored, *rest).bonus)
+        return accepted if after is None else after(scored, accepted)
+
+    return wrong
 
 
 class Lenient(DraftTree):
@@ -287,17 +299,6 @@ class Lenient(DraftTree):
 
     def depths(self) -> Tensor:
         return super().ancestor_mask().sum(dim=2) - 1
-
-
-def decoder_with(kind: type[Verifier]) -> Callable[[TargetModel, Method, Sources], Decoder]:
-    class Broken(Decoder):
-        def verifier_for(
-            self, histories: Sequence[ActionHistory], length: int, device: torch.device
-        ) -> Verifier:
-            right = super().verifier_for(histories, length, device)
-            return kind(right.rule, right.tie_break, right.first_token)
-
-    return Broken
 
 
 def mutation_cases() -> list[Case]:
@@ -318,8 +319,8 @@ def mutation_cases() -> list[Case]:
     ]
 
 
-def target_of(kind: type[LlamaTarget], case: Case) -> LlamaTarget:
-    return kind(decoder_of(case.seed), ACTIONS, room=Room(new_tokens=16, nodes=64))
+def target_of(kind: type[Target], case: Case) -> Target:
+    return kind(decoder_of(case.seed), ACTIONS)
 
 
 def num_caught(check: Callable[[Case], None]) -> int:
@@ -333,9 +334,7 @@ def num_caught(check: Callable[[Case], None]) -> int:
 
 
 def test_nothing_is_caught_where_nothing_is_wrong() -> None:
-    assert num_caught(lambda case: expect_lossless(case, target_of(LlamaTarget, case))) == 0
-    build = decoder_with(Verifier)
-    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)), build)) == 0
+    assert num_caught(lambda case: expect_lossless(case, target_of(Target, case))) == 0
 
 
 @pytest.mark.parametrize(
@@ -348,11 +347,24 @@ def test_nothing_is_caught_where_nothing_is_wrong() -> None:
         KeepsWrongSlotsTarget,
     ],
 )
-def test_a_mistake_planted_in_the_target_is_caught(kind: type[LlamaTarget]) -> None:
+def test_a_mistake_planted_in_the_target_is_caught(kind: type[Target]) -> None:
     assert num_caught(lambda case: expect_lossless(case, target_of(kind, case))) > 0
 
 
-@pytest.mark.parametrize("kind", [WrongBonus, OwnPrediction, OneMore, ThroughRejected])
-def test_a_mistake_planted_in_the_verifier_is_caught(kind: type[Verifier]) -> None:
-    build = decoder_with(kind)
-    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)), build)) > 0
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        planted(after=wrong_bonus),
+        planted(before=own_prediction),
+        planted(after=one_more),
+        planted(before=through_rejected),
+    ],
+    ids=["wrong bonus", "own prediction", "one more", "through rejected"],
+)
+def test_a_mistake_planted_in_the_judge_is_caught(
+    monkeypatch: pytest.MonkeyPatch, wrong: Judge
+) -> None:
+    monkeypatch.setattr(lane, "judge", planted())
+    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) == 0
+    monkeypatch.setattr(lane, "judge", wrong)
+    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) > 0

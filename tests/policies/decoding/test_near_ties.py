@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind
-from deft_policies.decoding.target import Scores
+from deft_policies.decoding.target import Scores, Sequences
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.openvla.target import OpenVLATarget
+from deft_policies.families.target import VlaTarget
 from tests.near_ties import Bench
 
 NUM_SESSIONS = 4
@@ -32,12 +32,12 @@ def test_every_token_that_flips_in_bfloat16_is_a_near_tie(bench: Bench, kind: Dr
     assert [flip for flip in flips if not flip.is_near_tie] == []
 
 
-class BlindTarget(OpenVLATarget):
+class BlindTarget(VlaTarget):
     """Scores a tree as a chain of its tokens, one place off."""
 
-    def score(self, tree: DraftTree) -> Scores:
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
         wrong = DraftTree.chain(tree.tokens.roll(1, dims=1))
-        return super().score(wrong)
+        return super().score(rows, wrong)
 
 
 def test_a_mistake_is_no_near_tie(folder: Path) -> None:

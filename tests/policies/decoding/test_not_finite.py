@@ -9,33 +9,33 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from deft_policies.decoding.decoder import build_decoder
-from deft_policies.decoding.llama_target import LlamaTarget, Room
 from deft_policies.decoding.methods import METHODS, Method
 from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Sequences, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import NotFiniteError
-from tests.policies.decoding.scripts import Session, clock
+from tests.policies.decoding.scripts import Decoding, Session
 from tests.policies.decoding.test_passes import DECODER, PROMPTS, random_models
 from tests.tiny_target import ACTIONS
 
 ROW = 1
 
 
-class Broken(LlamaTarget):
+class Broken(Target):
     """One logit of one row in one pass is not a number that can be compared."""
 
     def __init__(self, bad: float, broken_pass: int) -> None:
-        super().__init__(DECODER, ACTIONS, room=Room(16, 64))
+        super().__init__(DECODER, ACTIONS)
         self._bad, self._passes_left = bad, broken_pass
 
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> tuple[Scores, PromptFeatures]:
-        scores, features = super().prefill(prompts, tree)
+    def prefill(
+        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
+        scores, features = super().prefill(rows, first, prompts, tree)
         return replace(scores, logits=self._spoil(scores.logits)), features
 
-    def score(self, tree: DraftTree) -> Scores:
-        scores = super().score(tree)
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        scores = super().score(rows, tree)
         return replace(scores, logits=self._spoil(scores.logits))
 
     def _spoil(self, logits: Tensor) -> Tensor:
@@ -52,20 +52,16 @@ class Broken(LlamaTarget):
 def test_one_logit_that_is_not_finite_withholds_the_action(
     method: Method, bad: float, broken_pass: int
 ) -> None:
-    decoder = build_decoder(
-        Broken(bad, broken_pass), replace(method, is_guarded=False), random_models()
-    )
+    decoder = Decoding(Broken(bad, broken_pass), replace(method, is_guarded=False), random_models())
     session = Session.of(3)
-    with pytest.raises(NotFiniteError, match=rf"rows \[{ROW}\] of 3"):
-        decoder.decode(PROMPTS, session.rows, clock())
-    assert [row.history.num_steps for row in session.rows] == [0, 0, 0]
+    with pytest.raises(NotFiniteError, match="in 1 of 3 answers"):
+        decoder.decode(PROMPTS, session)
+    assert [memory.num_steps for memory in session.memories] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "lossless"])
 def test_the_same_where_tokens_are_drawn(name: str) -> None:
     method = next(one for one in METHODS if one.name == name).with_sampling(Sampling(1.0))
-    decoder = build_decoder(
-        Broken(float("nan"), 1), replace(method, is_guarded=False), random_models()
-    )
+    decoder = Decoding(Broken(float("nan"), 1), replace(method, is_guarded=False), random_models())
     with pytest.raises(NotFiniteError):
-        decoder.decode(PROMPTS, Session.of(3).rows, clock())
+        decoder.decode(PROMPTS, Session.of(3))

@@ -1,37 +1,23 @@
 """How many passes an action takes, and whether the trace tells the truth about them."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.acceptance.rule import ActionContext, ActionSpace, SpaceTensors
-from deft_policies.decoding.autoregressive import AUTOREGRESSIVE, AutoregressiveDecoder
-from deft_policies.decoding.decoder import (
-    Decoder,
-    DecodeRow,
-    DraftModels,
-    build_decoder,
-    num_changed,
-)
-from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.drafts.medusa import MedusaHeads, MedusaSizes
-from deft_policies.decoding.drafts.small_model import first_layers
-from deft_policies.decoding.drafts.sources import BatchDrafts, Seen, Sources
-from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.knobs import find_method, method_names
-from deft_policies.decoding.methods import METHODS, Method, plan_of
-from deft_policies.decoding.plan import PLAIN, DraftKind, Plan, TreeShape
-from deft_policies.decoding.records import ActionRun, Settled
-from deft_policies.decoding.speculative import Round, Rounds, run_actions
-from deft_policies.decoding.verify import Verifier
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.methods import AUTOREGRESSIVE, METHODS, Method, plan_of
+from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
+from deft_policies.decoding.sampling import first_maximum, top_gap
+from deft_policies.decoding.target import first_layers
 from deft_policies.errors import RequestError, UnknownDecodingError
-from deft_policies.model.layout import EagerRunner
-from tests.policies.decoding.scripts import ScriptedDrafts, Session, clock, tokens_of
+from tests.policies.decoding.scripts import Decoding, ScriptedDrafts, Session, tokens_of
 from tests.tiny_target import (
-    CPU,
     LENGTH,
     WIDTH,
     TinyTarget,
@@ -49,10 +35,10 @@ PROMPTS = random_prompts(DECODER, [2, 5, 3])
 ANSWERS = greedy(DECODER, PROMPTS)
 
 
-def scripted(drafts: ScriptedDrafts, plan: Plan | None = None) -> Decoder:
+def scripted(drafts: ScriptedDrafts, plan: Plan | None = None) -> Decoding:
     chosen = plan or Plan("scripted", (), (DraftKind.HEAD,))
     method = replace(find_method("lossless"), plans=(chosen,), is_guarded=False)
-    return Decoder(TARGET, method, Sources((), (drafts,)))
+    return Decoding(TARGET, method, None, drafts)
 
 
 def random_models() -> DraftModels:
@@ -64,24 +50,24 @@ def random_models() -> DraftModels:
 
 
 def test_a_perfect_draft_in_the_prefill_takes_one_pass() -> None:
-    decoder = build_decoder(TARGET, replace(find_method("lossless"), is_guarded=False))
+    decoder = Decoding(TARGET, replace(find_method("lossless"), is_guarded=False))
     session = Session.of(3)
-    decoder.decode(PROMPTS, session.rows, clock())
-    again = decoder.decode(PROMPTS, session.rows, clock())
+    decoder.decode(PROMPTS, session)
+    again = decoder.decode(PROMPTS, session)
     assert [trace.accepted_lengths for trace in again] == [(LENGTH - 1,)] * 3
     assert tokens_of(again) == ANSWERS
 
 
 def test_a_perfect_draft_after_the_prefill_takes_two_passes() -> None:
     drafts = ScriptedDrafts(lambda row, position, _: [ANSWERS[row][position]])
-    traces = scripted(drafts).decode(PROMPTS, Session.of(3).rows, clock())
+    traces = scripted(drafts).decode(PROMPTS, Session.of(3))
     assert [trace.accepted_lengths for trace in traces] == [(0, LENGTH - 2)] * 3
     assert drafts.depths_asked == [LENGTH - 2]
 
 
 def test_a_wrong_draft_costs_no_pass_more_than_plain_decoding() -> None:
     drafts = ScriptedDrafts(lambda row, position, _: [(ANSWERS[row][position] + 1) % 72])
-    traces = scripted(drafts).decode(PROMPTS, Session.of(3).rows, clock())
+    traces = scripted(drafts).decode(PROMPTS, Session.of(3))
     assert [trace.num_passes for trace in traces] == [LENGTH] * 3
     # Nothing is drafted for the last token: the pass before it already gives it.
     assert drafts.depths_asked == [5, 4, 3, 2, 1]
@@ -91,7 +77,7 @@ def test_rows_of_a_batch_finish_on_their_own_and_their_traces_stop_there() -> No
     def guess(row: int, position: int, _: tuple[int, ...]) -> list[int]:
         return [ANSWERS[row][position]] if row == 0 and position < LENGTH else [70]
 
-    traces = scripted(ScriptedDrafts(guess)).decode(PROMPTS, Session.of(3).rows, clock())
+    traces = scripted(ScriptedDrafts(guess)).decode(PROMPTS, Session.of(3))
     assert tokens_of(traces) == ANSWERS
     assert [trace.num_passes for trace in traces] == [2, LENGTH, LENGTH]
 
@@ -99,18 +85,11 @@ def test_rows_of_a_batch_finish_on_their_own_and_their_traces_stop_there() -> No
 @pytest.mark.parametrize("length", [1, 2, 5, 9])
 def test_actions_of_any_length_end_with_their_last_token(length: int) -> None:
     session = Session.of(3, ActionSpace.in_bins(length))
-    decoder = build_decoder(TARGET, replace(find_method("lossless"), is_guarded=False))
+    decoder = Decoding(TARGET, replace(find_method("lossless"), is_guarded=False))
     for num_passes in (length, 1):
-        traces = decoder.decode(PROMPTS, session.rows, clock())
+        traces = decoder.decode(PROMPTS, session)
         assert tokens_of(traces) == greedy(DECODER, PROMPTS, length)
         assert max(trace.num_passes for trace in traces) <= num_passes
-
-
-def test_one_batch_has_actions_of_one_length() -> None:
-    rows = [DecodeRow(ActionHistory(), ActionSpace.in_bins(length)) for length in (6, 7, 7)]
-    decoder = build_decoder(TARGET, find_method("lossless"))
-    with pytest.raises(ValueError, match=r"actions of one length, got \[6, 7\]"):
-        decoder.decode(PROMPTS, rows, clock())
 
 
 # The trace.
@@ -136,12 +115,12 @@ def recomputed(trace: DecodeTrace) -> tuple[tuple[int, ...], list[int], float]:
 
 
 def decode_by(method: Method, num_steps: int = 3) -> list[DecodeTrace]:
-    decoder = build_decoder(TARGET, method, random_models())
+    decoder = Decoding(TARGET, method, random_models())
     session = Session.of(3)
     traces: list[DecodeTrace] = []
     for step in range(num_steps):
         prompts = random_prompts(DECODER, [2, 5, 3], seed=step // 2)
-        traces += decoder.decode(prompts, session.rows, clock(), wants_margins=True)
+        traces += decoder.decode(prompts, session, wants_margins=True)
     return traces
 
 
@@ -200,10 +179,10 @@ def test_an_unknown_method_lists_the_known_ones() -> None:
 
 def test_a_method_without_its_draft_head_says_what_is_missing() -> None:
     with pytest.raises(RequestError, match=r"'spec-vla' needs .* not loaded: head"):
-        build_decoder(TARGET, find_method("spec-vla"))
+        Decoding(TARGET, find_method("spec-vla"))
     method = find_method("lossless").with_drafts((DraftKind.MEDUSA, DraftKind.RETRIEVAL))
     with pytest.raises(RequestError, match="medusa, retrieval"):
-        build_decoder(TARGET, method)
+        Decoding(TARGET, method)
 
 
 def test_a_negative_radius_is_refused() -> None:
@@ -225,29 +204,17 @@ def test_named_sources_draft_where_they_can() -> None:
     assert plan.rounds == (DraftKind.HEAD, DraftKind.PREVIOUS, DraftKind.RECYCLED)
 
 
-def test_plain_plans_equal_the_baseline_pass_by_pass() -> None:
-    """The loop of rounds with trees that are only a root, beside the loop without trees."""
-    session, method = Session.of(3), find_method("autoregressive")
-    histories = [row.history for row in session.rows]
-    history = HistoryTensors.of(histories, LENGTH, 0, CPU)
-    space = SpaceTensors.of([row.space for row in session.rows], CPU)
-    verifier = Verifier(method.rule, method.tie_break, TARGET.vocabulary.first)
-    context = ActionContext(space, history.drift, history.num_steps)
-    seen = Seen(PROMPTS, histories, history, TARGET.widest_tree)
-    timer, settled = clock(), Settled.nothing(space.groups, wants_margins=True)
-    progress = settled.progress(PROMPTS.last_tokens, fewest=0)
-    drafting = BatchDrafts.of(Sources((), ()), PLAIN, seen, progress)
-    rounds = Rounds(Round(TARGET, drafting, verifier, context), settled, EagerRunner())
-    found = run_actions(rounds, PROMPTS, ActionRun(3, LENGTH), timer).read(timer)
-    plain = AutoregressiveDecoder(TARGET, wants_margins=True).decode(PROMPTS, LENGTH, clock())
-    for one, two in zip(found, plain, strict=True):
-        assert (one.tokens, one.predicted) == (two.tokens, two.predicted)
-        assert one.margins == pytest.approx(two.margins, abs=1e-4)
-        assert untimed(one) == untimed(two)
-
-
-def untimed(trace: DecodeTrace) -> Sequence[object]:
-    return [replace(one, draft_ms=0.0, pass_ms=0.0, judge_ms=0.0) for one in trace.passes]
+def test_plain_decoding_says_what_recomputing_everything_says() -> None:
+    """The loop of rounds with trees that are only a root, beside its slow twin."""
+    plain = Decoding(TARGET, find_method(AUTOREGRESSIVE))
+    traces = plain.decode(PROMPTS, Session.of(3), wants_margins=True)
+    assert tokens_of(traces) == ANSWERS
+    for row, trace in enumerate(traces):
+        assert [one.tokens for one in trace.passes[1:]] == [(one,) for one in ANSWERS[row][:-1]]
+        assert [one.bonus for one in trace.passes] == list(ANSWERS[row])
+        logits = TARGET.logits_along(one_row(PROMPTS, row), LENGTH)
+        gaps = [float(top_gap(one, first_maximum(one))) for one in logits]
+        assert trace.margins == pytest.approx(gaps, abs=1e-4)
 
 
 def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:
@@ -258,28 +225,24 @@ def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:
     assert tokens_of(traces) == greedy(DECODER, random_prompts(DECODER, [2, 5, 3]))
 
 
-def test_changed_tokens_are_counted_without_the_last() -> None:
-    assert num_changed((1, 2, 3, 4), (1, 5, 6, 7)) == 2
-
-
 def test_the_slow_target_decodes_alike() -> None:
     method = replace(find_method("within-bins"), is_guarded=False)
     runs = []
     for target in (TARGET, TinyTarget(DECODER)):
         session = Session.of(3)
-        decoder = build_decoder(target, method, random_models())
-        runs.append([tokens_of(decoder.decode(PROMPTS, session.rows, clock())) for _ in range(2)])
+        decoder = Decoding(target, method, random_models())
+        runs.append([tokens_of(decoder.decode(PROMPTS, session)) for _ in range(2)])
     assert runs[0] == runs[1]
 
 
 def test_the_trace_names_the_plan_that_a_replay_can_ask_for() -> None:
     method = replace(find_method("lossless"), is_guarded=False)
     session = Session.of(3)
-    decoder = build_decoder(TARGET, method, random_models())
-    found = [decoder.decode(PROMPTS, session.rows, clock())[0] for _ in range(2)]
+    decoder = Decoding(TARGET, method, random_models())
+    found = [decoder.decode(PROMPTS, session)[0] for _ in range(2)]
     assert {trace.plan for trace in found} == {"memory+tree"}
     again = find_method(f"{found[0].method}:plan={found[0].plan}")
     assert [plan.name for plan in again.plans] == ["memory+tree"]
     assert not again.is_guarded
-    plain = build_decoder(TARGET, find_method("autoregressive"))
-    assert plain.decode(PROMPTS, session.rows, clock())[0].plan == "plain"
+    plain = Decoding(TARGET, find_method("autoregressive"))
+    assert plain.decode(PROMPTS, session)[0].plan == "plain"

@@ -1,6 +1,7 @@
 """Rules and sources of an installed package are asked for by name, from server to report."""
 
 import json
+import operator
 import os
 import re
 import subprocess
@@ -15,12 +16,14 @@ import pytest
 from websockets.sync.client import connect
 
 from deft_client.commands.methods import MethodFileError, read_method, tomllib
-from deft_policies.decoding.decoder import build_decoder
 from deft_policies.decoding.knobs import find_method, method_names
 from deft_policies.decoding.methods import known_methods
 from deft_policies.decoding.plan import Loop, TreeShape, TreeTemplate, source_kinds
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import RequestError
-from tests.policies.decoding.scripts import Session, clock
+from deft_policies.memory import SessionMemory
+from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of
+from tests.policies.decoding.trees import random_scored
 from tests.repository import ROOT
 from tests.tiny_target import fast_target, random_prompts, tiny_decoder
 
@@ -69,13 +72,31 @@ def test_a_rule_and_a_source_of_another_package_decode(installed: Path) -> None:
     assert str(method.rule) == "SteadyRule(limit=7, steps=40)"
     decoder = tiny_decoder()
     session, seen = Session.of(2), set()
-    drafted = build_decoder(fast_target(decoder), method)
+    drafted = Decoding(fast_target(decoder), method)
     for step in range(3):
-        for trace in drafted.decode(random_prompts(decoder, [2, 5], step), session.rows, clock()):
+        for trace in drafted.decode(random_prompts(decoder, [2, 5], step), session):
             assert trace.method == "steady:limit=7,drafts=middle+previous"
             assert trace.rule == "SteadyRule(limit=7, steps=40)"
             seen |= {name for one in trace.passes for name in one.sources}
     assert seen == {"", "middle", "previous"}
+
+
+def test_the_page_names_what_rules_and_sources_are_given() -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    batch, scored = batch_of([SessionMemory()], [[30, 31]]), random_scored(0)
+    tree = DraftTree.root_only(batch.tokens[:, 0])
+    batch.last = pass_of(tree, tree.tokens, [0], tree.tokens)
+    checked = 0
+    for heading, value in (("| of `scored` |", scored), ("| of `batch` |", batch)):
+        for line in page.split(heading)[1].split("\n\n")[0].splitlines()[2:]:
+            for name in re.findall(r"`([\w.]+)(?:\([^`]*\))?`", line.split("|")[1]):
+                if not name.startswith("."):
+                    operator.attrgetter(name)(value)
+                    checked += 1
+    assert checked >= 25
+    for name in ("roots", "depth", "widest", "shape"):
+        assert f"`room.{name}`" in page
+        assert hasattr(room_of(batch), name)
 
 
 def test_without_the_package_its_names_are_unknown() -> None:

@@ -14,25 +14,22 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace
-from deft_policies.benchmark.published import PUBLISHED_SHARES, fit_acceptance, predicted_shares
 from deft_policies.decoding.acceptance.distance import WithinIds
-from deft_policies.decoding.decoder import Decoder
-from deft_policies.decoding.drafts.sources import Sources
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import Loop
-from deft_policies.decoding.target import Prompts, Scores, TargetModel
+from deft_policies.decoding.plan import Loop, TieBreak
+from deft_policies.decoding.target import Prompts, Scores
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import TieBreak, longest_accepted_path, longest_then_cut
 from deft_policies.model.llama import LlamaDecoder
+from scripts.reproduce.published import PUBLISHED_SHARES, fit_acceptance, predicted_shares
 from tests.policies.decoding.scripts import (
     AnswerTarget,
+    Decoding,
     Guess,
     ScriptedDrafts,
     Session,
     blank_prompts,
-    clock,
 )
-from tests.policies.decoding.trees import random_scored
+from tests.policies.decoding.trees import judged, random_scored
 from tests.tiny_target import (
     LENGTH,
     TinyTarget,
@@ -148,11 +145,10 @@ def plain(decoder: LlamaDecoder, prompt: Tensor) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def decode(target: TargetModel, prompts: Prompts, guess: Guess, radius: int) -> DecodeTrace:
+def decode(target: object, prompts: Prompts, guess: Guess, radius: int) -> DecodeTrace:
     method = replace(find_method("spec-vla-published"), rule=WithinIds(radius))
     drafts = ScriptedDrafts(guess, max_depth=LEVELS)
-    decoder = Decoder(target, method, Sources((), (drafts,)))
-    return decoder.decode(prompts, Session.of(1).rows, clock())[0]
+    return Decoding(target, method, None, drafts).decode(prompts, Session.of(1))[0]
 
 
 def test_the_seventh_token_may_be_a_draft_and_a_pass_commits_it_otherwise() -> None:
@@ -206,12 +202,14 @@ def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
         predictions=wanted,
         num_committed=torch.tensor([5]),
     )
-    ours = longest_accepted_path(scored, WithinIds(9), TieBreak.FIRST_ROW)
-    theirs = longest_then_cut(scored, WithinIds(9), TieBreak.FIRST_ROW)
+    ours, theirs = (
+        judged(scored, WithinIds(9), TieBreak.FIRST_ROW, loop)
+        for loop in (Loop.LEAN, Loop.PUBLISHED)
+    )
     assert int(tree.tokens[0, ours.path[0, 1]]) == 33
     assert int(tree.tokens[0, theirs.path[0, 1]]) == 30
     assert (int(ours.bonus[0]), int(theirs.bonus[0])) == (50, 31)
-    assert int(theirs.num_accepted[0]) == 1
+    assert int(theirs.num[0]) == 1
 
 
 @pytest.mark.parametrize("suite", list(PUBLISHED_SHARES))
@@ -245,10 +243,10 @@ def test_predicted_shares_equal_counted_ones() -> None:
             return [place + 1 if place < 7 and rng.random() < chances[place - 1] else 90]
 
         drafts = ScriptedDrafts(guess, max_depth=LEVELS)
-        decoder = Decoder(target, method, Sources((), (drafts,)))
+        drafted = Decoding(target, method, None, drafts)
         counts = torch.zeros(LEVELS + 1)
         for _ in range(num_actions):
-            trace = decoder.decode(blank_prompts(1), Session.of(1).rows, clock())[0]
+            trace = drafted.decode(blank_prompts(1), Session.of(1))[0]
             for one in trace.checked_passes:
                 counts[one.accepted_length] += 1
         found = counts / counts.sum()

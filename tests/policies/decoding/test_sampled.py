@@ -1,33 +1,40 @@
 """Sampling with drafts leaves the target's odds as they are, and plain sampling's very tokens."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from deft_policies.decoding import verify
+from deft_policies.decoding import judge as judging
 from deft_policies.decoding.acceptance.rule import (
     ActionContext,
     ActionSpace,
-    ExactMatch,
     ScoredTree,
     SpaceTensors,
 )
-from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.decoder import DecodeRow, DraftModels, build_decoder
-from deft_policies.decoding.drafts.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.drafts.small_model import first_layers
-from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.batch import Form
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.judge import Accepted, Noise, judge, predict
 from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
-from deft_policies.decoding.sampling import MOST_TRIES, Sampling, Stream, target_odds
-from deft_policies.decoding.target import Scores
+from deft_policies.decoding.sampling import Sampling, Stream, exponential, target_odds, uniform
+from deft_policies.decoding.target import Scores, first_layers
 from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
-from deft_policies.decoding.verify import SampledVerifier, TieBreak
 from deft_policies.errors import RequestError
+from deft_policies.memory import SessionMemory
 from deft_policies.model.llama import LlamaDecoder
-from tests.policies.decoding.scripts import Session, clock, tokens_of
-from tests.tiny_target import CPU, LENGTH, WIDTH, fast_target, random_prompts, tiny_decoder
+from tests.policies.decoding.scripts import Decoding, Session, tokens_of
+from tests.tiny_target import (
+    CPU,
+    LENGTH,
+    NUM_PATCHES,
+    WIDTH,
+    fast_target,
+    random_prompts,
+    tiny_decoder,
+)
 
 NUM_DRAWS = 20_000
 NUM_TOKENS = 12
@@ -84,21 +91,33 @@ def scored_chains(tokens: torch.Tensor, odds: torch.Tensor | None) -> ScoredTree
     )
 
 
-def verifier(temperature: float, num_rows: int, seed: int) -> SampledVerifier:
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.empty(num_rows, 3, NUM_TOKENS).exponential_(generator=generator)
-    coins = torch.rand(num_rows, 3, MOST_TRIES, generator=generator)
-    return SampledVerifier(ExactMatch(), TieBreak.CLOSEST, 0, temperature, noise, coins)
+@dataclass(frozen=True)
+class Sampler:
+    """The judge at a temperature, with noise of its own for every row."""
+
+    method: Method
+    noise: Noise
+
+    def predict(self, scored: ScoredTree) -> torch.Tensor:
+        logits, count = scored.scores.logits, scored.num_committed
+        return predict(self.method, scored.tree, logits, 0, self.noise, count)
+
+    def judge(self, scored: ScoredTree) -> Accepted:
+        return judge(self.method, scored, self.noise, None, 3)
 
 
-def outputs(scored: ScoredTree, judge: SampledVerifier) -> torch.Tensor:
+def sampler(temperature: float, num_rows: int, seed: int) -> Sampler:
+    method = find_method("ratio-test").with_sampling(Sampling(temperature))
+    keys = torch.arange(num_rows) * 7919 + seed * 1_000_003
+    return Sampler(method, Noise(keys, torch.full((num_rows,), 3)))
+
+
+def outputs(scored: ScoredTree, drawn: Sampler) -> torch.Tensor:
     """The first two tokens that each row emits; -1 where a pass ended before the second."""
-    predicted = judge.predict(scored.tree, scored.scores, scored.num_committed)
-    accepted = judge.judge(replace(scored, predictions=predicted))
-    kept = accepted.num_accepted
-    first = torch.where(kept > 0, scored.tree.tokens[:, 1], accepted.bonus)
-    second = torch.where(kept > 1, scored.tree.tokens[:, 2], accepted.bonus)
-    return torch.stack((first, torch.where(kept > 0, second, -1)), dim=1)
+    accepted = drawn.judge(replace(scored, predictions=drawn.predict(scored)))
+    first = torch.where(accepted.num > 0, scored.tree.tokens[:, 1], accepted.bonus)
+    second = torch.where(accepted.num > 1, scored.tree.tokens[:, 2], accepted.bonus)
+    return torch.stack((first, torch.where(accepted.num > 0, second, -1)), dim=1)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
@@ -111,7 +130,7 @@ def test_the_ratio_test_keeps_the_targets_odds(temperature: float) -> None:
     second = torch.multinomial(q[first], 1, generator=generator).squeeze(1)
     odds = torch.stack((q[first] * 0, q[NUM_TOKENS].expand(NUM_DRAWS, -1), q[first]), dim=1)
     scored = scored_chains(torch.stack((first, second), dim=1), odds)
-    found = outputs(scored, verifier(temperature, NUM_DRAWS, seed=5))
+    found = outputs(scored, sampler(temperature, NUM_DRAWS, seed=5))
     p = target_odds(target, temperature).double()
     assert chi_square(counted(found[:, 0]), p[NUM_TOKENS]) < BOUND_11
     # The draft alone is far off, so the test has something to correct.
@@ -127,14 +146,14 @@ def test_the_ratio_test_keeps_the_targets_odds(temperature: float) -> None:
 def test_a_residual_that_is_not_resampled_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails when a rejected draft is replaced by a draw from p itself."""
 
-    monkeypatch.setattr(verify, "_without_draft", lambda odds, q: odds)
+    monkeypatch.setattr(judging, "_without_draft", lambda odds, q: odds)
     target, draft = logits_and_draft_logits()
     q = target_odds(draft, 1.0)
     generator = torch.Generator().manual_seed(11)
     first = torch.multinomial(q[NUM_TOKENS], NUM_DRAWS, replacement=True, generator=generator)
     odds = torch.stack((q[first] * 0, q[NUM_TOKENS].expand(NUM_DRAWS, -1), q[first]), dim=1)
     scored = scored_chains(torch.stack((first, first), dim=1), odds)
-    found = outputs(scored, verifier(1.0, NUM_DRAWS, seed=5))
+    found = outputs(scored, sampler(1.0, NUM_DRAWS, seed=5))
     p = target_odds(target, 1.0).double()
     assert chi_square(counted(found[:, 0]), p[NUM_TOKENS]) > BOUND_11
 
@@ -144,7 +163,7 @@ def test_fixed_guesses_keep_the_targets_odds(temperature: float) -> None:
     """A tree of guesses that nobody drew: the same chain in every row, as memory drafts are."""
     target, _ = logits_and_draft_logits()
     chain = torch.tensor([[4, 7]]).expand(NUM_DRAWS, -1)
-    found = outputs(scored_chains(chain, None), verifier(temperature, NUM_DRAWS, seed=6))
+    found = outputs(scored_chains(chain, None), sampler(temperature, NUM_DRAWS, seed=6))
     p = target_odds(target, temperature).double()
     assert chi_square(counted(found[:, 0]), p[NUM_TOKENS]) < BOUND_11
     behind = found[(found[:, 0] == 4) & (found[:, 1] >= 0), 1]
@@ -168,15 +187,15 @@ def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[Draft
     head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     sampling = Sampling(temperature=0.7, seed=9)
     method = find_method("lossless").with_drafts(drafts).with_sampling(sampling)
-    drafted = build_decoder(target, method, DraftModels(head=head))
-    session = Session.of(3)
+    drafted = Decoding(target, method, DraftModels(head=head))
+    plain = Decoding(target, find_method("autoregressive").with_sampling(sampling))
+    session, alone = Session.of(3), Session.of(3)
     saved = 0
     for step in range(6):
         prompts = random_prompts(decoder, [2, 5, 3], seed=step // 3)
-        chooser = sampling.chooser([step] * 3, CPU)
-        plain = AutoregressiveDecoder(target, chooser).decode(prompts, LENGTH, clock())
-        traces = drafted.decode(prompts, session.rows, clock())
-        assert tokens_of(traces) == tokens_of(plain)
+        expected = tokens_of(plain.decode(prompts, alone))
+        traces = drafted.decode(prompts, session)
+        assert tokens_of(traces) == expected
         saved += sum(LENGTH - trace.num_passes for trace in traces)
     assert saved > 0 or drafts == (DraftKind.HEAD,)
 
@@ -190,9 +209,9 @@ def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
     runs = []
     for seed in (1, 1, 2):
         method = find_method("ratio-test").with_sampling(Sampling(3.0, seed))
-        drawn = build_decoder(target, method, DraftModels(head=head))
+        drawn = Decoding(target, method, DraftModels(head=head))
         session = Session.of(2)
-        traces = [drawn.decode(prompts, session.rows, clock()) for _ in range(4)]
+        traces = [drawn.decode(prompts, session) for _ in range(4)]
         runs.append([tokens_of(one) for one in traces])
         assert any(trace.accepted_lengths != (0,) * 7 for one in traces for trace in one)
         assert all(trace.relaxed_share == 0 for one in traces for trace in one)
@@ -223,11 +242,11 @@ def test_several_drafts_of_one_token_keep_the_targets_odds(temperature: float) -
     scored = replace(
         chains, tree=tree, scores=Scores(logits, logits), predictions=logits.argmax(dim=2)
     )
-    accepted = verifier(temperature, NUM_DRAWS, seed=7).judge(scored)
+    accepted = sampler(temperature, NUM_DRAWS, seed=7).judge(scored)
     first, second = accepted.own[:, 0], accepted.own[:, 1]
     p = target_odds(target, temperature).double()
     assert chi_square(counted(first), p[NUM_TOKENS]) < BOUND_11
-    kept = accepted.num_accepted > 0
+    kept = accepted.num > 0
     assert kept.double().mean() > 0.5
     # Behind a draft that stood comes the target's own token, by its odds after that draft.
     likely = p[NUM_TOKENS].argsort(descending=True)[:9].tolist()
@@ -261,7 +280,7 @@ def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
         scores=Scores(logits, logits),
         predictions=tokens * 0,
     )
-    found = counted(verifier(1.0, num_draws, seed=8).judge(scored).own[:, 0])
+    found = counted(sampler(1.0, num_draws, seed=8).judge(scored).own[:, 0])
     groups = [slice(0, 1), slice(1, 6), slice(6, 12)]
     counts, wanted = (torch.stack([x[one].sum() for one in groups]) for x in (found, p.double()))
     assert chi_square(counts, wanted) < 13.82  # the 99.9% quantile for 2 degrees of freedom
@@ -274,12 +293,14 @@ def test_the_token_behind_accepted_drafts_is_drawn_with_the_noise_of_its_own_pos
     generator = torch.Generator().manual_seed(17)
     drafts = torch.randint(0, NUM_TOKENS, (100, 2), generator=generator)
     odds = torch.stack((p[drafts[:, 0]] * 0, p[NUM_TOKENS].expand(100, -1), p[drafts[:, 0]]), 1)
-    judge = verifier(1.0, 100, seed=6)
-    accepted = judge.judge(scored_chains(drafts, odds))
+    drawn = sampler(1.0, 100, seed=6)
+    accepted = drawn.judge(scored_chains(drafts, odds))
     behind = p[drafts[:, 1]]
-    assert (accepted.num_accepted == 2).all()
-    assert torch.equal(accepted.bonus, (behind / judge.noise[:, 2]).argmax(dim=1))
-    assert not torch.equal(accepted.bonus, (behind / judge.noise[:, 0]).argmax(dim=1))
+    assert (accepted.num == 2).all()
+    places = torch.arange(3).expand(100, -1)
+    noise = exponential(drawn.noise.keys, Stream.ANSWER, places, NUM_TOKENS)
+    assert torch.equal(accepted.bonus, (behind / noise[:, 2]).argmax(dim=1))
+    assert not torch.equal(accepted.bonus, (behind / noise[:, 0]).argmax(dim=1))
 
 
 NUM_ROWS = 500
@@ -306,7 +327,13 @@ def exact_odds(
 
 
 @pytest.mark.parametrize("shape", [TreeShape.chain(3), TREE], ids=["chains", "trees"])
-@pytest.mark.parametrize("kind", [DraftKind.HEAD, DraftKind.SMALL_MODEL], ids=lambda one: one.value)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(DraftKind.HEAD, id="head"),
+        pytest.param(DraftKind.SMALL_MODEL, id="small-model", marks=pytest.mark.long(seconds=21)),
+    ],
+)
 def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: DraftKind, shape: TreeShape) -> None:
     """20,000 actions with drafts that are drawn, over several passes, bonus tokens included."""
     decoder, temperature = tiny_decoder(), 3.0
@@ -315,7 +342,7 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: DraftKind, shape: Tre
     head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     method = find_method("ratio-test").with_sampling(Sampling(temperature, seed=4))
     models = DraftModels(head=head, small_model=fast_target(first_layers(decoder, 1)))
-    drawn = build_decoder(target, method.with_drafts((kind,)).with_shape(shape), models)
+    drawn = Decoding(target, method.with_drafts((kind,)).with_shape(shape), models)
     one = random_prompts(decoder, [3])
     prompts = replace(
         one,
@@ -324,11 +351,11 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: DraftKind, shape: Tre
         last_tokens=one.last_tokens.expand(NUM_ROWS),
         features=None,
     )
-    space, found, kept = ActionSpace.in_bins(SHORT), [], 0
+    form, found, kept = Form.action(ActionSpace.in_bins(SHORT)), [], 0
     for batch in range(NUM_DRAWS // NUM_ROWS):
         numbers = range(batch * NUM_ROWS, (batch + 1) * NUM_ROWS)
-        rows = [DecodeRow(ActionHistory(num_draws=number), space) for number in numbers]
-        traces = drawn.decode(prompts, rows, clock())
+        memories = [SessionMemory(num_draws=number) for number in numbers]
+        traces = drawn.decode(prompts, Session(memories, form))
         found += tokens_of(traces)
         kept += sum(sum(trace.accepted_lengths) for trace in traces)
     assert 0.1 < kept / NUM_DRAWS < 1.9  # some stand and some fall
@@ -345,12 +372,54 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: DraftKind, shape: Tre
 
 def test_the_noise_of_drafts_and_of_answers_never_meets() -> None:
     """Seen for real: one seed for both, and the target drew the draft's token a position later."""
-    firsts = set()
-    for seed in range(3):
-        for stream in (Stream.ACTION, Stream.DRAFT):
-            for number in (0, 1, 1_000_003, 2_000_006):
-                generator = Sampling(1.0, seed).generator(stream, number, CPU)
-                firsts.add(
-                    float(torch.empty(1, dtype=torch.float64).exponential_(generator=generator))
-                )
-    assert len(firsts) == 3 * 2 * 4
+    draws = [(session, number) for session in (0, 1, 2**62) for number in (0, 1, 1_000_003)]
+    found = [
+        uniform(Sampling(1.0, seed).keys(draws, CPU), stream, torch.arange(4).expand(9, -1), 3)
+        for seed in range(3)
+        for stream in Stream
+    ]
+    assert len(set(torch.stack(found).flatten().tolist())) == 9 * 9 * 4 * 3
+
+
+@pytest.mark.parametrize("kind", [DraftKind.HEAD, DraftKind.SMALL_MODEL], ids=lambda one: one.value)
+def test_a_frame_is_answered_alike_whatever_was_decoded_before_it_and_beside_it(
+    kind: DraftKind,
+) -> None:
+    """Same seed, memory and frame: in a fresh process, an old one and a batch, drafts included."""
+    decoder = tiny_decoder()
+    target = fast_target(decoder)
+    torch.manual_seed(0)
+    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    models = DraftModels(head=head, small_model=fast_target(first_layers(decoder, 1)))
+    method = find_method("ratio-test").with_drafts((kind,)).with_sampling(Sampling(3.0, 1))
+
+    def answer(before: int, beside: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        drawn = Decoding(target, method, models)
+        for _ in range(before):
+            drawn.decode(random_prompts(decoder, [5, 3], seed=9), Session.of(2))
+        lengths = [4, 2, 7][: 1 + beside]
+        session = Session.of(1 + beside)
+        session.memories[0] = SessionMemory(noise=77)
+        prompts = random_prompts(decoder, lengths, seed=4)
+        first = random_prompts(decoder, [4], seed=4)
+        prompts.embeds[0, : 4 + NUM_PATCHES] = first.embeds[0]
+        prompts.last_tokens[0] = first.last_tokens[0]
+        trace = drawn.decode(prompts, session)[0]
+        return trace.tokens, trace.accepted_lengths
+
+    first = answer(before=0, beside=0)
+    assert answer(before=3, beside=0) == first
+    assert answer(before=1, beside=2)[0] == first[0]
+
+
+def test_fresh_sessions_draw_different_noise() -> None:
+    decoder = tiny_decoder()
+    method = find_method("lossless").with_sampling(Sampling(3.0, 1))
+    drawn = Decoding(fast_target(decoder), method)
+    prompts = random_prompts(decoder, [4], seed=4)
+    form = Form.action(ActionSpace.in_bins(LENGTH))
+    answers = {
+        tokens_of(drawn.decode(prompts, Session([SessionMemory(noise=one)], form)))[0]
+        for one in range(8)
+    }
+    assert len(answers) > 4

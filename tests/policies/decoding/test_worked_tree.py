@@ -15,9 +15,12 @@ from deft_policies.decoding.acceptance.rule import (
     ScoredTree,
     SpaceTensors,
 )
+from deft_policies.decoding.judge import Accepted
+from deft_policies.decoding.plan import TieBreak
+from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.decoding.verify import AcceptedPath, TieBreak, Verifier
+from tests.policies.decoding.trees import judged
 from tests.tiny_target import CPU, LENGTH
 
 PAGE = Path(__file__).parents[3] / "docs" / "decoding.md"
@@ -66,11 +69,10 @@ def scored() -> ScoredTree:
     committed = torch.tensor([NUM_COMMITTED])
     nothing = torch.zeros(1, LENGTH, dtype=torch.int64)
     space = SpaceTensors.of([ActionSpace.in_bins(LENGTH)], CPU)
-    verifier = Verifier(ExactMatch(), TieBreak.CLOSEST, TOKENS.first)
     return ScoredTree(
         tree=tree,
         scores=scores,
-        predictions=verifier.predict(tree, scores, committed),
+        predictions=first_maximum(logits) + TOKENS.first,
         num_committed=committed,
         spent=nothing,
         vocabulary=TOKENS,
@@ -79,12 +81,12 @@ def scored() -> ScoredTree:
     )
 
 
-def judge(rule: AcceptanceRule, tie_break: TieBreak) -> AcceptedPath:
-    return Verifier(rule, tie_break, TOKENS.first).judge(scored())
+def judge(rule: AcceptanceRule, tie_break: TieBreak) -> Accepted:
+    return judged(scored(), rule, tie_break)
 
 
-def kept(verdict: AcceptedPath) -> list[int]:
-    return verdict.path[0, : int(verdict.num_accepted[0]) + 1].tolist()  # type: ignore[no-any-return]
+def kept(verdict: Accepted) -> list[int]:
+    return verdict.path[0, : int(verdict.num[0]) + 1].tolist()  # type: ignore[no-any-return]
 
 
 def test_the_table_describes_the_tree() -> None:

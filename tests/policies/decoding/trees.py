@@ -6,12 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
     ActionContext,
     ActionSpace,
     DimensionGroup,
     ScoredTree,
     SpaceTensors,
 )
+from deft_policies.decoding.judge import Accepted, Noise, judge
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from tests.tiny_target import CPU, LENGTH, path_to
@@ -75,6 +79,16 @@ def random_scored(seed: int, space: ActionSpace = SPACE, num_rows: int = 3) -> S
         action_tokens=ACTIONS,
         context=context,
     )
+
+
+def judged(
+    scored: ScoredTree, rule: AcceptanceRule, tie_break: TieBreak, loop: Loop = Loop.LEAN
+) -> Accepted:
+    """The path that is committed greedily; none is longer than an action."""
+    method = Method("test", "", rule, (), tie_break, loop=loop)
+    rows = torch.zeros_like(scored.num_committed)
+    steps = max(1, min(scored.tree.num_nodes, LENGTH))
+    return judge(method, scored, Noise(rows, rows), None, steps)
 
 
 @dataclass(frozen=True)

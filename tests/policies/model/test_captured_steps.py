@@ -5,11 +5,10 @@ import gc
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree, indices_of
+from deft_policies.decoding.growth import GrowthStart, OpenNodes, grow_tree, indices_of
 from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.layout import Tensors
-from deft_policies.model.leaves import copy_together
 from tests.recorder import RecordingCapturer
 
 
@@ -34,35 +33,3 @@ def test_a_recording_holds_what_it_reads_although_others_forget_it() -> None:
     gc.collect()
     assert [tensor.tolist() for tensor in runner.run("grow", grow, (odds,))] == expected
     assert [tensor.tolist() for tensor in grow(odds)] == expected
-
-
-def test_memory_of_a_key_is_made_while_warming_up_and_stays_where_it_is() -> None:
-    runner = CapturedRunner(RecordingCapturer())
-    given = (torch.ones(2), torch.zeros(3, dtype=torch.int64))
-    assert runner.place("a", given) is None
-    with runner.warming_up():
-        made = runner.place("a", given)
-    assert made is not None
-    before = [one.data_ptr() for one in made.tensors]
-    swapped = runner.place("a", (torch.zeros(2), torch.ones(3, dtype=torch.int64)))
-    assert swapped is made
-    assert [one.data_ptr() for one in made.tensors] == before
-    assert [one.tolist() for one in made.tensors] == [[0.0, 0.0], [1, 1, 1]]
-    assert runner.place("b", given) is None
-
-
-def test_a_step_may_write_to_the_memory_it_reads() -> None:
-    """Two tensors change places: both are read before either is written."""
-    runner = CapturedRunner(RecordingCapturer())
-    with runner.warming_up():
-        memory = runner.place("a", (torch.tensor([1]), torch.tensor([2])))
-        assert memory is not None
-
-        def step() -> Tensors:
-            copy_together(memory.tensors, memory.tensors[::-1])
-            return ()
-
-        runner.run("swap", step, ())
-    runner.place("a", (torch.tensor([1]), torch.tensor([2])))
-    runner.run("swap", step, ())
-    assert [int(one) for one in memory.tensors] == [2, 1]

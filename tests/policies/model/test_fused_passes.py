@@ -8,31 +8,31 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
-from deft_policies.benchmark.prediction import (
-    BLOCK_LAUNCHES,
-    FP8_LAYER_LAUNCHES,
-    LAYER_LAUNCHES,
-)
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.families.target import VlaTarget
+from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.layout import Reserve
 from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.vision import VisionTransformer
 from deft_policies.model.vla import OpenVLAModel
-from deft_policies.openvla.options import Quantization
-from deft_policies.openvla.target import OpenVLATarget
+from scripts.predict_gpu import (
+    BLOCK_LAUNCHES,
+    FP8_LAYER_LAUNCHES,
+    LAYER_LAUNCHES,
+)
 from tests.launches import LaunchCounter
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import CPU, random_prompts, tiny_config, tiny_model
 from tests.triton_twins import Counted
 
 
-def fixed_shapes(model: OpenVLAModel) -> OpenVLATarget:
+def fixed_shapes(model: OpenVLAModel) -> VlaTarget:
     """Shapes as captured passes have them, but sealed: the interpreter cannot be recorded."""
     runner = CapturedRunner(RecordingCapturer(), Reserve(rows=2, longest=32))
     with runner.warming_up():
         pass
-    return OpenVLATarget(model, runner=runner)
+    return VlaTarget(model, runner=runner)
 
 
 def random_tree(num_rows: int, num_nodes: int) -> DraftTree:
@@ -42,15 +42,17 @@ def random_tree(num_rows: int, num_nodes: int) -> DraftTree:
     return replace(DraftTree.chain(tokens), parents=parents.expand_as(tokens), is_chain=False)
 
 
-def answers(target: OpenVLATarget, num_nodes: int) -> list[Tensor]:
+def answers(target: VlaTarget, num_nodes: int) -> list[Tensor]:
     """Scores of a prefill with guesses and of two passes behind it."""
     prompts = random_prompts(target.model, [3, 9])
     tree = random_tree(2, num_nodes)
-    first, features = target.prefill(prompts, tree)
+    rows = target.sequences()
+    rows.reserve(2, 64)
+    first, features = target.prefill(rows, 0, prompts, tree)
     found = [first.logits.clone(), features.hidden.clone()]
     for nodes in (num_nodes, 1):
-        target.commit(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
-        found.append(target.score(random_tree(2, nodes)).logits.clone())
+        rows.keep(torch.zeros(2, 1, dtype=torch.int64), 1, in_place=True)
+        found.append(target.score(rows, random_tree(2, nodes)).logits.clone())
     return found
 
 
@@ -90,12 +92,14 @@ def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches(
         model.fuse(launch.kernels)
         target = fixed_shapes(model)
         prompts = random_prompts(model, [3])
-        target.prefill(prompts, DraftTree.root_only(prompts.last_tokens))
+        rows = target.sequences()
+        rows.reserve(1, 64)
+        target.prefill(rows, 0, prompts, DraftTree.root_only(prompts.last_tokens))
         tree = random_tree(1, num_nodes)
         launch.launched.clear()
         inputs = (tree.tokens, tree.ancestor_mask(), torch.tensor([6]))
         with LaunchCounter() as counter:
-            target._score_step(64, *inputs)
+            target._score_step(rows, 64, *inputs)
         totals.append(counter.total + len(launch.launched))
     is_fp8 = quantization is Quantization.FP8
     expected = FP8_LAYER_LAUNCHES if is_fp8 else LAYER_LAUNCHES

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from deft_policies.checkpoint.tokenizer import build_tokenizer, write_tokenizer
+from deft_policies.checkpoint.tokenizer import load_encoder
 from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
+from scripts.tiny_libero.tokenizer import build_tokenizer, write_tokenizer
 from tests import golden
 
 INSTRUCTIONS = ("pick up the red mug", "open the top drawer", "put the bowl on the stove")
@@ -14,7 +15,7 @@ LLAMA_VOCABULARY = 32000
 
 
 def golden_encoder(template: PromptTemplate = PromptTemplate.OPENVLA) -> PromptEncoder:
-    return PromptEncoder.load(golden.TINY_OPENVLA, template, LLAMA_VOCABULARY)
+    return load_encoder(golden.TINY_OPENVLA, template, LLAMA_VOCABULARY)
 
 
 def prompt_cases(*templates: str) -> list[golden.PromptCase]:
@@ -59,29 +60,29 @@ def test_a_missing_or_foreign_tokenizer_names_the_file_and_the_fix(
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError) as caught:
-        PromptEncoder.load(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
+        load_encoder(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
     message = str(caught.value)
     assert str(tmp_path / "tokenizer.json") in message
     assert "\n" not in message
 
 
 def test_missing_tokenizer_files_are_to_be_copied(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; copy tokenizer\.json"):
-        PromptEncoder.load(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        load_encoder(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
 
 
 def test_a_damaged_bpe_file_is_an_error_of_one_line(tmp_path: Path) -> None:
     damaged = json.loads((golden.TINY_OPENVLA / "tokenizer.json").read_text())
     del damaged["model"]["merges"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
-    with pytest.raises(CheckpointError, match="is not a tokenizer"):
-        PromptEncoder.load(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
+    with pytest.raises(CheckpointError, match="not a tokenizer"):
+        load_encoder(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
 
 
 def test_a_tokenizer_larger_than_the_decoder_is_refused(tmp_path: Path) -> None:
     shutil.copy(golden.TINY_OPENVLA / "tokenizer.json", tmp_path)
-    with pytest.raises(CheckpointError, match="32000 pieces, the decoder has room for 1024"):
-        PromptEncoder.load(tmp_path, PromptTemplate.OPENVLA, 1024)
+    with pytest.raises(CheckpointError, match="32000 .* 1024"):
+        load_encoder(tmp_path, PromptTemplate.OPENVLA, 1024)
 
 
 def test_a_tokenizer_without_the_blank_is_not_llamas(tmp_path: Path) -> None:
@@ -90,23 +91,23 @@ def test_a_tokenizer_without_the_blank_is_not_llamas(tmp_path: Path) -> None:
     foreign["added_tokens"] = foreign["added_tokens"][:3]
     (tmp_path / "tokenizer.json").write_text(json.dumps(foreign))
     with pytest.raises(CheckpointError, match="no piece '▁'"):
-        PromptEncoder.load(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
+        load_encoder(tmp_path, PromptTemplate.OPENVLA, LLAMA_VOCABULARY)
 
 
 def test_an_own_tokenizer_is_read_back_and_loses_no_text(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(INSTRUCTIONS, num_pieces=400)
+    tokenizer = build_tokenizer(INSTRUCTIONS)
     write_tokenizer(tokenizer, tmp_path)
-    encoder = PromptEncoder.load(tmp_path, PromptTemplate.OPENVLA, 512)
-    for instruction in (*INSTRUCTIONS, "把杯子放到桌上", "grab the 🍎\tnow", ""):
+    encoder = load_encoder(tmp_path, PromptTemplate.OPENVLA, 512)
+    for instruction in (*INSTRUCTIONS, "把杯子放到桌上", "grab the 🍎\tnow"):
         ids = encoder.encode(instruction)
         text = tokenizer.decode(list(ids[:-1]), skip_special_tokens=True)
         assert text == PromptTemplate.OPENVLA.fill(instruction)
-        assert max(ids) < tokenizer.get_vocab_size() <= 400
+        assert max(ids) < tokenizer.get_vocab_size() <= 300
 
 
 def test_an_own_tokenizer_splits_a_word_alike_wherever_it_stands() -> None:
     """Pieces must not swallow what follows the instruction, or its last word would be special."""
-    tokenizer = build_tokenizer(INSTRUCTIONS, num_pieces=400)
+    tokenizer = build_tokenizer(INSTRUCTIONS)
     at_the_end = tokenizer.encode("put the bowl on the stove?\nOut:").tokens
     in_the_middle = tokenizer.encode("put the bowl on the stove now?\nOut:").tokens
     end = at_the_end.index("▁stove") + 1
@@ -116,9 +117,9 @@ def test_an_own_tokenizer_splits_a_word_alike_wherever_it_stands() -> None:
 def test_other_libraries_read_an_own_tokenizer_alike(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    write_tokenizer(build_tokenizer(INSTRUCTIONS, num_pieces=400), tmp_path)
+    write_tokenizer(build_tokenizer(INSTRUCTIONS), tmp_path)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    encoder = PromptEncoder.load(tmp_path, PromptTemplate.OPENVLA, 512)
+    encoder = load_encoder(tmp_path, PromptTemplate.OPENVLA, 512)
     for instruction in INSTRUCTIONS:
         prompt = PromptTemplate.OPENVLA.fill(instruction)
         assert tuple(theirs(prompt)["input_ids"]) == encoder.encode(instruction)[:-1]
@@ -126,8 +127,10 @@ def test_other_libraries_read_an_own_tokenizer_alike(tmp_path: Path) -> None:
 
 def test_what_all_prompts_share_is_one_piece_at_either_end() -> None:
     """Else a small model spends most of its prefill on what never changes."""
-    tokenizer = build_tokenizer(("take the milk to me", "take the red mug to me"), num_pieces=400)
-    start = tokenizer.token_to_id("In: What action should the robot take to take the")
-    end = tokenizer.token_to_id(" to me?\nOut:")
-    ids = tokenizer.encode(PromptTemplate.OPENVLA.fill("take the red mug to me")).ids
-    assert ids == [ids[0], start, *(tokenizer.token_to_id(one) for one in ("▁red", "▁mug")), end]
+    tokenizer = build_tokenizer(["take the red mug to me"])
+    encoded = tokenizer.encode(PromptTemplate.OPENVLA.fill("take the red mug to me"))
+    start, *words, end = encoded.ids[1:]
+    assert start == tokenizer.token_to_id("In: What action should the robot take to")
+    assert end == tokenizer.token_to_id("?\nOut:")
+    assert encoded.tokens[2:-1] == ["▁take", "▁the", "▁red", "▁mug", "▁to", "▁me"]
+    assert len(words) == 6

@@ -8,9 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.history import ActionHistory, HistoryTensors
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.batch import Batch, Form, Row
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.knobs import find_method
+from deft_policies.families.target import VlaTarget
+from deft_policies.memory import SessionMemory
 from deft_policies.model.image import ImageProcessor
-from deft_policies.openvla.target import OpenVLATarget
 from tests.tiny_openvla import tiny_config, tiny_model
 
 META = torch.device("meta")
@@ -39,12 +43,16 @@ class CopiesToDevice(TorchDispatchMode):
 
 def test_no_copy_between_a_frame_and_its_prefill_makes_the_host_wait() -> None:
     model = tiny_model().to(META)
-    target, images = OpenVLATarget(model), ImageProcessor(tiny_config().image, ImageChain.NONE)
-    history = ActionHistory()
-    history.append((1,) * 7, (1,) * 7, leak=1.0)
+    target, images = VlaTarget(model), ImageProcessor(tiny_config().image, ImageChain.NONE)
+    batch, step = Batch(META, 1, 7, 7), ((1,) * 7,)
+    method = find_method("lossless")
+    row = Row(method, Form.action(ActionSpace.in_bins(7)), SessionMemory(own=step, executed=step))
+    row.history = ActionHistory.of(row.memory)
+    row.limit = 7
+    batch.fill([row], None, drafts=True, reads_past=True)  # stacks the action spaces, once
     frame = np.zeros((28, 28, 3), np.uint8)
     images.pixel_values([frame], META)  # places the table of normalised values, once
     with CopiesToDevice() as copies, torch.no_grad():
         target.read(images.pixel_values([frame], META), [[1, 2, 3]])
-        HistoryTensors.of([history], 7, 2, META)
-    assert copies.go_on == [True] * 7
+        batch.fill([row], None, drafts=True, reads_past=True)
+    assert copies.go_on == [True] * 6

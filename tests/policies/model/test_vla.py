@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from deft_policies.checkpoint.tensor_names import tensor_places
-from deft_policies.decoding.autoregressive import AutoregressiveDecoder
-from deft_policies.decoding.records import StageClock
+from deft_policies.decoding.sampling import first_maximum, top_gap
+from deft_policies.families.target import VlaTarget
 from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.tensor_names import tensor_places
 from deft_policies.model.vla import OpenVLAModel
-from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import tensor_shapes
-from tests.tiny_openvla import CPU, golden_model, tiny_config, tiny_model
+from tests.tiny_openvla import golden_model, tiny_config, tiny_model
 
 WITH_PIXELS = (1, 4)
 
@@ -44,16 +43,18 @@ def test_towers_projector_and_decoder_equal_the_recorded_features() -> None:
 @pytest.mark.parametrize("number", WITH_PIXELS)
 def test_greedy_tokens_and_margins_equal_openvla_in_float32(number: int) -> None:
     case = golden.cases()[number]
-    target = OpenVLATarget(golden_model())
+    target = VlaTarget(golden_model())
     prompts = target.read(pixels_of(number), [case.prompt_ids])
-    decoder = AutoregressiveDecoder(target, wants_margins=True)
-    trace = decoder.decode(prompts, 7, StageClock(CPU))[0]
-    assert trace.tokens == case.tokens
-    np.testing.assert_allclose(trace.margins, case.margins, atol=1e-3)
+    with torch.inference_mode():
+        logits = target.logits_along(prompts, 7)
+    best = [first_maximum(one) for one in logits]
+    assert tuple(map(int, best)) == case.tokens
+    margins = [float(top_gap(*both)) for both in zip(logits, best, strict=True)]
+    np.testing.assert_allclose(margins, case.margins, atol=1e-3)
 
 
 def test_prompts_of_a_batch_keep_their_own_lengths() -> None:
-    target = OpenVLATarget(tiny_model())
+    target = VlaTarget(tiny_model())
     pixels = torch.randn(2, 6, 28, 28)
     ids = [(1, 40, 41, 42, 7), (1, 50, 7)]
     prompts = target.read(pixels, ids)
@@ -122,13 +123,13 @@ def openvla_7b() -> OpenVLAConfig:
         tiny,
         llm=dataclasses.replace(
             tiny.llm,
-            vocab_size=32064,
+            vocabulary=32064,
             width=4096,
-            mlp=11008,
+            mlp_width=11008,
             num_layers=32,
-            heads=32,
-            kv_heads=32,
-            head_width=128,
+            num_heads=32,
+            num_kv_heads=32,
+            head_dim=128,
         ),
         towers=(
             dataclasses.replace(dino, width=1024, depth=24, heads=16, mlp=4096, image_size=224),

@@ -4,7 +4,9 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -46,7 +48,29 @@ def test_a_machine_that_can_serve_is_told_so(capsys: pytest.CaptureFixture[str])
 
 def test_a_port_that_is_taken_is_an_error(taken_port: int, capsys: pytest.CaptureFixture[str]):
     assert doctor.main(["--port", str(taken_port)]) == 1
-    assert f"cannot listen on 127.0.0.1:{taken_port}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"127.0.0.1:{taken_port}" in said
+    assert "\n1 error, " in said
+
+
+def test_a_deft_that_runs_on_the_port_is_no_error(capsys: pytest.CaptureFixture[str]):
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"OK\n" if self.path == "/healthz" else b"")
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        answering = Thread(target=server.handle_request, daemon=True)
+        answering.start()
+        assert doctor.main(["--port", str(server.server_port)]) == 0
+        answering.join()
+    said = capsys.readouterr().out
+    assert f"a Deft server answers at 127.0.0.1:{server.server_port}" in said
+    assert "\n0 errors, " in said
 
 
 def test_settings_that_cannot_be_used_are_an_error(capsys: pytest.CaptureFixture[str]):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.libero.demonstrations.files import episode_path, load_demonstration
+from deft_client.datasets.demonstrations import episode_path, load_demonstration
 from deft_client.recordings import (
     EpisodeHeader,
     RecordedStep,
@@ -19,9 +19,9 @@ from deft_client.recordings import (
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions
 from deft_server.commands.replay import (
     PastStep,
     ReplayError,
@@ -71,6 +71,17 @@ def test_differences_are_per_dimension_and_in_robot_units(tmp_path: Path) -> Non
     np.testing.assert_allclose(summary.mean, [0.01, 0.01, 0.51, 0.01, 0.01, 0.01, 0.01])
     assert summary.identical_share == 0
     assert summary.same_tokens_share is None
+
+
+def test_texts_are_compared_and_one_without_an_action_is_as_different_as_can_be() -> None:
+    was = past(ActionChunk(np.zeros((1, 7)), reasoning="go ACTION: x"))
+    same = compare(was, was.recorded.chunk, 1.0)
+    other = compare(was, ActionChunk(np.zeros((1, 7)), reasoning="stop ACTION: x"), 1.0)
+    none = compare(was, ActionChunk(np.empty((0, 7)), reasoning="go"), 1.0)
+    assert [one.same_text for one in (same, other, none)] == [True, False, False]
+    assert [one.largest for one in (same, other, none)] == [0.0, 0.0, np.inf]
+    assert "same text: 50.0% of the frames" in describe(summarise([same, other]))
+    assert compare(past(ActionChunk(np.zeros((1, 7)))), was.recorded.chunk, 1.0).same_text is None
 
 
 def test_a_policy_that_does_the_same_again_is_identical(tmp_path: Path) -> None:
@@ -134,7 +145,7 @@ def test_recorded_options_are_used_on_request(tmp_path: Path) -> None:
 
 def test_a_relaxed_run_is_repeated_to_the_bit(tmp_path: Path) -> None:
     """Which plan a guard takes depends on timing; the trace tells the replay which it was."""
-    options = OpenVLAOptions(
+    options = ModelOptions(
         checkpoint=str(golden.TINY_OPENVLA), statistics_key="libero_spatial", device="cpu"
     )
     policy, memory, cases = load_policy(options), SessionMemory(), golden.cases_with_image()
@@ -167,6 +178,16 @@ def test_the_command_prints_a_summary_and_writes_lines(
     assert "2 frames of 1 episodes; 50.0% answered with identical" in capsys.readouterr().out
     assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1]
     assert main([*arguments, "--max-difference", "0.005"]) == 1
+
+
+def test_a_difference_that_is_not_a_number_is_too_large(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    action = np.zeros(7)
+    action[3] = np.nan
+    record(tmp_path, action)
+    assert main([str(tmp_path), "--policy", "constant", "--max-difference", "9"]) == 1
+    assert "nan" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"not a recording"])

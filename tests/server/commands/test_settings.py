@@ -13,7 +13,7 @@ from deft_server.commands.settings_sources import (
     read_environment,
     read_file,
 )
-from deft_server.settings import Fallback, Settings, SettingsError
+from deft_server.settings import OnHang, Settings, SettingsError
 
 
 def parsed(*flags: str) -> dict[str, object]:
@@ -39,7 +39,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
 def test_every_kind_of_setting_can_be_a_flag():
     settings = build_settings(
         parsed(
-            *("--host", "::1", "--default-deadline-ms", "250", "--on-deadline-miss", "hold"),
+            *("--host", "::1", "--default-deadline-ms", "250", "--on-hang", "reload"),
             *(
                 "--no-allow-options",
                 "--keys-file",
@@ -51,15 +51,10 @@ def test_every_kind_of_setting_can_be_a_flag():
     )
     assert settings.host == "::1"
     assert settings.default_deadline_ms == 250
-    assert settings.on_deadline_miss is Fallback.HOLD
+    assert settings.on_hang is OnHang.RELOAD
     assert not settings.allow_options
     assert settings.keys_file == Path("k.toml")
     assert settings.cors_origins == ("http://a", "http://b")
-
-
-def test_tables_come_from_the_file(tmp_path: Path):
-    file = read_file(written(tmp_path, '[step_limits]\n"arm-*" = [0.1, 0.2]\n'))
-    assert build_settings(file.settings).step_limits == {"arm-*": (0.1, 0.2)}
 
 
 def test_settings_cannot_be_changed():
@@ -68,9 +63,9 @@ def test_settings_cannot_be_changed():
 
 
 def test_an_unknown_name_is_refused_wherever_it_comes_from(tmp_path: Path):
-    with pytest.raises(SettingsError, match="'prot' in the environment; did you mean 'port'"):
+    with pytest.raises(SettingsError, match="'prot' in the environment.*'port'"):
         read_environment({"DEFT_SERVER_PROT": "1"})
-    with pytest.raises(SettingsError, match=r"'prot' in .*deft\.toml; did you mean 'port'"):
+    with pytest.raises(SettingsError, match=r"'prot' in .*deft\.toml.*'port'"):
         read_file(written(tmp_path, "prot = 1\n"))
     with pytest.raises(SystemExit):
         parsed("--prot", "1")
@@ -84,9 +79,8 @@ def test_an_unknown_name_is_refused_wherever_it_comes_from(tmp_path: Path):
         ("max_batch", 0, "max_batch: .*1"),
         ("hang_after_s", "nan", "hang_after_s"),
         ("on_hang", "panic", "on_hang: .*'exit' or 'reload'"),
-        ("tls_key", "k.pem", "give both or neither"),
+        ("tls_key", "k.pem", "both"),
         ("tls_client_ca", "ca.pem", "needs tls_certificate"),
-        ("step_limits", {"a": [-1.0]}, "must not be negative"),
         ("max_image_pixels", 10**9, "max_image_pixels"),
     ],
 )
@@ -116,14 +110,14 @@ def test_flags_of_the_policy_may_come_from_the_file_and_the_environment(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--policy", "constnat"], "Did you mean 'constant'"),
+        (["--policy", "constnat"], "'constant'"),
         (["--port", "x"], "port"),
         (["--config", "/nowhere.toml"], "cannot read"),
-        (["--keys-file", "/nowhere.toml"], "cannot use the key file"),
+        (["--keys-file", "/nowhere.toml"], "key file"),
         (["--tls-certificate", "/a.pem", "--tls-key", "/b.pem"], "TLS"),
-        (["--host", "203.0.113.1"], "say allow_anyone if that is meant"),
-        (["--trusted-proxies", "proxy.example"], "does not appear to be an IPv4 or IPv6 network"),
-        (["--host", "203.0.113.1", "--allow-anyone"], "cannot listen on 203.0.113.1:8000"),
+        (["--host", "203.0.113.1"], "allow_anyone"),
+        (["--trusted-proxies", "proxy.example"], "network"),
+        (["--host", "203.0.113.1", "--allow-anyone"], "203.0.113.1:8000"),
     ],
 )
 def test_serve_says_what_is_wrong_in_one_line(

@@ -2,9 +2,11 @@
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from deft_server.commands.serve import welcome
@@ -16,20 +18,24 @@ URL = "http://127.0.0.1:8000"
 
 
 def test_it_says_what_is_served_where_and_how_to_ask() -> None:
-    shown = welcome(TalkativePolicy().info, Settings(), URL)
+    taught = ("open the robot's box", "close it")
+    shown = welcome(replace(TalkativePolicy().info, instructions=taught), Settings(), URL)
     rows = dict(line.split(maxsplit=1) for line in shown.splitlines() if line.startswith("  "))
     assert rows["method"].startswith(TalkativePolicy().info.decoding)
     assert rows["address"] == URL
     assert rows["dashboard"] == f"{URL}/dashboard"
     assert rows["try"].endswith(f"{URL}/v1/act")
     assert "Bearer" not in rows["try"]
+    sent = dict(one.split("=", 1) for one in shlex.split(rows["try"]) if "=" in one)
+    assert Path(sent["image"].removeprefix("@")).is_file()
+    assert sent["instruction"] == taught[0]
 
 
 def test_it_tells_nothing_of_what_is_switched_off_and_asks_for_the_key() -> None:
     shown = welcome(
         TalkativePolicy().info, Settings(dashboard=False, keys_file=Path("keys.toml")), URL
     )
-    assert "/dashboard" not in shown
+    assert f"{URL}/dashboard" not in shown
     assert "Authorization: Bearer KEY" in shown
 
 

@@ -110,7 +110,7 @@ def vla_eval(address: str) -> dict[str, Any]:
         ]
         benchmark = [
             {"position": POSITION_DELTA, "rotation": ROTATION_AA, "gripper": GRIPPER_CLOSE_POS},
-            {"image": IMAGE_RGB, "language": LANGUAGE},
+            {"agentview": IMAGE_RGB, "language": LANGUAGE},  # as its LIBERO says
         ]
         return {
             "actions": actions,

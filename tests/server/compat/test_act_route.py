@@ -12,14 +12,16 @@ import pytest
 from fastapi.testclient import TestClient
 
 from deft_client.image_chain import ImageChain
-from deft_client.peers.openvla import decode_act_body
+from deft_client.peers.openvla import ActBody, decode_act_body
+from deft_client.wire.fields import WireLimits
+from deft_server.compat import act_route
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
 from deft_server.errors import OverloadedError
 from deft_server.serving.events import Event, FinishedAction
 from deft_server.settings import ActProfile, Settings
 from tests.client.peers.captures import ActCapture, act_capture, act_captures
-from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import client_of
+from tests.standins.peers import ThreeDatasets, build_app
 
 JSON = {"content-type": "application/json"}
 PROBLEM = {**JSON, ERRORS_HEADER: "problem"}
@@ -123,7 +125,7 @@ def test_a_legacy_frame_waits_where_others_are_told_to_try_again() -> None:
     """
     policy = ThreeDatasets(default_key="bridge", gate=threading.Event())
     body = act_capture("plain").request
-    app = build_app(policy, Settings(max_batch=1, newcomer_batches=1))
+    app = build_app(policy, Settings(max_batch=1, max_waiting=1))
     published: list[Event] = []
     app.service.events.listen(published.append)
     with client_of(app) as client, ThreadPoolExecutor() as robots:
@@ -171,11 +173,11 @@ def test_what_is_echoed_of_a_wrong_body_is_short(client: TestClient) -> None:
 
 
 def test_config_shows_batching_and_says_why_it_cannot_be_changed(client: TestClient) -> None:
-    assert client.get("/config").json()["config"] == {"max_batch_size": 8, "max_wait_time": 0.004}
+    assert client.get("/config").json()["config"] == {"max_batch_size": 8, "max_wait_time": 0.0}
     response = client.get("/config?max_batch_size=4&nonsense=1")
     assert response.status_code == 422
     assert response.json()["errors"] == [
-        "max_batch_size is set when the server starts (--max-batch, --max-wait-ms)",
+        "max_batch_size is set when the server starts (--max-batch)",
         "unknown key: nonsense",
     ]
 
@@ -189,6 +191,26 @@ def test_frames_are_prepared_where_the_settings_say_so() -> None:
     sent = decode_act_body(body).fields["image"]
     assert isinstance(sent, np.ndarray)
     np.testing.assert_array_equal(policy.seen[0].image, ImageChain.LIBERO.apply(sent, 224))
-    assert "'libero' by this protocol and 'none' by the policy" in info["POST /act (openvla)"]
+    assert "'none' by the policy" in info["POST /act (openvla)"]
     assert "'none' by this protocol" in info["WebSocket / (openpi)"]
     assert "+1 closes" in info["WebSocket / (vla-eval)"]
+
+
+@pytest.mark.parametrize(("more", "on_a_thread"), [("", False), (f', "x": [{"0," * 2000}0]', True)])
+def test_a_body_of_very_many_values_is_read_on_a_thread(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, more: str, on_a_thread: bool
+) -> None:
+    """A megabyte of numbers took 200 ms, in which nobody else was answered."""
+    readers: list[str] = []
+
+    def noting(body: bytes, limits: WireLimits) -> ActBody:
+        readers.append(threading.current_thread().name)
+        return decode_act_body(body, limits)
+
+    monkeypatch.setattr(act_route, "decode_act_body", noting)
+    capture = act_captures()[0]
+    body = capture.request.rstrip().removesuffix(b"}") + more.encode() + b"}"
+    client.request(
+        capture.method, "/act", content=body, headers={"content-type": "application/json"}
+    )
+    assert [name.startswith("decode") for name in readers] == [on_a_thread]

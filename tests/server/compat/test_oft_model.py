@@ -26,10 +26,10 @@ from deft_client.peers.vla_eval import Message, MessageType, read_message
 from deft_client.types import ActOptions, Image, Intervention
 from deft_client.wire.json_codec import decode_answer, encode_request
 from deft_client.wire.messages import ActMessage
-from deft_policies.oft.load import load_policy
-from deft_policies.oft.options import OftOptions
-from deft_policies.oft.policy import OftPolicy
-from deft_policies.openvla.options import Precision
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
+from deft_policies.model.formats import Precision
 from deft_server.app import create_app
 from deft_server.compat.act_route import REASON_HEADER
 from deft_server.compat.profiles import OPENPI, in_convention
@@ -52,10 +52,10 @@ Fields = dict[str, object]
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> OftPolicy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> VlaPolicy:
     directory = CASE.variant.write(tmp_path_factory.mktemp("oft") / "checkpoint")
     return load_policy(
-        OftOptions(
+        ModelOptions(
             checkpoint=str(directory),
             num_pictures=CASE.variant.num_pictures,
             num_steps=CASE.variant.chunk,
@@ -68,7 +68,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> OftPolicy:
 
 
 @pytest.fixture(scope="module")
-def client(policy: OftPolicy) -> Iterator[TestClient]:
+def client(policy: VlaPolicy) -> Iterator[TestClient]:
     settings = Settings(profile=ActProfile.OFT, range=ActionRange.PEER)
     with client_of(create_app(policy, settings)) as client:
         yield client
@@ -172,7 +172,12 @@ def test_vla_eval_is_asked_for_wrist_and_state_and_gets_every_action(client: Tes
     }
     with client.websocket_connect("/") as socket:
         wanted = hello_of(socket)["observation_params"]
-        assert wanted == {"send_wrist_image": True, "send_state": True}
+        assert wanted == {
+            "send_wrist_image": True,
+            "send_state": True,
+            "env_seed": 0,
+            "quat_no_antipodal": True,
+        }
         actions = []
         for seq in range(len(CASE.actions)):
             socket.send_bytes(Message(MessageType.OBSERVATION, payload, seq, 0.0).encode())
@@ -181,7 +186,7 @@ def test_vla_eval_is_asked_for_wrist_and_state_and_gets_every_action(client: Tes
     np.testing.assert_allclose(np.array(actions), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_answers_beyond_the_statistics_are_clamped_and_say_so(policy: OftPolicy) -> None:
+def test_answers_beyond_the_statistics_are_clamped_and_say_so(policy: VlaPolicy) -> None:
     limits = policy.action_limits(None)
     clamped = [np.clip(case.actions, limits.low, limits.high) for case in CASES]
     exceeding = [

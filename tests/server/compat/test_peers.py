@@ -18,8 +18,8 @@ import pytest
 from deft_server.compat.profiles import OPENPI, VLA_EVAL, in_convention
 from deft_server.settings import ActProfile, Settings
 from tests.peer_environment import peer_python
-from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import running
+from tests.standins.peers import ThreeDatasets, build_app
 
 SCRIPT = Path(__file__).with_name("peer_clients.py")
 PEERS = ("openpi-client==0.1.2", "vla-eval==0.8.0", "json-numpy==2.1.1", "requests==2.32.5")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions, Precision
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.model.formats import Precision
 from deft_server.app import create_app
 from tests.client.peers.captures import act_capture, act_captures
 from tests.golden import TINY_OPENVLA
@@ -20,7 +21,7 @@ MODEL_CASES = ["plain_extra_key", "encoded"]  # the pictures that are ours to ke
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    options = OpenVLAOptions(
+    options = ModelOptions(
         checkpoint=str(TINY_OPENVLA), device="cpu", precision=Precision.FLOAT32, num_threads=1
     )
     with client_of(create_app(load_policy(options))) as client:

@@ -1,8 +1,11 @@
 """The WebSocket at / serves openpi's and vla-eval's clients."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -11,17 +14,28 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
+from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
+from websockets.protocol import CLOSING, OPEN
 from websockets.sync.client import connect
+from websockets.uri import parse_uri
 
 from deft_client.peers.arrays import pack, unpack
 from deft_client.peers.vla_eval import Message, MessageType, read_message
+from deft_client.types import ActionChunk
+from deft_client.wire.fields import WireLimits
+from deft_policies.constant import ConstantPolicy
+from deft_server.app import DeftApp
 from deft_server.compat.profiles import OPENPI, in_convention
+from deft_server.compat.socket_route import PLAN_LASTS_S, VlaEvalDialect, greeting
+from deft_server.http.connections import build_websocket_protocol
 from deft_server.settings import Settings
 from tests.client.peers.captures import frame
-from tests.server.compat.fakes import ThreeDatasets, build_app
 from tests.server.running import client_of, running
+from tests.standins.peers import ThreeDatasets, build_app
 
 PICTURE = np.zeros((8, 8, 3), np.uint8)
+PONG = b"\x8a"  # the first byte of one
 OBSERVATION = pack({"observation/image": PICTURE, "prompt": "x"})
 
 
@@ -34,6 +48,13 @@ def receive(socket: WebSocketTestSession) -> dict[str, object]:
     value = unpack(socket.receive_bytes())
     assert isinstance(value, dict)
     return value
+
+
+def of_one_task(name: str) -> bytes:
+    """A captured observation, with the instruction that all of an episode have."""
+    entries = msgpack.unpackb(frame(f"vlaeval_{name}.bin"))
+    entries["payload"]["task_description"] = "x"
+    return bytes(msgpack.packb(entries))
 
 
 @pytest.fixture
@@ -159,7 +180,9 @@ def test_vla_eval_gets_one_action_per_observation_under_its_number(
         socket.send_bytes(frame("vlaeval_00_hello_client.bin"))
         socket.send_bytes(frame("vlaeval_02_episode_start.bin"))
         for name, seq in (("03_observation_png", 3), ("05_observation_raw", 4)):
-            socket.send_bytes(frame(f"vlaeval_{name}.bin"))
+            captured = read_message(unpack(frame(f"vlaeval_{name}.bin")))
+            assert captured.seq == seq
+            socket.send_bytes(of_one_task(name))
             answer = read_message(receive(socket))
             assert answer.type is MessageType.ACTION
             assert answer.seq == seq
@@ -185,6 +208,77 @@ def test_an_episode_start_drops_the_plan_and_opens_a_session(
             receive(socket)
     assert len(policy.seen) == 2
     assert policy.num_sessions == 2
+
+
+def test_another_instruction_drops_the_plan(client: TestClient, policy: ThreeDatasets) -> None:
+    with client.websocket_connect("/") as socket:
+        receive(socket)
+        for seq, instruction in enumerate(("open it", "close it", "close it", "open it")):
+            socket.send_bytes(vla_observation(seq, task_description=instruction))
+            receive(socket)
+    assert [one.instruction for one in policy.seen] == ["open it", "close it", "open it"]
+
+
+def test_a_plan_does_not_outlast_a_long_pause() -> None:
+    dialect = VlaEvalDialect(WireLimits())
+    message = read_message(unpack(vla_observation(1)))
+    assert dialect.planned_action(message, 0.0) is None
+    dialect.plan(ActionChunk(np.zeros((3, 7))))
+    assert dialect.planned_action(message, PLAN_LASTS_S) is not None
+    assert dialect.planned_action(message, 2.1 * PLAN_LASTS_S) is None
+
+
+def test_vla_evals_benchmarks_are_asked_for_what_its_own_servers_ask_for() -> None:
+    def asked(**changes: object) -> dict[str, object]:
+        info = replace(ConstantPolicy().info, **changes)  # type: ignore[arg-type]
+        hello = read_message(unpack(greeting(info, "session", "1")))
+        specification = hello.payload["observation_spec"]
+        assert isinstance(specification, dict)
+        return {"params": hello.payload["observation_params"], "specified": set(specification)}
+
+    assert asked() == {"params": {"seed": 0}, "specified": {"language"}}
+    oft = {"env_seed": 0, "quat_no_antipodal": True}
+    assert asked(chunk_length=8) == {"params": oft, "specified": {"language"}}
+    assert asked(chunk_length=8, num_pictures=2, state_dim=8) == {
+        "params": {**oft, "send_wrist_image": True, "send_state": True},
+        "specified": {"language", "state"},
+    }
+
+
+@contextmanager
+def within_bounds(app: DeftApp, ping_s: float) -> Iterator[str]:
+    """Serve an app through our own WebSocket protocol; yields `127.0.0.1:PORT`."""
+    with running(app, ping_s, build_websocket_protocol(app.service.bounds)) as address:
+        yield address
+
+
+def pings_to(address: str, sent: list[bytes], for_s: float) -> int:
+    """Send frames as a client that never answers a ping; return how many pings came."""
+    stream = ClientProtocol(parse_uri(f"ws://{address}/"))
+    host, port = address.split(":")
+    with closing(socket.create_connection((host, int(port)))) as raw:
+        raw.settimeout(0.05)
+        stream.send_request(stream.connect())
+        until_s, events = time.monotonic() + for_s, list[object]()
+        while time.monotonic() < until_s:
+            if stream.state is OPEN and sent:
+                stream.send_binary(sent.pop(0))
+            with suppress(TimeoutError):
+                raw.sendall(b"".join(one for one in stream.data_to_send() if one[:1] != PONG))
+                received = raw.recv(65_536)
+                assert received, "the server ended it"
+                stream.receive_data(received)
+            events += stream.events_received()
+            assert stream.state is not CLOSING, "the server ended it"
+    return sum(isinstance(one, Frame) and one.opcode is Opcode.PING for one in events)
+
+
+def test_a_vla_eval_client_may_be_silent_for_as_long_as_it_likes(policy: ThreeDatasets) -> None:
+    with within_bounds(build_app(policy), ping_s=0.2) as address:
+        hello = frame("vlaeval_00_hello_client.bin")
+        assert pings_to(address, [hello, vla_observation(1)], for_s=0.7) == 0
+        with pytest.raises(AssertionError, match="the server ended it"):  # as openpi's would be
+            pings_to(address, [OBSERVATION], for_s=0.7)
 
 
 def test_a_vla_eval_error_keeps_the_connection(client: TestClient) -> None:
@@ -262,3 +356,83 @@ def test_it_asks_for_a_key_although_the_page_at_its_address_is_open(
         known = {"authorization": "Bearer a-key-of-some-robot-arm"}
         with client.websocket_connect("/", headers=known) as socket:
             assert socket.receive_bytes()
+
+
+REALTIME = "/v1/realtime/robot/openpi"
+
+
+def older_form(array: np.ndarray) -> dict[object, object]:
+    """An array as the package msgpack-numpy sends it."""
+    return {
+        b"nd": True,
+        b"type": array.dtype.str,
+        b"kind": b"",
+        b"shape": array.shape,
+        b"data": array.tobytes(),
+    }
+
+
+def test_vllm_omnis_clients_get_bare_arrays(client: TestClient, policy: ThreeDatasets) -> None:
+    with client.websocket_connect(REALTIME) as stream:
+        metadata = receive(stream)
+        assert (metadata["action_dim"], metadata["action_horizon"]) == (7, 2)
+        assert metadata["image_resolution"] == [
+            policy.info.image_height,
+            policy.info.image_width,
+        ]
+        assert metadata["needs_wrist_camera"] is False
+        for images in (
+            {"images": {"front": PICTURE}},
+            {"observation/image": PICTURE},
+            {"images": {"front": older_form(PICTURE)}},
+        ):
+            stream.send_bytes(pack({**images, "prompt": "x", "session_id": "s"}))
+            actions = unpack(stream.receive_bytes())
+            assert isinstance(actions, np.ndarray)
+            assert (actions.dtype, actions.shape) == (np.float32, (2, 7))
+    expected = np.stack([policy.actions["bridge"], policy.actions["bridge"] + 0.001])
+    np.testing.assert_array_equal(actions, in_convention(expected, OPENPI).astype(np.float32))
+    assert policy.num_sessions == 1
+
+
+def test_another_session_or_a_reset_starts_an_episode_there(
+    client: TestClient, policy: ThreeDatasets
+) -> None:
+    with client.websocket_connect(REALTIME) as stream:
+        receive(stream)
+        for session in ("a", "a", "b"):
+            stream.send_bytes(
+                pack({"images": {"front": PICTURE}, "prompt": "x", "session_id": session})
+            )
+            unpack(stream.receive_bytes())
+        assert policy.num_sessions == 2
+        stream.send_bytes(pack({"endpoint": "reset", "session_id": "b"}))
+        assert receive(stream) == {"status": "reset successful"}
+        stream.send_bytes(pack({"observation/image": PICTURE, "prompt": "x", "session_id": "b"}))
+        unpack(stream.receive_bytes())
+    assert policy.num_sessions == 3
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"\xc1",
+        pack([1]),
+        pack({"prompt": "x"}),
+        pack({"endpoint": "kill"}),
+        pack({"observation/image": PICTURE, "prompt": "fail"}),
+        pack({"observation/image": PICTURE, "prompt": "x", "session_id": 7}),
+    ],
+)
+def test_an_error_there_is_a_message_and_the_connection_goes_on(
+    client: TestClient, bad: bytes
+) -> None:
+    with client.websocket_connect(REALTIME) as stream:
+        receive(stream)
+        stream.send_bytes(bad)
+        error = receive(stream)
+        assert error["type"] == "error"
+        assert error["message"]
+        assert "deliberate" not in str(error)
+        stream.send_bytes(OBSERVATION)
+        assert isinstance(unpack(stream.receive_bytes()), np.ndarray)

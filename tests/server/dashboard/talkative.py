@@ -17,7 +17,7 @@ from deft_client.types import (
 )
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
-from tests.server.fakes import counted
+from tests.standins.policies import counted
 
 LENGTH = 7
 FIRST_TOKEN = 500

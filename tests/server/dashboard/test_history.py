@@ -1,6 +1,8 @@
 """What the dashboard remembers, and what it concludes from decode traces."""
 
 import math
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +15,20 @@ from deft_client.types import (
     PassTrace,
     StageTimings,
 )
+from deft_policies.errors import NoActionError
+from deft_server.dashboard import history as history_module
 from deft_server.dashboard.history import (
+    MAX_CAMERAS,
     MAX_POINTS,
     MAX_SESSIONS,
+    PICTURE_SIDE,
     UNNAMED,
     WINDOW_S,
     History,
+    Speculation,
     speculation_of,
 )
+from deft_server.dashboard.pages import thought_fields
 from deft_server.serving.events import FinishedAction, SessionEnded
 from tests.server.dashboard.talkative import TalkativePolicy
 
@@ -32,6 +40,7 @@ def finished(
     total_ms: float = 10.0,
     trace: DecodeTrace | None = None,
     error: Exception | None = None,
+    observation: Observation = FRAME,
 ) -> FinishedAction:
     timings = StageTimings(prepare_ms=1.0, total_ms=total_ms)
     return FinishedAction(
@@ -39,7 +48,7 @@ def finished(
         session_id=session_id,
         step=0,
         request_id="",
-        observation=FRAME,
+        observation=observation,
         options=ActOptions(),
         chunk=None if error else ActionChunk(np.ones((1, 7)), timings, trace),
         error=error,
@@ -158,3 +167,75 @@ def test_a_session_knows_its_pace() -> None:
     session = history.sessions["lab/arm"]
     assert session.rate_hz(now_s=2.0) == pytest.approx(10)
     assert session.rate_hz(now_s=60.0) == 0
+
+
+def test_pictures_are_reduced_counted_and_let_go_with_their_session() -> None:
+    def frame() -> Observation:
+        image = np.zeros((2000, 1500, 3), np.uint8)
+        return Observation(image, "lift", {f"camera-{number}": image for number in range(8)})
+
+    history = History()
+    tracemalloc.start()
+    for number in range(MAX_SESSIONS + 26):
+        history.note(finished(f"arm-{number}", observation=frame()), now_s=float(number))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < MAX_SESSIONS * MAX_CAMERAS * PICTURE_SIDE**2 * 3 + 2**20
+    last = history.sessions[f"lab/arm-{MAX_SESSIONS + 25}"]
+    assert list(last.pictures) == ["", "camera-0", "camera-1"]
+    assert all(max(one.shape) <= PICTURE_SIDE for one in last.pictures.values())
+    history.note(SessionEnded("lab", last.session_id), now_s=100.0)
+    assert not last.pictures
+    assert last.num_answers == 1
+
+
+def test_running_sums_agree_with_sums_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "_MAX_WINDOW", 40)
+    policy, history = TalkativePolicy(seed=5), History()
+    notes: list[tuple[float, DecodeTrace]] = []
+    now_s = 0.0
+    for number in range(120):
+        now_s += 4.0 if number % 50 == 49 else 0.3
+        trace = policy._decode("relaxed")
+        notes = [*notes, (now_s, trace)][-40:]
+        history.note(finished(trace=trace), now_s)
+        inside = [speculation_of(one) for at_s, one in notes if now_s - at_s <= WINDOW_S]
+        counts = sum(inside, Speculation())
+        figures = history.overview(now_s)
+        assert figures["actions"] == len(inside)
+        assert figures["acceptance"] == counts.acceptance
+        assert figures["draft_cost"] == pytest.approx(counts.draft_cost)
+        assert figures["tokens_per_pass"] == counts.tokens / counts.passes
+
+
+def test_looking_adds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History()
+    for number in range(50):
+        history.note(finished(trace=trace_of(chain(2, 4))), now_s=number / 10)
+
+    def refuse(*_: Speculation) -> Speculation:
+        raise AssertionError("summed again")
+
+    monkeypatch.setattr(Speculation, "__add__", refuse)
+    assert history.overview(now_s=6.0)["actions"] == 50
+
+
+def thought(text: str, error: Exception | None = None) -> FinishedAction:
+    done = finished(error=error)
+    return done if done.chunk is None else replace(done, chunk=replace(done.chunk, reasoning=text))
+
+
+def test_a_text_is_kept_beside_the_one_before_it_even_where_it_holds_no_action() -> None:
+    history = History()
+    history.note(thought("go ACTION: x"), 0.0)
+    error = NoActionError("it did not end")
+    error.reasoning = "go PLAN: go"
+    history.note(thought("", error), 1.0)
+    session = history.sessions["lab/arm"]
+    assert session.thought is not None
+    assert (session.thought.text, session.thought.before) == ("go PLAN: go", "go ACTION: x")
+    assert session.thought.error == "it did not end"
+    told = thought_fields(session.thought)
+    assert [(one["tag"], one["before"]) for one in told["parts"]] == [("TASK", "go"), ("PLAN", "")]
+    history.note(finished(), 2.0)
+    assert session.thought is None

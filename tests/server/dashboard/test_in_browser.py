@@ -1,5 +1,7 @@
 """The pages in a real browser: they draw, react to clicks and keys, and complain about nothing."""
 
+import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,7 +60,7 @@ def robots(address: str) -> Iterator[None]:
     def drive(session_id: str) -> None:
         frame = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
         message = ActMessage(
-            Observation(frame, f"instruction of {session_id}"),
+            Observation(frame, f"instruction of {session_id}", {"wrist": frame[::-1].copy()}),
             ActOptions(session_id=session_id, decoding="relaxed"),
         )
         body, headers = (
@@ -93,6 +95,9 @@ def test_the_live_view_shows_the_session_that_is_clicked_or_chosen_by_key(
         page.locator("#sessions button", has_text="right").first.click()
         expect(page.locator("#instruction")).to_have_text("instruction of right")
         page.wait_for_selector("#frame:not([hidden])")
+        expect(page.locator("#cameras img")).to_have_attribute(
+            "alt", "Last frame of the camera wrist"
+        )
         page.wait_for_selector("#tree circle")
         assert page.locator("#actions path").count() == 7
         assert page.locator("#latency rect").count() > 3
@@ -175,6 +180,9 @@ def test_the_mathematics_of_the_explorer_is_right(
             draws = rng.random((100_000, length)) < alpha
             tokens = (np.cumprod(draws, axis=1).sum(axis=1) + 1).mean()
             assert maths(f"tokensPerPass({alpha}, {length})") == pytest.approx(tokens, abs=0.02)
+            fitted = f"acceptanceOf(tokensPerPass({alpha}, {length}), {length})"
+            assert maths(fitted.replace("tokens", "maths.tokens")) == pytest.approx(alpha, abs=1e-6)
+        assert maths("acceptanceOf(7 / 6.85, 4)") < 0.03  # hardly anything was saved
         assert maths("speedup(0, 5, 0.1)") == pytest.approx(1 / 1.5)
         assert maths("bestLength(0, 0.1, 16)") == 0
         assert maths("bestLength(1, 0, 16)") == 16
@@ -267,3 +275,67 @@ def test_with_keys_the_page_asks_for_one_and_then_works(
         page.click("#key-form button")
         expect(page.locator("#link")).to_have_text("live")
         assert page.locator("#key-form").is_hidden()
+
+
+@pytest.mark.parametrize("how", ["closed", "silent"])
+@pytest.mark.parametrize("path", ["", "/explorer"])
+def test_a_lost_server_is_shown_as_lost_since_when(
+    browser: "sync_api.Browser", address: str, path: str, how: str
+) -> None:
+    feeds: list[sync_api.WebSocketRoute] = []
+
+    def feed(socket: "sync_api.WebSocketRoute") -> None:
+        feeds.append(socket)
+        if len(feeds) == 1:  # later ones hear nothing
+            overview = {"phase": "ready", "phase_text": "", "waiting": 0, "errors": 0}
+            socket.on_message(lambda _: socket.send(json.dumps({"overview": overview})))
+
+    with opened(browser, f"http://{address}/docs") as page:
+        page.clock.install()
+        page.route_web_socket("**/dashboard/feed", feed)
+        page.goto(f"http://{address}/dashboard{path}")
+        state = page.locator("#phase, #link").first
+        expect(state).to_have_attribute("data-state", "good")
+        if how == "closed":
+            feeds[0].close()
+        else:
+            page.clock.run_for(10_000)
+        expect(state).to_have_text(re.compile(r"lost since \d?\d:\d\d:\d\d"))
+        expect(state).to_have_attribute("data-state", "")
+        assert page.locator(".stale .figures").count() == page.locator(".figures").count()
+        page.clock.run_for(10_000)
+        assert len(feeds) > 1
+        expect(state).to_have_attribute("data-state", "")
+
+
+def test_the_picture_of_an_ended_session_is_not_shown_for_another(
+    browser: "sync_api.Browser", address: str
+) -> None:
+    feeds: list[sync_api.WebSocketRoute] = []
+    with opened(browser, f"http://{address}/docs") as page:
+        page.route_web_socket("**/dashboard/feed", lambda socket: feeds.append(socket))
+        page.goto(f"http://{address}/dashboard")
+        expect(page.locator("#link")).to_have_text("connecting")
+        pixel = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg'/>"
+        for key, frames in (("one", {"": pixel, "wrist": pixel}), ("two", {})):
+            watched = {"key": key, "instruction": key, "frames": frames}
+            feeds[-1].send(json.dumps({"watched": watched}))
+            expect(page.locator("#instruction")).to_have_text(key, timeout=5000)
+            assert page.locator("#frame[hidden]").count() == (key == "two")
+            assert page.locator("#cameras img").count() == (key == "one")
+
+
+def test_the_bars_of_accepted_length_mean_what_the_caption_says(
+    browser: "sync_api.Browser", address: str
+) -> None:
+    draw = """(points) => import('/dashboard/static/plots.js').then((plots) => {
+        const box = document.createElement('div');
+        const mean = plots.drawAccepted(box, document.createElement('div'), points);
+        return [mean, ...[...box.querySelectorAll('rect')].map((bar) => bar.height.baseVal.value)];
+    })"""
+    points = [{"accepted": accepted, "passes": 5} for accepted in ([2, 4], [3], [3, 3, 3], [])]
+    with opened(browser, f"http://{address}/dashboard") as page:
+        mean, *heights = page.evaluate(draw, points)
+    assert mean == 3  # over the six passes that checked drafts
+    assert heights[:3] == [heights[0]] * 3
+    assert heights[3] == 0

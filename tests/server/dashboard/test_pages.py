@@ -13,10 +13,12 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
-from deft_client.types import ActOptions, Observation
+from deft_client.types import ActOptions, Image, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
+from deft_server.dashboard import pages
+from deft_server.dashboard.history import MAX_SESSIONS, History
 from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY, Feed
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
@@ -40,7 +42,8 @@ def client() -> Iterator[TestClient]:
 def act(
     client: TestClient, session_id: str = "arm", headers: dict[str, str] | None = None
 ) -> httpx2.Response:
-    frame = Observation(np.full((32, 32, 3), 90, np.uint8), "lift the cup")
+    image = np.full((32, 32, 3), 90, np.uint8)
+    frame = Observation(image, "lift the cup", {"wrist": image})
     message = ActMessage(frame, ActOptions(session_id=session_id))
     return client.post(
         "/v1/act",
@@ -95,9 +98,10 @@ def test_the_bare_address_leads_to_the_dashboard_without_a_key(tmp_path: Path) -
         assert client.get("/docs").status_code == 200
 
 
-def test_an_unknown_asset_leads_back_to_the_page(client: TestClient) -> None:
-    response = client.get("/dashboard/static/..%2f..%2fserve.py", follow_redirects=False)
-    assert response.status_code in (307, 404)
+@pytest.mark.parametrize("name", ["none.js", "..%2f..%2fserve.py"])
+def test_an_unknown_asset_is_not_found(client: TestClient, name: str) -> None:
+    response = client.get(f"/dashboard/static/{name}", follow_redirects=False)
+    assert response.status_code == 404
 
 
 def test_nobody_looking_costs_nothing(client: TestClient) -> None:
@@ -119,7 +123,8 @@ def test_a_viewer_sees_the_frame_the_action_and_the_trace(client: TestClient) ->
         watched = news(socket, "watched")["watched"]
         assert isinstance(watched, dict)
         assert watched["instruction"] == "lift the cup"
-        assert watched["frame"].startswith("data:image/jpeg;base64,")
+        assert list(watched["frames"]) == ["", "wrist"]
+        assert all(one.startswith("data:image/jpeg;base64,") for one in watched["frames"].values())
         assert len(watched["points"][0]["action"]) == 7
         assert watched["trace"]["passes"][0]["is_prefill"]
         assert watched["restart"]
@@ -150,6 +155,54 @@ def test_a_page_follows_who_is_alive_until_somebody_chooses() -> None:
 
     asyncio.run(look())
     feed.leave()
+
+
+def test_viewers_share_figures_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed(build_app().service, lambda: 1.0)
+    viewers = [feed.enter() for _ in range(MAX_VIEWERS)]
+    made: list[str] = []
+    make_figures, make_urls = History.overview, pages._data_urls
+
+    def overview(history: History, now_s: float) -> dict[str, float]:
+        made.append("figures")
+        return make_figures(history, now_s)
+
+    def data_urls(pictures: dict[str, Image], side: int) -> dict[str, str]:
+        made.append(f"pictures {side}")
+        return make_urls(pictures, side)
+
+    monkeypatch.setattr(History, "overview", overview)
+    monkeypatch.setattr(pages, "_data_urls", data_urls)
+
+    async def look() -> None:
+        feed.history.note(finished("one"), 1.0)
+        told = await asyncio.gather(*(viewer.update() for viewer in viewers))
+        assert all(one and one["overview"] and one["watched"] for one in told)
+
+    asyncio.run(look())
+    assert sorted(made) == ["figures", "pictures 384", "pictures 64"]
+
+
+def test_a_session_that_begins_anew_is_shown_from_its_beginning() -> None:
+    feed = Feed(build_app().service, lambda: 1.0)
+    viewer = feed.enter()
+
+    async def numbers() -> object:
+        told = await viewer.update()
+        assert told
+        return [one["number"] for one in told["watched"]["points"]]  # type: ignore[index]
+
+    async def look() -> None:
+        for number in range(3):
+            feed.history.note(finished("one"), number / 10)
+        assert await numbers() == [1, 2, 3]
+        for number in range(MAX_SESSIONS):
+            feed.history.note(finished(f"other-{number}"), 1.0)
+        feed.history.note(finished("one"), 1.0)
+        viewer.watch("lab/one")
+        assert await numbers() == [1]
+
+    asyncio.run(look())
 
 
 def test_a_robot_does_not_get_the_trace_it_did_not_ask_for(client: TestClient) -> None:

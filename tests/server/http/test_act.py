@@ -1,5 +1,6 @@
 """POST /v1/act: every form it takes, and everything it refuses."""
 
+import base64
 import json
 import struct
 import zlib
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from deft_client.errors import NoActionError, problem_error
 from deft_client.types import ActOptions, Observation
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, encode_image
@@ -19,15 +21,20 @@ from deft_client.wire.messages import ActMessage, has_pictures
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.http.frame_bodies import decode_body
+from deft_server.serving.events import FinishedAction
 from deft_server.settings import Settings
-from tests.server.fakes import MSGPACK, FakePolicy, frame, packed
 from tests.server.running import client_of
+from tests.standins.policies import MSGPACK, FakePolicy, ThinkingPolicy, frame, packed
 
 JSON = {"content-type": json_codec.CONTENT_TYPE}
 PNG = encode_image(frame(8, 200).image, ImageEncoding.PNG)
 JPEG = encode_image(frame(8, 200).image, ImageEncoding.JPEG)
 
-PIXEL = frame().image.tolist()
+PIXEL = {
+    "dtype": "uint8",
+    "shape": [4, 4, 3],
+    "data": base64.b64encode(frame().image.tobytes()).decode(),
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +66,15 @@ def test_an_empty_instruction_is_refused(client: TestClient, instruction: str):
     response = client.post("/v1/act", json={"image": PIXEL, "instruction": instruction})
     assert response.status_code == 422
     assert response.json()["field"] == "instruction"
-    assert response.json()["detail"] == "it is empty; say what is to be done"
+    assert "empty" in response.json()["detail"]
 
 
 def test_json_in_json_out(client: TestClient):
-    body = {"image": frame().image.tolist(), "instruction": "lift the cup"}
+    body = {"image": PIXEL, "instruction": "lift the cup"}
     response = client.post("/v1/act", json=body)
     assert response.json()["actions"] == [[0.5] * 7]
+    assert "id" not in response.json()
+    assert client.post("/v1/act", json={**body, "id": "f-1"}).json()["id"] == "f-1"
 
 
 def test_a_form_with_a_picture_is_answered_in_json(client: TestClient):
@@ -352,6 +361,7 @@ def test_info_says_what_is_served(client: TestClient):
         "POST /act (openvla)",
         "WebSocket / (openpi)",
         "WebSocket / (vla-eval)",
+        "WebSocket /v1/realtime/robot/openpi (vLLM-Omni)",
     }
 
 
@@ -369,3 +379,46 @@ def test_messages_with_pictures_are_told_from_raw_ones():
 def test_a_content_type_may_carry_parameters():
     message = decode_body("application/msgpack; version=1", packed(), Settings().wire_limits)
     assert message.observation.instruction == "lift the cup"
+
+
+def test_a_text_comes_with_the_actions_where_it_is_asked_for():
+    with client_of(create_app(ThinkingPolicy())) as client:
+        asked = packed(ActOptions(want_reasoning=True, max_tokens=40))
+        for headers in (MSGPACK, {**MSGPACK, "accept": json_codec.CONTENT_TYPE}):
+            answer = client.post("/v1/act", content=asked, headers=headers)
+            decode = msgpack_codec if headers is MSGPACK else json_codec
+            chunk = decode.decode_answer(answer.content)
+            assert chunk.reasoning == " lift the cup ACTION: x"
+        answer = client.post("/v1/act", content=packed(), headers=MSGPACK)
+        assert msgpack_codec.decode_answer(answer.content).reasoning is None
+
+
+def test_who_watches_sees_the_text_that_the_caller_did_not_ask_for():
+    app = create_app(ThinkingPolicy())
+    with client_of(app) as client:
+        seen: list[FinishedAction] = []
+        app.service.events.listen(seen.append)
+        answer = client.post("/v1/act", content=packed(), headers=MSGPACK)
+        assert msgpack_codec.decode_answer(answer.content).reasoning is None
+        client.post("/v1/act", content=packed(observation=frame(instruction="ponder")),
+                    headers=MSGPACK)  # fmt: skip
+    assert seen[0].chunk.reasoning == " lift the cup ACTION: x"
+    assert seen[1].error.reasoning == " why? <b>"
+
+
+def test_a_text_without_an_action_is_an_error_of_its_own_and_is_remembered():
+    policy = ThinkingPolicy()
+    with client_of(create_app(policy)) as client:
+        session = ActOptions(session_id="arm")
+        for instruction, status in (("ponder", 500), ("lift the cup", 200)):
+            body = packed(session, frame(instruction=instruction))
+            answer = client.post("/v1/act", content=body, headers=MSGPACK)
+            assert answer.status_code == status
+            if status == 500:
+                error = problem_error(json_codec.decode_problem(500, answer.content))
+                assert isinstance(error, NoActionError)
+                assert error.reasoning == " why? <b>"
+                assert "7 are needed" in error.detail
+                assert answer.json()["type"] == "urn:deft:problem:no_action"
+        assert client.get("/readyz").status_code == 200
+    assert policy.batches[1][0].memory.num_steps == 1

@@ -19,8 +19,8 @@ from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from tests.client.peers.mutations import mutate
-from tests.server.fakes import FakePolicy, frame
 from tests.server.process import serving
+from tests.standins.policies import FakePolicy, frame
 
 NUM_MESSAGES = 800
 KEPT_OBJECTS = 300  # caches and counters may fill; each message may not leave anything

@@ -17,14 +17,33 @@ from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp, create_app
-from deft_server.http.bounds import SMALL_BODY_BYTES
 from deft_server.http.frame_bodies import decode_body
-from deft_server.serving.fair_threads import NUM_THREADS
-from tests.server.fakes import PATIENCE_S, frame
+from deft_server.serving.bounds import SMALL_BODY_BYTES
+from deft_server.serving.decode_threads import NUM_THREADS
 from tests.server.running import client_of
 from tests.server.serving.test_service import on_a_loop
+from tests.standins.policies import PATIENCE_S, frame
 
 JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("/v1/acts", "did you mean /v1/act?"),
+        ("/v1/act/", "did you mean /v1/act?"),
+        ("/api/v1/act", "did you mean /v1/act?"),
+        ("/v1/v1/act", "did you mean /v1/act?"),
+        ("/act/", "did you mean /act?"),
+        ("/predict", "POST /v1/act"),
+    ],
+)
+def test_a_frame_at_a_wrong_path_is_told_the_right_one(wrong: str, right: str):
+    with client_of(create_app(ConstantPolicy())) as client:
+        response = client.post(wrong, content=b"x" * 200_000)
+        assert response.status_code == 404
+        assert right in response.json()["detail"]
+        assert "takes POST" in client.get("/v1/act").json()["detail"]
 
 
 @pytest.mark.parametrize("path", ["/v1/reset", "/v1/admin/reset_all", "/v1/info", "/nowhere"])
@@ -79,7 +98,7 @@ async def test_who_hangs_up_while_its_picture_waits_is_not_worked_for():
     body = msgpack_codec.encode_request(ActMessage(frame()), ImageEncoding.PNG)
     async with _started() as app:
         threads = app.service.threads
-        busy = [asyncio.ensure_future(threads.run("", hold)) for _ in range(NUM_THREADS)]
+        busy = [asyncio.ensure_future(threads.run(hold)) for _ in range(NUM_THREADS)]
         await asyncio.sleep(0)
         await _hang_up(app, {"type": "http.request", "body": body})
         gate.set()

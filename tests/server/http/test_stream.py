@@ -13,8 +13,8 @@ from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import DeviceError
 from deft_server.app import create_app
-from tests.server.fakes import FakePolicy, RaisingPolicy, dislikes, frame, packed
 from tests.server.running import client_of
+from tests.standins.policies import FakePolicy, RaisingPolicy, dislikes, frame, packed
 
 IN_SESSION = packed(ActOptions(session_id="a"))
 
@@ -36,6 +36,12 @@ def test_frames_are_answered_one_after_the_other(socket: WebSocketTestSession):
     for expected in (1, 2, 3):
         socket.send_bytes(IN_SESSION)
         assert count(socket) == expected
+
+
+def test_the_answer_repeats_the_id_of_its_frame(socket: WebSocketTestSession):
+    for sent in ("one", None, "three"):
+        socket.send_bytes(msgpack_codec.encode_request(ActMessage(frame(), id=sent)))
+        assert msgpack_codec.message_id(socket.receive_bytes()) == sent
 
 
 def test_frames_sent_early_are_answered_in_order(socket: WebSocketTestSession):
@@ -106,3 +112,12 @@ def test_many_streams_share_the_policy():
         np.testing.assert_array_equal([count(socket) for socket in sockets], np.ones(8))
         for socket in sockets:
             socket.__exit__(None, None, None)
+
+
+def test_accepted_streams_are_counted_like_other_requests():
+    with client_of(create_app(FakePolicy())) as client:
+        with client.websocket_connect("/v1/stream"):
+            pass
+        assert 'deft_requests_total{route="/v1/stream",status="101"} 1.0' in (
+            client.get("/metrics").text
+        )

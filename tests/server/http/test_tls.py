@@ -1,18 +1,15 @@
 """TLS: the server's certificate, and the clients' where they are demanded."""
 
-import socket
 import ssl
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.server.certificates import make_certificate, needs_openssl
-from tests.server.fakes import MSGPACK, packed
 from tests.server.process import ServerProcess, serving
+from tests.standins.policies import MSGPACK, packed
 
 pytestmark = needs_openssl
 
@@ -59,32 +56,3 @@ def test_a_client_without_a_certificate_is_not_let_in(
 def test_plain_http_is_not_spoken(server: ServerProcess):
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url.replace("https", "http") + "/healthz", timeout=20)
-
-
-def test_a_handshake_counts_as_a_connection_and_has_its_time(pair: tuple[Path, Path]):
-    """Once handshakes that never ended were counted by nobody, and each had a minute."""
-    certificate, key = map(str, pair)
-    settings = (
-        f"tls_certificate={certificate!r}, tls_key={key!r}, header_timeout_s=0.5, "
-        "max_connections_per_address=2"
-    )
-    with serving(settings=settings) as server, ExitStack() as held:
-        callers = [
-            held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
-            for _ in range(3)
-        ]
-        for caller in callers:  # the third at once, the others when their time is over
-            assert caller.recv(4096) == b""
-        with httpx.Client(verify=trusting(pair, False), timeout=20) as client:
-            assert soon_served(client, f"{server.url}/healthz").status_code == 200
-
-
-def soon_served(client: httpx.Client, url: str) -> httpx.Response:
-    """The answer, as soon as the server has taken notice that others have gone."""
-    pause = threading.Event()
-    for _ in range(200):
-        try:
-            return client.get(url)
-        except httpx.ConnectError:
-            pause.wait(0.02)
-    raise AssertionError("no place became free")

@@ -1,20 +1,19 @@
-"""What one connection may have parsed in a turn of the event loop, without sockets."""
+"""WebSocket messages and what a connection holds of them, without sockets."""
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import uvicorn
 from uvicorn.server import ServerState
 from websockets.client import ClientProtocol
-from websockets.frames import Frame
 from websockets.uri import parse_uri
 
-from deft_server.http.bounds import ConnectionBounds, build_bounds
-from deft_server.http.websocket_protocol import MAX_FRAMES_A_TURN, build_websocket_protocol
-from deft_server.serving.held_bytes import HeldBytes
+from deft_server.http.connections import build_websocket_protocol
+from deft_server.serving.bounds import ConnectionBounds
 from deft_server.settings import Settings
 
 
@@ -50,6 +49,10 @@ class Wire(asyncio.Transport):
         self.is_closed = True
 
 
+def bounds_of(most: int = 10**9) -> ConnectionBounds:
+    return ConnectionBounds(Settings(max_total_bytes=most))
+
+
 def _built(app: Any, bounds: ConnectionBounds) -> tuple[Any, Wire, ClientProtocol]:
     """A protocol, its connection, and who will ask for a handshake."""
     config = uvicorn.Config(app, lifespan="off", ws="none")
@@ -64,7 +67,7 @@ def _built(app: Any, bounds: ConnectionBounds) -> tuple[Any, Wire, ClientProtoco
 
 async def _connected(app: Any) -> tuple[Any, Wire, ClientProtocol]:
     """A protocol, its connection, and who is at the other end of it."""
-    protocol, wire, client = _built(app, build_bounds(Settings(), HeldBytes(10**9)))
+    protocol, wire, client = _built(app, bounds_of())
     protocol.data_received(b"".join(client.data_to_send()))
     while b"\r\n\r\n" not in wire.written:
         await asyncio.sleep(0)
@@ -72,8 +75,8 @@ async def _connected(app: Any) -> tuple[Any, Wire, ClientProtocol]:
     return protocol, wire, client
 
 
-async def _parsed(sizes: list[int], cuts: Sequence[int] = ()) -> tuple[list[int], list[bytes]]:
-    """How many frames every turn of the event loop had parsed, and the messages.
+async def _received(sizes: list[int], cuts: Sequence[int] = ()) -> list[bytes]:
+    """The messages that the app gets.
 
     They arrive cut into pieces at the places given, each as soon as the one before was taken in.
     """
@@ -91,28 +94,12 @@ async def _parsed(sizes: list[int], cuts: Sequence[int] = ()) -> tuple[list[int]
     for number, size in enumerate(sizes):
         client.send_binary(bytes([number % 256]) * size)
     sent = b"".join(client.data_to_send())
-    counts: list[int] = []
-    handle_events = protocol.handle_events
-
-    def counted() -> None:
-        counts.append(len(protocol.conn.events))
-        handle_events()
-
-    protocol.handle_events = counted
     for start, stop in pairwise((0, *cuts, len(sent))):
         while not wire.is_read:
             await asyncio.sleep(0)
         protocol.data_received(sent[start:stop])
     await asyncio.wait_for(done.wait(), 30)
-    return counts, messages
-
-
-def test_a_turn_of_the_loop_has_few_frames_parsed_however_many_arrived():
-    counts, messages = asyncio.run(_parsed([200_000] + [1] * 5000))
-
-    assert [len(one) for one in messages] == [200_000] + [1] * 5000
-    assert sum(counts) == 5001
-    assert max(counts) <= MAX_FRAMES_A_TURN
+    return messages
 
 
 def test_messages_are_the_same_wherever_the_bytes_are_cut():
@@ -121,37 +108,20 @@ def test_messages_are_the_same_wherever_the_bytes_are_cut():
 
     for _ in range(50):
         cuts = sorted(rng.sample(range(1, sum(sizes)), 40))
-        _, messages = asyncio.run(_parsed(sizes, cuts))
+        messages = asyncio.run(_received(sizes, cuts))
 
         assert messages == [bytes([number]) * size for number, size in enumerate(sizes)]
 
 
+def test_thousands_of_messages_that_come_at_once_are_all_handed_on_in_order():
+    messages = asyncio.run(_received([1] * 5000 + [200_000] + [1] * 5000))
+    assert [len(one) for one in messages] == [1] * 5000 + [200_000] + [1] * 5000
+
+
 def test_a_frame_that_comes_byte_by_byte_is_the_same():
-    _, messages = asyncio.run(_parsed([300, 2], range(1, 300)))
+    messages = asyncio.run(_received([300, 2], range(1, 300)))
 
     assert messages == [bytes(300), b"\1\1"]
-
-
-def test_answers_of_every_length_are_what_the_library_reads():
-    answers = [bytes(size) for size in (0, 1, 125, 126, 255, 256, 65_535, 65_536)]
-
-    async def send_all() -> list[bytes]:
-        ended = asyncio.Event()
-
-        async def app(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
-            await receive()
-            await send({"type": "websocket.accept"})
-            for answer in answers:
-                await send({"type": "websocket.send", "bytes": answer})
-            ended.set()
-
-        _, wire, client = await _connected(app)
-        num_taken = len(wire.written)
-        await asyncio.wait_for(ended.wait(), 30)
-        client.receive_data(wire.written[num_taken:])
-        return [bytes(one.data) for one in client.events_received() if isinstance(one, Frame)]
-
-    assert asyncio.run(send_all()) == answers
 
 
 def test_a_connection_lost_in_the_middle_of_a_message_holds_nothing_any_more():
@@ -172,7 +142,9 @@ def test_a_connection_lost_in_the_middle_of_a_message_holds_nothing_any_more():
         await asyncio.wait_for(ended.wait(), 30)
         return held_before, protocol.bounds.held.now
 
-    assert asyncio.run(lose()) == (299_999, 0)
+    held_before, held_after = asyncio.run(lose())
+    assert held_before >= 299_999
+    assert held_after == 0
 
 
 async def _accept(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
@@ -181,31 +153,26 @@ async def _accept(scope: dict, receive, send) -> None:  # type: ignore[no-untype
     await receive()
 
 
-def test_who_has_sent_everything_is_not_late_when_our_turns_take_long():
-    async def wait_long() -> tuple[bytes, bool]:
-        bounds = build_bounds(Settings(body_timeout_s=0.01), HeldBytes(10**9))
-        protocol, wire, client = _built(_accept, bounds)
-        waiting: list[Callable[[], None]] = []
-        bounds.calls.make = lambda _, call: waiting.append(call)  # type: ignore[method-assign]
-        protocol.data_received(b"".join(client.data_to_send()))
-        while len(waiting) < 2:  # until the time is up, too
-            await asyncio.sleep(0.01)
-        for call in waiting:
-            call()
-        while not wire.written:
-            await asyncio.sleep(0)
-        return wire.written, wire.is_closed
-
-    answer, is_closed = asyncio.run(asyncio.wait_for(wait_long(), 30))
-
-    assert answer.startswith(b"HTTP/1.1 101 ")
-    assert not is_closed
-
-
 def test_a_connection_that_fails_before_its_handshake_is_closed():
     async def send_too_much() -> bool:
-        protocol, wire, client = _built(_accept, build_bounds(Settings(), HeldBytes(0)))
+        protocol, wire, client = _built(_accept, bounds_of(1))
         protocol.data_received(b"".join(client.data_to_send()) + b"\x82")
         return wire.is_closed
 
     assert asyncio.run(send_too_much())
+
+
+def test_text_that_is_not_utf8_closes_the_connection_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def send_text() -> tuple[bytes, bool]:
+        protocol, wire, client = await _connected(_accept)
+        num_taken = len(wire.written)
+        client.send_text(b"\xff\xfe")
+        protocol.data_received(b"".join(client.data_to_send()))
+        return wire.written[num_taken:], wire.is_closed
+
+    answer, is_closed = asyncio.run(send_text())
+    assert is_closed
+    assert (1007).to_bytes(2, "big") in answer
+    assert not caplog.records

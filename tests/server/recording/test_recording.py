@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from io import FileIO
@@ -15,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deft_client.recordings import Ending, RecordedStep, find_episodes, read_episode
-from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
+from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
 from deft_server.recording.files import (
@@ -25,7 +26,7 @@ from deft_server.recording.files import (
     TimedStep,
     open_new,
 )
-from deft_server.recording.writer import RecordingMetrics, SessionRecording
+from deft_server.recording.writer import MAX_WAITING_BYTES, RecordingMetrics, SessionRecording
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 
 
@@ -108,15 +109,12 @@ def test_frames_without_a_session_are_one_episode_of_their_caller(tmp_path: Path
     assert times == sorted(times)
 
 
-def test_errors_and_holds_are_not_steps(tmp_path: Path) -> None:
+def test_errors_are_not_steps(tmp_path: Path) -> None:
     server = Server(rules(tmp_path))
     server.recording.start()
     frame = answered()
     values = {**vars(frame), "chunk": None, "error": ValueError("x")}
     server.events.publish(FinishedAction(**values))
-    assert frame.chunk is not None
-    held = replace(frame.chunk, intervention=Intervention.HOLD)
-    server.events.publish(FinishedAction(**{**vars(frame), "chunk": held}))
     server.recording.stop()
     assert find_episodes(tmp_path) == []
 
@@ -159,6 +157,74 @@ def test_beyond_the_cap_the_oldest_closed_recordings_go(tmp_path: Path) -> None:
     assert kept == list(range(kept[0], 60))
     assert kept[0] > 20
     assert sum(path.stat().st_size for path in find_episodes(tmp_path)) < 25_000
+
+
+def test_a_clock_set_back_does_not_make_the_newest_recordings_the_oldest(tmp_path: Path) -> None:
+    """A robot without a battery clock lost what it had just recorded."""
+    for session, wall_s in (("before", 1_700_000_000.0), ("after", 5.0)):
+        files = EpisodeFiles(rules(tmp_path, max_total_bytes=2_500))
+        for number in range(2):
+            frame = answered(session, number)
+            assert frame.chunk is not None
+            step = RecordedStep(number, 0.0, frame.observation, frame.options, frame.chunk)
+            files.write(TimedStep(RecordedSession("lab", session), step, wall_s, float(number)))
+        files.close("stopped")
+    files = EpisodeFiles(rules(tmp_path, max_total_bytes=2_500))
+    files._make_room()
+    files.close("stopped")
+    (kept,) = find_episodes(tmp_path)
+    assert read_episode(kept).header.session_id == "after"
+
+
+def test_two_servers_do_not_record_into_one_folder(tmp_path: Path) -> None:
+    """Each deleted what the other was writing, and neither heard of it."""
+    first = EpisodeFiles(rules(tmp_path))
+    with pytest.raises(OSError, match="another server records here"):
+        EpisodeFiles(rules(tmp_path))
+    first.close("stopped")
+    EpisodeFiles(rules(tmp_path)).close("stopped")
+
+
+class StuckFiles(EpisodeFiles):
+    """A disk that takes nothing until it is let."""
+
+    let = threading.Event()
+
+    def write(self, timed: TimedStep) -> None:
+        assert self.let.wait(20)
+        super().write(timed)
+
+
+def test_a_disk_that_is_slow_when_stopped_is_left_behind(tmp_path: Path) -> None:
+    server = Server(rules(tmp_path))
+    StuckFiles.let = threading.Event()
+    server.recording.build_files = StuckFiles
+    server.recording.start()
+    server.events.publish(answered())
+    server.recording.stop(timeout_s=0.01)
+    assert not server.recording.status.is_on
+    assert "did not take" in server.recording.status.reason
+    assert server.metric("deft_recording") == 0
+    StuckFiles.let.set()
+
+
+def test_what_waits_for_the_disk_is_bounded_by_bytes(tmp_path: Path) -> None:
+    """256 frames of 4096 x 1024 are three gigabytes."""
+    server = Server(rules(tmp_path))
+    StuckFiles.let = threading.Event()
+    server.recording.build_files = StuckFiles
+    server.recording.start()
+    image = np.zeros((1024, 4096, 3), np.uint8)
+    for step in range(20):
+        frame = answered("arm", step)
+        observation = replace(frame.observation, image=image)
+        server.events.publish(FinishedAction(**{**vars(frame), "observation": observation}))
+    most = MAX_WAITING_BYTES // image.nbytes
+    assert server.metric("deft_recording_dropped_steps_total") == 20 - most
+    StuckFiles.let.set()
+    server.recording.stop()
+    (episode,) = find_episodes(tmp_path)
+    assert len(read_episode(episode).steps) == most
 
 
 class SlowDisk(FileIO):
@@ -231,7 +297,7 @@ def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
     server.recording.start()
     server.events.publish(answered())
     server.wait_until_off()
-    assert "are to be kept free" in server.recording.status.reason
+    assert "kept free" in server.recording.status.reason
 
 
 def test_a_directory_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
@@ -270,6 +336,7 @@ def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: P
     assert sorted(actions) == [[0, 1], [2], [3]]
     (long,) = [one for one in episodes if len(one.steps) == 2]
     assert [step.at_s for step in long.steps] == [0.0, 1.0]
+    files.close("stopped")
 
 
 def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None:

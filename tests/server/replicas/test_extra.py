@@ -3,7 +3,12 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
+
+from deft_server.replicas import ray_serve
+from deft_server.settings import SettingsError
 from tests.repository import ROOT
 
 if sys.version_info >= (3, 11):
@@ -22,7 +27,7 @@ sys.exit(main(["serve", "--policy", "constant", "--replicas", "2"]))
 def test_without_the_extra_replicas_are_refused_with_the_line_that_installs_it():
     run = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True)
     assert run.returncode == 2
-    assert run.stderr == 'deft serve: replicas need Ray: pip install "deft-vla[ray]"\n'
+    assert 'pip install "deft-vla[ray]"' in run.stderr
 
 
 def test_only_the_extra_brings_ray():
@@ -33,3 +38,18 @@ def test_only_the_extra_brings_ray():
                   if any(re.match(r"ray\b", one) for one in needs)}  # fmt: skip
         assert extras == {"ray"}
         assert not any(one.startswith("ray") for one in project["dependencies"])
+
+
+def test_a_cluster_that_wants_its_token_says_where_it_goes(monkeypatch):
+    class Authentication(Exception):
+        """As Ray raises it: no `ConnectionError`."""
+
+    def init(**_):
+        raise Authentication("Token authentication is enabled but no token was found")
+
+    exceptions = SimpleNamespace(RayError=Authentication, RayServeException=ZeroDivisionError)
+    ray = SimpleNamespace(init=init, is_initialized=lambda: False, exceptions=exceptions)
+    monkeypatch.setattr(ray_serve, "import_ray", lambda: (ray, ray))
+    cluster = ray_serve.RayCluster("10.0.0.5:6379", None)
+    with pytest.raises(SettingsError, match=r"10\.0\.0\.5.*~/\.ray/auth_token or RAY_AUTH_TOKEN"):
+        cluster.connect()

@@ -11,7 +11,7 @@ import pytest
 from deft_client import PolicyClient
 from deft_client.types import ActOptions
 from deft_policies.benchmark.replay import generate_frames
-from deft_server.reproduce.local_server import local_server
+from scripts.local_server import local_server
 
 FLAGS = (
     *("--policy", "tiny-libero", "--threads", "1", "--no-guard"),

@@ -1,7 +1,9 @@
 """Replicas without Ray: what travels, what returns, and what happens when one is lost."""
 
 import asyncio
+import math
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,27 +17,35 @@ from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.benchmark.replay import generate_frames, with_statistics_key
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
-from deft_policies.openvla.load import load_policy
-from deft_policies.openvla.options import OpenVLAOptions
-from deft_server.errors import NotReadyError, PolicyFailedError
-from deft_server.hosting.attempts import Failure
-from deft_server.hosting.host import Elsewhere, HostedPolicy
-from deft_server.hosting.messages import PolicyFacts
-from deft_server.hosting.process import hosted
+from deft_server.errors import DeadlineError, NotReadyError, PolicyFailedError
+from deft_server.hosting.host import HostedPolicy, RemotePolicy
 from deft_server.replicas.host import ReplicaHangsError, ReplicaHost, ReplicaLostError
 from deft_server.replicas.ray_serve import replicas_wanted
 from deft_server.replicas.remote import (
     BACKLOG_FRESH_S,
     Backlogs,
     FrontState,
+    PolicyFacts,
     Replica,
     ReplicaAnswers,
+    hosted,
 )
+from deft_server.serving.queue import Failure
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
-from tests.server.fakes import CALLER, FakePolicy, LimitedFake, RaisingPolicy, dislikes, frame
+from tests.standins.policies import (
+    CALLER,
+    FakePolicy,
+    LimitedFake,
+    RaisingPolicy,
+    SteppedFake,
+    dislikes,
+    frame,
+)
 
 
 def replica_of(policy: Policy, version: str = "1", name: str = "0") -> Replica:
@@ -48,8 +58,10 @@ def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequ
 
 def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Exception]:
     """Answer a batch as a replica far away would: everything crosses as bytes."""
-    returned = replica.answer(pickle.loads(pickle.dumps(requests)), "1")
-    return list(pickle.loads(pickle.dumps(returned)).attempts(0.01).answers)
+    state = FrontState("front", "1", 0)
+    returned = asyncio.run(replica.answer(pickle.loads(pickle.dumps(requests)), state))
+    unpacked: list[ActAnswer | Exception] = pickle.loads(pickle.dumps(returned)).unpacked()
+    return unpacked
 
 
 def number_of(answer: ActAnswer | Exception) -> float:
@@ -70,7 +82,7 @@ def test_any_host_goes_on_where_another_stopped():
 
 
 def test_replicas_of_a_real_policy_answer_to_the_bit_as_one_thread_does():
-    options = bundle.complete(OpenVLAOptions(device="cpu", is_guarded=False))
+    options = bundle.complete(ModelOptions(device="cpu", is_guarded=False))
     policies = [load_policy(options), load_policy(options)]
     replicas = [replica_of(policy) for policy in policies]
     frames = with_statistics_key(generate_frames(8), policies[0])
@@ -129,6 +141,7 @@ class FakeCluster:
     events: list[Exception] = field(default_factory=list)
     on_connect: Callable[[], None] = lambda: None
     num_running: int = 1
+    count_fails: int = 0
     num_answers: int = 0
     most_at_once: int = 0
     states: list[FrontState] = field(default_factory=list)
@@ -151,22 +164,23 @@ class FakeCluster:
                 await self.gate.wait()
             if self.events:
                 raise self.events.pop(0)
-            return self.replicas[self.num_answers % len(self.replicas)].answer(
-                frames, state.version
-            )
+            return await self.replicas[self.num_answers % len(self.replicas)].answer(frames, state)
         finally:
             self._at_once -= 1
 
     def count(self) -> int:
+        if self.count_fails:
+            self.count_fails -= 1
+            raise ConnectionError("no status just now")
         return self.num_running
 
     def close(self) -> None:
         """Nothing to let go of."""
 
 
-async def serving(cluster: FakeCluster) -> Service:
-    settings = Settings(max_batch=1)
-    service = Service(Elsewhere(partial(ReplicaHost, cluster)), settings)
+async def serving(cluster: FakeCluster, max_batch: int = 1) -> Service:
+    settings = Settings(max_batch=max_batch)
+    service = Service(RemotePolicy(partial(ReplicaHost, cluster)), settings)
     service.start()
     await service.scheduler.settled()
     return service
@@ -183,6 +197,52 @@ async def until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it never came to hold")
+
+
+def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_their_deadlines():
+    policy = SteppedFake()
+
+    async def story() -> list[ReplicaAnswers]:
+        replica = replica_of(policy)
+        asked = [("4 long", math.inf), ("1 short", math.inf), ("900 late", 0.02)]
+        calls = [
+            replica.answer([request(SessionMemory(), name)], FrontState("front", "1", 0, left_s))
+            for name, left_s in asked
+        ]
+        return await asyncio.gather(*calls)
+
+    long, short, late = asyncio.run(story())
+    assert policy.rounds[:2] == [["4 long", "1 short", "900 late"], ["4 long", "900 late"]]
+    assert len(policy.rounds) < 900
+    assert [number_of(one.unpacked()[0]) for one in (long, short)] == [1, 1]
+    assert isinstance(late.unpacked()[0], DeadlineError)
+    assert (long.size, short.size) == (3, 3)
+
+
+def test_a_replica_that_is_played_round_by_round_has_a_place_for_every_frame_of_a_batch():
+    policy = SteppedFake(turnstile=threading.Semaphore(0))
+
+    async def story() -> list[float]:
+        service = await serving(FakeCluster([replica_of(policy)]), max_batch=2)
+        options = [ActOptions(session_id=name) for name in "abc"]
+        asked = [
+            asyncio.create_task(service.act(frame(instruction=f"{rounds} rounds"), one, CALLER))
+            for rounds, one in zip((200, 1, 1), options, strict=True)
+        ]
+        await until(lambda: len(service.scheduler.queue.in_flight) == 2)
+        assert policy.turnstile is not None
+        while not (asked[1].done() and asked[2].done()):
+            policy.turnstile.release()
+            await asyncio.sleep(0.005)
+        assert not asked[0].done()
+        policy.turnstile.release(200)
+        await asked[0]
+        await service.close()
+        return [float(one.result().actions[0, 0]) for one in asked]
+
+    assert asyncio.run(story()) == [1, 1, 1]
+    assert policy.rounds.count(["200 rounds", "1 rounds"]) == 2
+    assert max(map(len, policy.rounds)) == 2
 
 
 def test_a_session_goes_from_replica_to_replica():
@@ -214,7 +274,7 @@ def test_a_batch_that_is_lost_twice_is_told_to_come_again_and_the_session_is_as_
         service = await serving(cluster)
         await ask(service)
         cluster.events += [ReplicaLostError("killed"), ReplicaLostError("killed")]
-        with pytest.raises(NotReadyError, match="the replica was lost"):
+        with pytest.raises(NotReadyError, match="lost"):
             await ask(service)
         assert service.readiness.phase is ServerPhase.READY
         failures = service.metrics.policy_failures.labels(Failure.LOST.value)
@@ -301,16 +361,16 @@ def test_the_batches_that_wait_at_several_fronts_add_up_until_a_front_is_silent(
 class Seen:
     """What Ray shows a scaling policy."""
 
-    total_num_requests: float
     aggregated_metrics: dict[str, dict[str, float]]
 
 
 @pytest.mark.parametrize(
     ("busy", "waiting", "wanted"),
-    [(0.0, {}, 0), (1.5, {"0": 0.0}, 2), (2.0, {"0": 6.0, "1": 6.0}, 10), (4.0, {"0": 0.0}, 5)],
+    [([], {}, 0), ([1.0, 0.5], {"0": 0.0}, 2), ([1, 1], {"0": 6, "1": 6}, 10), ([1] * 4, {}, 5)],
 )
 def test_replicas_are_wanted_for_what_is_computed_and_what_waits(busy, waiting, wanted):
-    assert replicas_wanted(Seen(busy, {"waiting": waiting})) == (wanted, {})
+    told = {"busy": {str(place): share for place, share in enumerate(busy)}, "waiting": waiting}
+    assert replicas_wanted(Seen(told)) == (wanted, {})
 
 
 def test_without_a_replica_frames_are_refused_until_one_is_back():
@@ -319,9 +379,24 @@ def test_without_a_replica_frames_are_refused_until_one_is_back():
         service = await serving(cluster)
         cluster.num_running = 0
         await until(lambda: service.readiness.phase is ServerPhase.LOADING)
-        with pytest.raises(NotReadyError, match="no replica is running"):
+        with pytest.raises(NotReadyError, match="no replica"):
             await ask(service)
         cluster.num_running = 3
+        await until(lambda: service.readiness.phase is ServerPhase.READY)
+        counted = await ask(service)
+        await service.close()
+        return counted
+
+    assert asyncio.run(story()) == 1
+
+
+def test_a_count_that_fails_once_does_not_end_the_watching():
+    async def story() -> float:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        cluster.count_fails, cluster.num_running = 1, 0
+        await until(lambda: service.readiness.phase is ServerPhase.LOADING)
+        cluster.num_running = 1
         await until(lambda: service.readiness.phase is ServerPhase.READY)
         counted = await ask(service)
         await service.close()
@@ -354,7 +429,7 @@ def test_replicas_that_do_not_start_end_the_server_with_the_reason():
         await service.close()
         return sentence
 
-    assert asyncio.run(story()) == "the policy could not be loaded: no cluster there"
+    assert asyncio.run(story()).endswith("no cluster there")
 
 
 def test_while_two_versions_answer_each_is_guarded_by_its_own_limits():

@@ -8,9 +8,9 @@ import pytest
 
 from deft_client.types import ActionChunk, ActOptions
 from deft_server.errors import OverloadedError
-from deft_server.serving.held_bytes import HeldBytes
-from tests.server.fakes import CALLER, GatedPolicy, frame
+from deft_server.serving.bounds import HeldBytes
 from tests.server.serving.test_service import entered, on_a_loop, send, started
+from tests.standins.policies import CALLER, GatedPolicy, frame
 
 
 def test_held_bytes_are_counted_even_when_they_are_too_many():
@@ -45,9 +45,9 @@ async def test_large_pictures_that_wait_for_the_policy_count_as_held():
     await entered(policy)
     with pytest.raises(OverloadedError, match="max_total_bytes"):
         await send_large()
-    assert service.held.now == 3 * large.image.nbytes
+    assert service.bounds.held.now == 3 * large.image.nbytes
     tasks.append(send(service))  # a small one still has its place
     policy.gate.set()
     await asyncio.gather(*tasks)
-    assert service.held.now == 0
+    assert service.bounds.held.now == 0
     await service.close()

@@ -11,8 +11,8 @@ from deft_policies.base import ActAnswer, ActRequest, immediate, is_immediate
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import DeadlineError, PolicyFailedError, UnsafeAnswerError
 from deft_server.serving.readiness import ServerPhase
-from tests.server.fakes import FakePolicy
 from tests.server.serving.test_service import on_a_loop, send, started
+from tests.standins.policies import FakePolicy
 
 
 class HerePolicy(FakePolicy):

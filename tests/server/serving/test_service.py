@@ -22,9 +22,10 @@ from deft_server.errors import (
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
 from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.scheduler import GOOD_BATCHES_BEFORE_GROWTH
 from deft_server.serving.service import Service
-from deft_server.settings import Fallback, OnHang, Settings
-from tests.server.fakes import (
+from deft_server.settings import OnHang, Settings
+from tests.standins.policies import (
     CALLER,
     FakePolicy,
     GatedPolicy,
@@ -70,7 +71,7 @@ async def entered(policy: GatedPolicy) -> None:
 
 async def joined(service: Service, count: int) -> None:
     """Wait until so many frames wait in line."""
-    while len(service.scheduler._line) != count:
+    while service.scheduler.num_waiting != count:
         await asyncio.sleep(0.001)
 
 
@@ -85,30 +86,6 @@ async def test_frames_that_wait_for_the_policy_are_answered_in_one_batch():
     policy.gate.set()
     await asyncio.gather(first, *rest)
     assert policy.sizes == [1, 5]
-    await service.close()
-
-
-class UnhurriedPolicy(FakePolicy):
-    def act(self, batch):
-        time.sleep(0.1)  # long beside the hiccups of a busy machine
-        return super().act(batch)
-
-
-@on_a_loop
-async def test_a_batch_waits_for_a_session_that_is_about_to_send():
-    policy = UnhurriedPolicy()
-    service = await started(policy, max_wait_ms=500)
-
-    async def robot(session_id: str, pause_s: float) -> None:
-        for _ in range(8):
-            await send(service, session_id)
-            await asyncio.sleep(pause_s)
-
-    await asyncio.gather(robot("a", 0.02), robot("b", 0.05))
-    assert policy.sizes.count(2) >= 3, "once their rhythm is known, the two go together"
-    held_s = service.metrics.registry.get_sample_value("deft_company_seconds_sum")
-    assert held_s is not None
-    assert held_s > 0
     await service.close()
 
 
@@ -156,7 +133,7 @@ async def test_two_callers_with_the_same_session_id_do_not_meet():
 @on_a_loop
 async def test_a_full_line_refuses_and_says_when_to_come_back():
     policy = GatedPolicy()
-    service = await started(policy, max_batch=1, newcomer_batches=1)
+    service = await started(policy, max_batch=1, max_waiting=1)
     tasks = [send(service, "a")]
     await entered(policy)
     tasks.append(send(service, "b"))
@@ -172,7 +149,7 @@ async def test_a_full_line_refuses_and_says_when_to_come_back():
 
 @on_a_loop
 async def test_a_frame_that_stays_is_refused_when_it_may_stay_no_longer():
-    service = await started(policy := GatedPolicy(), max_batch=1, newcomer_batches=1)
+    service = await started(policy := GatedPolicy(), max_batch=1)
     busy = send(service)
     await entered(policy)
     with pytest.raises(OverloadedError):
@@ -244,12 +221,26 @@ async def test_a_reset_refuses_the_frame_that_waits_and_starts_afresh():
 @on_a_loop
 async def test_when_memory_runs_out_batches_stay_smaller():
     policy = RaisingPolicy(error=out_of_memory_above(2))
-    service = await started(policy, max_wait_ms=0)
+    service = await started(policy)
     for _ in range(2):
         gate = asyncio.gather(*(send(service, f"s{n}") for n in range(4)))
         assert len(await gate) == 4
-    assert service.scheduler._line.max_batch <= 2
+    assert service.scheduler.queue.max_batch <= 2
     assert max(policy.sizes[-2:]) <= 2
+    await service.close()
+
+
+@on_a_loop
+async def test_batches_grow_back_slowly_after_memory_ran_out():
+    policy = RaisingPolicy(error=out_of_memory_above(2))
+    service = await started(policy, max_batch=4)
+    await asyncio.gather(*(send(service, f"s{n}") for n in range(5)))
+    assert service.scheduler.queue.max_batch < 4
+    policy.error = lambda batch: None
+    shrunk = service.scheduler.queue.max_batch
+    for _ in range(GOOD_BATCHES_BEFORE_GROWTH):
+        await send(service, "a")
+    assert service.scheduler.queue.max_batch == shrunk + 1
     await service.close()
 
 
@@ -329,31 +320,12 @@ async def test_an_answer_out_of_range_is_withheld():
 
 
 @on_a_loop
-async def test_a_robot_may_be_held_instead_of_told_of_an_error():
-    policy = LimitedFake(next_actions=np.full((1, 7), 0.5))
-    service = await started(policy, on_unsafe_answer=Fallback.HOLD, on_deadline_miss=Fallback.HOLD)
-    assert (await send(service, "a")).intervention is None
-    policy.next_actions = np.full((1, 7), np.nan)
-    held = await send(service, "a")
-    assert held.intervention is Intervention.HOLD
-    np.testing.assert_array_equal(held.actions, [[0, 0, 0, 0, 0, 0, 0.5]])
-    late = await send(service, "a", deadline_ms=1e-6)
-    assert late.intervention is Intervention.HOLD
-    with pytest.raises(DeadlineError):  # a robot never told how its gripper is cannot be held
-        await send(service, "b", deadline_ms=1e-6)
-    await service.close()
-
-
-@on_a_loop
-async def test_a_sudden_step_is_clamped_and_said_to_be():
-    policy = LimitedFake(next_actions=np.zeros((1, 7)))
-    service = await started(policy, step_limits={"*": (0.1,) * 7})
-    await send(service, "a")
-    policy.next_actions = np.full((1, 7), 0.5)
-    for expected in (0.1, 0.2):
-        chunk = await send(service, "a")
-        assert chunk.intervention is Intervention.CLAMP
-        np.testing.assert_allclose(chunk.actions, np.full((1, 7), expected))
+async def test_an_answer_that_was_clamped_says_so():
+    policy = LimitedFake(next_actions=np.full((1, 7), 1.5), may_exceed=True)
+    service = await started(policy)
+    chunk = await send(service, "a")
+    assert chunk.intervention is Intervention.CLAMP
+    np.testing.assert_array_equal(chunk.actions, np.ones((1, 7)))
     await service.close()
 
 

@@ -66,3 +66,16 @@ def test_a_caller_with_many_sessions_pushes_out_its_own_and_nobody_elses():
     assert ("other", "49") in store.names()
     store.expire(62.5)
     assert len(store) == 0
+
+
+def test_whoever_asked_is_told_of_every_session_that_ends():
+    ended: list[tuple[str, str]] = []
+    store = SessionStore(ttl_s=60, max_sessions=2, on_end=lambda *one: ended.append(one))
+    store.open("arm", "reset", 0.0)
+    store.reset("arm", "reset")
+    store.open("arm", "pushed out", 1.0)
+    store.open("arm", "a", 2.0)
+    store.open("arm", "b", 3.0)
+    store.open("lab", None, 70.0)
+    store.open("lab", "c", 70.0)
+    assert ended == [("arm", one) for one in ("reset", "pushed out", "a", "b")]

@@ -1,4 +1,4 @@
-"""`deft-client assets`: build the stand-ins, look at a task's scene, check that all tasks run.
+"""`deft-client assets`: look at a task's scene, check that all tasks run.
 
 `record` writes what `check` compares with; it is for those who change Deft.
 """
@@ -16,18 +16,21 @@ from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
 from deft_client.commands.program import CommandParser
-from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.errors import GraphicsError, SelectionError, SimulationError
 from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.processes import end_with_parent
-from deft_client.libero.simulator.assets import cache_folder, find_assets
-from deft_client.libero.simulator.assets_check import AssetsProblem, check_task, settle_task
+from deft_client.libero.simulator.assets import find_assets
+from deft_client.libero.simulator.assets_check import (
+    AssetsProblem,
+    check_task,
+    pack_poses,
+    settle_task,
+)
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
-from deft_client.libero.simulator.graphics import Renderer
-from deft_client.libero.simulator.mujoco_version import installed_mujoco
-from deft_client.libero.simulator.settled import pack_poses
-from deft_client.libero.simulator.standins.build import build
-from deft_client.libero.simulator.suites import NUM_TRIALS, Task, find_suite
+from deft_client.libero.simulator.graphics import Renderer, find_renderer
+from deft_client.libero.simulator.mujoco_version import installed_mujoco, warning
+from deft_client.libero.simulator.suites import NUM_TRIALS, PRO_SUITES, Task, find_suite
 
 ResultT = TypeVar("ResultT")
 CHECKED_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
@@ -49,10 +52,6 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("deft-client assets", description=__doc__)
     jobs = parser.add_subparsers(required=True, metavar="JOB")
-
-    one = jobs.add_parser("build", help="write the stand-ins into a folder")
-    one.add_argument("folder", type=Path)
-    one.set_defaults(job=_build)
 
     one = jobs.add_parser("show", help="render the scene of a task to a PNG file")
     one.add_argument("task", help="suite and number, such as libero_goal/3")
@@ -77,22 +76,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_assets(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assets", type=Path, metavar="DIR",
-                        help="default: LIBERO's own; stand-in: ours")  # fmt: skip
+                        help="default: LIBERO's own")  # fmt: skip
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", choices=CHECKED_SUITES, help="default: all four")
+    parser.add_argument("--suite", choices=(*CHECKED_SUITES, *PRO_SUITES), metavar="SUITE",
+                        help="default: all four of LIBERO's; LIBERO-PRO's by name")  # fmt: skip
     parser.add_argument("--tasks", metavar="LIST", help="task numbers (default: all)")
     parser.add_argument("--trials", default=f"0-{NUM_TRIALS - 1}", metavar="LIST",
                         help="initial states (default: %(default)s)")  # fmt: skip
     parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
-
-
-def _build(options: argparse.Namespace) -> int:
-    build(options.folder)
-    sys.stdout.write(f"wrote {find_assets(options.folder, options.folder).label} assets to ")
-    sys.stdout.write(f"{options.folder}\n")
-    return 0
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -113,6 +106,14 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    """Say what episodes would be played with here, then what is wrong with the tasks."""
+    version = installed_mujoco()
+    if version is not None and (text := warning(version)):
+        sys.stdout.write(f"{text}\n")
+    try:
+        sys.stdout.write(f"renders with {find_renderer(Renderer.AUTO).value}\n")
+    except GraphicsError as error:  # the check itself draws nothing
+        sys.stdout.write(f"{error}\n")
     num_problems = 0
     for task, problems in _for_each_task(options, check_task):
         num_problems += _report(task, problems)
@@ -143,7 +144,7 @@ def _for_each_task(
         numbers = options.tasks or f"0-{len(suite.tasks) - 1}"
         tasks += [suite.task(one) for one in parse_numbers(numbers, len(suite.tasks), "--tasks")]
     settings = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=options.assets)
-    label = find_assets(options.assets, cache_folder()).label
+    label = find_assets(options.assets).label
     sys.stdout.write(f"{label} assets, MuJoCo {installed_mujoco()}, ")
     sys.stdout.write(f"{len(tasks)} tasks, {len(trials)} initial states each\n")
     with ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent) as executor:

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deft_client.commands.program import CommandParser
+from deft_client.commands.table import markdown_table
 from deft_client.libero.errors import EvaluationError, SelectionError
 from deft_client.libero.report.difference import Difference, conclusion, difference
 from deft_client.libero.report.page import short_names
-from deft_client.libero.report.tables import (
-    COMPARISON_COLUMNS,
-    comparison_cells,
-    markdown_table,
-)
+from deft_client.libero.report.tables import COMPARISON_COLUMNS, comparison_cells
 from deft_client.libero.results.statistics import Interval
 from deft_client.libero.results.store import RunResults, load_runs
 
@@ -48,6 +45,9 @@ def describe(found: Difference) -> Iterator[str]:
     if found.comparison.num_pairs:
         yield markdown_table(COMPARISON_COLUMNS, [comparison_cells(found.comparison)])
     yield conclusion(found) + "\n"
+    if found.speedup is not None:
+        names = found.comparison.second, found.comparison.first
+        yield found.speedup.sentence(*names) + "\n"
     yield markdown_table(
         _MEASURE_COLUMNS,
         [

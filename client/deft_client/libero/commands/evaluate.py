@@ -3,7 +3,6 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from deft_client.commands.program import CommandParser
 from deft_client.errors import DeftError
 from deft_client.libero.errors import (
     EvaluationStoppedError,
-    ProfileError,
     ResultsMismatchError,
     ResultsWriteError,
     SelectionError,
@@ -24,58 +22,45 @@ from deft_client.libero.errors import (
     UnknownSuiteError,
     UnknownTaskError,
 )
-from deft_client.libero.evaluation.evaluate import Evaluation, Limits
+from deft_client.libero.evaluation.evaluate import Evaluation
 from deft_client.libero.evaluation.local_workers import Processes
-from deft_client.libero.evaluation.player import Pacing, VideoChoice
 from deft_client.libero.evaluation.pool import Workplace
 from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.evaluation.ray_workers import RayActors
-from deft_client.libero.evaluation.runs import EvaluationOptions, PlannedRun, plan_runs
+from deft_client.libero.evaluation.runs import (
+    RunConfig,
+    VideoChoice,
+    in_turn,
+    plan_runs,
+    warnings_of,
+)
 from deft_client.libero.evaluation.selection import LIBERO, TRAINED
 from deft_client.libero.policies.profiles import (
     PROFILES,
     ClientChain,
     GripperConvention,
     Profile,
+    Protocol,
     check_chain,
 )
 from deft_client.libero.policies.source import PolicySource, describe_server
 from deft_client.libero.processes import limit_threads
-from deft_client.libero.report.summary import RunSummary, summarise
+from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import terminal_table
-from deft_client.libero.results.store import ResultsStore, load_run
-from deft_client.libero.simulator.environment import EnvironmentSettings
-from deft_client.types import ActOptions
+from deft_client.libero.results.store import HEADER_FILE, ResultsStore, load_run
+from deft_client.types import ActOptions, ServerInfo
 
 
-def read_options(arguments: list[str]) -> EvaluationOptions:
+def read_options(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; exits, or raises SelectionError, if it cannot be understood."""
     options = _parser().parse_args(arguments)
     _check_numbers(options)
-    pacings = [Pacing.LOCK_STEP] if options.lock_step or not options.real_time else []
-    pacings += [Pacing.REAL_TIME] if options.real_time else []
-    return EvaluationOptions(
-        suites=tuple(dict.fromkeys(options.suites)),
-        folder=options.out,
-        source=_source(options),
-        simulator=options.environment,
-        environment=EnvironmentSettings(
-            widen_metres=options.widen_cm / 100, assets_folder=options.assets
-        ),
-        tasks=options.tasks,
-        trials=options.trials,
-        num_episodes=options.episodes,
-        decodings=tuple(dict.fromkeys(map(method_text, options.decoding or ()))) or (None,),
-        pacings=pacings,
-        seam=Seam(options.seam),
-        step_limit=options.step_limit,
-        seed=options.seed,
-        video=VideoChoice(options.video),
-        num_workers=options.workers,
-        ray=options.ray,
-        patience_s=options.patience,
-        any_mujoco=options.any_mujoco,
-    )
+    options.suites = tuple(dict.fromkeys(options.suites))
+    # Without a method the server chooses.
+    options.decoding = tuple(dict.fromkeys(map(method_text, options.decoding or ()))) or (None,)
+    options.seam, options.video = Seam(options.seam), VideoChoice(options.video)
+    options.source = _source(options)
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,7 +110,7 @@ def _add_policy(group: Group) -> None:
     )  # fmt: skip
     group.add_argument(
         "--policy", metavar="NAME",
-        help="answer in this process instead of asking a server: expert, or module:function",
+        help="answer in this process instead of asking a server: module:function",
     )  # fmt: skip
     group.add_argument(
         "--decoding",
@@ -152,10 +137,10 @@ def _add_policy(group: Group) -> None:
 def _add_simulation(group: Group) -> None:
     group.add_argument(
         "--real-time", action="store_true",
-        help="the simulator goes on at 20 Hz and holds the last action until an answer comes",
+        help="the simulator goes on at 20 Hz, and the arm holds until an answer comes",
     )  # fmt: skip
     group.add_argument(
-        "--seam", choices=[one.value for one in Seam], default=Seam.FREEZE.value,
+        "--seam", choices=[one.value for one in Seam], default=Seam.WAIT.value,
         help="in real time, how one chunk of actions gives way to the next (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
@@ -173,8 +158,7 @@ def _add_simulation(group: Group) -> None:
     )  # fmt: skip
     group.add_argument(
         "--assets", type=Path, metavar="FOLDER",
-        help=f"other assets than LIBERO's own; stand-in: scenes of boxes and cylinders; {TRAINED}: "
-        "whichever of the two the policy says it was trained on",
+        help="other assets than LIBERO's own",
     )  # fmt: skip
     group.add_argument(
         "--any-mujoco", action="store_true",
@@ -226,9 +210,12 @@ def _source(options: argparse.Namespace) -> PolicySource:
     act_options = ActOptions(
         statistics_key=options.statistics_key, radius=options.radius, want_trace=True
     )
+    profile = _profile(options)
+    if profile.protocol is Protocol.OPENPI and options.url.startswith("ws"):
+        options.url = "http" + options.url.removeprefix("ws")  # as openpi's own clients write it
     return PolicySource(
         url=options.url,
-        profile=_profile(options),
+        profile=profile,
         options=act_options,
         settings=connection_settings(options),
         stream=options.stream,
@@ -253,7 +240,6 @@ DONE, FAILED, ASKED_WRONGLY, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
 _WRONG = (
     UsageError,
     SelectionError,
-    ProfileError,
     ResultsMismatchError,
     UnknownSuiteError,
     UnknownTaskError,
@@ -280,64 +266,69 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _evaluate(options: EvaluationOptions) -> int:
+def _evaluate(options: argparse.Namespace) -> int:
     limit_threads()
-    source = options.source
+    source: PolicySource = options.source
     info = describe_server(source)
     check_chain(source.profile, info)
+    if info is not None and info.max_tokens is not None:
+        asked = replace(source.options, want_reasoning=True)
+        options.source = source = replace(source, options=asked)
     runs = plan_runs(options, info)
     with closing(Processes() if options.ray is None else RayActors(options.ray)) as place:
-        problem = _first_problem(runs, lambda run: _play(run, options, place))
-    summaries = [_summary_of(run) for run in runs if (run.settings.folder / "run.json").exists()]
+        problem = _play(runs, info, place, options)
+    played = [run for run in runs if (run.folder / HEADER_FILE).exists()]
+    summaries = [summarise(load_run(run.folder), frozenset(run.keys)) for run in played]
     if any(summary.tasks for summary in summaries):
         sys.stdout.write("\n" + terminal_table(summaries))
-        sys.stdout.write(f"next: deft-client report {options.folder} --out report.html\n")
+        sys.stdout.write(f"next: deft-client report {options.out} --out report.html\n")
     if problem:
         sys.stderr.write(f"deft-client eval: {problem}\n")
     return INCOMPLETE if problem else DONE
 
 
-def _first_problem(runs: list[PlannedRun], play: Callable[[PlannedRun], int]) -> str:
-    """Play run after run; what stops one stops all, since it would stop the next as well."""
-    num_errored = 0
-    for run in runs:
-        try:
-            errored = play(run)
-        except (EvaluationStoppedError, ResultsWriteError) as error:
-            return f"{error}\nThe same command plays what is missing"
-        num_errored += errored
+class _Sitting:
+    """One run while it is played, part by part: its results stay open between the parts."""
+
+    def __init__(self, run: RunConfig, info: ServerInfo | None) -> None:
+        self.store = ResultsStore(run.folder, run.header())
+        # What is about to be played, with the conventions that go wrong silently.
+        sys.stderr.write(
+            f"{run.name}: {len(run.keys)} episodes, {run.pacing.value}, assets {run.assets}; image "
+            f"chain: {run.source.profile.client_chain.value} here, "
+            f"{run.server.get('image_chain', 'unknown')} at the server; gripper: "
+            f"{run.source.profile.gripper.value}\n"
+        )
+        sys.stderr.writelines(f"{warning}\n" for warning in warnings_of(run, info))
+        self.progress = ProgressLine(run.name, len(run.keys), sys.stderr)
+        wanted = set(run.keys)
+        self.progress.resume([one for one in self.store.resumed if one.key in wanted])
+
+    def close(self) -> None:
+        self.store.close()
+        self.progress.finish()
+
+
+def _play(
+    runs: list[RunConfig], info: ServerInfo | None, place: Workplace, options: argparse.Namespace
+) -> str:
+    """Play what is missing, the runs in turn; return what went wrong.
+
+    What stops one run stops all, since it would stop the next as well.
+    """
+    sittings: dict[Path, _Sitting] = {}
+    try:
+        for run, part in in_turn(runs):
+            if run.folder not in sittings:
+                sittings[run.folder] = _Sitting(run, info)
+            one = sittings[run.folder]
+            Evaluation(one.store, part, one.progress, options.patience).play(place, options.workers)
+    except (EvaluationStoppedError, ResultsWriteError) as error:
+        return f"{error}\nThe same command plays what is missing"
+    finally:
+        for one in sittings.values():
+            one.close()
+    num_errored = sum(one.progress.num_errored for one in sittings.values())
     if num_errored:
         return f"{num_errored} episodes Errored; the same command plays them again"
     return ""
-
-
-def _play(run: PlannedRun, options: EvaluationOptions, place: Workplace) -> int:
-    """Play what is missing of a run; return how many of its episodes Errored."""
-    store = ResultsStore(run.settings.folder, run.header)
-    wanted = set(run.keys)
-    sys.stderr.write(f"{_introduction(run, len(wanted))}\n")
-    sys.stderr.writelines(f"{warning}\n" for warning in run.warnings)
-    progress = ProgressLine(run.header.name, len(wanted), sys.stderr)
-    progress.resume([record for record in store.resumed if record.key in wanted])
-    limits = Limits(patience_s=options.patience_s)
-    try:
-        evaluation = Evaluation(store, run.settings, progress, limits)
-        evaluation.play(run.keys, place, options.num_workers)
-    finally:
-        store.close()
-        progress.finish()
-    return progress.num_errored
-
-
-def _introduction(run: PlannedRun, num_episodes: int) -> str:
-    """What is about to be played, with the conventions that go wrong silently."""
-    options, server = run.header.options, run.header.server
-    return (
-        f"{run.header.name}: {num_episodes} episodes, {options['pacing']}, assets "
-        f"{run.header.assets}; image chain: {options['image_chain_of_client']} here, "
-        f"{server.get('image_chain', 'unknown')} at the server; gripper: {options['gripper']}"
-    )
-
-
-def _summary_of(run: PlannedRun) -> RunSummary:
-    return summarise(load_run(run.settings.folder), frozenset(run.keys))

@@ -11,7 +11,12 @@ from deft_client.libero.report.page import View, build_page, build_views
 from deft_client.libero.report.picture import write_picture
 from deft_client.libero.report.races import find_races
 from deft_client.libero.report.speed import baseline_of
-from deft_client.libero.report.tables import episodes_csv, markdown_tables, terminal_table
+from deft_client.libero.report.tables import (
+    episodes_csv,
+    markdown_tables,
+    other_starts,
+    terminal_table,
+)
 from deft_client.libero.results.records import Outcome, TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 
@@ -22,7 +27,12 @@ _BESIDE = (".md", ".csv")  # the page: the same numbers as text
 
 def main(arguments: list[str]) -> int:
     """Write the report; return the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.out.suffix in _BESIDE:
+        parser.error(
+            f"--out is the page, got {options.out}; {' and '.join(_BESIDE)} are written beside it"
+        )
     try:
         return _report(options)
     except SelectionError as error:
@@ -75,7 +85,9 @@ def write_report(runs: Sequence[RunResults], out: Path, episode: str | None = No
     out.parent.mkdir(parents=True, exist_ok=True)
     views = build_views(runs, out.parent)
     compared = [view.comparison for view in views if view.comparison]
-    tables = markdown_tables([view.summary for view in views], compared)
+    notes = other_starts([view.run for view in views], [view.name for view in views])
+    notes += [one.strip() for one in _speed_lines(views)]
+    tables = markdown_tables([view.summary for view in views], compared, notes)
     out.write_text(build_page(views, key), "utf-8")
     for suffix, text in zip(_BESIDE, (tables, episodes_csv(runs)), strict=True):
         out.with_suffix(suffix).write_text(text, "utf-8")
@@ -85,9 +97,8 @@ def write_report(runs: Sequence[RunResults], out: Path, episode: str | None = No
 def _speed_lines(views: Sequence[View]) -> Iterator[str]:
     for view in views:
         if view.speedup is not None and view.comparison is not None:
-            baseline, verdict = view.comparison.first, view.comparison.verdict
-            times = f"{view.speedup.times:.2f} times as fast as {baseline}"
-            yield f"{view.name}: {times}; {verdict}\n"
+            said = view.speedup.sentence(view.name, view.comparison.first)
+            yield f"{said} Actions: {view.comparison.verdict}.\n"
 
 
 def _write_picture(path: Path, views: Sequence[View]) -> None:

@@ -7,22 +7,13 @@ away nothing is handed out, and if it stays away the evaluation stops with what 
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from deft_client.errors import DeftError
 from deft_client.libero.errors import EvaluationStoppedError
-from deft_client.libero.evaluation.player import (
-    EpisodeEnded,
-    Heartbeat,
-    Hopeless,
-    Report,
-    ServerTrouble,
-    Warned,
-    WorkerSettings,
-)
+from deft_client.libero.evaluation.player import CannotPlay, Heartbeat, Report, Warned
 from deft_client.libero.evaluation.pool import Died, Worker, WorkerPool, Workplace
 from deft_client.libero.evaluation.progress import ProgressLine
+from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.policies.source import check_server
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import ResultsStore
@@ -31,13 +22,8 @@ _LISTEN_S = 0.25
 _PROBE_EVERY_S = 1.0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much trouble is borne."""
-
-    tries: int = 3  # per episode
-    patience_s: float = 30.0  # for a server that does not answer
-    errored_in_a_row: int = 5  # episodes, before the evaluation gives up
+TRIES = 3  # per episode
+ERRORED_IN_A_ROW = 5  # episodes, before the evaluation gives up
 
 
 class Evaluation:
@@ -46,14 +32,14 @@ class Evaluation:
     def __init__(
         self,
         store: ResultsStore,
-        settings: WorkerSettings,
+        config: RunConfig,
         progress: ProgressLine,
-        limits: Limits | None = None,
+        patience_s: float = 30.0,  # for a server that does not answer
     ) -> None:
         self._store = store
-        self._settings = settings
+        self._config = config
         self._progress = progress
-        self._limits = limits or Limits()
+        self._patience_s = patience_s
         self._pending: list[TrialKey] = []
         self._tries: Counter[TrialKey] = Counter()
         self._troubled: dict[TrialKey, EpisodeRecord] = {}  # waiting for the server, or a try
@@ -62,23 +48,23 @@ class Evaluation:
         self._errored_in_a_row = 0
         self._deaths_in_a_row = 0
 
-    def play(self, keys: Sequence[TrialKey], place: Workplace, num_workers: int) -> None:
-        """Play the episodes of `keys` that have no result yet.
+    def play(self, place: Workplace, num_workers: int) -> None:
+        """Play the episodes of the run that have no result yet.
 
         Raises EvaluationStoppedError or ResultsError when it cannot go on; the results up to then
         are on disk.
         """
         done = {record.key for record in self._store.resumed}
-        self._pending = [key for key in keys if key not in done]
+        self._pending = [key for key in self._config.keys if key not in done]
         if not self._pending:
             return
-        with WorkerPool(place, self._settings, min(num_workers, len(self._pending))) as pool:
+        with WorkerPool(place, self._config, min(num_workers, len(self._pending))) as pool:
             while self._pending or any(worker.key for worker in pool.workers):
                 self._look_for_server()
                 if self._server_lost_s is None:
                     self._hand_out(pool)
-                for one in pool.listen(_LISTEN_S):
-                    self._handle(one.worker, one.report)
+                for worker, report in pool.listen(_LISTEN_S):
+                    self._handle(worker, report)
                 self._progress.draw()
 
     def _hand_out(self, pool: WorkerPool) -> None:
@@ -105,31 +91,28 @@ class Evaluation:
             self._progress.heard(report.round_trip_ms)
         elif isinstance(report, Warned):
             self._progress.say(report.text)
-        elif isinstance(report, Hopeless):
+        elif isinstance(report, CannotPlay):
             raise EvaluationStoppedError(report.reason)
-        elif isinstance(report, EpisodeEnded):
-            worker.key = None
-            self._keep(report.record)
         else:
-            self._after_trouble(worker, report)
-
-    def _after_trouble(self, worker: Worker, report: ServerTrouble) -> None:
-        worker.key = None
-        self._try_again(report.record)
-        if self._server_lost_s is None:
-            self._server_lost_s = self._next_probe_s = time.monotonic()
+            worker.key = None
+            if not report.may_pass:
+                self._keep(report.record)
+                return
+            self._try_again(report.record)
+            if self._server_lost_s is None:
+                self._server_lost_s = self._next_probe_s = time.monotonic()
 
     def _after_death(self, worker: Worker, reason: str) -> None:
         self._deaths_in_a_row += 1
         if worker.key is not None:
             self._try_again(EpisodeRecord(worker.key, "", Outcome.ERRORED, error=reason))
-        if self._deaths_in_a_row > self._limits.tries + self._limits.errored_in_a_row:
+        if self._deaths_in_a_row > TRIES + ERRORED_IN_A_ROW:
             raise EvaluationStoppedError(f"workers die before they do anything: {reason}")
 
     def _try_again(self, record: EpisodeRecord) -> None:
-        tries = f"try {self._tries[record.key]} of {self._limits.tries}"
+        tries = f"try {self._tries[record.key]} of {TRIES}"
         self._progress.say(f"{record.key}, {tries}: {record.error}")
-        if self._tries[record.key] >= self._limits.tries:
+        if self._tries[record.key] >= TRIES:
             self._keep(record)
         else:
             self._troubled[record.key] = record
@@ -141,7 +124,7 @@ class Evaluation:
         self._progress.count(record)
         errored = record.outcome is Outcome.ERRORED
         self._errored_in_a_row = self._errored_in_a_row + 1 if errored else 0
-        if self._errored_in_a_row >= self._limits.errored_in_a_row:
+        if self._errored_in_a_row >= ERRORED_IN_A_ROW:
             raise EvaluationStoppedError(
                 f"{self._errored_in_a_row} episodes in a row Errored, the last with: {record.error}"
             )
@@ -153,9 +136,9 @@ class Evaluation:
             return
         self._next_probe_s = now_s + _PROBE_EVERY_S
         try:
-            check_server(self._settings.source)
+            check_server(self._config.source)
         except DeftError as error:
-            if now_s - self._server_lost_s > self._limits.patience_s:
+            if now_s - self._server_lost_s > self._patience_s:
                 self._give_up(error)
             return
         self._server_lost_s = None
@@ -165,5 +148,5 @@ class Evaluation:
             self._pending.remove(record.key)
             self._keep(record)
         raise EvaluationStoppedError(
-            f"the server stayed away for {self._limits.patience_s:.0f} s: {error}"
+            f"the server stayed away for {self._patience_s:.0f} s: {error}"
         )

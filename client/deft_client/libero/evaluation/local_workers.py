@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from deft_client.libero.evaluation.player import Player, Report, WorkerSettings
+from deft_client.libero.evaluation.player import Player, Report
 from deft_client.libero.evaluation.pool import MAX_REASON, Died, WarningForwarder
+from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.processes import end_with_parent
 from deft_client.libero.results.records import TrialKey
 
@@ -25,15 +26,15 @@ _STDOUT, _STDERR = 1, 2
 _JOIN_S = 5.0
 
 
-def work(line: Connection, settings: WorkerSettings, log_file: Path) -> None:
+def work(pipe: Connection, config: RunConfig, log_file: Path) -> None:
     """Play episodes until the evaluation closes the connection. Entry point of the process."""
     _prepare_process(log_file)
-    outbox = _Outbox(line)
+    outbox = _Outbox(pipe)
     logging.getLogger("deft_client").addHandler(WarningForwarder(outbox.send))
-    player = Player(settings, outbox.send)
+    player = Player(config, outbox.send)
     with suppress(EOFError):
         while True:
-            outbox.send(player.play(line.recv()))
+            outbox.send(player.play(pipe.recv()))
 
 
 def _prepare_process(log_file: Path) -> None:
@@ -50,18 +51,18 @@ def _prepare_process(log_file: Path) -> None:
 class _Outbox:
     """Sends from several threads without mixing messages."""
 
-    def __init__(self, line: Connection) -> None:
-        self._line = line
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
         self._lock = threading.Lock()
 
     def send(self, report: Report) -> None:
         with self._lock:
-            self._line.send(report)
+            self._pipe.send(report)
 
 
 @dataclass(frozen=True, eq=False)
-class ProcessLine:
-    """A `WorkerLine` to one process."""
+class ProcessHandle:
+    """A `WorkerHandle` to one process."""
 
     process: SpawnProcess
     connection: Connection
@@ -110,29 +111,27 @@ class Processes:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._num_started = 0
-        self._lines: list[ProcessLine] = []
+        self._handles: list[ProcessHandle] = []
 
-    def start(self, settings: WorkerSettings) -> ProcessLine:
+    def start(self, config: RunConfig) -> ProcessHandle:
         """Start a process."""
-        folder = settings.folder / "logs"
+        folder = config.folder / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         log_file = folder / f"worker-{self._num_started}.log"
         self._num_started += 1
-        line, far_line = self._context.Pipe()
-        process = self._context.Process(
-            target=work, args=(far_line, settings, log_file), daemon=True
-        )
+        pipe, far_pipe = self._context.Pipe()
+        process = self._context.Process(target=work, args=(far_pipe, config, log_file), daemon=True)
         process.start()
-        far_line.close()  # only the worker may hold its end, or nobody would notice that it is gone
-        self._lines.append(ProcessLine(process, line, log_file))
-        return self._lines[-1]
+        far_pipe.close()  # only the worker may hold its end, or nobody would notice that it is gone
+        self._handles.append(ProcessHandle(process, pipe, log_file))
+        return self._handles[-1]
 
-    def wait(self, timeout_s: float) -> Sequence[ProcessLine]:
+    def wait(self, timeout_s: float) -> Sequence[ProcessHandle]:
         """Wait for something to read, or for a process to end."""
-        self._lines = [one for one in self._lines if not one.connection.closed]
-        ends = [end for one in self._lines for end in (one.connection, one.process.sentinel)]
+        self._handles = [one for one in self._handles if not one.connection.closed]
+        ends = [end for one in self._handles for end in (one.connection, one.process.sentinel)]
         ready = set(wait(ends, timeout_s))
-        return [one for one in self._lines if {one.connection, one.process.sentinel} & ready]
+        return [one for one in self._handles if {one.connection, one.process.sentinel} & ready]
 
     def close(self) -> None:
         """Nothing is left."""

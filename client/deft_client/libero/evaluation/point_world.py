@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.libero.errors import UnknownSuiteError
-from deft_client.libero.evaluation.episode import EpisodePolicy
+from deft_client.libero.policies.profiles import EpisodePolicy
 from deft_client.libero.simulator.environment import (
     Environment,
     EnvironmentSettings,

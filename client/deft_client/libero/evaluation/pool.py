@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from deft_client.libero.evaluation.player import Report, Send, Warned, WorkerSettings
+from deft_client.libero.evaluation.player import Report, Send, Warned
+from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.results.records import TrialKey
 
 MAX_REASON = 300  # characters
@@ -23,7 +24,7 @@ class Died:
     reason: str
 
 
-class WorkerLine(Protocol):
+class WorkerHandle(Protocol):
     """The evaluation's end of one worker."""
 
     @property
@@ -34,7 +35,7 @@ class WorkerLine(Protocol):
         """Have it play an episode. If it is dead, `receive` will say so."""
 
     def receive(self) -> Report | Died | None:
-        """What it says, once the workplace has named it; None for nothing of interest."""
+        """The next report, once `Workplace.wait` named this worker; None: nothing of interest."""
 
     def end(self) -> None:
         """End it, whatever it is doing."""
@@ -43,10 +44,10 @@ class WorkerLine(Protocol):
 class Workplace(Protocol):
     """Where workers run."""
 
-    def start(self, settings: WorkerSettings) -> WorkerLine:
+    def start(self, config: RunConfig) -> WorkerHandle:
         """Start a worker."""
 
-    def wait(self, timeout_s: float) -> Sequence[WorkerLine]:
+    def wait(self, timeout_s: float) -> Sequence[WorkerHandle]:
         """Wait until some of the workers have something to say, and return those."""
 
     def close(self) -> None:
@@ -57,18 +58,10 @@ class Workplace(Protocol):
 class Worker:
     """One worker and the episode it was given. Only the pool changes it."""
 
-    line: WorkerLine
+    handle: WorkerHandle
     key: TrialKey | None = None
     task: tuple[str, int] | None = None  # whose environment it has open
     heard_s: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True, eq=False)
-class WorkerReport:
-    """What came from a worker, and the episode it is about."""
-
-    worker: Worker
-    report: Report | Died
 
 
 class WorkerPool:
@@ -77,12 +70,12 @@ class WorkerPool:
     def __init__(
         self,
         place: Workplace,
-        settings: WorkerSettings,
+        config: RunConfig,
         num_workers: int,
         hang_timeout_s: float = 300.0,
     ) -> None:
         self._place = place
-        self._settings = settings
+        self._config = config
         self._hang_timeout_s = hang_timeout_s
         self.workers = [self._start() for _ in range(num_workers)]
 
@@ -95,29 +88,29 @@ class WorkerPool:
     @property
     def idle(self) -> list[Worker]:
         """Workers that could play an episode."""
-        return [one for one in self.workers if one.key is None and one.line.is_placed]
+        return [one for one in self.workers if one.key is None and one.handle.is_placed]
 
     def assign(self, worker: Worker, key: TrialKey) -> None:
         """Hand an episode to an idle worker. If it is dead, `listen` will say so."""
         worker.key = key
         worker.task = (key.suite, key.task)
         worker.heard_s = time.monotonic()
-        worker.line.send(key)
+        worker.handle.send(key)
 
-    def listen(self, timeout_s: float) -> list[WorkerReport]:
+    def listen(self, timeout_s: float) -> list[tuple[Worker, Report | Died]]:
         """What the workers report within the timeout; who died or hangs is replaced."""
         speaking = self._place.wait(timeout_s)
-        reports = []
-        for worker in [one for one in self.workers if one.line in speaking]:
-            report = worker.line.receive()
+        reports: list[tuple[Worker, Report | Died]] = []
+        for worker in [one for one in self.workers if one.handle in speaking]:
+            report = worker.handle.receive()
             worker.heard_s = time.monotonic()
             if isinstance(report, Died):
                 self._replace(worker)
             if report is not None:
-                reports.append(WorkerReport(worker, report))
+                reports.append((worker, report))
         for worker in self._silent():
             self._replace(worker)
-            reports.append(WorkerReport(worker, Died(self._hung())))
+            reports.append((worker, Died(self._hung())))
         return reports
 
     def _silent(self) -> list[Worker]:
@@ -129,16 +122,16 @@ class WorkerPool:
 
     def _replace(self, worker: Worker) -> None:
         """End a worker that is dead or hangs, and start another one in its place."""
-        worker.line.end()
+        worker.handle.end()
         self.workers[self.workers.index(worker)] = self._start()
 
     def _start(self) -> Worker:
-        return Worker(self._place.start(self._settings))
+        return Worker(self._place.start(self._config))
 
     def close(self) -> None:
         """End all workers, whatever they are doing."""
         for worker in self.workers:
-            worker.line.end()
+            worker.handle.end()
 
 
 class WarningForwarder(logging.Handler):

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from deft_client.libero.errors import EvaluationError, EvaluationStoppedError, VideoError
-from deft_client.libero.evaluation.player import EpisodeEnded, Player, Report, WorkerSettings
+from deft_client.libero.evaluation.player import EpisodeEnded, Player, Report
 from deft_client.libero.evaluation.pool import MAX_REASON, Died, WarningForwarder
+from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.evaluation.video import keep_video
 from deft_client.libero.results.records import TrialKey
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sent:
-    """What an actor says: first that it is there, then how its episodes go."""
+    """A message of an actor: empty to say that it is there, then a report of its episode each."""
 
     report: Report | Died | None = None
     video: bytes = b""  # of the episode that the report is about
@@ -34,13 +35,14 @@ class Sent:
 class RemotePlayer:
     """The actor. Ray calls it on threads of its own; episodes have one, as OpenGL wants it."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._outbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         self._outbox.put(Sent())
         logging.getLogger("deft_client").addHandler(WarningForwarder(self._send))
         # Not the run's own folder: this may be another machine.
-        self._folder = Path(tempfile.mkdtemp(prefix="deft-")) / settings.folder.name
-        self._player = Player(replace(settings, folder=self._folder), self._send)
+        here = replace(config, out=Path(tempfile.mkdtemp(prefix="deft-")))
+        self._folder = here.folder
+        self._player = Player(here, self._send)
         self._thread = ThreadPoolExecutor(1, "episodes")
 
     def play(self, key: TrialKey) -> None:
@@ -72,8 +74,8 @@ class RemotePlayer:
 
 
 @dataclass(eq=False)
-class ActorLine:
-    """A `WorkerLine` to one actor; `coming` is what it will say next."""
+class ActorHandle:
+    """A `WorkerHandle` to one actor; `coming` is what it will say next."""
 
     ray: Any
     actor: Any
@@ -117,19 +119,19 @@ class RayActors:
 
     def __init__(self, address: str) -> None:
         self._ray = _connect(address)
-        self._lines: list[ActorLine] = []
+        self._handles: list[ActorHandle] = []
 
-    def start(self, settings: WorkerSettings) -> ActorLine:
+    def start(self, config: RunConfig) -> ActorHandle:
         """Ask for a worker; it is there as soon as a CPU is free."""
-        actor = self._ray.remote(num_cpus=1, max_concurrency=2)(RemotePlayer).remote(settings)
+        actor = self._ray.remote(num_cpus=1, max_concurrency=2)(RemotePlayer).remote(config)
         coming = actor.next_report.remote()
-        self._lines.append(ActorLine(self._ray, actor, settings.folder, coming))
-        return self._lines[-1]
+        self._handles.append(ActorHandle(self._ray, actor, config.folder, coming))
+        return self._handles[-1]
 
-    def wait(self, timeout_s: float) -> Sequence[ActorLine]:
+    def wait(self, timeout_s: float) -> Sequence[ActorHandle]:
         """Wait for something to be said."""
-        self._lines = [one for one in self._lines if not one.is_ended]
-        coming = {one.coming: one for one in self._lines}
+        self._handles = [one for one in self._handles if not one.is_ended]
+        coming = {one.coming: one for one in self._handles}
         try:
             self._ray.wait(list(coming), timeout=timeout_s)
             ready, _ = self._ray.wait(list(coming), timeout=0, num_returns=len(coming))

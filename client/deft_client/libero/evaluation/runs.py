@@ -1,34 +1,31 @@
 """From the options of an evaluation to its runs: one per suite, decoding method and pacing."""
 
+import argparse
 import platform
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
 from deft_client.chunks import Seam
-from deft_client.libero.errors import ProfileError
-from deft_client.libero.evaluation.player import Pacing, VideoChoice, WorkerSettings
+from deft_client.libero.errors import SelectionError
 from deft_client.libero.evaluation.selection import (
-    EXPERT,
     LIBERO,
     TRAINED,
     check_physics,
-    check_scenes,
     describe_assets,
     find_suite,
     select_episodes,
-    settle_assets,
     trained_tasks,
     untrained_tasks,
 )
-from deft_client.libero.expert.expert import check_tasks
 from deft_client.libero.policies.source import PolicySource
 from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.statistics import LEAST_EPISODES
 from deft_client.libero.results.store import RunHeader
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.libero.simulator.mujoco_version import installed_mujoco
@@ -36,81 +33,201 @@ from deft_client.libero.simulator.suites import Suite
 from deft_client.types import ServerInfo
 
 _SIMULATOR_PACKAGES = ("hf-libero", "libero", "robosuite", "mujoco", "bddl")
+# Of what a server says in detail: which model it is, and what decides how fast it answers; and
+# of its own method, where no other one is asked for.
+_OF_MODEL = ("weights", "device", "dtype", "quantization", "draft model", "head", "film", "state")
+_OF_METHOD = ("rule", "plans", "small model")
+
+
+class Pacing(Enum):
+    """Whether the simulator waits for answers."""
+
+    LOCK_STEP = "lock-step"
+    REAL_TIME = "real-time"
+
+
+class VideoChoice(Enum):
+    """Of which episodes a video is kept."""
+
+    ALL = "all"
+    FAILURES = "failures"  # whatever did not succeed
+    NONE = "none"
 
 
 @dataclass(frozen=True)
-class EvaluationOptions:
-    """What was asked for, checked as far as that is possible without a server."""
+class RunConfig:
+    """One run, whole: it is planned once, pickled to the workers and written to `run.json`.
 
-    suites: Sequence[str]
-    folder: Path
-    source: PolicySource
+    Results are added to a folder only where everything agrees that `header` puts into its options,
+    versions, server and assets; the last three fields may differ from one sitting to the next.
+    """
+
+    suite: str
+    source: PolicySource = field(default_factory=PolicySource)
     simulator: str = LIBERO
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    tasks: str | None = None
-    trials: str | None = None
-    num_episodes: int | None = None
-    decodings: Sequence[str | None] = (None,)  # None: the server's own choice
-    pacings: Sequence[Pacing] = (Pacing.LOCK_STEP,)
-    seam: Seam = Seam.FREEZE  # in real time
-    step_limit: int | None = None  # None: the suite's
-    seed: int = 7
+    pacing: Pacing = Pacing.LOCK_STEP
+    seam: Seam = Seam.WAIT  # in real time
+    step_limit: int = 0
+    seed: int = 7  # of Python's and numpy's global generators, in every episode
+    assets: str = ""  # what the simulator shows, as results name it
+    server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
+    out: Path = Path("results")  # a folder per run in it
     video: VideoChoice = VideoChoice.NONE
-    num_workers: int = 1
-    ray: str | None = None  # address of the cluster that has the workers; None: this machine
-    patience_s: float = 30.0  # for a server that went away
-    any_mujoco: bool = False  # play also what the installed MuJoCo is known to upset
+    keys: tuple[TrialKey, ...] = ()  # the episodes that are asked for
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return " ".join([self.suite, *self._name_parts()])
+
+    @property
+    def folder(self) -> Path:
+        """Where its results are."""
+        return self.out / re.sub(r"[^A-Za-z0-9._-]+", "-", self.name)
+
+    @property
+    def executed_steps(self) -> int | None:
+        """Actions of an answer that are executed before the next observation; None: all."""
+        return self.source.profile.executed_steps
+
+    def header(self) -> RunHeader:
+        """What `run.json` says of it, with a new number of a run."""
+        now = datetime.now(timezone.utc)
+        machine = f"{platform.machine()} {platform.system()}, Python {platform.python_version()}"
+        return RunHeader(
+            run=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
+            created=f"{now:%Y-%m-%dT%H:%M:%SZ}",
+            name=self.name,
+            suite=self.suite,
+            assets=self.assets,
+            options=self._options(),
+            versions=dict(_versions(self.simulator)),
+            server=self.server,
+            notes={"url": "" if self.source.factory else self.source.url, "machine": machine},
+        )
+
+    def _name_parts(self) -> Iterator[str]:
+        source = self.source
+        if source.factory:
+            yield source.name
+        else:
+            if source.profile.name != "deft":
+                yield source.profile.name
+            if decoding := source.options.decoding or self.server.get("decoding"):
+                yield decoding
+            if source.options.radius is not None:
+                yield f"r{source.options.radius}"
+        if source.stream:
+            yield "stream"
+        if self.environment.widen_metres > 0:
+            yield f"moved-{100 * self.environment.widen_metres:g}cm"
+        if self.pacing is Pacing.REAL_TIME:
+            yield "real-time"
+            if self.seam is not Seam.WAIT:
+                yield self.seam.value
+        if source.network_delay_ms > 0:
+            yield f"delay{source.network_delay_ms:g}ms"
+
+    def _options(self) -> dict[str, str]:
+        """Everything that was decided on this side and that changes what a result means."""
+        source = self.source
+        return {
+            "decoding": source.options.decoding or "",
+            "environment": self.simulator,
+            "environment_seed": str(self.environment.seed),
+            "executed_steps": str(self.executed_steps or "all"),
+            "frame_size": str(self.environment.frame_size),
+            "gripper": source.profile.gripper.value,
+            "image_chain_of_client": source.profile.client_chain.value,
+            "network_delay_ms": f"{source.network_delay_ms:g}",
+            "pacing": self.pacing.value,
+            "policy": source.name or "server",
+            "policy_factory": source.factory,
+            "profile": source.profile.name,
+            "radius": "" if source.options.radius is None else str(source.options.radius),
+            **({"seam": self.seam.value} if self.pacing is Pacing.REAL_TIME else {}),
+            "seed": str(self.seed),
+            "statistics_key": source.options.statistics_key or "",
+            "step_limit": str(self.step_limit),
+            "transport": "websocket" if source.stream else "request",
+            "widen_metres": _moved(self.environment.widen_metres),
+        }
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run that is to be started or continued."""
-
-    header: RunHeader
-    settings: WorkerSettings
-    keys: tuple[TrialKey, ...]
-    warnings: tuple[str, ...]  # what the policy was not trained on
-
-
-def plan_runs(asked: EvaluationOptions, info: ServerInfo | None) -> list[PlannedRun]:
-    """Every run of the evaluation, in the order in which they are played."""
-    asked = replace(asked, environment=settle_assets(asked.environment, info))
-    suites = [find_suite(asked.simulator, name) for name in asked.suites]
+def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunConfig]:
+    """Every run that the options of `deft-client eval` ask for, in the order of playing."""
+    suites = [find_suite(asked.environment, name) for name in asked.suites]
+    environment = EnvironmentSettings(
+        widen_metres=asked.widen_cm / 100,
+        assets_folder=asked.assets,
+        wrist_camera=asked.source.profile.wrist_camera,
+    )
     if not asked.any_mujoco:
-        check_physics(asked.simulator, asked.environment, asked.suites, installed_mujoco())
-    assets = describe_assets(asked.simulator, asked.environment)
+        check_physics(asked.environment, environment, asked.suites, installed_mujoco())
+    assets = describe_assets(asked.environment, environment)
+    pacings = [Pacing.LOCK_STEP] if asked.lock_step or not asked.real_time else []
+    pacings += [Pacing.REAL_TIME] if asked.real_time else []
     runs = []
     for suite in suites:
         wanted = trained_tasks(suite, info) if asked.tasks == TRAINED else asked.tasks
-        keys = select_episodes(suite, wanted, asked.trials, asked.num_episodes)
-        numbers = {key.task for key in keys}
-        if asked.source.factory == EXPERT:
-            check_tasks(map(suite.task, sorted(numbers)))
-        check_scenes(asked.simulator, asked.environment, suite)
-        warnings = tuple(_warnings(suite, numbers, assets, info))
-        for decoding in asked.decodings:
-            for pacing in asked.pacings:
-                settings = _settings(asked, suite, decoding, pacing, info)
-                header = _header(suite, settings, assets, info)
-                settings = replace(settings, folder=asked.folder / _slug(header.name))
-                runs.append(PlannedRun(header, settings, keys, warnings))
+        keys = select_episodes(suite, wanted, asked.trials, asked.episodes)
+        for decoding in asked.decoding:
+            source = _source(asked.source, suite, decoding, info)
+            for pacing in pacings:
+                runs.append(
+                    RunConfig(
+                        suite=suite.name,
+                        source=source,
+                        simulator=asked.environment,
+                        environment=environment,
+                        pacing=pacing,
+                        seam=asked.seam,
+                        step_limit=asked.step_limit or suite.step_limit,
+                        seed=asked.seed,
+                        assets=assets,
+                        server=_server(source, info),
+                        out=asked.out,
+                        video=asked.video,
+                        keys=keys,
+                    )
+                )
     return runs
 
 
-def _warnings(
-    suite: Suite, numbers: AbstractSet[int], assets: str, info: ServerInfo | None
-) -> Iterator[str]:
-    if strange := [str(one) for one in untrained_tasks(suite, info) if one in numbers]:
+def in_turn(runs: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, RunConfig]]:
+    """Every run with a part of its episodes, the runs of a suite in turn.
+
+    Runs whose times are compared must see the same machine, so a part is a task at most, and there
+    are as many parts as a comparison takes.
+    """
+    for suite in dict.fromkeys(run.suite for run in runs):
+        peers = [run for run in runs if run.suite == suite]
+        if len(peers) == 1:
+            yield peers[0], peers[0]
+            continue
+        keys = sorted(peers[0].keys)
+        tasks = sorted({key.task for key in keys})
+        parts = -(-LEAST_EPISODES // len(tasks)) if tasks else 0
+        for task in tasks:
+            own = [key for key in keys if key.task == task]
+            for part in range(min(parts, len(own))):
+                for run in peers:
+                    yield run, replace(run, keys=tuple(own[part :: min(parts, len(own))]))
+
+
+def warnings_of(run: RunConfig, info: ServerInfo | None) -> Iterator[str]:
+    """What the policy was not trained on, and is to play."""
+    strange = untrained_tasks(find_suite(run.simulator, run.suite), info)
+    if played := [str(task) for task in strange if task in {key.task for key in run.keys}]:
         yield (
-            f"the policy was not trained on tasks {', '.join(strange)} of {suite.name}; "
+            f"the policy was not trained on tasks {', '.join(played)} of {run.suite}; "
             f"`--tasks {TRAINED}` leaves them out"
         )
-    kinds = {one.partition(" ")[0] for one in (info.assets if info else "").split(", ")}
-    if kinds != {""} and assets.partition(" ")[0] not in kinds:
-        yield (
-            f"the policy was trained on {info.assets if info else ''}, and this is {assets}; "
-            f"`--assets {TRAINED}` plays on what it knows"
-        )
+    trained_on = info.assets if info is not None else ""
+    kinds = {one.partition(" ")[0] for one in trained_on.split(", ")}
+    if trained_on and run.assets.partition(" ")[0] not in kinds:
+        yield f"the policy was trained on {trained_on}, and this is {run.assets}"
 
 
 def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | None) -> str | None:
@@ -122,7 +239,7 @@ def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | No
     if asked is not None:
         if info is not None and asked not in info.statistics_keys:
             known = ", ".join(info.statistics_keys) or "none"
-            raise ProfileError(f"the server has no statistics key {asked!r}; it has: {known}")
+            raise SelectionError(f"the server has no statistics key {asked!r}; it has: {known}")
         return asked
     if info is None:
         return suite.statistics_key
@@ -132,117 +249,36 @@ def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | No
     return info.default_statistics_key
 
 
-def _settings(
-    asked: EvaluationOptions,
-    suite: Suite,
-    decoding: str | None,
-    pacing: Pacing,
-    info: ServerInfo | None,
-) -> WorkerSettings:
+def _source(
+    source: PolicySource, suite: Suite, decoding: str | None, info: ServerInfo | None
+) -> PolicySource:
+    """The policy, asked for a suite's statistics and a decoding method."""
     name = None if decoding is None else decoding.partition(":")[0]  # knobs the server judges
     if name is not None and info is not None and name not in info.decoding_methods:
         known = ", ".join(info.decoding_methods) or "none"
-        raise ProfileError(f"the server has no decoding {name!r}; it has: {known}")
-    source, profile = asked.source, asked.source.profile
+        raise SelectionError(f"the server has no decoding {name!r}; it has: {known}")
     key = choose_statistics_key(source.options.statistics_key, suite, info)
-    options = replace(source.options, decoding=decoding, statistics_key=key)
-    return WorkerSettings(
-        folder=asked.folder,
-        source=replace(source, options=options),
-        simulator=asked.simulator,
-        environment=replace(asked.environment, wrist_camera=profile.wrist_camera),
-        pacing=pacing,
-        step_limit=asked.step_limit or suite.step_limit,
-        executed_steps=profile.executed_steps,
-        seam=asked.seam,
-        seed=asked.seed,
-        video=asked.video,
-    )
+    return replace(source, options=replace(source.options, decoding=decoding, statistics_key=key))
 
 
-def _header(
-    suite: Suite, settings: WorkerSettings, assets: str, info: ServerInfo | None
-) -> RunHeader:
-    now = datetime.now(timezone.utc)
-    return RunHeader(
-        run=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
-        created=f"{now:%Y-%m-%dT%H:%M:%SZ}",
-        name=" ".join([suite.name, *_name_parts(settings, info)]),
-        suite=suite.name,
-        assets=assets,
-        options=_options(settings),
-        versions=dict(_versions(settings.simulator)),
-        server=_server(settings, info),
-        notes={
-            "url": "" if settings.source.factory else settings.source.url,
-            "machine": f"{platform.machine()} {platform.system()}, Python "
-            f"{platform.python_version()}",
-        },
-    )
+def _moved(metres: float) -> str:
+    """How far things were moved; runs of earlier versions moved them alike in every task."""
+    return f"{metres:g} by task and trial" if metres else "0"
 
 
-def _name_parts(settings: WorkerSettings, info: ServerInfo | None) -> Iterator[str]:
-    source = settings.source
-    if source.factory:
-        yield source.name
-    else:
-        if source.profile.name != "deft":
-            yield source.profile.name
-        decoding = source.options.decoding or (info.decoding if info else "")
-        if decoding:
-            yield decoding
-        if source.options.radius is not None:
-            yield f"r{source.options.radius}"
-    if source.stream:
-        yield "stream"
-    if settings.environment.widen_metres > 0:
-        yield f"widened-{100 * settings.environment.widen_metres:g}cm"
-    if settings.pacing is Pacing.REAL_TIME:
-        yield "real-time"
-        if settings.seam is not Seam.FREEZE:
-            yield settings.seam.value
-    if source.network_delay_ms > 0:
-        yield f"delay{source.network_delay_ms:g}ms"
-
-
-def _options(settings: WorkerSettings) -> dict[str, str]:
-    """Everything that was decided on this side and that changes what a result means."""
-    source = settings.source
-    return {
-        "decoding": source.options.decoding or "",
-        "environment": settings.simulator,
-        "environment_seed": str(settings.environment.seed),
-        "executed_steps": str(settings.executed_steps or "all"),
-        "frame_size": str(settings.environment.frame_size),
-        "gripper": source.profile.gripper.value,
-        "image_chain_of_client": source.profile.client_chain.value,
-        "network_delay_ms": f"{source.network_delay_ms:g}",
-        "pacing": settings.pacing.value,
-        "policy": source.name or "server",
-        "policy_factory": source.factory,
-        "profile": source.profile.name,
-        "radius": "" if source.options.radius is None else str(source.options.radius),
-        **({"seam": settings.seam.value} if settings.pacing is Pacing.REAL_TIME else {}),
-        "seed": str(settings.seed),
-        "statistics_key": source.options.statistics_key or "",
-        "step_limit": str(settings.step_limit),
-        "transport": "websocket" if source.stream else "request",
-        "widen_metres": f"{settings.environment.widen_metres:g}",
-    }
-
-
-def _server(settings: WorkerSettings, info: ServerInfo | None) -> Mapping[str, str]:
+def _server(source: PolicySource, info: ServerInfo | None) -> Mapping[str, str]:
     if info is None:
         return {}
-    described = {
+    is_own_method = not source.options.decoding
+    wanted = (*_OF_MODEL, *_OF_METHOD) if is_own_method else _OF_MODEL
+    return {
         "policy": info.policy,
         "image": f"{info.image_height}x{info.image_width}",
         "image_chain": info.image_chain,
         **{f"version of {name}": version for name, version in info.versions.items()},
+        **{name: info.details[name] for name in wanted if name in info.details},
+        **({"decoding": info.decoding} if is_own_method else {}),
     }
-    if not settings.source.options.decoding:
-        described["decoding"] = info.decoding
-    return described
 
 
 def _versions(simulator: str) -> Iterator[tuple[str, str]]:
@@ -252,7 +288,3 @@ def _versions(simulator: str) -> Iterator[tuple[str, str]]:
             yield package, metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)

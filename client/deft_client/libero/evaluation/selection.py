@@ -6,34 +6,24 @@ both. Results keep the words, so names stay what they are wherever the code behi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from deft_client.libero.errors import SelectionError
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.simulator import suites
-from deft_client.libero.simulator.assets import (
-    STAND_INS,
-    AssetsKind,
-    cache_folder,
-    find_assets,
-)
+from deft_client.libero.simulator.assets import find_assets
 from deft_client.libero.simulator.environment import Environment, EnvironmentSettings
 from deft_client.libero.simulator.mujoco_version import refused_suites, warning
 from deft_client.libero.simulator.suites import NUM_TRIALS, Suite, Task
 from deft_client.types import ServerInfo
 
 LIBERO = "libero"
-EXPERT = "expert"
-WITHOUT_STAND_INS = "libero_90"
-TRAINED = "trained"  # in place of task numbers, or of assets: what the policy was trained on
+TRAINED = "trained"  # in place of task numbers: those the policy was trained on
 
 _NAMED = {
     ("--environment", LIBERO): "deft_client.libero.simulator.environment:open_environment",
     ("--environment", "point_world"): "deft_client.libero.evaluation.point_world:open_environment",
-    ("--policy", EXPERT): "deft_client.libero.policies.expert:build_expert",
     ("--policy", "solve"): "deft_client.libero.evaluation.point_world:solve",
     ("--policy", "plan"): "deft_client.libero.evaluation.point_world:plan",
 }
@@ -79,28 +69,7 @@ def describe_assets(simulator: str, settings: EnvironmentSettings) -> str:
     """Which assets episodes would use, without starting the simulator."""
     if simulator != LIBERO:
         return f"those of {simulator.partition(':')[0]}"
-    return find_assets(settings.assets_folder, cache_folder(settings.cache)).label
-
-
-def settle_assets(settings: EnvironmentSettings, info: ServerInfo | None) -> EnvironmentSettings:
-    """TRAINED assets become the stand-ins where the policy says so, LIBERO's own otherwise."""
-    if settings.assets_folder != Path(TRAINED):
-        return settings
-    on_stand_ins = info is not None and info.assets.startswith(AssetsKind.STAND_IN.value)
-    return replace(settings, assets_folder=STAND_INS if on_stand_ins else None)
-
-
-def check_scenes(simulator: str, settings: EnvironmentSettings, suite: Suite) -> None:
-    """Raise SelectionError for a suite whose scenes need more than the stand-ins have."""
-    if (
-        simulator == LIBERO
-        and settings.assets_folder == STAND_INS
-        and suite.name == WITHOUT_STAND_INS
-    ):
-        raise SelectionError(
-            f"{WITHOUT_STAND_INS} needs LIBERO's own assets, stand-ins are of the other suites "
-            "only; leave out --assets"
-        )
+    return find_assets(settings.assets_folder).label
 
 
 def check_physics(
@@ -109,7 +78,7 @@ def check_physics(
     """Raise SelectionError for suites that this MuJoCo plays otherwise than LIBERO did."""
     if simulator != LIBERO or version is None:
         return
-    if find_assets(settings.assets_folder, cache_folder(settings.cache)).kind is AssetsKind.REAL:
+    if find_assets(settings.assets_folder).is_real:
         refused = refused_suites(names, version)
         if refused:
             raise SelectionError(

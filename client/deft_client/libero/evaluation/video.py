@@ -16,11 +16,15 @@ from deft_client.files import replacing
 from deft_client.libero.errors import VideoError
 from deft_client.libero.evaluation.episode import EpisodeLog
 from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, Outcome
+from deft_client.reasoning import PICTURE as POINTED
+from deft_client.reasoning import Reasoning, parse_reasoning
 from deft_client.types import Image
 
 PICTURE = 512  # pixels; camera frames are scaled up to it
 PANEL = 112
 SIZE = (PICTURE, PICTURE + PANEL)
+_TOLD = ("PLAN", "SUBTASK", "MOVE")  # of what a policy writes: a line each, below the panel
+_LINE = 24
 _LAST_FRAME_REPEATS = VIDEO_FPS  # the outcome stays on the screen for a second
 
 _INK, _MUTED, _PAPER = (240, 240, 236), (150, 152, 158), (22, 24, 29)
@@ -30,6 +34,7 @@ _COLOURS = {
     Outcome.FAILED: (224, 90, 80),
     Outcome.ERRORED: (230, 170, 60),
 }
+_BOX, _GRIPPER = (255, 211, 77), (255, 111, 181)
 _TOKEN, _GAP, _PASS_GAP = 16, 3, 10  # pixels
 
 
@@ -53,7 +58,7 @@ def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
     with _replacing_earlier_tries(path) as beside:
         writer = imageio_ffmpeg.write_frames(
             str(beside),
-            SIZE,
+            _size_of(log),
             fps=VIDEO_FPS,
             quality=None,
             output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
@@ -79,7 +84,7 @@ def draw_frames(log: EpisodeLog, caption: Caption) -> Iterator[Image]:
         while waiting and waiting[0].used_step <= step:
             answer = waiting.pop(0)
         is_last = step == len(log.images) - 1
-        frame = _draw_frame(image, step, answer, caption)
+        frame = _draw_frame(image, step, answer, caption, _size_of(log))
         if is_last:
             _draw_outcome(frame, caption.outcome)
         drawn = np.asarray(frame)
@@ -100,10 +105,16 @@ def _replacing_earlier_tries(path: Path) -> Iterator[Path]:
         raise VideoError(f"cannot write {path}: {error}") from error
 
 
+def _size_of(log: EpisodeLog) -> tuple[int, int]:
+    """The same for all frames of an episode."""
+    thinks = any(one.reasoning for one in log.answers)
+    return SIZE[0], SIZE[1] + thinks * _LINE * len(_TOLD)
+
+
 def _draw_frame(
-    image: Image, step: int, answer: AnswerRecord | None, caption: Caption
+    image: Image, step: int, answer: AnswerRecord | None, caption: Caption, size: tuple[int, int]
 ) -> PillowImage.Image:
-    frame = PillowImage.new("RGB", SIZE, _PAPER)
+    frame = PillowImage.new("RGB", size, _PAPER)
     scaled = PillowImage.fromarray(image).resize((PICTURE, PICTURE), PillowImage.Resampling.BICUBIC)
     frame.paste(scaled)
     draw = ImageDraw.Draw(frame)
@@ -114,6 +125,8 @@ def _draw_frame(
     draw.text((16, PICTURE + 46), place, fill=_MUTED, font=_font(16))
     if answer is not None:
         _draw_answer(draw, answer)
+        if answer.reasoning:
+            _draw_reasoning(draw, parse_reasoning(answer.reasoning))
     return frame
 
 
@@ -124,7 +137,7 @@ def _draw_answer(draw: ImageDraw.ImageDraw, answer: AnswerRecord) -> None:
         return
     top = PICTURE + 79
     x = 16.0
-    for accepted in answer.accepted:
+    for accepted in () if answer.reasoning else answer.accepted:  # a text has hundreds
         for number in range(accepted + 1):
             colour = _DRAFTED if number < accepted else _OWN
             draw.rounded_rectangle((x, top, x + _TOKEN, top + _TOKEN), radius=4, fill=colour)
@@ -134,6 +147,31 @@ def _draw_answer(draw: ImageDraw.ImageDraw, answer: AnswerRecord) -> None:
     words = f"{passes} pass{'es' if passes > 1 else ''}, {drafted} drafted token"
     words += "s accepted" if drafted != 1 else " accepted"
     draw.text((PICTURE - 16, top - 2), words, fill=_INK, font=_font(16), anchor="ra")
+
+
+def _draw_reasoning(draw: ImageDraw.ImageDraw, found: Reasoning) -> None:
+    """What it points at, in the picture; some of its words, below everything else."""
+    scale = PICTURE / POINTED
+    for box in found.boxes:
+        left, top, right, bottom = (min(scale * one, PICTURE - 1) for one in box.corners)
+        corners = (min(left, right), min(top, bottom), max(left, right), max(top, bottom))
+        draw.rectangle(corners, outline=_BOX, width=2)
+        draw.text((corners[0] + 4, corners[1] + 2), _cut(draw, box.name, 14), _BOX, _font(14))
+    points = [(scale * x, scale * y) for x, y in found.gripper]
+    if all(max(one) < PICTURE for one in points):
+        draw.line(points, fill=_GRIPPER, width=3)
+    for number, tag in enumerate(_TOLD):
+        said = next((one.text for one in found.parts if one.tag == tag), "")
+        place = (16, SIZE[1] + number * _LINE)
+        draw.text(place, _cut(draw, f"{tag}: {said}", 15), fill=_INK, font=_font(15))
+
+
+def _cut(draw: ImageDraw.ImageDraw, text: str, size: int) -> str:
+    """As much of a text as fits on a line."""
+    text, room = " ".join(text.split())[:200], PICTURE - 32
+    while draw.textlength(text, font=_font(size)) > room:
+        text = text[:-2].rstrip() + "…"
+    return text
 
 
 def _draw_outcome(frame: PillowImage.Image, outcome: Outcome) -> None:
@@ -150,8 +188,7 @@ def _draw_instruction(draw: ImageDraw.ImageDraw, text: str) -> None:
     """On one line: smaller if it must be, cut if even that does not help."""
     room = PICTURE - 32
     size = next((one for one in (20, 18, 16) if draw.textlength(text, font=_font(one)) <= room), 15)
-    while draw.textlength(text, font=_font(size)) > room:
-        text = text[:-2].rstrip() + "…"
+    text = _cut(draw, text, size)
     draw.text((16, PICTURE + 24), text, fill=_INK, font=_font(size), anchor="lm")
 
 

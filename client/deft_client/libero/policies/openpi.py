@@ -4,9 +4,12 @@ The connection is opened when it is needed and thrown away after any trouble, so
 episode starts on a fresh one.
 """
 
+import math
+import struct
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from socket import SO_SNDTIMEO, SOL_SOCKET
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection, connect
@@ -15,6 +18,7 @@ from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, WireE
 from deft_client.libero.errors import PeerAnswerError
 from deft_client.peers.arrays import pack, unpack
 from deft_client.peers.openpi import observation_fields, read_answer
+from deft_client.settings import ClientSettings
 from deft_client.types import ActionChunk, Observation
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -24,12 +28,13 @@ _SHOWN_CHARACTERS = 500
 class OpenPiPolicy:
     """An openpi server. It has no sessions: `start` has nothing to tell it."""
 
-    def __init__(
-        self, url: str, answer_timeout_s: float = 30.0, api_key: str | None = None
-    ) -> None:
+    def __init__(self, url: str, settings: ClientSettings | None = None) -> None:
+        settings = settings or ClientSettings()
         self._url = "ws" + url.removeprefix("http") if url.startswith("http") else url
-        self._answer_timeout_s = answer_timeout_s
-        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
+        self._answer_timeout_s = settings.timeouts.answer_s
+        self._max_bytes = settings.limits.max_bytes
+        key = settings.api_key
+        self._headers = {"Authorization": f"Api-Key {key}"} if key else {}
         self._socket: ClientConnection | None = None
         self._open = ExitStack()  # websockets wants its connections entered and left
 
@@ -69,12 +74,15 @@ class OpenPiPolicy:
             connection = connect(
                 self._url,
                 compression=None,
-                max_size=None,
+                max_size=self._max_bytes,
                 open_timeout=_CONNECT_TIMEOUT_S,
                 additional_headers=self._headers,
                 ping_interval=None,
             )
             socket = self._open.enter_context(connection)
+            # websockets bounds how long it waits for bytes, but not for room to send its own.
+            patience = struct.pack("ll", math.ceil(self._answer_timeout_s), 0)
+            socket.socket.setsockopt(SOL_SOCKET, SO_SNDTIMEO, patience)
             socket.recv(timeout=self._answer_timeout_s)  # the server introduces itself first
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:
             self.close()

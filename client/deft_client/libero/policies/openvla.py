@@ -3,19 +3,20 @@
 Both servers answer `"error"` with status 200 when anything goes wrong; here that is an exception.
 """
 
+import json
 import time
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.client import transport_error
-from deft_client.errors import Problem, WireError, problem_error
+from deft_client.client import HttpRequest, PolicyClient
+from deft_client.errors import WireError
 from deft_client.libero.errors import PeerAnswerError
 from deft_client.peers.openvla import decode_json, oft_fields, openvla_fields, read_answer
+from deft_client.settings import ClientSettings
 from deft_client.types import ActionChunk, Observation, StageTimings
 
-_CONNECT_RETRIES = 2
 _SHOWN_CHARACTERS = 200
 
 
@@ -26,16 +27,11 @@ class OpenVlaPolicy:
         self,
         url: str,
         statistics_key: str | None = None,
-        answer_timeout_s: float = 30.0,
+        settings: ClientSettings | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._url = url
+        self._client = PolicyClient(url, settings, transport)  # its deadlines and limits
         self._statistics_key = statistics_key
-        self._http = httpx.Client(
-            base_url=url,
-            timeout=httpx.Timeout(answer_timeout_s, connect=5.0),
-            transport=transport or httpx.HTTPTransport(retries=_CONNECT_RETRIES),
-        )
 
     def start(self, session_id: str) -> None:
         """Nothing to do: the server remembers nothing."""
@@ -49,24 +45,19 @@ class OpenVlaPolicy:
 
     def close(self) -> None:
         """Close the connection."""
-        self._http.close()
+        self._client.close()
 
     def _fields(self, observation: Observation) -> dict[str, object]:
         return openvla_fields(observation, self._statistics_key)
 
     def _post(self, fields: dict[str, object]) -> bytes:
-        try:
-            response = self._http.post("/act", json=fields)
-        except httpx.TransportError as error:
-            raise transport_error(error, self._url) from error
-        if response.status_code != httpx.codes.OK:
-            title = response.reason_phrase or "no success"
-            detail = response.text[:_SHOWN_CHARACTERS]
-            raise problem_error(Problem(response.status_code, title, detail))
-        return response.content
+        gives_up_at = time.monotonic() + self._client.settings.timeouts.answer_s
+        headers = {"content-type": "application/json"}
+        body = json.dumps(fields).encode()
+        return self._client.ask(HttpRequest("POST", "/act", gives_up_at, body, headers)).body
 
     def _actions(self, reply: bytes) -> NDArray[np.float64]:
-        place = f"{self._url.rstrip('/')}/act"
+        place = f"{self._client.url}/act"
         if reply.strip() == b'"error"':
             raise PeerAnswerError(
                 f'{place} answered "error" and keeps the reason to itself; its log has it. Often '

@@ -1,6 +1,7 @@
 """A server with its profile's conventions around it: simulator frames in, robosuite actions out."""
 
 import time
+import typing
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -9,8 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
 from deft_client.image_chain import ImageChain
-from deft_client.libero.errors import PeerAnswerError, ProfileError
-from deft_client.libero.evaluation.episode import EpisodePolicy
+from deft_client.libero.errors import PeerAnswerError, SelectionError
 from deft_client.libero.simulator import conventions
 from deft_client.types import ActionChunk, Image, Observation, ServerInfo
 
@@ -83,7 +83,7 @@ PROFILES = {
 
 
 def check_chain(profile: Profile, info: ServerInfo | None) -> None:
-    """Raise ProfileError if frames would go through an image chain on both sides.
+    """Raise SelectionError if frames would go through an image chain on both sides.
 
     `info` is what a Deft server says about itself; None for the servers of other projects, which
     say nothing and leave the chain to their clients.
@@ -91,7 +91,7 @@ def check_chain(profile: Profile, info: ServerInfo | None) -> None:
     if info is None or profile.client_chain is ClientChain.NONE:
         return
     if info.image_chain != ClientChain.NONE.value:
-        raise ProfileError(
+        raise SelectionError(
             f"the server applies the image chain {info.image_chain!r} itself, and so would this "
             f"client with profile {profile.name!r}; start the server with another chain, or leave "
             "the frames alone here with --image-chain none"
@@ -101,65 +101,82 @@ def check_chain(profile: Profile, info: ServerInfo | None) -> None:
 OPENPI_SIZE = 224
 
 
-class PolicyAround:
-    """A policy that does something around another one's answers."""
+class EpisodePolicy(typing.Protocol):
+    """Who answers during an episode. Actions are in robosuite's units."""
 
-    def __init__(self, inner: EpisodePolicy) -> None:
-        self._inner = inner
+    def start(self, session_id: str) -> None:
+        """Begin an episode: what was remembered of another one is void."""
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """Answer an observation."""
+
+    def close(self) -> None:
+        """Free connections."""
+
+
+class ProfilePolicy:
+    """A policy with its profile's conventions around it, at the far end of a network.
+
+    Applies the client's share of the image chain, and turns answers into robosuite's units. A
+    policy of this process has no profile: it answers in those units, and a call is its round trip.
+    """
+
+    def __init__(
+        self, peer: EpisodePolicy, profile: Profile | None, network_delay_ms: float = 0.0
+    ) -> None:
+        self._peer = peer
+        self._profile = profile
+        self._delay_ms = network_delay_ms  # half before and half after the call
 
     def start(self, session_id: str) -> None:
         """Begin an episode."""
-        self._inner.start(session_id)
-
-    def close(self) -> None:
-        """Free what the other holds."""
-        self._inner.close()
-
-
-class ProfilePolicy(PolicyAround):
-    """Applies the client's share of the image chain, and turns answers into robosuite's units."""
-
-    def __init__(self, peer: EpisodePolicy, profile: Profile) -> None:
-        super().__init__(peer)
-        self._profile = profile
+        self._peer.start(session_id)
 
     def act(self, observation: Observation) -> ActionChunk:
         """The actions that follow a simulator frame; the client's own work counts as preparing."""
         started = time.perf_counter()
-        prepared = self._prepared(observation)
-        own_ms = 1000 * (time.perf_counter() - started)
-        chunk = self._inner.act(prepared)
-        if self._profile.client_chain is not ClientChain.NONE:
-            timings = chunk.timings
-            timings = replace(
-                timings,
-                prepare_ms=timings.prepare_ms + own_ms,
-                round_trip_ms=timings.round_trip_ms + own_ms,
-            )
-            chunk = replace(chunk, timings=timings)
-        return replace(chunk, actions=self._in_robosuite_units(chunk.actions))
-
-    def _prepared(self, observation: Observation) -> Observation:
-        chain = self._profile.client_chain
-        if chain is ClientChain.NONE:
-            return observation
-        return replace(
-            observation,
-            image=apply_chain(chain, observation.image),
-            cameras={
-                name: apply_chain(chain, image) for name, image in observation.cameras.items()
-            },
+        own_ms = 0.0
+        if self._profile is not None and self._profile.client_chain is not ClientChain.NONE:
+            observation = _prepared(observation, self._profile.client_chain)
+            own_ms = 1000 * (time.perf_counter() - started)
+        time.sleep(self._delay_ms / 2000)
+        asked = time.perf_counter()
+        chunk = self._peer.act(observation)
+        trip_ms = chunk.timings.round_trip_ms
+        if self._profile is None:
+            trip_ms = 1000 * (time.perf_counter() - asked)
+        time.sleep(self._delay_ms / 2000)
+        timings = replace(
+            chunk.timings,
+            prepare_ms=chunk.timings.prepare_ms + own_ms,
+            round_trip_ms=trip_ms + own_ms + self._delay_ms,
         )
+        actions = chunk.actions
+        if self._profile is not None:
+            actions = _in_robosuite_units(actions, self._profile.gripper)
+        return replace(chunk, actions=actions, timings=timings)
 
-    def _in_robosuite_units(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
-        if actions.shape[1] != conventions.ACTION_DIM:
-            raise PeerAnswerError(
-                f"the server answers actions of {actions.shape[1]} numbers; LIBERO's robot takes "
-                f"{conventions.ACTION_DIM}: is this the right policy?"
-            )
-        if self._profile.gripper is GripperConvention.ROBOSUITE:
-            return actions
-        return np.stack([conventions.to_robosuite(action) for action in actions])
+    def close(self) -> None:
+        """Free connections."""
+        self._peer.close()
+
+
+def _prepared(observation: Observation, chain: ClientChain) -> Observation:
+    cameras = {name: apply_chain(chain, image) for name, image in observation.cameras.items()}
+    return replace(observation, image=apply_chain(chain, observation.image), cameras=cameras)
+
+
+def _in_robosuite_units(
+    actions: NDArray[np.float64], gripper: GripperConvention
+) -> NDArray[np.float64]:
+    if actions.shape[1] != conventions.ACTION_DIM:
+        raise PeerAnswerError(
+            f"the server answers actions of {actions.shape[1]} numbers; LIBERO's robot takes "
+            f"{conventions.ACTION_DIM}: is this the right policy?"
+        )
+    if gripper is GripperConvention.ROBOSUITE:
+        return actions
+    return np.stack([conventions.to_robosuite(action) for action in actions])
 
 
 def apply_chain(chain: ClientChain, image: Image) -> Image:

@@ -4,22 +4,20 @@ A `PolicySource` is plain data, so that it can be handed to worker processes; ea
 its own connection from it.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 import httpx
 
-from deft_client.client import PolicyClient, timed, transport_error
+from deft_client.client import PolicyClient, transport_error
 from deft_client.errors import DeftError, ServerUnreachableError
-from deft_client.libero.evaluation.episode import EpisodePolicy
 from deft_client.libero.evaluation.selection import load_function
 from deft_client.libero.policies.openpi import OpenPiPolicy
 from deft_client.libero.policies.openvla import OftServerPolicy, OpenVlaPolicy
 from deft_client.libero.policies.profiles import (
     PROFILES,
-    PolicyAround,
+    EpisodePolicy,
     Profile,
     ProfilePolicy,
     Protocol,
@@ -56,26 +54,20 @@ class PolicySource:
 
 def build_policy(source: PolicySource, environment: Environment) -> EpisodePolicy:
     """Connect; nothing is sent before the first episode starts."""
-    policy: EpisodePolicy
     if source.factory:
         factory: PolicyFactory = load_function(source.factory, "--policy")
-        policy = TimedPolicy(factory(environment))
-    else:
-        policy = ProfilePolicy(_build_peer(source), source.profile)
-    if source.network_delay_ms > 0:
-        policy = DelayedPolicy(policy, source.network_delay_ms)
-    return policy
+        return ProfilePolicy(factory(environment), None, source.network_delay_ms)
+    return ProfilePolicy(_build_peer(source), source.profile, source.network_delay_ms)
 
 
 def _build_peer(source: PolicySource) -> EpisodePolicy:
-    answer_s = source.settings.timeouts.answer_s
-    key = source.options.statistics_key
+    settings, key = source.settings, source.options.statistics_key
     if source.profile.protocol is Protocol.OPENVLA:
-        return OpenVlaPolicy(source.url, key, answer_s)
+        return OpenVlaPolicy(source.url, key, settings)
     if source.profile.protocol is Protocol.OFT:
-        return OftServerPolicy(source.url, None, answer_s)
+        return OftServerPolicy(source.url, None, settings)
     if source.profile.protocol is Protocol.OPENPI:
-        return OpenPiPolicy(source.url, answer_s, source.settings.api_key)
+        return OpenPiPolicy(source.url, settings)
     # An episode whose connection broke is played again: frames of its session may be lost, or two.
     retries = replace(source.settings.retries, only_when_overloaded=True)
     client_class = StreamClient if source.stream else PolicyClient
@@ -140,34 +132,3 @@ class DeftPolicy:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
-
-
-class TimedPolicy(PolicyAround):
-    """A policy in this process, whose round trip is the call."""
-
-    def act(self, observation: Observation) -> ActionChunk:
-        """Answer, and say how long it took."""
-        started = time.perf_counter()
-        return timed(self._inner.act(observation), started)
-
-
-class DelayedPolicy(PolicyAround):
-    """A policy at the far end of a slow network."""
-
-    def __init__(
-        self,
-        policy: EpisodePolicy,
-        delay_ms: float,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        super().__init__(policy)
-        self._delay_ms = delay_ms
-        self._sleep = sleep
-
-    def act(self, observation: Observation) -> ActionChunk:
-        """Answer, later."""
-        self._sleep(self._delay_ms / 2000)
-        chunk = self._inner.act(observation)
-        self._sleep(self._delay_ms / 2000)
-        round_trip_ms = chunk.timings.round_trip_ms + self._delay_ms
-        return replace(chunk, timings=replace(chunk.timings, round_trip_ms=round_trip_ms))

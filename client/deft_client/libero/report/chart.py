@@ -5,11 +5,12 @@ it: a plot fills any width, and its text keeps its size on a telephone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _TICKS = 4
 _MAX_POINTS = 400  # per line; more cannot be seen and only make the page heavy
+_MAX_MARKERS = 50
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,19 @@ class LinePlot:
 
     def path(self, line: Line) -> str:
         """A line's points, as an SVG polyline has them."""
+        return " ".join(f"{across:.2f},{up:.2f}" for across, up in self._places(line))
+
+    def markers(self, line: Line) -> str:
+        """A dot on every point, as an SVG path with round caps; none where they would touch."""
+        if len(line.points) > _MAX_MARKERS:
+            return ""
+        return "".join(f"M{across:.2f} {up:.2f}h0" for across, up in self._places(line))
+
+    def _places(self, line: Line) -> Iterator[tuple[float, float]]:
         step = max(1, math.ceil(len(line.points) / _MAX_POINTS))
-        kept = list(line.points[::step])
-        if len(kept) == 1:
-            kept = kept * 2  # a line cap makes a single point visible
-        return " ".join(
-            f"{self.x.place(across):.2f},{100 - self.y.place(up):.2f}"
-            for across, up in kept
-            if math.isfinite(up)
-        )
+        for across, up in line.points[::step]:
+            if math.isfinite(up):
+                yield self.x.place(across), 100 - self.y.place(up)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class BarPlot:
     title: str
     groups: Mapping[str, Sequence[Bar]]
     x_name: str
+    y_name: str
 
     @property
     def highest(self) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from deft_client.libero.report.phases import (
     millimetres_apart,
     phases_of,
 )
+from deft_client.libero.report.speed import SpeedUp, speedup_of
 from deft_client.libero.report.tables import LUCK, Comparison, compare, points_text
+from deft_client.libero.report.trace_metrics import passes_of
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import (
     Interval,
@@ -47,15 +50,34 @@ class PhaseDeviation:
     deg_interval: Interval
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Difference:
     """All of it. `margin` is the loss of success, in shares, that is to be ruled out."""
 
     comparison: Comparison
     interval: Interval  # of the success of the second minus that of the first
     margin: float
-    measures: tuple[MeasureDifference, ...]
-    deviations: tuple[PhaseDeviation, ...]
+    speedup: SpeedUp | None  # of the second over the first
+    pairs: tuple[Pair, ...]  # of the episodes that both have
+
+    @cached_property
+    def measures(self) -> tuple[MeasureDifference, ...]:
+        """What the answers of both took and brought."""
+        return tuple(_measures(self.pairs))
+
+    @cached_property
+    def deviations(self) -> tuple[PhaseDeviation, ...]:
+        """By phase of the first run, over the steps that both episodes have, and of all."""
+        return tuple(_deviations(self.pairs))
+
+    @cached_property
+    def apart(self) -> tuple[float, float]:
+        """Mean millimetres and degrees between the commands; NaN without a step."""
+        sums = (
+            np.sum([_apart(*pair) for pair in self.pairs], axis=(0, 1)) if self.pairs else [0] * 3
+        )
+        mm, deg, steps = map(float, sums)
+        return (mm / steps, deg / steps) if steps else (float("nan"), float("nan"))
 
     @property
     def is_not_worse(self) -> bool:
@@ -80,8 +102,8 @@ def difference(
         comparison=found,
         interval=paired_interval(found.only_first, found.only_second, found.num_pairs),
         margin=margin,
-        measures=tuple(_measures(pairs)),
-        deviations=tuple(_deviations(pairs)),
+        speedup=speedup_of(second, first),
+        pairs=tuple(pairs),
     )
 
 
@@ -132,9 +154,7 @@ def _committed(record: EpisodeRecord) -> tuple[float, float]:
     kept = [
         accepted + 1
         for answer in record.answers
-        for accepted, guesses in zip(
-            answer.accepted, answer.guesses or (1,) * len(answer.accepted), strict=True
-        )
+        for accepted, guesses in passes_of(answer)
         if guesses
     ]
     return float(sum(kept)), float(len(kept))
@@ -150,16 +170,11 @@ _SUMS: dict[str, Sums] = {
         100.0 * sum(answer.num_relaxed for answer in record.answers),
         float(sum(answer.num_tokens for answer in record.answers)),
     ),
-    "round trip, ms": lambda record: (
-        sum(answer.timings.round_trip_ms for answer in record.answers),
-        float(len(record.answers)),
-    ),
     "steps per episode": lambda record: (float(record.num_steps), 1.0),
 }
 
 
 def _deviations(pairs: Sequence[Pair]) -> Iterator[PhaseDeviation]:
-    """By phase of the first run, over the steps that both episodes have."""
     by_phase = np.array([_apart(one, other) for one, other in pairs]).reshape(-1, len(ArmPhase), 3)
     names = [phase.value for phase in ArmPhase]
     for name, counted in (

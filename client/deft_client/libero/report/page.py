@@ -15,15 +15,10 @@ from urllib.parse import quote
 from deft_client.libero.errors import EvaluationError
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
 from deft_client.libero.report.races import Racer, find_races
-from deft_client.libero.report.speed import TimesFaster, baseline_first, baseline_of, speedup_of
-from deft_client.libero.report.summary import (
-    RunSummary,
-    SpeculationSummary,
-    Successes,
-    by_task,
-    summarise,
-)
-from deft_client.libero.report.tables import Comparison, compare, interval_text
+from deft_client.libero.report.speed import SpeedUp, baseline_first, baseline_of, speedup_of
+from deft_client.libero.report.summary import RunSummary, Successes, by_task, summarise
+from deft_client.libero.report.tables import Comparison, compare, interval_text, other_starts
+from deft_client.libero.report.trace_metrics import Speculation
 from deft_client.libero.results.records import (
     STAGES,
     VIDEO_FPS,
@@ -40,6 +35,7 @@ if TYPE_CHECKING:
 NUM_COLOURS = 6
 _NOTEWORTHY_LATE_SHARE = 0.05
 _MAX_RACES = 12
+_MAX_STARTS = 16
 _SLOWEST_RATE, _FASTEST_RATE = 1 / 16, 16.0  # of a video in a browser
 # What differs between any two runs, and says nothing of what they measured.
 _OWN_FACTS = ("run", "started", "folder")
@@ -65,7 +61,7 @@ class View:
     style: str
     name: str  # without the suite where all runs are of the same one
     link_from: Path  # folder of the page, from which links to videos are relative
-    speedup: TimesFaster | None
+    speedup: SpeedUp | None
     comparison: Comparison | None  # with its baseline; None for a baseline
 
     def link(self, record: EpisodeRecord) -> str:
@@ -127,7 +123,9 @@ def build_page(views: Sequence[View], key: TrialKey | None = None) -> str:
         facts=_facts,
         noteworthy_late_share=_NOTEWORTHY_LATE_SHARE,
         tasks=_tasks(views),
-        faster=sorted((view for view in views if view.speedup), key=_times, reverse=True),
+        faster=sorted(filter(_is_told, views), key=_times, reverse=True),
+        doubts=_doubts(views),
+        other_starts=other_starts([view.run for view in views], [view.name for view in views]),
         compared=[view for view in views if view.comparison],
         timed=timed,
         stage_styles=_STAGE_STYLES,
@@ -135,8 +133,8 @@ def build_page(views: Sequence[View], key: TrialKey | None = None) -> str:
         stage_names={name for view in timed for name in stage_parts(view.summary)},
         stages=[name for name in STAGES if any(name in view.summary.stages for view in timed)],
         over_time=_over_time,
-        drafting=[view for view in views if view.summary.speculation is not None],
-        by_position=_by_position,
+        drafting=[view for view in views if _acts_at_once(view)],
+        by_start=_by_start,
         by_accepted=_by_accepted,
         drawn=drawn,
         action_plots=_action_plots(drawn),
@@ -186,6 +184,12 @@ def _policy(view: View) -> str:
     return f"a server of {header.options.get('profile')}" if chosen == "server" else chosen
 
 
+def _acts_at_once(view: View) -> bool:
+    """Whether its passes can be drawn token by token: of a text there are hundreds."""
+    speculation = view.summary.speculation
+    return speculation is not None and speculation.thinking is None
+
+
 def _facts(summary: RunSummary) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Name, value and small print of the numbers that matter most."""
     trip, speculation = summary.round_trip, summary.speculation
@@ -198,6 +202,10 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str, Sequence[str]]]:
         yield "passes per action", f"{speculation.passes_per_action:.2f}", ()
         yield "committed length", f"{speculation.committed_length:.2f}", ()
         yield "relaxed share", f"{100 * speculation.relaxed_share:.1f}%", ()
+        if (found := speculation.thinking) is not None:
+            spent = (f"{found.text_ms:.1f} ms",), (f"{found.action_ms:.1f} ms",)
+            yield "passes for the text", f"{found.text_passes:.2f}", spent[0]
+            yield "passes for the action", f"{found.action_passes:.2f}", spent[1]
     if summary.is_real_time:
         yield "held steps", f"{100 * summary.held_share:.1f}%", ()
         yield "late simulator steps", f"{100 * summary.late_share:.1f}%", ()
@@ -241,39 +249,42 @@ def _over_time(views: Sequence[View]) -> LinePlot:
                 for number, spread in enumerate(spreads, start=1)
             ]
             lines.append(Line(f"{view.name} {name}", points, style))
-    x = axis_of("episode", [point[0] for line in lines for point in line.points])
+    x = axis_of(
+        "episode, in the order of playing", [point[0] for line in lines for point in line.points]
+    )
     y = axis_of("ms", [point[1] for line in lines for point in line.points], from_zero=True)
-    return LinePlot("Round trip in ms: median, and dashed the 95th percentile", lines, x, y)
+    return LinePlot("Round trip of an answer: median, and dashed the 95th percentile", lines, x, y)
 
 
-def _by_position(views: Sequence[View]) -> BarPlot:
-    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
-        for position, spread in speculation.committed_by_position.items():
-            hint = f"{view.name}: {spread.count} passes began at token {position}"
-            yield position, Bar(spread.mean, f"{spread.mean:.1f}", view.style, hint)
+def _by_start(views: Sequence[View]) -> BarPlot:
+    def bars(view: View, found: Speculation) -> Iterator[tuple[int, Bar]]:
+        for token, (mean, count) in found.committed_by_start.items():
+            if token < _MAX_STARTS:  # a reasoning has hundreds of tokens
+                hint = f"{view.name}: {count} passes drafted from token {token}"
+                yield token, Bar(mean, f"{mean:.1f}", view.style, hint)
 
-    title = "Committed length of the passes that begin at a token"
-    return BarPlot(title, _grouped(views, bars), "token of the action")
+    title = "Committed length of the passes whose first guess stands there"
+    return BarPlot(title, _grouped(views, bars), "token of the answer", "tokens")
 
 
 def _by_accepted(views: Sequence[View]) -> BarPlot:
-    def bars(view: View, speculation: SpeculationSummary) -> Iterator[tuple[int, Bar]]:
-        for length, count in speculation.accepted_counts.items():
-            share = 100 * count / speculation.num_passes
-            hint = f"{view.name}: {count} passes"
+    def bars(view: View, found: Speculation) -> Iterator[tuple[int, Bar]]:
+        for length, count in found.accepted_counts.items():
+            share = 100 * found.share_of_length(length)
+            hint = f"{view.name}: {count} of {found.num_checked} passes with guesses"
             yield length, Bar(share, f"{share:.0f}", view.style, hint)
 
-    title = "Percent of passes by accepted length"
-    return BarPlot(title, _grouped(views, bars), "drafted tokens accepted")
+    title = "Passes that had guesses, by how many of them they accepted"
+    return BarPlot(title, _grouped(views, bars), "guesses accepted", "% of these passes")
 
 
 def _grouped(
-    views: Sequence[View], bars: Callable[[View, SpeculationSummary], Iterator[tuple[int, Bar]]]
+    views: Sequence[View], bars: Callable[[View, Speculation], Iterator[tuple[int, Bar]]]
 ) -> dict[str, list[Bar]]:
     """The bars of all runs by their number, in its order."""
     groups: dict[int, list[Bar]] = defaultdict(list)
     for view in views:
-        if view.summary.speculation is not None:
+        if _acts_at_once(view) and view.summary.speculation is not None:
             for number, bar in bars(view, view.summary.speculation):
                 groups[number].append(bar)
     return {str(number): group for number, group in sorted(groups.items())}
@@ -310,8 +321,18 @@ def _action_plots(drawn: Sequence[tuple[View, EpisodeRecord]]) -> list[LinePlot]
         values = [value for line in lines for _, value in line.points]
         longest = float(max(len(line.points) for line in lines) - 1)
         x = axis_of("step", [0.0, longest], from_zero=True)
-        plots.append(LinePlot(name, lines, x, axis_of(name, values)))
+        plots.append(LinePlot(name, lines, x, axis_of("command", values)))
     return plots
+
+
+def _doubts(views: Sequence[View]) -> list[str]:
+    """One of each kind."""
+    said = [one for view in views if view.speedup for one in view.speedup.doubts]
+    return list({one.partition(" (")[0]: one for one in said}.values())
+
+
+def _is_told(view: View) -> bool:
+    return view.speedup is not None and not view.speedup.doubts
 
 
 def _times(view: View) -> float:

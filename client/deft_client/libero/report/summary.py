@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from deft_client.chunks import SeamSizes
+from deft_client.libero.report.trace_metrics import Speculation, speculation_of
 from deft_client.libero.results.records import (
     STAGES,
     AnswerRecord,
     EpisodeRecord,
     Outcome,
+    SeamSizes,
     TrialKey,
 )
 from deft_client.libero.results.statistics import (
@@ -63,40 +64,6 @@ class TaskSummary:
 
 
 @dataclass(frozen=True)
-class SpeculationSummary:
-    """What speculation did, over all answers that came with a trace.
-
-    Accepted and committed lengths are those of passes that checked drafts; positions count from 0,
-    and a pass stands at that of its first draft.
-    """
-
-    num_answers: int
-    num_passes: int
-    num_tokens: int
-    num_relaxed: int
-    committed_by_position: Mapping[int, Percentiles]  # of checked passes that start there
-    accepted_counts: Mapping[int, int]  # accepted length -> passes
-
-    @property
-    def passes_per_action(self) -> float:
-        """Target passes per answer, the prefill included."""
-        return self.num_passes / self.num_answers
-
-    @property
-    def committed_length(self) -> float:
-        """Mean committed length of the passes that checked drafts; 1 where none did."""
-        num_checked = sum(self.accepted_counts.values())
-        if num_checked == 0:
-            return 1.0
-        return 1 + sum(n * count for n, count in self.accepted_counts.items()) / num_checked
-
-    @property
-    def relaxed_share(self) -> float:
-        """Share of the executed tokens that are not the target's own choice."""
-        return self.num_relaxed / self.num_tokens
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """One run."""
 
@@ -110,7 +77,7 @@ class RunSummary:
     late_share: float  # of the steps; the simulator's own slowness in real time
     control_rate: float  # fresh actions per second
     seams: SeamSizes  # the largest of any episode
-    speculation: SpeculationSummary | None  # None when no answer came with a trace
+    speculation: Speculation | None  # None when no answer came with a trace
 
     @property
     def is_real_time(self) -> bool:
@@ -141,7 +108,7 @@ def summarise(run: RunResults, keys: AbstractSet[TrialKey] | None = None) -> Run
         late_share=sum(one.late_steps for one in played) / num_steps if num_steps else 0.0,
         control_rate=_control_rate(run.header, answers, num_steps, num_held),
         seams=largest_seams(one.seams for one in played),
-        speculation=_speculation(answers),
+        speculation=speculation_of(answers),
     )
 
 
@@ -192,29 +159,3 @@ def _control_rate(
         return STEPS_PER_S * (num_steps - num_held) / num_steps if num_steps else 0.0
     spent_ms = sum(answer.timings.round_trip_ms for answer in answers)
     return 1000 * num_steps / spent_ms if spent_ms else 0.0
-
-
-def _speculation(answers: Sequence[AnswerRecord]) -> SpeculationSummary | None:
-    traced = [answer for answer in answers if answer.accepted and answer.num_tokens]
-    if not traced:
-        return None
-    by_position: dict[int, list[float]] = defaultdict(list)
-    accepted_counts: dict[int, int] = defaultdict(int)
-    for answer in traced:
-        position = 0
-        counted = answer.guesses or (1,) * len(answer.accepted)
-        for accepted, guesses in zip(answer.accepted, counted, strict=True):
-            if guesses and position < answer.num_tokens:
-                by_position[position].append(accepted + 1)
-                accepted_counts[accepted] += 1
-            position += accepted + 1
-    return SpeculationSummary(
-        num_answers=len(traced),
-        num_passes=sum(len(answer.accepted) for answer in traced),
-        num_tokens=sum(answer.num_tokens for answer in traced),
-        num_relaxed=sum(answer.num_relaxed for answer in traced),
-        committed_by_position={
-            position: percentiles(lengths) for position, lengths in sorted(by_position.items())
-        },
-        accepted_counts=dict(sorted(accepted_counts.items())),
-    )

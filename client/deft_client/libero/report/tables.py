@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deft_client.commands.table import legend, markdown_table, without_empty
 from deft_client.libero.report.summary import RunSummary, Successes
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import Interval, mcnemar_exact
@@ -88,9 +89,6 @@ def _won(record: EpisodeRecord) -> bool:
     return record.outcome is Outcome.SUCCEEDED
 
 
-_LEFT = 1  # columns of text, before the columns of numbers
-
-
 def success_text(successes: Successes) -> str:
     """`87.5% (35/40)`, or a dash where nothing was judged."""
     if not successes.num_judged:
@@ -110,34 +108,42 @@ def points_text(interval: Interval) -> str:
 
 
 def terminal_table(summaries: Sequence[RunSummary]) -> str:
-    """A table with aligned columns, those that no run has left out; below, what its words mean."""
-    columns = zip(_RUN_COLUMNS, *(_run_cells(summary) for summary in summaries), strict=True)
-    shown = [one for one in columns if set(one[1:]) != {"–"}]
-    widths = [max(map(len, one)) for one in shown]
-    lines = []
-    for row in zip(*shown, strict=True):
-        cells = [
-            cell.ljust(width) if column < _LEFT else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines += [f"{one[0]}: {_MEANINGS[one[0]]}" for one in shown if one[0] in _MEANINGS]
-    return "\n".join(lines) + "\n"
+    """A row per run, without the columns that all leave out; below, what its words mean."""
+    columns, rows = without_empty(_RUN_COLUMNS, [_run_cells(one) for one in summaries])
+    return markdown_table(columns, rows, aligned=True) + legend(columns, _MEANINGS)
 
 
-def markdown_tables(summaries: Sequence[RunSummary], comparisons: Iterable[Comparison]) -> str:
+def markdown_tables(
+    summaries: Sequence[RunSummary], comparisons: Sequence[Comparison], notes: Sequence[str] = ()
+) -> str:
     """All tables of the report."""
-    parts = [markdown_table(_RUN_COLUMNS, [_run_cells(one) for one in summaries])]
-    parts.append(
-        markdown_table(_TASK_COLUMNS, [row for one in summaries for row in _task_rows(one)])
-    )
-    parts.append(
-        markdown_table(_STAGE_COLUMNS, [row for one in summaries for row in _stage_rows(one)])
-    )
-    compared = [comparison_cells(one) for one in comparisons]
-    if compared:
-        parts.append(markdown_table(COMPARISON_COLUMNS, compared))
+    columns, rows = without_empty(_RUN_COLUMNS, [_run_cells(one) for one in summaries])
+    parts = [markdown_table(columns, rows), legend(columns, _MEANINGS)]
+    parts += ["".join(f"- {one}\n" for one in notes)] if notes else []
+    for names, cells in ((_TASK_COLUMNS, _task_rows), (_STAGE_COLUMNS, _stage_rows)):
+        parts.append(markdown_table(names, [row for one in summaries for row in cells(one)]))
+    if comparisons:
+        compared = [comparison_cells(one) for one in comparisons]
+        parts += [markdown_table(COMPARISON_COLUMNS, compared), legend(COMPARISON_COLUMNS, _PAIRED)]
     return "\n".join(parts)
+
+
+def other_starts(runs: Sequence[RunResults], names: Sequence[str]) -> list[str]:
+    """A sentence for every run whose judged starts are not those of all runs of its suite."""
+    starts = [{one.key for one in run.records if one.outcome.is_judged} for run in runs]
+    said = []
+    for run, name, own in zip(runs, names, starts, strict=True):
+        suite = run.header.suite
+        peers = [
+            one for one, other in zip(starts, runs, strict=True) if other.header.suite == suite
+        ]
+        shared = set.intersection(*peers)
+        if own and own != shared:
+            said.append(
+                f"{name}: {len(own)} starts, of which all runs of {suite} have {len(shared)}; its "
+                "success is compared on shared starts alone, in the pairs"
+            )
+    return said
 
 
 def episodes_csv(runs: Iterable[RunResults]) -> str:
@@ -167,15 +173,25 @@ def episodes_csv(runs: Iterable[RunResults]) -> str:
 
 _RUN_COLUMNS = (
     "run", "success", "95%", "errored", "p50 ms", "p95 ms", "p99 ms", "actions/s", "passes",
-    "committed", "relaxed", "held", "step", "inside",
+    "text", "text ms", "action", "action ms", "committed", "relaxed", "held", "step", "inside",
 )  # fmt: skip
 _MEANINGS = {
+    "success": "episodes that succeeded, of those that were played to their end",
+    "95%": "Wilson's interval of that share",
+    "errored": "episodes in which a tool broke; they count neither way",
     "p50 ms": "half of the answers took no longer, from the frame sent to the action received",
-    "passes": "runs of the model for an action",
-    "committed": "numbers settled by a pass that checked guesses",
-    "relaxed": "share of those that are not the model's own first choice",
-    "held": "share of the steps that repeated the last action, for want of an answer",
+    "actions/s": "in lock-step what the answers would sustain, in real time fresh ones",
+    "passes": "forward passes of the model for an action, the prefill included",
+    "text": "of these, passes for what it writes before; action: for what is behind it",
+    "committed": "tokens that a pass with guesses settles: the accepted ones, and one more",
+    "relaxed": "executed tokens that are not the model's own greedy choice",
+    "held": "share of the steps in which the arm held, for want of an answer",
     "step": "largest change from one action to the next; inside: the same within answered chunks",
+}
+_PAIRED = {
+    "pairs": "starts that both runs were judged on",
+    "McNemar p": "chance that coin tosses part the pairs that went differently as much",
+    "same actions": "episodes whose actions are equal to the last bit",
 }
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
@@ -195,12 +211,21 @@ def _run_cells(summary: RunSummary) -> tuple[str, ...]:
         *(f"{value:.1f}" if trip.count else "–" for value in (trip.p50, trip.p95, trip.p99)),
         f"{summary.control_rate:.1f}" if summary.control_rate else "–",
         f"{speculation.passes_per_action:.2f}" if speculation else "–",
+        *_thinking_cells(summary),
         f"{speculation.committed_length:.2f}" if speculation else "–",
         f"{100 * speculation.relaxed_share:.1f}%" if speculation else "–",
         f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
         f"{summary.seams.commanded:.2f}" if summary.is_real_time else "–",
         f"{summary.seams.inside:.2f}" if summary.is_real_time else "–",
     )
+
+
+def _thinking_cells(summary: RunSummary) -> tuple[str, ...]:
+    found = None if summary.speculation is None else summary.speculation.thinking
+    if found is None:
+        return ("–",) * 4
+    numbers = (found.text_passes, found.text_ms, found.action_passes, found.action_ms)
+    return tuple(f"{value:.2f}" for value in numbers)
 
 
 def _task_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:
@@ -237,10 +262,3 @@ def comparison_cells(one: Comparison) -> tuple[str, ...]:
         f"{one.num_same_actions}/{one.num_pairs}",
         one.verdict,
     )
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as Markdown has them."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    escaped = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
-    return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"

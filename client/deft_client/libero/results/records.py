@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.chunks import SeamSizes
 from deft_client.libero.errors import ResultsDamagedError
+from deft_client.reasoning import part_costs
 from deft_client.types import ActionChunk, StageTimings
 
 STAGES = tuple(one.name for one in fields(StageTimings))
@@ -76,13 +76,18 @@ class AnswerRecord:
     num_relaxed: int = 0
     method: str = ""
     guesses: tuple[int, ...] = ()  # of every pass; empty in runs that did not count them
+    reasoning: str = ""  # what the policy wrote before the action
+    text_passes: int = 0  # that began in it; the others are the action's
+    text_ms: float = 0.0
+    action_ms: float = 0.0  # of the action's passes, where there is a text
 
     @staticmethod
     def of(chunk: ActionChunk, asked_step: int, used_step: int) -> "AnswerRecord":
         """What is kept of an answer beside its actions."""
-        trace = chunk.trace
+        trace, text = chunk.trace, chunk.reasoning or ""
         if trace is None:
-            return AnswerRecord(asked_step, used_step, chunk.timings)
+            return AnswerRecord(asked_step, used_step, chunk.timings, reasoning=text)
+        costs = part_costs(trace, text)
         return AnswerRecord(
             asked_step,
             used_step,
@@ -92,7 +97,23 @@ class AnswerRecord:
             num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
             method=trace.method,
             guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
+            reasoning=text,
+            text_passes=sum(one.passes for one in costs[:-1]),
+            text_ms=sum(one.ms for one in costs[:-1]),
+            action_ms=sum(one.ms for one in costs[-1:]),
         )
+
+
+@dataclass(frozen=True)
+class SeamSizes:
+    """The largest change of a motion from one action to the next.
+
+    Where commands change more than chunks do inside, as they were answered, they do so where one
+    chunk gives way to the next. From a hold nothing is counted.
+    """
+
+    commanded: float = 0.0
+    inside: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +125,11 @@ class EpisodeRecord:
     outcome: Outcome
     actions: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 7)))  # [step, dim]
     answers: tuple[AnswerRecord, ...] = ()
-    held_steps: int = 0  # steps that repeated an action because no newer answer had come
+    held_steps: int = 0  # steps without an action, because no answer had come: the arm held
     late_steps: int = 0  # real-time steps for which the simulator itself was too slow
     seams: SeamSizes = SeamSizes()  # in real time
     wall_s: float = 0.0
+    worked_s: float = 0.0  # of a core that answering was given; 0 where nobody measured it
     finished_s: float = 0.0  # when, in seconds since 1970; puts episodes in the order of playing
     assets: str = ""
     video: str = ""  # relative to the folder of the run
@@ -131,6 +153,7 @@ def encode_record(record: EpisodeRecord, run: str) -> bytes:
         **{name: getattr(record, name) for name in _PLAIN},
         "seams": asdict(record.seams),
         "wall_s": round(record.wall_s, 3),
+        **({"worked_s": round(record.worked_s, 3)} if record.worked_s else {}),
         "finished_s": round(record.finished_s, 3),
         "answers": _encode_answers(record.answers),
         "actions": _encode_actions(record.actions),
@@ -155,6 +178,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
             answers=_decode_answers(values["answers"]),
             seams=SeamSizes(**values.get("seams", {})),  # earlier versions did not measure them
             wall_s=float(values["wall_s"]),
+            worked_s=float(values.get("worked_s", 0.0)),  # nor this
             finished_s=float(values["finished_s"]),
             **{name: kind(values[name]) for name, kind in _PLAIN.items()},
         )
@@ -181,6 +205,11 @@ def _encode_answers(answers: tuple[AnswerRecord, ...]) -> dict[str, Any]:
         methods = [one.method for one in answers]
         columns["guesses"] = [list(one.guesses) for one in answers]
         columns["method"] = methods[0] if len(set(methods)) == 1 else methods
+    if any(one.reasoning for one in answers):
+        columns["reasoning"] = [one.reasoning for one in answers]
+        columns["text_passes"] = [one.text_passes for one in answers]
+        for name in ("text_ms", "action_ms"):
+            columns[name] = [round(getattr(one, name), _MS_DECIMALS) for one in answers]
     return columns
 
 
@@ -197,6 +226,10 @@ def _decode_answers(columns: dict[str, Any]) -> tuple[AnswerRecord, ...]:
         columns.get("num_relaxed", [0] * count),
         [method] * count if isinstance(method, str) else method,
         columns.get("guesses", [()] * count),
+        columns.get("reasoning", [""] * count),
+        columns.get("text_passes", [0] * count),
+        columns.get("text_ms", [0.0] * count),
+        columns.get("action_ms", [0.0] * count),
         *(columns[stage] for stage in stages),
         strict=True,
     )
@@ -204,12 +237,16 @@ def _decode_answers(columns: dict[str, Any]) -> tuple[AnswerRecord, ...]:
         AnswerRecord(
             asked_step=row[0],
             used_step=row[1],
-            timings=StageTimings(**dict(zip(stages, row[7:], strict=True))),
+            timings=StageTimings(**dict(zip(stages, row[11:], strict=True))),
             accepted=tuple(row[2]),
             num_tokens=row[3],
             num_relaxed=row[4],
             method=row[5],
             guesses=tuple(row[6]),
+            reasoning=row[7],
+            text_passes=row[8],
+            text_ms=row[9],
+            action_ms=row[10],
         )
         for row in rows
     )

@@ -12,7 +12,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -36,12 +36,15 @@ FORMAT = "deft-libero-results"
 FORMAT_VERSION = 1
 HEADER_FILE = "run.json"
 EPISODES_FILE = "episodes.jsonl"
+_FOLDER = "folder"  # what packed headers say first
 PACKED_FILE = f"{EPISODES_FILE}.gz"  # the same lines as they are kept in a repository
 
 # What headers of earlier versions call the simulators and policies that have names now.
+_EXPERT = "scripts.tiny_libero.expert_policy:expert"
 _NAMES_NOW = {
-    "deft_client.libero.environment:open_environment": "libero",
-    "deft_client.libero.expert_policy:build_expert": "expert",
+    ("environment", "deft_client.libero.environment:open_environment"): "libero",
+    ("policy_factory", "deft_client.libero.expert_policy:build_expert"): _EXPERT,
+    ("policy_factory", "expert"): _EXPERT,
 }
 
 
@@ -103,7 +106,7 @@ def _checked_header(path: Path, values: object) -> RunHeader:
         header = RunHeader(**values)
     except TypeError as error:
         raise ResultsDamagedError(f"{path} has missing or unknown fields: {error}") from error
-    options = {name: _NAMES_NOW.get(value, value) for name, value in header.options.items()}
+    options = {name: _NAMES_NOW.get((name, value), value) for name, value in header.options.items()}
     return replace(header, options=options)
 
 
@@ -111,14 +114,7 @@ def load_run(folder: Path) -> RunResults:
     """Read a run without changing it, even while it is being written; it may have been gzipped."""
     header = read_header(folder)
     path = folder / EPISODES_FILE
-    packed = folder / PACKED_FILE
-    try:
-        if packed.exists():
-            content = gzip.decompress(packed.read_bytes())
-        else:
-            content = path.read_bytes() if path.exists() else b""
-    except (OSError, EOFError) as error:
-        raise ResultsError(f"{path} cannot be read: {error}") from error
+    content = _read_episodes(folder)
     whole, _, torn = content.rpartition(b"\n")
     records: dict[TrialKey, EpisodeRecord] = {}
     for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
@@ -132,8 +128,27 @@ def load_run(folder: Path) -> RunResults:
     return RunResults(folder, header, ordered, has_torn_line=bool(torn))
 
 
+def _read_episodes(folder: Path) -> bytes:
+    """The lines of a run, which may have been gzipped; two copies that differ are refused."""
+    path, packed = folder / EPISODES_FILE, folder / PACKED_FILE
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        if not packed.exists():
+            return content
+        unpacked = gzip.decompress(packed.read_bytes())
+    except (OSError, EOFError) as error:
+        raise ResultsError(f"{path} cannot be read: {error}") from error
+    if path.exists() and content != unpacked:  # they are equal where a kill came between
+        raise ResultsDamagedError(
+            f"{folder} has {EPISODES_FILE} and {PACKED_FILE}, and they differ: keep the newer one"
+        )
+    return unpacked
+
+
 def load_runs(path: Path) -> list[RunResults]:
-    """The run in a folder, or those in its folders in the order in which they were started."""
+    """The run in a folder, or those in its folders or in a file of `pack_runs`, oldest first."""
+    if path.is_file():
+        return _oldest_first(_unpacked(path))
     if (path / HEADER_FILE).is_file():
         return [load_run(path)]
     runs = [load_run(header.parent) for header in path.glob(f"*/{HEADER_FILE}")]
@@ -142,7 +157,52 @@ def load_runs(path: Path) -> list[RunResults]:
             f"{path} holds no results: there is no {HEADER_FILE} in it or in its folders. "
             "Give a folder that `deft-client eval` wrote"
         )
-    return sorted(runs, key=lambda run: (run.header.created, run.header.name))
+    return _oldest_first(runs)
+
+
+def _oldest_first(runs: Iterable[RunResults]) -> list[RunResults]:
+    return sorted(runs, key=lambda run: (run.header.created, run.header.name, run.folder.name))
+
+
+def pack_runs(path: Path, runs: Iterable[RunResults]) -> None:
+    """Write whole runs into one gzipped file of lines: a header, then its episodes, and so on.
+
+    The same runs make the same bytes.
+    """
+    lines = []
+    for run in sorted(runs, key=lambda run: run.folder.name):
+        header = {_FOLDER: run.folder.name, **asdict(run.header)}
+        lines.append(json.dumps(header, ensure_ascii=False, default=dict).encode() + b"\n")
+        lines += [encode_record(record, run.header.run) for record in run.records]
+    write_atomically(path, gzip.compress(b"".join(lines), 9, mtime=0))
+
+
+def unpack_runs(path: Path, folder: Path) -> None:
+    """Give every run of a packed file its folder again, so that it can go on."""
+    for run in _unpacked(path):
+        with closing(ResultsStore(folder / run.folder.name, run.header)) as store:
+            known = {record.key for record in store.resumed}
+            for record in run.records:
+                if record.key not in known:
+                    store.append(record)
+
+
+def _unpacked(path: Path) -> list[RunResults]:
+    try:
+        lines = gzip.decompress(path.read_bytes()).splitlines()
+    except (OSError, EOFError) as error:
+        raise ResultsError(f"{path} holds no packed results: {error}") from error
+    found: list[tuple[str, RunHeader, list[EpisodeRecord]]] = []
+    for number, line in enumerate(lines, start=1):
+        place = f"{path} line {number}"
+        if line.startswith(f'{{"{_FOLDER}":'.encode()):
+            values = json.loads(line)
+            found.append((values.pop(_FOLDER), _checked_header(Path(place), values), []))
+        elif found:
+            found[-1][2].append(decode_record(line, found[-1][1].run, place))
+        else:
+            raise ResultsDamagedError(f"{place}: an episode before the header of its run")
+    return [RunResults(path / name, header, tuple(ones)) for name, header, ones in found]
 
 
 class ResultsStore:
@@ -177,8 +237,7 @@ class ResultsStore:
         found = read_header(self.folder)
         check_same_run(self.folder, found, wanted)
         if (self.folder / PACKED_FILE).exists():
-            content = gzip.decompress((self.folder / PACKED_FILE).read_bytes())
-            _replace(self.folder / EPISODES_FILE, content)
+            _replace(self.folder / EPISODES_FILE, _read_episodes(self.folder))
             (self.folder / PACKED_FILE).unlink()
         return found, self._repair(load_run(self.folder))
 
@@ -238,7 +297,8 @@ def _differences(found: RunHeader, wanted: RunHeader) -> Iterator[str]:
     for what, there, here in pairs:
         for key in sorted({*there, *here}):
             if there.get(key) != here.get(key):
-                yield f"{what}{key}: there {there.get(key)!r}, now {here.get(key)!r}"
+                was, now = (one.get(key, "not noted") for one in (there, here))
+                yield f"{what}{key}: there {was!r}, now {now!r}"
 
 
 def _replace(path: Path, content: bytes) -> None:

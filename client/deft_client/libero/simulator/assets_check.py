@@ -4,16 +4,16 @@ still, and what a task takes for granted is so.
 Physics only, so it runs without OpenGL.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deft_client.libero.simulator.assets import AssetsKind
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
-from deft_client.libero.simulator.scene import Scene
-from deft_client.libero.simulator.settled import Poses, SettledPoses, turn_between
+from deft_client.libero.simulator.scene import Pose, Scene
 from deft_client.libero.simulator.suites import Task
 
 NUM_STEPS = 60
@@ -22,6 +22,16 @@ MAX_SHIFT_METRES = 0.003
 MAX_TURN_RADIANS = np.deg2rad(3.0)
 MAX_JOINT_SHIFT = 0.003
 MAX_OVERLAP_METRES = 0.002
+# Where everything rests after the idle steps, with the published MuJoCo: an initial state is a raw
+# placement, and another physics may let things fall elsewhere, where they stand just as still.
+# Written by `deft-client assets record`.
+FILE = "settled.npz"
+MAX_STRAY_METRES = 0.01
+MAX_STRAY_RADIANS = np.deg2rad(10.0)
+_STEPS_PER_METRE = 10_000  # positions are stored to a tenth of a millimetre,
+_STEPS_PER_UNIT = 127  # and the entries of rotations to half a degree
+
+Poses = Mapping[str, Pose]
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,8 @@ def check_task(
 ) -> list[AssetsProblem]:
     """What is wrong with a task's trials; empty when all is well. Loading errors are raised."""
     environment = LiberoEnvironment(task, settings)
-    # The stand-ins have shapes of their own, so things rest elsewhere on them.
-    recorded = SettledPoses.load() if environment.assets.kind is AssetsKind.REAL else None
+    # Other assets have shapes of their own, so things rest elsewhere on them.
+    recorded = SettledPoses.load() if environment.assets.is_real else None
     try:
         problems = []
         for trial in trials:
@@ -110,3 +120,54 @@ def _moved_joints(start: Scene, end: Scene) -> list[str]:
         for name, value in end.joints.items()
         if abs(value - start.joints[name]) > MAX_JOINT_SHIFT
     ]
+
+
+def pack_poses(task: Task, trials: Sequence[Poses]) -> dict[str, NDArray[np.integer]]:
+    """The file's members for a task's trials; bodies come in the order of their names."""
+    rows = [[poses[name] for name in sorted(poses)] for poses in trials]
+    positions = np.array([[pose.position for pose in row] for row in rows])
+    rotations = np.array([[pose.rotation for pose in row] for row in rows])
+    return {
+        f"{task.suite}/{task.number}/positions": np.round(positions * _STEPS_PER_METRE).astype(
+            "i2"
+        ),
+        f"{task.suite}/{task.number}/rotations": np.round(rotations * _STEPS_PER_UNIT).astype("i1"),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class SettledPoses:
+    """What the file holds, or `pack_poses` of several tasks together."""
+
+    members: Mapping[str, NDArray[np.integer]]
+
+    @classmethod
+    def load(cls) -> "SettledPoses":
+        """Those that come with Deft: all trials of the four suites of ten tasks."""
+        path = files("deft_client.libero.simulator").joinpath(FILE)
+        with path.open("rb") as file, np.load(file) as stored:
+            return cls(dict(stored))
+
+    def find_strays(self, task: Task, trial: int, poses: Poses) -> list[str]:
+        """What does not rest where it did with the published MuJoCo, in words."""
+        place = f"{task.suite}/{task.number}"
+        if f"{place}/positions" not in self.members:  # LIBERO-PRO's were not recorded
+            return []
+        positions = self.members[f"{place}/positions"][trial] / _STEPS_PER_METRE
+        rotations = self.members[f"{place}/rotations"][trial] / _STEPS_PER_UNIT
+        texts = []
+        for name, position, rotation in zip(sorted(poses), positions, rotations, strict=True):
+            shift = float(np.linalg.norm(poses[name].position - position))
+            turn = turn_between(Pose(position, rotation), poses[name])
+            if shift > MAX_STRAY_METRES or turn > MAX_STRAY_RADIANS:
+                texts.append(
+                    f"{name} rests {shift * 1000:.1f} mm from where it did with the published "
+                    f"MuJoCo, turned by {np.rad2deg(turn):.0f} degrees"
+                )
+        return texts
+
+
+def turn_between(one: Pose, other: Pose) -> float:
+    """Angle between two rotations, radians."""
+    cosine = (np.trace(one.rotation.T @ other.rotation) - 1.0) / 2.0
+    return float(np.arccos(np.clip(cosine, -1.0, 1.0)))

@@ -5,69 +5,24 @@ Is handed the MuJoCo module and a robosuite simulation; imports neither.
 
 import atexit
 import importlib
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from deft_client.libero.errors import GraphicsError
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.graphics import Renderer
-from deft_client.libero.simulator.stage import GraphicsContext
-from deft_client.libero.simulator.standins.model import RING_NAME
-from deft_client.libero.simulator.still_layer import StillLayer
+from deft_client.libero.simulator.still_layer import GraphicsContext, StillLayer
 from deft_client.types import Image
-
-CELL_METRES = 0.01
-_CELL_SHARE = 0.02  # of the largest side, for large things
-
-
-Indices = NDArray[np.int32]
-
-
-def thinned_faces(
-    vertices: NDArray[np.float32], faces: Indices, cell: float = CELL_METRES
-) -> tuple[Indices, Indices]:
-    """The faces [face, 3] that remain, over the same vertices, and which rows they come from."""
-    cell = max(cell, _CELL_SHARE * float(np.ptp(vertices, axis=0).max()))
-    cells = np.floor(vertices / cell).astype(np.int64)
-    _, cluster, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
-    cluster = cluster.reshape(-1)
-    total = np.stack([np.bincount(cluster, axis) for axis in vertices.T], axis=1)
-    centre = total / counts[:, None]
-    distance = np.linalg.norm(vertices - centre[cluster], axis=1)
-    order = np.lexsort((distance, cluster))
-    nearest = order[np.searchsorted(cluster[order], np.arange(len(counts)))]
-    joined = nearest[cluster][faces]
-    corners = np.sort(joined, axis=1)
-    whole = (corners[:, 0] != corners[:, 1]) & (corners[:, 1] != corners[:, 2])
-    rows = np.flatnonzero(whole)
-    _, first = np.unique(corners[rows], axis=0, return_index=True)
-    rows = rows[np.sort(first)]
-    return joined[rows].astype(np.int32), rows.astype(np.int32)
-
-
-@dataclass(frozen=True)
-class Look:
-    """Who draws, and whether to leave out what costs most in software (see docs/assets.md)."""
-
-    renderer: Renderer
-    is_light: bool
 
 
 class Camera:
-    """The cameras of one simulation. A light look changes the model's meshes, for drawing only."""
+    """The cameras of one simulation."""
 
-    def __init__(self, mujoco: Any, sim: Any, size: int, look: Look) -> None:
+    def __init__(self, mujoco: Any, sim: Any, size: int, renderer: Renderer) -> None:
         self._mujoco = mujoco
         self._model, self._data = sim.model._model, sim.data._data
         # A buffer larger than the picture is drawn, and cleared, for nothing.
         self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
-        if look.is_light:
-            self._model.vis.quality.offsamples = 0
-            _thin_meshes(self._model)
-        self._context = _graphics_context(look.renderer, size)
+        self._context = _graphics_context(renderer, size)
         atexit.register(self.close)  # EGL ends at exit too, and complains of what is still open
         self._context.make_current()
         drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
@@ -120,23 +75,3 @@ def _graphics_context(renderer: Renderer, size: int) -> Any:
         raise GraphicsError("this environment was opened without a renderer, so it has no frames")
     module = importlib.import_module(f"mujoco.{renderer.value}")
     return module.GLContext(size, size)
-
-
-def _thin_meshes(model: Any) -> None:
-    """Drop triangles nobody can see from the meshes that are only drawn, never collided with."""
-    is_mesh = model.geom_type == 7  # mjGEOM_MESH
-    colliding = set(model.geom_dataid[is_mesh & (model.geom_group == 0)])
-    for mesh in set(model.geom_dataid[is_mesh]) - colliding:
-        vertices = slice(
-            model.mesh_vertadr[mesh], model.mesh_vertadr[mesh] + model.mesh_vertnum[mesh]
-        )
-        start, count = model.mesh_faceadr[mesh], model.mesh_facenum[mesh]
-        if RING_NAME in model.mesh(mesh).name:  # one of ours, with nothing to spare
-            continue
-        faces, rows = thinned_faces(
-            model.mesh_vert[vertices], model.mesh_face[start : start + count]
-        )
-        stop = start + len(faces)
-        model.mesh_facenormal[start:stop] = model.mesh_facenormal[start : start + count][rows]
-        model.mesh_face[start:stop] = faces
-        model.mesh_facenum[mesh] = len(faces)

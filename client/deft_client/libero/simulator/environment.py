@@ -6,13 +6,14 @@ on what the process ran before. The simulator's imports happen when the first en
 """
 
 import contextlib
+import hashlib
 import io
 import logging
 import os
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,12 +27,11 @@ from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.assets import (
     HOW_TO_INSTALL,
     Assets,
-    AssetsKind,
     cache_folder,
     find_assets,
     libero_folder,
 )
-from deft_client.libero.simulator.camera import Camera, Look
+from deft_client.libero.simulator.camera import Camera
 from deft_client.libero.simulator.graphics import Renderer, announce_renderer, find_renderer
 from deft_client.libero.simulator.init_states import draw_shifts, footprint, load_initial_states
 from deft_client.libero.simulator.mujoco_version import warning
@@ -81,11 +81,14 @@ class Variation:
     """What an episode's beginning depends on besides the trial.
 
     The seed places the fixtures, which initial states do not hold. Things lie up to `widen_metres`
-    from where the recorded state has them.
+    from where the recorded state has them, drawn by seed, task and trial. Two things may have
+    `exchanged` their places, and other `goals` than the task's own be asked for.
     """
 
     seed: int = 0
     widen_metres: float = 0.0
+    exchanged: tuple[str, str] | None = None
+    goals: tuple[Goal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,16 +119,17 @@ class LiberoEnvironment:
         self.settings = settings
         cache = cache_folder(settings.cache)
         self._renderer = find_renderer(settings.renderer)
-        root = libero_folder()
-        self.assets = find_assets(settings.assets_folder, cache)
+        root = libero_folder(task.suite)
+        self.assets = find_assets(settings.assets_folder)
         path = root / "init_files" / task.suite / task.initial_states_file
         self.initial_states = load_initial_states(path)  # [trial, state]
         self.num_trials = len(self.initial_states)
-        _prepare_process(cache, root, self._renderer)
+        _prepare_process(cache, root, self.assets, self._renderer)
         self._control = _build(root / "bddl_files" / task.suite / task.bddl_file, self.assets)
         self._inner: Any = self._control.env
         self._inner._observables = {}  # frames are made here; robosuite's are slower and stale
-        self._goal_parts: list[list[str]] = self._inner.parsed_problem["goal_state"]
+        self._own_goals: list[list[str]] = self._inner.parsed_problem["goal_state"]
+        self._goal_parts = self._own_goals
         self._camera: Camera | None = None
         self._stepper: LeanStepper | None = None
         if self._inner.sim.model.nq + self._inner.sim.model.nv + 1 != self.initial_states.shape[1]:
@@ -156,9 +160,15 @@ class LiberoEnvironment:
                 self._inner.reset()
         finally:
             np.random.set_state(before)
-        self._control.set_init_state(self.initial_states[trial])
+        self._ask_for(variation.goals)
+        state = self.initial_states[trial].copy()
+        if variation.exchanged is not None:
+            first, second = (self._place_of(name) for name in variation.exchanged)
+            state[first], state[second] = state[second].copy(), state[first].copy()
+        self._control.set_init_state(state)
         if variation.widen_metres > 0:
-            self._control.set_init_state(self._widened(trial, variation))
+            self._move_about(state, trial, variation)
+            self._control.set_init_state(state)
         self._stepper = LeanStepper(_mujoco(), self._inner)
 
     def step(self, action: NDArray[np.float64]) -> StepResult:
@@ -187,19 +197,29 @@ class LiberoEnvironment:
                     f"{self.task.name}: the simulation became unstable; reset the environment"
                 )
 
-    def advance_with_robosuite(self, action: NDArray[np.float64]) -> bool:
-        """`advance` by robosuite's own loop, three times as slow; the reference in tests."""
-        return bool(self._inner.step(action)[2])
-
     def frame(self) -> Frame:
         """What the cameras and the robot report now."""
         if self._camera is None:
-            look = Look(self._renderer, self.assets.kind is AssetsKind.STAND_IN)
-            self._camera = Camera(_mujoco(), self._inner.sim, self.settings.frame_size, look)
+            size = self.settings.frame_size
+            self._camera = Camera(_mujoco(), self._inner.sim, size, self._renderer)
         image = self._camera.look("agentview")
         wrist = self.settings.wrist_camera
         cameras = {"wrist": self._camera.look("robot0_eye_in_hand")} if wrist else {}
         return Frame(image, self.robot_state(), cameras)
+
+    def pixels(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Where points of the world [point, 3] are in the agent view, [point, 2]: x, y.
+
+        In shares of the upright picture's sides, from its upper left corner.
+        """
+        sim = self._inner.sim
+        number = sim.model.camera_name2id("agentview")
+        rotation = np.array(sim.data.cam_xmat[number]).reshape(3, 3)
+        seen = (points - sim.data.cam_xpos[number]) @ rotation  # x right, y up, z towards us
+        half = np.tan(np.radians(float(sim.model.cam_fovy[number])) / 2)
+        flat = seen[:, :2] / (-seen[:, 2:] * half)
+        # Upright pictures are mirrored, as those policies were trained on.
+        return np.asarray((1.0 - flat) / 2)
 
     def robot_state(self) -> NDArray[np.float32]:
         """The 8 numbers of the robot itself, without rendering."""
@@ -264,6 +284,11 @@ class LiberoEnvironment:
         ]
 
     @property
+    def things(self) -> tuple[str, ...]:
+        """Everything that can be moved about."""
+        return tuple(self._inner.objects_dict)
+
+    @property
     def _bodies(self) -> dict[str, int]:
         """Objects and fixtures, and what moves in fixtures: drawers, doors and knobs."""
         inner, model = self._inner, self._inner.sim.model
@@ -291,20 +316,29 @@ class LiberoEnvironment:
             if parts[-1].startswith(things) and not inner._eval_predicate(parts)
         )
 
-    def _widened(self, trial: int, variation: Variation) -> NDArray[np.float64]:
-        """The trial's recorded state with things moved about; the same for the same seed."""
-        inner = self._inner
-        state: NDArray[np.float64] = self.initial_states[trial].copy()
+    def _ask_for(self, goals: Sequence[Goal]) -> None:
+        """Let success mean that these hold; the task's own if there are none."""
+        parts = [
+            [goal.predicate, goal.subject, *([goal.target] if goal.target else [])]
+            for goal in goals
+        ]
+        self._goal_parts = self._inner.parsed_problem["goal_state"] = parts or self._own_goals
+
+    def _place_of(self, name: str) -> slice:
+        """Where a state holds a thing's x and y."""
+        joint = self._inner.objects_dict[name].joints[-1]
+        start = 1 + self._inner.sim.model.get_joint_qpos_addr(joint)[0]  # after the time
+        return slice(start, start + 2)
+
+    def _move_about(self, state: NDArray[np.float64], trial: int, variation: Variation) -> None:
+        """Move things in a state that was just set; the same for the same seed."""
         prints = {
-            name: footprint(boxes, name in inner.objects_dict)
+            name: footprint(boxes, name in self._inner.objects_dict)
             for name, boxes in self.boxes().items()
         }
-        generator = np.random.default_rng((variation.seed, trial))
+        generator = np.random.default_rng((variation.seed, self.task.number, trial))
         for name, shift in draw_shifts(prints, variation.widen_metres, generator).items():
-            joint = inner.objects_dict[name].joints[-1]
-            start = 1 + inner.sim.model.get_joint_qpos_addr(joint)[0]  # after the time
-            state[start : start + 2] += shift
-        return state
+            state[self._place_of(name)] += shift
 
     def close(self) -> None:
         """Free simulator and renderer; the environment is of no use afterwards."""
@@ -325,15 +359,17 @@ def _mujoco() -> Any:
     return mujoco
 
 
-def _prepare_process(cache: Path, libero: Path, renderer: Renderer) -> None:
+def _prepare_process(cache: Path, libero: Path, assets: Assets, renderer: Renderer) -> None:
     """Settle everything the simulator reads at import: graphics, caches, configuration."""
     announce_renderer(renderer)
     os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
     if "LIBERO_CONFIG_PATH" not in os.environ:
         # LIBERO asks on stdin for what this file answers, and would write it to the home folder.
-        folder = cache / "libero_config"
+        digest = hashlib.sha256(str((libero, assets.folder)).encode()).hexdigest()[:8]
+        folder = cache / f"libero_config-{digest}"
         folder.mkdir(exist_ok=True)
         lines = f"bddl_files: {libero / 'bddl_files'}\ninit_states: {libero / 'init_files'}\n"
+        lines += f"assets: {assets.folder}\n"
         write_atomically(folder / "config.yaml", lines.encode())
         os.environ["LIBERO_CONFIG_PATH"] = str(folder)
     if "robosuite" not in sys.modules:
@@ -354,7 +390,7 @@ def _build(bddl_file: Path, assets: Assets) -> Any:
     except ImportError as error:
         raise SimulatorMissingError(f"{error}: {HOW_TO_INSTALL}") from error
     text = warning(_mujoco().__version__)
-    if text and assets.kind is AssetsKind.REAL:
+    if text and assets.is_real:
         logger.warning("%s", text)
     # Its own handler prints, and writes a file into the current folder.
     _mujoco().set_mju_user_warning(lambda text: logger.debug("MuJoCo: %s", text))

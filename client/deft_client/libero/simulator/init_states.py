@@ -29,16 +29,35 @@ _MAX_BYTES = 64 * 2**20  # the largest file of LIBERO holds 0.1 MB
 def load_initial_states(path: Path) -> NDArray[np.float64]:
     """The table of a task: one row [state] per trial, as robosuite flattens it."""
     try:
-        table = _ArrayUnpickler(io.BytesIO(_pickled(path))).load()
+        table = _read_npz(path) if path.suffix == ".npz" else _unpickled(path)
     except FileNotFoundError as error:
         raise InitialStatesError(f"no initial states at {path}; is LIBERO complete?") from error
-    except (OSError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        KeyError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+    ) as error:
         raise InitialStatesError(f"{path} cannot be read: {error}") from error
     if not (isinstance(table, np.ndarray) and table.dtype == np.float64 and table.ndim == 2):
         raise InitialStatesError(f"{path} must hold one float64 table, got {type(table).__name__}")
     if not np.isfinite(table).all():
         raise InitialStatesError(f"{path} holds NaN or infinity")
     return table
+
+
+def _read_npz(path: Path) -> object:
+    with np.load(path, allow_pickle=False, max_header_size=1000) as archive:
+        if archive.zip.getinfo("states.npy").file_size > _MAX_BYTES:
+            raise InitialStatesError(f"{path} is larger than {_MAX_BYTES} bytes")
+        return archive["states"]
+
+
+def _unpickled(path: Path) -> object:
+    return _ArrayUnpickler(io.BytesIO(_pickled(path))).load()
 
 
 def _pickled(path: Path) -> bytes:

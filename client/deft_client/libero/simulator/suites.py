@@ -1,14 +1,20 @@
-"""The suites of LIBERO: step limits, statistics keys and tasks, in LIBERO's own order.
+"""The suites of LIBERO and LIBERO-PRO: step limits, statistics keys, tasks in LIBERO's own order.
 
 Only a table: nothing here touches the simulator, and no file is read before it is asked for.
+
+LIBERO-PRO has four variants of each of four suites, with files of the same names: `_swap` exchanges
+the places of things, `_object` their looks, `_lan` says the same in other words, and `_task` asks
+for something else.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from deft_client.libero.errors import UnknownSuiteError, UnknownTaskError
+from deft_client.libero.errors import AssetsError, UnknownSuiteError, UnknownTaskError
+from deft_client.libero.simulator.assets import libero_folder
 
 NUM_TRIALS = 50  # recorded initial states of every task
 
@@ -29,11 +35,16 @@ class Task:
     @property
     def initial_states_file(self) -> str:
         """Name of the file with one initial state per trial."""
-        return f"{self.name}.pruned_init"
+        return f"{self.name}.pruned_init{'.npz' if _is_perturbed(self.suite) else ''}"
 
     @property
     def instruction(self) -> str:
-        """What the policy is told: from the file name, since the file's own text may differ."""
+        """What the policy is told: from the file name, since the file's own text may differ.
+
+        Where LIBERO-PRO asks in other words, or for something else, only the file says so.
+        """
+        if _is_perturbed(self.suite) and self.suite.endswith(("_lan", "_task")):
+            return _language_of(self.suite, self.bddl_file)
         _, separator, rest = self.name.partition("SCENE")
         words = rest.split("_")[1:] if separator else self.name.split("_")
         return " ".join(words)
@@ -62,18 +73,37 @@ _STEP_LIMITS = {
     "libero_10": 520,
     "libero_90": 400,
 }
-SUITE_NAMES = tuple(_STEP_LIMITS)
+PRO_SUITES = tuple(
+    f"{base}_{variant}"
+    for base in ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+    for variant in ("swap", "object", "lan", "task")
+)
+SUITE_NAMES = tuple(_STEP_LIMITS)  # of LIBERO itself
+
+
+def _is_perturbed(suite: str) -> bool:
+    return suite in PRO_SUITES
+
+
+@cache
+def _language_of(suite: str, bddl_file: str) -> str:
+    path = libero_folder(suite) / "bddl_files" / suite / bddl_file
+    found = re.search(r"\(:language\s+([^)]+?)\s*\)", path.read_text("utf-8"))
+    if found is None:
+        raise AssetsError(f"{path} does not say what is asked for")
+    return " ".join(found[1].split())
 
 
 @cache
 def find_suite(name: str) -> Suite:
     """The suite of that name, or UnknownSuiteError with the nearest one."""
-    if name not in _STEP_LIMITS:
-        raise UnknownSuiteError(name, SUITE_NAMES)
-    text = files("deft_client.libero.simulator").joinpath("tasks", f"{name}.txt").read_text("utf-8")
+    if name not in (*SUITE_NAMES, *PRO_SUITES):
+        raise UnknownSuiteError(name, (*SUITE_NAMES, *PRO_SUITES))
+    base = name.rpartition("_")[0] if _is_perturbed(name) else name
+    text = files("deft_client.libero.simulator").joinpath("tasks", f"{base}.txt").read_text("utf-8")
     names = text.split()
     tasks = tuple(Task(name, number, task) for number, task in enumerate(names))
-    return Suite(name, _STEP_LIMITS[name], name, tasks)
+    return Suite(name, _STEP_LIMITS[base], base, tasks)
 
 
 def find_task(suite: str, number: int) -> Task:

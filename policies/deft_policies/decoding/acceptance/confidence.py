@@ -18,6 +18,11 @@ class TopK(AcceptanceRule):
     def __post_init__(self) -> None:
         _at_least_one("k", self.k)
 
+    @property
+    def needs_space(self) -> bool:
+        """It knows odds, and no distances."""
+        return False
+
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Likely enough by rank all the way."""
         ranked = scored.drafted_log_probs() >= _kth_largest(scored, self.k)
@@ -33,6 +38,11 @@ class NearTop(AcceptanceRule):
 
     def __post_init__(self) -> None:
         _at_least_one("n", self.n)
+
+    @property
+    def needs_space(self) -> bool:
+        """It knows odds, and no distances."""
+        return False
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Nearly as likely as the target's own token all the way."""
@@ -89,6 +99,11 @@ class DeferredWindow(AcceptanceRule):
     cap: int | None = None
     gate: bool = True
 
+    @property
+    def needs_space(self) -> bool:
+        """Only a cap is a distance."""
+        return self.cap is not None
+
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Every miss on the path gated, and its window on the path clean."""
         gated = scored.is_relaxable
@@ -142,6 +157,11 @@ class VisualRelevance(AcceptanceRule):
 
     def __post_init__(self) -> None:
         _at_least_one("num_patches", self.num_patches)
+
+    @property
+    def needs_space(self) -> bool:
+        """Only the caps are distances."""
+        return self.cap is not None or self.shift_cap is not None
 
     @property
     def needs_patches(self) -> bool:

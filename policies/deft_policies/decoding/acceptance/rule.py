@@ -65,14 +65,6 @@ class ActionSpace:
         return ActionSpace((DimensionGroup.MOVE,) * length, (0.0,) * length, (None,) * length)
 
 
-def common_length(spaces: Sequence[ActionSpace]) -> int:
-    """Tokens of every action of a batch; `ValueError` where they differ."""
-    lengths = sorted({space.length for space in spaces})
-    if len(lengths) != 1:
-        raise ValueError(f"one batch decodes actions of one length, got {lengths}")
-    return lengths[0]
-
-
 NO_CLASS = -1  # stands for None in `SpaceTensors.class_boundary`
 
 
@@ -98,7 +90,6 @@ class SpaceTensors:
 @lru_cache(maxsize=64)
 def _stack(spaces: tuple[ActionSpace, ...], device: torch.device) -> SpaceTensors:
     """Remembered, because sessions act in the same space again and again."""
-    common_length(spaces)
     boundaries = [
         [NO_CLASS if edge is None else edge for edge in space.class_boundary] for space in spaces
     ]
@@ -138,6 +129,8 @@ class ScoredTree:
     action_tokens: TokenRange
     context: ActionContext
     num_tokens: int = 0  # of the model's whole vocabulary; 0: `vocabulary` is all of it
+    limit: Tensor | None = None  # [row], tokens of the answer; None: as many as the space has
+    begin: Tensor | None = None  # [row], where an action behind text begins; below 0: no text
 
     def __post_init__(self) -> None:
         if self.num_tokens == 0:
@@ -173,12 +166,27 @@ class ScoredTree:
     def positions(self) -> Tensor:
         """Which token of the action each node would become, [row, node]; clamped into it."""
         places = self.num_committed.unsqueeze(1) + (self.tree.depths() - 1)
+        if self.begin is not None:
+            places = self._behind_text(places)
         return places.clamp_(0, self.context.space.length - 1)
+
+    def _behind_text(self, places: Tensor) -> Tensor:
+        """Places in an action that begins where the last text ends: in the tree, or before it."""
+        assert self.begin is not None
+        depths = self.tree.depths()
+        above = self.tree.ancestor_mask() & (depths[:, None, :] < depths[:, :, None])
+        text = ~self.action_tokens.contains(self.tree.tokens)
+        last = (depths + 1).where(text, 0)[:, None, :].where(above, 0).amax(dim=2)
+        in_tree = depths - last  # action tokens above the node since the last text in the tree
+        begin = self.begin[:, None]
+        behind = torch.where(last > 0, in_tree, places - begin)
+        return torch.where(begin < 0, places, behind)
 
     @property
     def deepest(self) -> Tensor:
-        """Depth of the last guess that may count, [row]: the action's last token needs none."""
-        return self.context.space.length - 1 - self.num_committed
+        """Depth of the last guess that may count, [row]: the answer's last token needs none."""
+        length = self.context.space.length if self.limit is None else self.limit
+        return length - 1 - self.num_committed
 
     def at_positions(self, values: Tensor) -> Tensor:
         """Look a [row, position] table up for every node, [row, node]."""
@@ -251,6 +259,11 @@ class AcceptanceRule(ABC):
         return False
 
     @property
+    def needs_space(self) -> bool:
+        """Whether it measures distances between action tokens, and so makes no sense without."""
+        return True
+
+    @property
     def drift_leak(self) -> float:
         """The share of a session's drift that stays after each step."""
         return 1.0
@@ -276,6 +289,11 @@ class ExactMatch(AcceptanceRule):
     def is_exact(self) -> bool:
         """By definition."""
         return True
+
+    @property
+    def needs_space(self) -> bool:
+        """Tokens are equal or not, whatever they mean."""
+        return False
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Equal all the way."""

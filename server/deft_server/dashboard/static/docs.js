@@ -67,7 +67,7 @@ function openNamed() {
 
 async function draw() {
   at("curl").textContent =
-    `curl -F image=@image.png -F instruction='lift the cup' ${location.origin}/v1/act`;
+    `curl -F image=@examples/frame.png -F instruction='pick up the butter and place it in the basket' ${location.origin}/v1/act`;
   try {
     const response = await fetch("/openapi.json");
     if (!response.ok) throw new Error(`the server answered ${response.status}`);

@@ -3,6 +3,7 @@
 import { element } from "./draw.js";
 import { Feed } from "./feed.js";
 import { Landscape } from "./landscape.js";
+import { acceptanceOf } from "./maths.js";
 import { ResidualLab } from "./residual.js";
 
 const byId = (id) => document.getElementById(id);
@@ -73,15 +74,15 @@ byId("adopt").addEventListener("click", () => {
 });
 
 function showMeasured(figures) {
-  const { acceptance, draft_length: length, draft_cost: cost, passes_per_action: passes, actions } = figures;
-  const known = [acceptance, length].every((one) => typeof one === "number");
-  measured = known ? { alpha: acceptance, length, cost: cost ?? 0 } : null;
+  const { tokens_per_pass: tokens, draft_length: length, draft_cost: cost, passes_per_action: passes, actions } = figures;
+  const known = [tokens, length].every((one) => typeof one === "number");
+  measured = known ? { alpha: acceptanceOf(tokens, length), length, cost: cost ?? 0 } : null;
   byId("adopt").hidden = !known;
   if (known) {
     byId("measured").replaceChildren(
-      `${actions} actions: α = ${acceptance.toFixed(2)}, K = ${length.toFixed(1)} levels, c = ${(cost ?? 0).toFixed(2)}; `,
+      `${actions} actions: K = ${length.toFixed(1)} levels, c = ${(cost ?? 0).toFixed(2)}; `,
       element("strong", {}, `${passes.toFixed(2)} passes per action`),
-      ". A draft tree offers several tokens per level, so its α counts a level as kept when any of them was.",
+      `. That is ${tokens.toFixed(2)} tokens per pass, passes without drafts included: a chain of K would yield them with α = ${measured.alpha.toFixed(2)}.`,
     );
   }
   landscape.measured = measured;

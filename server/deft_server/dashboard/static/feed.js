@@ -4,11 +4,14 @@ import { savedKey } from "./access.js";
 
 const RETRY_MS = [500, 1000, 2000, 4000];
 const WRONG_KEY = 4401;
+const SILENCE_MS = 4000; // a server that is there says something twice a second
 
 export class Feed {
   #socket = null;
   #retries = 0;
   #watched = null;
+  #silence = 0;
+  #heard = null; // when the server last said something
 
   constructor({ onUpdate, onState }) {
     this.onUpdate = onUpdate;
@@ -24,30 +27,44 @@ export class Feed {
     socket.onopen = () => {
       socket.send(JSON.stringify({ key: savedKey(), watch: this.#watched }));
     };
+    this.#expectNews();
     socket.onmessage = ({ data }) => {
       this.#retries = 0;
+      this.#heard = new Date();
+      this.#expectNews();
       this.onState("good", "live");
       this.onUpdate(JSON.parse(data));
     };
     socket.onclose = ({ code }) => {
       if (this.#socket !== socket) return;
-      this.#socket = null;
-      if (code === WRONG_KEY) {
-        this.onState("bad", "key needed");
-        return;
-      }
-      this.onState("warn", "reconnecting");
-      const wait = RETRY_MS[Math.min(this.#retries++, RETRY_MS.length - 1)];
-      setTimeout(() => this.open(), wait);
+      if (code !== WRONG_KEY) return this.#lose();
+      this.#leave();
+      this.onState("bad", "key needed");
     };
   }
 
-  // A hidden page is not fed: the server does no work for it.
-  close() {
+  #expectNews() {
+    clearTimeout(this.#silence);
+    this.#silence = setTimeout(() => this.#lose(), SILENCE_MS);
+  }
+
+  #lose() {
+    this.#leave();
+    this.onState("", this.#heard ? `lost since ${this.#heard.toLocaleTimeString("en-GB")}` : "no answer yet");
+    setTimeout(() => this.open(), RETRY_MS[Math.min(this.#retries++, RETRY_MS.length - 1)]);
+  }
+
+  #leave() {
+    clearTimeout(this.#silence);
     const socket = this.#socket;
     this.#socket = null;
     if (socket?.readyState === WebSocket.CONNECTING) socket.onopen = () => socket.close();
     else socket?.close();
+  }
+
+  // A hidden page is not fed: the server does no work for it.
+  close() {
+    this.#leave();
     this.onState("", "paused");
   }
 

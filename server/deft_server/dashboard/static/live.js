@@ -2,6 +2,7 @@
 
 import { element, milliseconds, number } from "./draw.js";
 import { dimensionNames, drawAccepted, drawActions, drawLatency } from "./plots.js";
+import { drawPointed, showReasoning } from "./reasoning.js";
 import { drawTokens, drawTree } from "./tree.js";
 
 const KEPT = 240; // points of the watched session
@@ -24,12 +25,21 @@ export class LiveView {
     if (watched) this.#showWatched(watched);
   }
 
+  // Without a connection nothing is known of the server: what stands there is of before.
+  setState(state, text) {
+    const isLive = state === "good";
+    byId("live").classList.toggle("stale", !isLive);
+    if (isLive) return;
+    byId("phase").dataset.state = "";
+    byId("phase").textContent = text;
+  }
+
   draw() {
     if (byId("live").hidden || !this.#points.length) return;
     drawActions(byId("actions"), this.#points);
     drawLatency(byId("latency"), byId("latency-legend"), this.#points);
     const mean = drawAccepted(byId("accepted"), byId("accepted-legend"), this.#points);
-    byId("accepted-now").textContent = Number.isFinite(mean) && this.#trace ? `${number(mean, 2)} drafted tokens kept per pass` : "";
+    byId("accepted-now").textContent = Number.isFinite(mean) && this.#trace ? `${number(mean, 2)} drafted tokens kept per checking pass` : "";
     const last = this.#points.at(-1);
     byId("latency-now").textContent = `last 60 actions · now ${milliseconds(last.total_ms)} ms`;
     if (this.#trace) {
@@ -104,10 +114,23 @@ export class LiveView {
     this.#chosen = true;
     this.#points = [];
     this.#trace = null;
+    this.#showThought(null);
     for (const id of ["tokens", "tree"]) byId(id).replaceChildren();
     byId("method").textContent = "";
     this.onWatch(key);
     this.#showSessions(this.#sessions);
+  }
+
+  // The picture may come with it, or be there already: it is drawn over when its size is known.
+  #showThought(thought) {
+    for (const id of ["thought", "pointed"]) byId(id).toggleAttribute("hidden", !thought);
+    byId("trees").hidden = Boolean(thought);
+    if (!thought) return;
+    this.#trace = null;
+    showReasoning(byId("thought-parts"), byId("thought-cost"), thought);
+    const frame = byId("frame");
+    frame.onload = () => drawPointed(byId("pointed"), thought, frame.naturalWidth, frame.naturalHeight);
+    if (frame.complete && frame.naturalWidth) frame.onload();
   }
 
   #showWatched(news) {
@@ -119,15 +142,21 @@ export class LiveView {
     if (news.restart) this.#points = [];
     if (news.points) this.#points = [...this.#points, ...news.points].slice(-KEPT);
     if (news.trace) this.#trace = news.trace;
-    if (news.frame) {
-      byId("frame").src = news.frame;
-      byId("frame").hidden = false;
-      byId("no-frame").hidden = true;
-    }
+    if (news.thought !== undefined) this.#showThought(news.thought);
+    if (news.frames) showFrames(news.frames);
     byId("instruction").textContent = news.instruction;
     cancelAnimationFrame(this.#scheduled);
     this.#scheduled = requestAnimationFrame(() => this.draw());
   }
+}
+
+// The main camera's name is empty; a session that has ended has no pictures.
+function showFrames({ "": main, ...others }) {
+  if (main) byId("frame").src = main;
+  byId("frame").hidden = !main;
+  byId("no-frame").hidden = Boolean(main);
+  byId("cameras").replaceChildren(...Object.entries(others).map(([name, src]) => element("li", {},
+    element("img", { src, alt: `Last frame of the camera ${name}` }), element("small", {}, name))));
 }
 
 export function describe(trace) {

@@ -14,6 +14,7 @@ const feed = new Feed({
   onState(state, text) {
     byId("link").dataset.state = state;
     byId("link").textContent = text;
+    live.setState(state, text);
     byId("key-form").hidden = text !== "key needed";
   },
 });

@@ -19,6 +19,17 @@ export function tokensPerPass(alpha, length) {
   return alpha >= 1 ? length + 1 : (1 - alpha ** (length + 1)) / (1 - alpha);
 }
 
+// The alpha with which a chain of K drafted tokens would yield so many tokens per pass.
+export function acceptanceOf(tokens, length) {
+  let [low, high] = [0, 1];
+  for (let halving = 0; halving < 40; halving++) {
+    const middle = (low + high) / 2;
+    if (tokensPerPass(middle, length) < tokens) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
 // Cost of drafting K tokens and verifying them, in passes of the target.
 export const costPerPass = (length, cost) => 1 + length * cost;
 

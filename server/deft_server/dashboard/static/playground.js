@@ -117,7 +117,7 @@ export class Playground {
     const form = new FormData();
     form.set("image", this.#picture);
     for (const [name, value] of Object.entries(asked)) if (value !== "") form.set(name, value);
-    form.set("trace", "true");
+    for (const wanted of ["trace", "reasoning"]) form.set(wanted, "true");
     form.set("session_id", this.#session); // what was answered before is what the next is drafted from
     const started = performance.now();
     const answer = await ask("/v1/act", { method: "POST", body: form });
@@ -135,8 +135,11 @@ export class Playground {
     byId("try-summary").textContent = `${milliseconds(point.total_ms)} ms on the server, ${milliseconds(roundTripMs)} ms in all`;
     byId("try-action").replaceChildren(...actionRows(action));
     drawOneAction(byId("try-timing"), byId("try-timing-legend"), point);
-    byId("try-trees").hidden = !trace;
-    if (trace) {
+    const isDrawn = trace && !answer.reasoning; // of a text there are hundreds of nodes
+    byId("try-reasoning").hidden = !answer.reasoning;
+    byId("try-reasoning").textContent = answer.reasoning ?? "";
+    byId("try-trees").hidden = !isDrawn;
+    if (isDrawn) {
       byId("try-tree-title").textContent = describe(trace);
       drawTokens(byId("try-tokens"), trace, dimensionNames(action.length));
       drawTree(byId("try-tree"), trace);

@@ -85,14 +85,15 @@ export function drawLatency(container, legendBox, points) {
     ...(totals.some((one) => one > most) ? [["beyond the scale", "var(--bad)"]] : [])]);
 }
 
-// Per action: drafted tokens that were kept (of all tokens), and the passes of the target it took.
+// Per action: drafted tokens kept in a pass that checked drafts, on average, and all its passes.
 export function drawAccepted(container, legendBox, points) {
-  const shown = points.slice(-SHOWN).filter((point) => point.accepted.length);
-  const kept = shown.map((point) => point.accepted.reduce((sum, one) => sum + one, 0));
-  const passes = shown.map((point) => point.accepted.length);
-  const mean = kept.reduce((sum, one, index) => sum + one / passes[index], 0) / (kept.length || 1);
+  const shown = points.slice(-SHOWN).filter((point) => point.passes);
+  const average = (values) => values.reduce((sum, one) => sum + one, 0) / (values.length || 1);
+  const kept = shown.map((point) => average(point.accepted));
+  const passes = shown.map((point) => point.passes);
+  const mean = average(shown.flatMap((point) => point.accepted));
   const summary = shown.length
-    ? `Over ${shown.length} actions: ${number(mean, 2)} drafted tokens kept per pass; last action took ${passes.at(-1)} passes`
+    ? `Over ${shown.length} actions: ${number(mean, 2)} drafted tokens kept per checking pass; last action took ${passes.at(-1)} passes`
     : "No decode traces yet";
   const { root, width, height } = canvas(container, 190, summary);
   const axis = ticks(Math.max(...kept, ...passes, 4));
@@ -108,7 +109,7 @@ export function drawAccepted(container, legendBox, points) {
     d: path(passes.map((value, index) => [x(index) + x.width / 2, y(value)])),
     fill: "none", stroke: "var(--target)", "stroke-width": 2, "stroke-linejoin": "round",
   }));
-  legend(legendBox, [["drafted tokens kept", "var(--draft)"], ["passes of the target", "var(--target)"]]);
+  legend(legendBox, [["drafted tokens kept per checking pass", "var(--draft)"], ["passes of the target", "var(--target)"]]);
   return mean;
 }
 

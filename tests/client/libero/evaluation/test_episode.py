@@ -1,26 +1,28 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlan, play_in_lock_step
+from deft_client.errors import NoActionError, Problem
+from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlayer
+from deft_client.libero.evaluation.runs import RunConfig, VideoChoice
+from deft_client.libero.policies.profiles import PROFILES
+from deft_client.libero.policies.source import PolicySource
 from deft_client.libero.results.records import AnswerRecord
-from deft_client.types import StageTimings
-from tests.client.libero.fakes import CountingEnvironment, EchoPolicy, trace_of
+from deft_client.types import ActionChunk, Observation, StageTimings
+from tests.standins.environments import CountingEnvironment, EchoPolicy, trace_of
 
 
-def _plan(step_limit: int = 5, executed_steps: int | None = None) -> EpisodePlan:
-    return EpisodePlan(
-        trial=41, step_limit=step_limit, session_id="s", executed_steps=executed_steps
-    )
+def _config(executed_steps: int | None = None, **changes: object) -> RunConfig:
+    profile = replace(PROFILES["deft"], executed_steps=executed_steps)
+    return RunConfig("s", PolicySource(profile=profile), step_limit=5, **changes)  # type: ignore[arg-type]
 
 
 def _play(
-    environment: CountingEnvironment, policy: EchoPolicy, plan: EpisodePlan | None = None
+    environment: CountingEnvironment, policy: EchoPolicy, config: RunConfig | None = None
 ) -> EpisodeLog:
-    log = EpisodeLog()
-    play_in_lock_step(environment, policy, plan or _plan(), log)
-    return log
+    return EpisodePlayer(environment, policy, config or _config()).play(41, "s")
 
 
 def _first_numbers(actions: list[NDArray[np.float64]]) -> list[float]:
@@ -71,7 +73,7 @@ def test_a_chunk_is_executed_to_its_end_before_the_next_observation() -> None:
 
 
 def test_a_part_of_a_chunk_is_executed_where_the_profile_says_so() -> None:
-    log = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), _plan(executed_steps=2))
+    log = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), _config(executed_steps=2))
     assert _first_numbers(log.actions) == [10, 10, 12, 12, 14]
 
 
@@ -94,7 +96,25 @@ def test_global_generators_are_seeded_anew_for_every_episode() -> None:
 
 def test_images_are_kept_only_when_asked_for() -> None:
     assert _play(CountingEnvironment(), EchoPolicy()).images == []
-    log = EpisodeLog()
-    plan = EpisodePlan(trial=0, step_limit=3, session_id="s", keeps_images=True)
-    play_in_lock_step(CountingEnvironment(), EchoPolicy(), plan, log)
-    assert [int(image[0, 0, 0]) for image in log.images] == [10, 11, 12, 13]  # and the last one
+    log = _play(CountingEnvironment(), EchoPolicy(), _config(video=VideoChoice.FAILURES))
+    shown = [int(image[0, 0, 0]) for image in log.images]
+    assert shown == [10, 11, 12, 13, 14, 15]  # and the last one
+
+
+def test_the_arm_holds_for_a_step_where_a_text_has_no_action() -> None:
+    """It is asked again with the next frame."""
+
+    class Ponderer(EchoPolicy):
+        def act(self, observation: Observation) -> ActionChunk:
+            chunk = super().act(observation)
+            if len(self.seen) in (1, 3):
+                raise NoActionError(Problem(500, "No action in the answer", reasoning="why?"))
+            return chunk
+
+    log = _play(CountingEnvironment(), Ponderer())
+    assert [one.asked_step for one in log.answers] == [1, 3, 4]
+    assert log.actions[0].tolist() == [0, 0, 0, 0, 0, 0, -1]
+    assert (len(log.actions), log.held_steps) == (5, 1)
+    held = log.actions[2]
+    assert not held[:6].any()
+    assert held[6] == log.actions[1][6]

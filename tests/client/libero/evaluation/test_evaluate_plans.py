@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from deft_client.libero.commands.evaluate import read_options
-from deft_client.libero.errors import ProfileError, SelectionError
-from deft_client.libero.evaluation.runs import PlannedRun, choose_statistics_key, plan_runs
+from deft_client.libero.errors import SelectionError
+from deft_client.libero.evaluation.runs import RunConfig, choose_statistics_key, plan_runs
 from deft_client.libero.evaluation.selection import parse_numbers, select_episodes
 from deft_client.libero.policies.profiles import ClientChain, GripperConvention
 from deft_client.libero.simulator.suites import find_suite
-from tests.client.libero.tiny_server import INFO
+from tests.standins.tiny_server import INFO
 
 OBJECT = find_suite("libero_object")
 
@@ -37,50 +37,55 @@ def test_without_a_choice_a_suite_is_five_hundred_episodes() -> None:
     assert len(set(select_episodes(OBJECT, None, None, None))) == 500
 
 
-def _plan(*arguments: str) -> list[PlannedRun]:
+def _plan(*arguments: str) -> list[RunConfig]:
     asked = read_options([*arguments, "--environment", "point_world"])
     return plan_runs(asked, INFO)
 
 
 def test_a_run_for_every_decoding_method_and_pacing() -> None:
     runs = _plan("point_world", "--decoding", "deft", "lossless", "--real-time", "--lock-step")
-    assert [run.header.name for run in runs] == [
+    assert [run.name for run in runs] == [
         "point_world deft",
         "point_world deft real-time",
         "point_world lossless",
         "point_world lossless real-time",
     ]
-    assert len({run.settings.folder for run in runs}) == 4
-    assert runs[0].settings.folder == Path("results/point_world-deft")
+    assert len({run.folder for run in runs}) == 4
+    assert runs[0].folder == Path("results/point_world-deft")
 
 
 def test_the_servers_own_decoding_names_the_run_and_belongs_to_its_identity() -> None:
     (run,) = _plan("point_world")
-    assert run.header.name == "point_world lossless"
-    assert run.header.server["decoding"] == "lossless"
-    assert run.settings.source.options.decoding is None
+    assert run.name == "point_world lossless"
+    assert run.server["decoding"] == "lossless"
+    assert run.source.options.decoding is None
 
 
 def test_profiles_settle_conventions_and_options_override_them() -> None:
     (run,) = _plan("point_world", "--profile", "openpi")
-    assert run.settings.executed_steps == 5
-    assert run.settings.environment.wrist_camera
-    assert run.header.options["gripper"] == "robosuite"
+    assert run.executed_steps == 5
+    assert run.environment.wrist_camera
+    assert run.header().options["gripper"] == "robosuite"
     (run,) = _plan(
         "point_world", "--profile", "openvla", "--image-chain", "libero-uncropped",
         "--gripper", "robosuite", "--executed-steps", "2",
     )  # fmt: skip
-    profile = run.settings.source.profile
+    profile = run.source.profile
     assert profile.client_chain is ClientChain.LIBERO_UNCROPPED
     assert profile.gripper is GripperConvention.ROBOSUITE
-    assert run.settings.executed_steps == 2
+    assert run.executed_steps == 2
+
+
+def test_an_openpi_server_may_be_named_as_its_own_clients_do() -> None:
+    (run,) = _plan("point_world", "--profile", "openpi", "--url", "ws://robot:8000")
+    assert run.source.url == "http://robot:8000"
 
 
 def test_the_suites_step_limit_holds_unless_another_is_asked_for() -> None:
     (run,) = _plan("point_world")
-    assert run.settings.step_limit == 80
+    assert run.step_limit == 80
     (run,) = _plan("point_world", "--step-limit", "7")
-    assert run.settings.step_limit == 7
+    assert run.step_limit == 7
 
 
 def test_the_statistics_key_is_the_suites_as_far_as_the_server_has_it() -> None:
@@ -89,7 +94,7 @@ def test_the_statistics_key_is_the_suites_as_far_as_the_server_has_it() -> None:
     assert choose_statistics_key(None, goal, INFO) is None
     assert choose_statistics_key(None, goal, None) == "libero_goal"
     assert choose_statistics_key("point_world", goal, INFO) == "point_world"
-    with pytest.raises(ProfileError, match="it has: point_world, libero_object_no_noops"):
+    with pytest.raises(SelectionError, match="point_world, libero_object_no_noops"):
         choose_statistics_key("libero_goal", goal, INFO)
 
 

@@ -12,7 +12,7 @@ from tests.client.libero.kills import Scene, find_faults, torment
 
 
 def _tiny_serve(port: int) -> list[str]:
-    return [sys.executable, "-m", "tests.client.libero.tiny_server", str(port)]
+    return [sys.executable, "-m", "tests.standins.tiny_server", str(port)]
 
 
 def _scene(folder: Path) -> Scene:
@@ -20,6 +20,7 @@ def _scene(folder: Path) -> Scene:
     return Scene(_tiny_serve, folder, episodes=5, delay_ms=20.0)
 
 
+@pytest.mark.long(seconds=13)
 def test_kill_9_at_any_moment_costs_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

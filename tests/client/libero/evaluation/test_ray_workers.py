@@ -14,7 +14,7 @@ import pytest
 from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.evaluation.player import EpisodeEnded, Heartbeat
 from deft_client.libero.evaluation.pool import Died
-from deft_client.libero.evaluation.ray_workers import ActorLine, RemotePlayer, Sent
+from deft_client.libero.evaluation.ray_workers import ActorHandle, RemotePlayer, Sent
 from deft_client.libero.evaluation.runs import plan_runs
 from tests.client.libero.episodes import record
 from tests.client.libero.kills import Scene, find_faults, finish, torment
@@ -25,7 +25,7 @@ sys.modules["ray"] = None
 from deft_client.libero.commands.evaluate import main
 sys.exit(main(sys.argv[1:]))
 """
-SERVER = "tests.client.libero.tiny_server"
+SERVER = "tests.standins.tiny_server"
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ class _Here:
         return coming
 
 
-def _line(folder: Path, coming: Sent | Exception) -> ActorLine:
-    return ActorLine(_Here(), _Here(), folder, coming)
+def _line(folder: Path, coming: Sent | Exception) -> ActorHandle:
+    return ActorHandle(_Here(), _Here(), folder, coming)
 
 
 def _ended_with_video() -> Sent:
@@ -104,14 +104,14 @@ def test_a_worker_has_a_place_once_it_speaks_and_its_end_says_why(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"), [("solve", EpisodeEnded), ("tests.client.libero.broken:crash", Died)]
+    ("policy", "told"), [("solve", EpisodeEnded), ("tests.standins.broken:crash", Died)]
 )
 def test_an_actor_says_that_it_is_there_and_then_how_its_episode_went(
     tmp_path: Path, policy: str, told: type
 ) -> None:
     world = ["point_world", "--environment", "point_world", "--out", str(tmp_path)]
     (run,) = plan_runs(read_options([*world, "--policy", policy, "--episodes", "1"]), None)
-    player = RemotePlayer(run.settings)
+    player = RemotePlayer(run)
     assert player.next_report() == Sent()
     player.play(run.keys[0])
     reports = [player.next_report().report]

@@ -1,20 +1,17 @@
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from deft_client.chunks import Seam
 from deft_client.errors import ServerUnreachableError
-from deft_client.libero.evaluation.episode import (
-    EpisodeLog,
-    EpisodePlan,
-    RealTimePlayer,
-    ThreadedCalls,
-    WallClock,
-)
+from deft_client.libero.evaluation.episode import BackgroundCalls, Clock, EpisodeLog, EpisodePlayer
+from deft_client.libero.evaluation.runs import Pacing, RunConfig
+from deft_client.libero.policies.profiles import PROFILES
+from deft_client.libero.policies.source import PolicySource
 from deft_client.types import ActionChunk, Observation
-from tests.client.libero.fakes import (
+from tests.standins.environments import (
     TASK,
     CountingEnvironment,
     EchoPolicy,
@@ -24,7 +21,7 @@ from tests.client.libero.fakes import (
     echo,
 )
 
-WAITING = 0.0  # first number of the wait action
+WAITING = 0.0  # first number of the wait action, and of a hold
 
 
 @dataclass
@@ -35,7 +32,7 @@ class Played:
 
     @property
     def executed(self) -> list[float]:
-        """Frames that the executed actions answer; WAITING before the first answer."""
+        """Frames that the executed actions answer; WAITING where the arm holds."""
         return [float(action[0]) for action in self.log.actions]
 
 
@@ -49,10 +46,11 @@ def _play(
     clock = FakeClock()
     calls = ScriptedCalls(clock, latencies_s, chunk_length)
     environment = SlowEnvironment(clock, step_s)
-    player = RealTimePlayer(environment, EchoPolicy(), clock, calls)
-    log = EpisodeLog()
-    plan = EpisodePlan(0, step_limit, "s", executed_steps, Seam.SWITCH)
-    player.play(plan, log)
+    source = PolicySource(profile=replace(PROFILES["deft"], executed_steps=executed_steps))
+    config = RunConfig(
+        "s", source, pacing=Pacing.REAL_TIME, seam=Seam.SWITCH, step_limit=step_limit
+    )
+    log = EpisodePlayer(environment, EchoPolicy(), config).play(0, "s", clock, calls)
     return Played(log, clock, calls)
 
 
@@ -69,9 +67,9 @@ def test_an_answer_within_the_period_acts_one_step_later() -> None:
     assert [(one.asked_step, one.used_step) for one in played.log.answers[:2]] == [(0, 1), (1, 2)]
 
 
-def test_the_last_action_is_held_until_a_slow_answer_comes() -> None:
+def test_the_arm_holds_until_a_slow_answer_comes() -> None:
     played = _play([0.12], step_limit=9)
-    assert played.executed == [WAITING, WAITING, WAITING, 10, 10, 10, 13, 13, 13]
+    assert played.executed == [*[WAITING] * 3, 10, WAITING, WAITING, 13, WAITING, WAITING]
     assert played.log.held_steps == 6
     assert played.calls.sent == [10, 13, 16]
 
@@ -84,11 +82,11 @@ def test_without_any_answer_the_robot_waits_with_an_open_gripper() -> None:
 
 def test_one_slow_answer_among_fast_ones_costs_only_its_own_steps() -> None:
     played = _play([0.01, 0.01, 0.14, 0.01], step_limit=8)
-    assert played.executed == [WAITING, 10, 11, 11, 11, 12, 15, 16]
+    assert played.executed == [WAITING, 10, 11, WAITING, WAITING, 12, 15, 16]
 
 
 def test_an_answer_exactly_on_the_beat_is_in_time() -> None:
-    assert _play([0.15], step_limit=5).executed == [WAITING, WAITING, WAITING, 10, 10]
+    assert _play([0.15], step_limit=5).executed == [WAITING, WAITING, WAITING, 10, WAITING]
 
 
 def test_chunks_act_at_the_steps_they_were_meant_for() -> None:
@@ -101,26 +99,29 @@ def test_chunks_act_at_the_steps_they_were_meant_for() -> None:
     assert played.log.held_steps == 0
 
 
-def test_a_chunk_that_is_used_up_holds_its_last_action() -> None:
+def test_the_arm_holds_where_a_chunk_is_used_up_and_the_gripper_stays_as_it_was() -> None:
     played = _play([0.04, 0.26], chunk_length=2, step_limit=9)
-    assert played.executed == [WAITING, 10, 10, 10, 10, 10, 10, 10, 12]
+    assert played.executed == [WAITING, 10, 10, *[WAITING] * 5, 12]
+    assert all(action[6] == 0.0 for action in played.log.actions[1:])
     assert played.log.held_steps == 5
 
 
 def test_a_slow_simulator_neither_hurries_nor_favours_the_policy() -> None:
     """With steps of 0.1 s an answer after 0.12 s still acts three periods later, not two."""
     played = _play([0.12], step_limit=6, step_s=0.1)
-    assert played.executed == [WAITING, WAITING, WAITING, 10, 10, 10]
+    assert played.executed == [WAITING, WAITING, WAITING, 10, WAITING, WAITING]
     assert played.log.late_steps == 6
 
 
 def test_an_episode_succeeds_while_an_answer_is_still_on_its_way() -> None:
     clock = FakeClock()
-    player = RealTimePlayer(
-        CountingEnvironment(done_at=13), EchoPolicy(), clock, ScriptedCalls(clock, [1.0])
+    environment, config = (
+        CountingEnvironment(done_at=13),
+        RunConfig("s", pacing=Pacing.REAL_TIME, step_limit=50),
     )
-    log = EpisodeLog()
-    player.play(EpisodePlan(0, 50, "s"), log)
+    log = EpisodePlayer(environment, EchoPolicy(), config).play(
+        0, "s", clock, ScriptedCalls(clock, [1.0])
+    )
     assert (log.has_succeeded, len(log.actions)) == (True, 3)
 
 
@@ -145,19 +146,19 @@ def _observation() -> Observation:
 
 def test_the_thread_delivers_when_the_answer_has_come_and_not_before() -> None:
     policy = _GatedPolicy()
-    calls = ThreadedCalls(policy, WallClock())
+    calls = BackgroundCalls(policy, Clock())
     calls.send(_observation())
     assert calls.collect() is None
     policy.gate.set()
     calls.close()
     delivery = calls.collect()
     assert delivery is not None
-    assert delivery.took_s > 0
+    assert delivery[1] > 0
     assert calls.collect() is None
 
 
 def test_what_breaks_the_policy_in_its_thread_breaks_the_episode() -> None:
-    calls = ThreadedCalls(_BrokenPolicy(), WallClock())
+    calls = BackgroundCalls(_BrokenPolicy(), Clock())
     calls.send(_observation())
     calls.close()
     with pytest.raises(ServerUnreachableError, match="gone"):

@@ -1,4 +1,4 @@
-"""Chunks that overlap keep what waiting for them loses: the numbers that the documents quote."""
+"""Chunks by each kind of seam against lock-step: the numbers that the documents quote."""
 
 import json
 from dataclasses import asdict
@@ -6,7 +6,6 @@ from dataclasses import asdict
 import pytest
 
 from deft_client.chunks import Seam
-from deft_client.libero.simulator import conventions
 from scripts.check_seams.__main__ import CHUNKS, DELAYS_MS, SeamRow, compare, main
 from scripts.check_seams.recorded import load_chunks, replay
 from tests.repository import ROOT
@@ -21,23 +20,23 @@ def test_at_200_ms_a_hundred_pairs_come_out_as_documented_and_hold() -> None:
         own = asdict(line)
         assert own.pop("seam") == known.pop("seam")
         assert own == pytest.approx(known, rel=1e-6)
-    overlapped = [line for line in lines if line.seam == Seam.FREEZE.value]
-    assert [line.pairs for line in overlapped] == [100, 100]
-    assert all(line.losses - line.wins <= 10 for line in overlapped)
-    assert all(line.largest_step <= 1.5 * line.largest_step_inside for line in overlapped)
+    default = [line for line in lines if line.seam == Seam.WAIT.value]
+    assert [line.pairs for line in default] == [100, 100]
+    assert all(line.losses - line.wins <= 10 for line in default)
+    assert all(line.largest_step <= 1.5 * line.largest_step_inside for line in default)
     # Or the world asks too little to tell them apart.
-    assert not any(line.holds for line in lines if line.seam == Seam.WAIT.value)
+    assert not all(line.holds for line in lines if line.seam == Seam.SWITCH.value)
 
 
 def test_recorded_chunks_meet_without_a_larger_step_than_they_have_inside() -> None:
     chunks = load_chunks(CHUNKS)
     for delay in (1, 4):
-        sizes = replay(chunks, conventions.ACTION_RULES, Seam.FREEZE, delay)
+        sizes = replay(chunks, Seam.WAIT, delay)
         assert 0 < sizes.commanded <= 1.5 * sizes.inside
 
 
 def test_a_line_holds_up_to_a_tenth_of_the_pairs_and_one_and_a_half_steps() -> None:
-    good = SeamRow("freeze", 200.0, 100, 90, 10, 0, 1.0, 30.0, 0, 1.5, 1.0)
+    good = SeamRow("wait", 200.0, 100, 90, 10, 0, 1.0, 30.0, 0, 1.5, 1.0)
     assert good.holds
     assert not SeamRow(**{**asdict(good), "losses": 11}).holds
     assert not SeamRow(**{**asdict(good), "largest_step": 1.51}).holds

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,3 +92,23 @@ def test_a_video_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -
     (tmp_path / "videos").write_text("in the way")
     with pytest.raises(VideoError, match="cannot write"):
         write_video(tmp_path / "videos" / "task00-trial01-failed.mp4", _log(), CAPTION)
+
+
+TEXT = (
+    " Lift it. PLAN: reach, lift VISIBLE OBJECTS: cup [10, 20, 90, 110], odd [9, 9, 400, 2] "
+    "SUBTASK: reach MOVE: {} GRIPPER POSITION: [60, 60, 70, 80] ACTION: x"
+)
+
+
+def test_what_a_policy_writes_is_below_the_panel_and_what_it_points_at_in_the_picture() -> None:
+    plain, thinking, other = _log(), _log(), _log()
+    for log, move in ((thinking, "move up"), (other, "move down " * 40)):
+        log.answers = [replace(one, reasoning=TEXT.format(move)) for one in log.answers]
+    first, second, third = (
+        next(iter(draw_frames(log, CAPTION))) for log in (plain, thinking, other)
+    )
+    assert second.shape[0] == third.shape[0] > first.shape[0]
+    assert (second[:PICTURE] != first[:PICTURE]).any()
+    assert (second[:PICTURE] == third[:PICTURE]).all()
+    assert (second[SIZE[1] :] != third[SIZE[1] :]).any()
+    assert (third[SIZE[1] :, -15:] == third[-1, -1]).all()  # cut where there is no room

@@ -1,4 +1,5 @@
 import base64
+import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,8 +11,14 @@ import numpy as np
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
-from deft_client.errors import AnswerTimeoutError, DeftError, NotReadyError, ServerUnreachableError
-from deft_client.libero.errors import PeerAnswerError, ProfileError
+from deft_client.errors import (
+    AnswerTimeoutError,
+    DeftError,
+    MessageTooLargeError,
+    NotReadyError,
+    ServerUnreachableError,
+)
+from deft_client.libero.errors import PeerAnswerError, SelectionError
 from deft_client.libero.policies.openpi import OpenPiPolicy
 from deft_client.libero.policies.openvla import OftServerPolicy, OpenVlaPolicy
 from deft_client.libero.policies.profiles import (
@@ -21,8 +28,11 @@ from deft_client.libero.policies.profiles import (
     resize_with_pad,
 )
 from deft_client.peers.openvla import encode_array
+from deft_client.settings import ClientSettings, Timeouts
 from deft_client.types import Observation, ServerInfo
-from tests.client.libero.fakes import EchoPolicy
+from deft_client.wire.fields import WireLimits
+from scripts.hostile_servers import dripping, holding_up
+from tests.standins.environments import EchoPolicy
 
 ACTION = np.array([0.1, -0.2, 0.3, 0.0, 0.5, -0.6, 0.996])
 Handler = Callable[[dict[str, object]], httpx.Response]
@@ -81,10 +91,10 @@ def test_oft_gets_both_cameras_and_the_state_and_answers_with_a_list() -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ("error", "keeps the reason to itself"),
+        ("error", "keeps the reason"),
         ({"action": [1, 2]}, "expected an action"),
         ([0.0] * 7, "expected an action"),
-        (encode_array(np.array([np.nan] * 7)), "not a vector of finite numbers"),
+        (encode_array(np.array([np.nan] * 7)), "finite numbers"),
         (encode_array(ACTION) | {"dtype": "|O"}, "expected an action"),
         (encode_array(ACTION) | {"shape": [2**40]}, "expected an action"),
         (encode_array(ACTION) | {"__numpy__": "?"}, "expected an action"),
@@ -103,10 +113,44 @@ def test_a_status_of_a_peer_is_an_error_of_its_own() -> None:
 
 
 def test_a_peer_that_is_not_there_is_unreachable() -> None:
-    with pytest.raises(ServerUnreachableError, match="is the server running there"):
+    with pytest.raises(ServerUnreachableError, match="server running"):
         OpenVlaPolicy("http://127.0.0.1:9").act(_observation())
-    with pytest.raises(ServerUnreachableError, match="is the server running there"):
+    with pytest.raises(ServerUnreachableError, match="server running"):
         OpenPiPolicy("http://127.0.0.1:9").act(_observation())
+
+
+def test_an_openvla_server_that_drips_its_answer_is_given_up_in_time() -> None:
+    """A timeout of 2 s took 12 s."""
+    hasty = ClientSettings(timeouts=Timeouts(answer_s=0.1))
+    with holding_up(dripping) as server:
+        with pytest.raises(AnswerTimeoutError):
+            OpenVlaPolicy(server.url, settings=hasty).act(_observation())
+        assert not server.let_go.is_set()
+
+
+def test_an_openvla_answer_is_neither_inflated_nor_read_without_end() -> None:
+    """0.4 MB of gzip became 790 MB."""
+    answer = gzip.compress(json.dumps(encode_array(ACTION)).encode())
+    packed = {"content-encoding": "gzip", "content-type": "application/json"}
+
+    def bomb(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers=packed, stream=httpx.ByteStream(answer))
+
+    with pytest.raises(PeerAnswerError, match="expected an action"):
+        OpenVlaPolicy("http://peer", transport=httpx.MockTransport(bomb)).act(_observation())
+    little = ClientSettings(limits=WireLimits(max_bytes=100))
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=b" " * 101))
+    with pytest.raises(MessageTooLargeError):
+        OpenVlaPolicy("http://peer", settings=little, transport=transport).act(_observation())
+
+
+def test_an_openpi_answer_beyond_the_limit_is_refused() -> None:
+    little = ClientSettings(limits=WireLimits(max_bytes=100))
+    with _openpi_server(lambda fields: bytes(101)) as url:
+        policy = OpenPiPolicy(url, little)
+        with pytest.raises(ServerUnreachableError):
+            policy.act(_observation())
+        policy.close()
 
 
 @contextmanager
@@ -176,7 +220,7 @@ def test_openpi_tells_what_went_wrong_and_the_next_observation_calls_again() -> 
 
 def test_openpi_that_stays_silent_is_a_timeout() -> None:
     with _openpi_server(lambda fields: None) as url:
-        policy = OpenPiPolicy(url, answer_timeout_s=0.05)
+        policy = OpenPiPolicy(url, ClientSettings(timeouts=Timeouts(answer_s=0.05)))
         with pytest.raises(AnswerTimeoutError):
             policy.act(_observation())
 
@@ -231,12 +275,12 @@ def test_no_frame_goes_through_an_image_chain_twice() -> None:
     check_chain(PROFILES["deft"], _info("libero"))
     check_chain(PROFILES["openvla"], _info("none"))
     check_chain(PROFILES["openvla"], None)
-    with pytest.raises(ProfileError, match="--image-chain none"):
+    with pytest.raises(SelectionError, match="--image-chain none"):
         check_chain(PROFILES["openvla"], _info("libero"))
 
 
 def test_an_answer_for_another_robot_is_an_error() -> None:
     answered = encode_array(np.zeros(14))
     peer = OpenVlaPolicy("http://peer", transport=_transport(answered, []))
-    with pytest.raises(PeerAnswerError, match="takes 7: is this the right policy"):
+    with pytest.raises(PeerAnswerError, match="takes 7"):
         ProfilePolicy(peer, PROFILES["oft"]).act(_observation())

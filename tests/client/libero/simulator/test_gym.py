@@ -11,7 +11,7 @@ from gymnasium.utils.env_checker import check_env
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.gym import LiberoGym
 from deft_client.libero.simulator.suites import find_suite
-from tests.client.libero.fakes import CountingEnvironment
+from tests.standins.environments import CountingEnvironment
 
 
 def test_gymnasiums_own_checker_has_no_complaint():

@@ -37,7 +37,7 @@ def test_a_table_of_floats_is_read_as_it_was_written(tmp_path):
 
 def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InitialStatesError, match="only arrays are admitted"):
+    with pytest.raises(InitialStatesError, match="only arrays"):
         load_initial_states(packed(tmp_path / "bad", [TABLE, Intruder()]))
     assert not (tmp_path / "intruder_was_here").exists()
 
@@ -60,11 +60,11 @@ def test_anything_but_one_finite_float64_table_is_refused(tmp_path, content):
 
 def test_files_that_are_no_archive_or_not_there_are_named(tmp_path):
     (tmp_path / "text").write_text("no archive")
-    with pytest.raises(InitialStatesError, match="not a zip file"):
+    with pytest.raises(InitialStatesError, match="zip"):
         load_initial_states(tmp_path / "text")
     with pytest.raises(InitialStatesError, match="is LIBERO complete"):
         load_initial_states(tmp_path / "nothing")
-    with pytest.raises(InitialStatesError, match=r"one data\.pkl, got 0"):
+    with pytest.raises(InitialStatesError, match=r"data\.pkl"):
         load_initial_states(packed(tmp_path / "empty", TABLE, name="archive/version"))
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_client.libero.simulator.camera import Camera, Look
+from deft_client.libero.simulator.camera import Camera
 from deft_client.libero.simulator.conventions import OPEN, wait_action
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
-from deft_client.libero.simulator.stage import GraphicsContext
-from deft_client.libero.simulator.still_layer import StillLayer
+from deft_client.libero.simulator.still_layer import GraphicsContext, StillLayer
 from tests.client.libero.simulated import needs_simulator, physics, settle
 
 pytestmark = needs_simulator
@@ -25,10 +24,9 @@ def stage() -> Iterator[GraphicsContext]:
     environment = physics(*TASK)
     environment.restart(0)
     settle(environment)
-    look = Look(find_renderer(Renderer.AUTO), is_light=False)
     mujoco = import_module("mujoco")
     mujoco.set_mju_user_warning(None)
-    camera = Camera(mujoco, environment._inner.sim, 64, look)
+    camera = Camera(mujoco, environment._inner.sim, 64, find_renderer(Renderer.AUTO))
     if not camera.stage.drawing.offSamples:
         pytest.skip("this OpenGL takes one sample a pixel")
     yield camera.stage
@@ -76,7 +74,7 @@ def test_what_comes_to_rest_later_is_kept_from_then_on(stage: GraphicsContext):
     basket = stage.model.body("basket_1_main").dofadr[0]
     view, environment = view_of(stage, "agentview"), physics(*TASK)
     layer = StillLayer(stage, view)
-    for step in range(40):
+    for step in range(150):  # until the basket is at rest to the last bit that is drawn
         if step < 10:
             stage.data.qvel[basket] = 0.1  # metres per second
         environment.advance(wait_action())

@@ -25,7 +25,12 @@ class Node:
         self.subscriptions[topic] = heard
 
     def create_publisher(self, kind, topic, depth):
-        return SimpleNamespace(publish=lambda message: say(topic, message.data))
+        return SimpleNamespace(publish=lambda message: self._publish(topic, message))
+
+    def _publish(self, topic, message):
+        if "MADE_UP_FAILURE" in os.environ:
+            raise RuntimeError(os.environ["MADE_UP_FAILURE"])
+        say(topic, message.data)
 
     def get_logger(self):
         return SimpleNamespace(warning=say)

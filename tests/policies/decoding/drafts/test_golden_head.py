@@ -8,20 +8,20 @@ import torch
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
-from deft_policies.decoding.decoder import DraftModels, build_decoder
-from deft_policies.decoding.drafts.eagle import EagleHead, load_head
-from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
+from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.eagle import EagleHead, load_head
+from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.growers import GrownDrafts, HeadDrafts
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TreeShape
-from deft_policies.decoding.records import BatchProgress, PassResult
+from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TieBreak, TreeShape
 from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import AcceptedPath, TieBreak
+from deft_policies.families.target import VlaTarget
+from deft_policies.memory import SessionMemory
 from deft_policies.model.image import build_normalization_table, resize_like_processor
-from deft_policies.openvla.target import OpenVLATarget
 from tests import golden
-from tests.policies.decoding.scripts import Session, clock, seen_of
+from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of
 from tests.tiny_openvla import golden_model
 
 FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
@@ -32,8 +32,8 @@ PATCHES = slice(1, 257)
 
 
 @lru_cache(maxsize=1)
-def target() -> OpenVLATarget:
-    return OpenVLATarget(golden_model())
+def target() -> VlaTarget:
+    return VlaTarget(golden_model())
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_teacher_forced_hidden_states_equal_the_fixture(head: EagleHead, round_n
     torch.testing.assert_close(head(embeds, hidden)[0], expected, atol=1e-4, rtol=0.0)
 
 
-def prompt_of(case: int) -> tuple[PromptFeatures, BatchProgress]:
-    """The prefill of a fixture case without guesses, and the progress it made."""
+def prompt_of(case: int) -> tuple[PromptFeatures, Batch]:
+    """The prefill of a fixture case without guesses, and the batch behind it."""
     arrays, name = golden.draft_arrays(), f"c{case:02d}_r1"
     hidden = torch.from_numpy(arrays[f"{name}_in_hidden"])[None]
     embeds = torch.from_numpy(arrays[f"{name}_in_embeds"])[None]
@@ -80,24 +80,20 @@ def prompt_of(case: int) -> tuple[PromptFeatures, BatchProgress]:
     prompt = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, :-1]), dim=1)
     features = PromptFeatures(prompt, hidden, torch.tensor([hidden.shape[1]]), PATCHES)
     root = next(one["root"] for one in golden.draft_expected()["trees"] if one["name"][:6] == name)
-    return features, progress_after(hidden[:, -1:], [root], num_before=0)
+    batch = batch_of([SessionMemory()], [[]])
+    pass_by(batch, hidden[:, -1:], [root])
+    return features, batch
 
 
-def progress_after(hidden: torch.Tensor, tokens: list[int], num_before: int) -> BatchProgress:
-    """What draft sources see after a pass that committed `tokens`, the last of them the bonus."""
-    steps = torch.arange(len(tokens))[None]
-    committed = torch.tensor([tokens])
-    before = torch.tensor([num_before])
+def pass_by(batch: Batch, hidden: torch.Tensor, tokens: list[int]) -> None:
+    """Let a pass commit these tokens, the last of them the bonus."""
+    steps, committed = torch.arange(len(tokens))[None], torch.tensor([tokens])
     tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
-    verdict = AcceptedPath(steps, torch.tensor([len(tokens) - 1]), committed[:, -1], committed)
-    is_prefill = num_before == 0
-    last = PassResult(tree, committed, verdict, committed, hidden, before, is_prefill)
-    count = num_before + len(tokens)
-    blank = torch.zeros(1, 8, dtype=torch.int64)
-    return BatchProgress(blank, before + len(tokens), committed[:, -1], count, 7, last)
+    batch.last = pass_of(tree, committed, [len(tokens) - 1], committed, hidden)
+    batch.count += len(tokens)
 
 
-def second_round(case: int) -> BatchProgress:
+def second_round(batch: Batch, case: int) -> None:
     """After one commit of round 1 with r = 9, as the fixture's README says."""
     canonical = next(
         one for one in golden.draft_expected()["variants"] if one["canonical"] and one["r"] == 9
@@ -105,7 +101,12 @@ def second_round(case: int) -> BatchProgress:
     first = canonical["cases"][case]["rounds"][0]
     committed = [*first["accepted"], first["bonus"]]
     hidden = torch.from_numpy(golden.draft_arrays()[f"c{case:02d}_r2_in_hidden"])[None]
-    return progress_after(hidden[:, -len(committed) :], committed, num_before=1)
+    pass_by(batch, hidden[:, -len(committed) :], committed)
+
+
+def drafted(drafts: HeadDrafts, batch: Batch) -> DraftTree:
+    assert batch.last is not None
+    return drafts.draft(batch, room_of(batch, FULL_TREE, batch.last.bonus))
 
 
 @pytest.mark.parametrize(
@@ -115,15 +116,17 @@ def test_trees_and_cumulative_scores_equal_the_fixture(
     head: EagleHead, entry: dict[str, Any]
 ) -> None:
     arrays, name = golden.draft_arrays(), entry["name"]
-    options = HeadOptions(
+    options = GrownDrafts(
         rope_offset=ROPE[entry["rope"]], whole_vocabulary=entry["draft_vocab"] == "full"
     )
     drafts = HeadDrafts(head, target(), options)
-    features, progress = prompt_of(entry["case"])
-    drafts.begin(seen_of(prompts_of(0)), features)
-    tree = drafts.grow(progress, FULL_TREE)
+    features, batch = prompt_of(entry["case"])
+    drafts.allocate(batch)
+    drafts.begin(batch, prompts_of(0), features)
+    tree = drafted(drafts, batch)
     if entry["round"] == 2:
-        tree = drafts.grow(second_round(entry["case"]), FULL_TREE)
+        second_round(batch, entry["case"])
+        tree = drafted(drafts, batch)
     assert int(tree.tokens[0, 0]) == entry["root"]
     assert tree.tokens[0, 1:].tolist() == arrays[f"{name}_tokens"].tolist()
     assert tree.parents[0, 1:].tolist() == arrays[f"{name}_parents"].tolist()
@@ -150,8 +153,8 @@ def method_of(variant: dict[str, Any]) -> Method:
 
 
 def decode(method: Method, head: EagleHead, rope: str, number: int) -> DecodeTrace:
-    decoder = build_decoder(target(), method, DraftModels(head=head, rope_offset=ROPE[rope]))
-    return decoder.decode(prompts_of(number), Session.of(1).rows, clock())[0]
+    models = DraftModels(head=head, rope_offset=ROPE[rope])
+    return Decoding(target(), method, models).decode(prompts_of(number), Session.of(1))[0]
 
 
 def variant_name(variant: dict[str, Any]) -> str:

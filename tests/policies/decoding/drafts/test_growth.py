@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.growth import GrowthStart, OpenNodes, grow_tree
-from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate
+from deft_policies.decoding.growth import GrowthStart, OpenNodes, grow_tree
+from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate, read_tree
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.openvla.options import _draft_tree
+from deft_policies.families.options import _draft_tree
 from tests.policies.decoding.trees import num_real, paths_of
 from tests.tiny_target import path_to
 
@@ -113,9 +113,9 @@ def test_every_node_gets_the_token_of_its_rank_below_its_parent(seed: int) -> No
 
 
 def test_the_flag_reads_every_kind_of_tree() -> None:
-    assert _draft_tree("dynamic:5,8,49") == TreeShape(5, 8, 49)
-    assert _draft_tree("chain:3") == TreeShape.chain(3)
-    shape = _draft_tree("template:4,4")
+    assert read_tree("dynamic:5,8,49") == TreeShape(5, 8, 49)
+    assert read_tree("chain:3") == TreeShape.chain(3)
+    shape = read_tree("template:4,4")
     assert shape.template == TreeTemplate.harmonic(4, 4)
     assert (shape.levels, shape.num_guesses) == (4, 44)
     assert shape.num_grown == 1 + sum(len(TreeTemplate.harmonic(4, 4).inner(n)) for n in (1, 2, 3))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.eagle import (
+from deft_policies.decoding.eagle import (
     EagleHead,
     HeadLayout,
     HeadSizes,
@@ -18,18 +18,16 @@ from deft_policies.decoding.drafts.eagle import (
     named_weights,
     save_head,
 )
-from deft_policies.decoding.drafts.head import HeadDrafts, HeadOptions
+from deft_policies.decoding.growers import GrownDrafts, HeadDrafts
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
-from deft_policies.decoding.records import BatchProgress, PassResult
 from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
-from tests.policies.decoding.scripts import seen_of
+from deft_policies.memory import SessionMemory
+from tests.policies.decoding.scripts import batch_of, pass_of, room_of
 from tests.tiny_target import (
     ACTIONS,
     CPU,
-    LENGTH,
     WIDTH,
     TinyTarget,
     path_to,
@@ -57,8 +55,9 @@ class Conversation:
         self.target = TinyTarget(tiny_decoder())
         self.prompts: Prompts = random_prompts(self.target.decoder, text_lengths)
         root = DraftTree.root_only(self.prompts.last_tokens)
-        _, self.features = self.target.prefill(self.prompts, root)
+        _, self.features = self.target.prefill(self.target.sequences(), 0, self.prompts, root)
         self.num_rows = len(text_lengths)
+        self.batch = batch_of([SessionMemory()] * self.num_rows, [[]] * self.num_rows)
         self.tokens: list[list[int]] = [[] for _ in text_lengths]
         # What the head should have read of each row so far, as whole sequences.
         self.hidden = [
@@ -69,9 +68,18 @@ class Conversation:
         lengths: list[int] = self.prompts.lengths.tolist()
         return lengths
 
-    def commit(self, new: list[list[int]], seed: int) -> BatchProgress:
+    def begin(self, drafts: HeadDrafts, features: PromptFeatures | None = None) -> HeadDrafts:
+        """Show a source the prompts."""
+        drafts.allocate(self.batch)
+        drafts.begin(self.batch, self.prompts, features or self.features)
+        return drafts
+
+    def draft(self, drafts: HeadDrafts, shape: TreeShape) -> DraftTree:
+        assert self.batch.last is not None
+        return drafts.draft(self.batch, room_of(self.batch, shape, self.batch.last.bonus))
+
+    def commit(self, new: list[list[int]], seed: int) -> None:
         """A pass that commits these tokens, the last of each row being the bonus."""
-        before = torch.tensor([len(row) for row in self.tokens])
         steps = max(len(row) for row in new)
         generator = torch.Generator().manual_seed(seed)
         hidden = torch.randn(self.num_rows, steps, WIDTH, generator=generator)
@@ -84,20 +92,22 @@ class Conversation:
             self.tokens[row] += tokens
         padded = torch.tensor([row + [5] * (steps - len(row)) for row in new])
         path = torch.arange(steps).expand(self.num_rows, -1)
-        kept = torch.tensor([len(row) - 1 for row in new])
-        bonus = torch.tensor([row[-1] for row in new])
         tree = DraftTree(path, path - 1, path >= 0, path.float(), path)
-        verdict = AcceptedPath(path, kept, bonus, padded)
-        last = PassResult(tree, padded, verdict, padded, hidden, before, is_prefill)
-        counts = [len(row) for row in self.tokens]
-        blank = torch.zeros(self.num_rows, LENGTH + 1, dtype=torch.int64)
-        return BatchProgress(blank, torch.tensor(counts), bonus, min(counts), LENGTH, last)
+        kept = [len(row) - 1 for row in new]
+        self.batch.last = pass_of(tree, padded, kept, padded, hidden)
+        self.batch.count.copy_(torch.tensor([len(row) for row in self.tokens]))
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
         """(e_{t+1}, f_t) of everything committed in a row, [position, width] each."""
         prompt = self.prompts.embeds[row, 1 : self._lengths()[row]]
         embeds = torch.cat((prompt, self.target.embed(torch.tensor(self.tokens[row]))))
         return embeds, self.hidden[row]
+
+
+def head_drafts(
+    head: EagleHead, talk: Conversation, options: GrownDrafts | None = None
+) -> HeadDrafts:
+    return HeadDrafts(head, talk.target, options or GrownDrafts())  # type: ignore[arg-type]
 
 
 def slow_log_probs(
@@ -123,12 +133,11 @@ def test_a_grown_tree_scores_as_whole_sequences_do(
 ) -> None:
     """Three rounds with rows that accept different numbers of drafts."""
     head, talk = random_head().requires_grad_(False), Conversation(text_lengths)
-    drafts = HeadDrafts(head, talk.target, HeadOptions(key_mask=mask))
-    drafts.begin(seen_of(talk.prompts), talk.features)
+    drafts = talk.begin(head_drafts(head, talk, GrownDrafts(key_mask=mask)))
     for number in range(3):
         new = [[30 + row + number] * (1 + (row + number) % 2) for row in range(talk.num_rows)]
-        progress = talk.commit(new, seed=number)
-        tree = drafts.grow(progress, shape)
+        talk.commit(new, seed=number)
+        tree = talk.draft(drafts, shape)
         for row in range(talk.num_rows):
             for node in range(1, tree.num_nodes):
                 if not bool(tree.is_real[row, node]):
@@ -143,12 +152,11 @@ def test_a_grown_tree_scores_as_whole_sequences_do(
 def test_the_published_rope_offset_differs_only_below_the_first_level() -> None:
     talk = Conversation([4])
     head = random_head().requires_grad_(False)
-    progress = talk.commit([[30]], seed=0)
+    talk.commit([[30]], seed=0)
     trees = []
     for offset in RopeOffset:
-        drafts = HeadDrafts(head, talk.target, HeadOptions(rope_offset=offset))
-        drafts.begin(seen_of(talk.prompts), talk.features)
-        trees.append(drafts.grow(progress, TreeShape(3, 3, 21)))
+        drafts = talk.begin(head_drafts(head, talk, GrownDrafts(rope_offset=offset)))
+        trees.append(talk.draft(drafts, TreeShape(3, 3, 21)))
     right, published = (dict(scored_paths(tree)) for tree in trees)
     for path, score in right.items():
         if len(path) <= 2:  # level 2 is predicted at a wrong position, from level-1 nodes
@@ -167,13 +175,12 @@ def scored_paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 
 def test_trees_stay_within_what_is_missing_unless_their_shape_is_fixed() -> None:
     talk = Conversation([4])
-    drafts = HeadDrafts(random_head().requires_grad_(False), talk.target)
-    drafts.begin(seen_of(talk.prompts), talk.features)
-    progress = talk.commit([[30, 31, 32, 33]], seed=0)  # three are missing, two are drafted
-    tree = drafts.grow(progress, TreeShape(5, 2, 49))
+    drafts = talk.begin(head_drafts(random_head().requires_grad_(False), talk))
+    talk.commit([[30, 31, 32, 33]], seed=0)  # three are missing, two are drafted
+    tree = talk.draft(drafts, TreeShape(5, 2, 49))
     assert int(tree.depths().max()) == 2
-    drafts.begin(seen_of(talk.prompts), talk.features)
-    fixed = drafts.grow(progress, TreeShape(5, 2, 49, is_full_depth=True))
+    talk.begin(drafts)
+    fixed = talk.draft(drafts, TreeShape(5, 2, 49, is_full_depth=True))
     assert int(fixed.depths().max()) == 5
 
 
@@ -331,18 +338,12 @@ def test_prompt_features_of_a_batch_are_read_at_each_rows_own_end() -> None:
     head = random_head().requires_grad_(False)
     noisy = talk.features.hidden.clone()
     noisy[0, int(talk.prompts.lengths[0]) :] = 1e3
-    progress = talk.commit([[30], [31]], seed=0)
+    talk.commit([[30], [31]], seed=0)
     shape = TreeShape(2, 2, 6)
     trees = []
     for hidden in (talk.features.hidden, noisy):
-        drafts = HeadDrafts(head, talk.target)
-        drafts.begin(
-            seen_of(talk.prompts),
-            PromptFeatures(
-                talk.features.embeds, hidden, talk.features.lengths, talk.features.patches
-            ),
-        )
-        trees.append(drafts.grow(progress, shape))
+        drafts = talk.begin(head_drafts(head, talk), replace(talk.features, hidden=hidden))
+        trees.append(talk.draft(drafts, shape))
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs)
     assert trees[0].tokens.device == CPU

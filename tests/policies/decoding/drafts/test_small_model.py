@@ -6,23 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.decoder import Decoder, DraftModels, build_decoder
-from deft_policies.decoding.drafts.small_model import (
-    SmallModelDrafts,
-    SmallModelOptions,
+from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.drafts import Room
+from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.growers import GrownDrafts, SmallModelDrafts, with_fewer_patches
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.target import (
+    Prompts,
+    Scores,
+    Sequences,
+    Target,
     first_layers,
     self_draft_target,
-    with_fewer_patches,
 )
-from deft_policies.decoding.drafts.sources import Sources
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.llama_target import LlamaTarget, Room
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.target import Prompts, Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import CheckpointError
 from deft_policies.model.llama import LlamaDecoder
-from tests.policies.decoding.scripts import Session, clock, tokens_of
+from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import (
     ACTIONS,
     TinyTarget,
@@ -38,11 +39,27 @@ DECODER = tiny_decoder()
 PROMPTS = random_prompts(DECODER, [2, 5, 3])
 
 
-def decoder_with(drafts: SmallModelDrafts, shape: TreeShape) -> Decoder:
+def drafting(
+    model: object, shape: TreeShape, options: GrownDrafts | None = None, target: object = None
+) -> tuple[Decoding, "Watched"]:
+    """Decoding with a small model, and what it drafts."""
     method = replace(
         find_method("small-model"), plans=(Plan("case", (), (DraftKind.SMALL_MODEL,), shape),)
     )
-    return Decoder(fast_target(DECODER), method, Sources((), (drafts,)))
+    target = target or fast_target(DECODER)
+    drafts = Watched(model, target, options or GrownDrafts())  # type: ignore[arg-type]
+    return Decoding(target, method, None, drafts), drafts
+
+
+class Watched(SmallModelDrafts):
+    """Keeps the trees that it has drafted since it was last allocated."""
+
+    grown: tuple[DraftTree, ...] = ()
+
+    def draft(self, batch: Batch, room: Room) -> DraftTree:
+        tree = super().draft(batch, room)
+        self.grown += (tree,)
+        return tree
 
 
 @dataclass(frozen=True)
@@ -72,31 +89,17 @@ SHAPES = [
 def test_every_guess_has_the_odds_that_the_model_gives_it(shape: TreeShape, share: float) -> None:
     """Over several rounds, of rows that accept different numbers of drafts."""
     shallow = first_layers(DECODER, 1)
-    options = SmallModelOptions(patch_share=share)
-    drafts = SmallModelDrafts(fast_target(shallow), fast_target(DECODER), options)
+    decoder, drafts = drafting(fast_target(shallow), shape, GrownDrafts(patch_share=share))
     twin = Twin(shallow, with_fewer_patches(PROMPTS, share))
-    decoder = decoder_with(drafts, shape)
     for _ in range(2):
-        grown = record_trees(drafts)
-        traces = decoder.decode(PROMPTS, Session.of(3).rows, clock())
+        drafts.grown = ()
+        traces = decoder.decode(PROMPTS, Session.of(3))
         for row, trace in enumerate(traces):
             committed = 0
-            for one, tree in zip(trace.passes[1:], grown, strict=False):
+            for one, tree in zip(trace.passes[1:], drafts.grown, strict=False):
                 committed += trace.passes[trace.passes.index(one) - 1].committed_length
                 expect_odds(twin, tree, row, list(trace.tokens[:committed]))
     assert tokens_of(traces) == greedy(DECODER, PROMPTS)
-
-
-def record_trees(drafts: SmallModelDrafts) -> list[DraftTree]:
-    grown: list[DraftTree] = []
-    grow = type(drafts).grow
-
-    def keep(progress, shape):  # type: ignore[no-untyped-def]
-        grown.append(grow(drafts, progress, shape))
-        return grown[-1]
-
-    drafts.grow = keep  # type: ignore[method-assign]
-    return grown
 
 
 def expect_odds(twin: Twin, tree: DraftTree, row: int, committed: list[int]) -> None:
@@ -114,40 +117,39 @@ def expect_odds(twin: Twin, tree: DraftTree, row: int, committed: list[int]) -> 
 def test_a_target_without_cache_and_masks_drafts_alike() -> None:
     found = []
     for model in (fast_target(first_layers(DECODER, 1)), TinyTarget(first_layers(DECODER, 1))):
-        drafts = SmallModelDrafts(model, fast_target(DECODER))
-        traces = decoder_with(drafts, SHAPES[2]).decode(PROMPTS, Session.of(3).rows, clock())
+        traces = drafting(model, SHAPES[2])[0].decode(PROMPTS, Session.of(3))
         found.append([one.tokens for trace in traces for one in trace.passes])
     assert found[0] == found[1]
 
 
 def test_the_whole_target_as_its_own_draft_model_is_always_right() -> None:
     target = fast_target(DECODER)
-    options = SmallModelOptions(whole_vocabulary=True)
-    drafts = SmallModelDrafts(self_draft_target(target, num_layers=2), target, options)
-    traces = decoder_with(drafts, TreeShape.chain(6)).decode(PROMPTS, Session.of(3).rows, clock())
+    model, options = self_draft_target(target, num_layers=2), GrownDrafts(whole_vocabulary=True)
+    decoder, _ = drafting(model, TreeShape.chain(6), options, target)
+    traces = decoder.decode(PROMPTS, Session.of(3))
     assert [trace.accepted_lengths for trace in traces] == [(0, 5)] * 3
 
 
-class CountingTarget(LlamaTarget):
+class CountingTarget(Target):
     """A model that counts its passes behind the prefill."""
 
     num_passes = 0
 
-    def score(self, tree: DraftTree) -> Scores:
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
         self.num_passes += 1
-        return super().score(tree)
+        return super().score(rows, tree)
 
 
 def test_ngrams_spare_the_small_model_passes_and_change_no_draft() -> None:
     """FLy's multi-level acceleration: frames repeat, so that the session knows what comes."""
     found, passes = [], []
     for looks_up in (False, True):
-        model = CountingTarget(DECODER, ACTIONS, room=Room(new_tokens=16, nodes=64))
-        drafts = SmallModelDrafts(model, fast_target(DECODER), SmallModelOptions(looks_up=looks_up))
-        decoder, session, seen = decoder_with(drafts, TreeShape.chain(6)), Session.of(3), []
+        model = CountingTarget(DECODER, ACTIONS)
+        decoder, _ = drafting(model, TreeShape.chain(6), GrownDrafts(looks_up=looks_up))
+        session, seen = Session.of(3), []
         for frame in (0, 1, 0, 1):
             prompts = random_prompts(DECODER, [2, 5, 3], frame)
-            traces = decoder.decode(prompts, session.rows, clock())
+            traces = decoder.decode(prompts, session)
             seen += [one.tokens for trace in traces for one in trace.passes]
         found.append(seen)
         passes.append(model.num_passes)
@@ -158,12 +160,12 @@ def test_ngrams_spare_the_small_model_passes_and_change_no_draft() -> None:
 def test_ngrams_that_are_wrong_cost_no_pass_and_change_no_draft() -> None:
     found, passes = [], []
     for looks_up in (False, True):
-        model = CountingTarget(first_layers(DECODER, 1), ACTIONS, room=Room(16, 64))
-        drafts = SmallModelDrafts(model, fast_target(DECODER), SmallModelOptions(looks_up=looks_up))
-        decoder, session, seen = decoder_with(drafts, TreeShape.chain(6)), Session.of(2), []
+        model = CountingTarget(first_layers(DECODER, 1), ACTIONS)
+        decoder, _ = drafting(model, TreeShape.chain(6), GrownDrafts(looks_up=looks_up))
+        session, seen = Session.of(2), []
         for frame in range(5):
             prompts = random_prompts(DECODER, [2, 4], frame)
-            traces = decoder.decode(prompts, session.rows, clock())
+            traces = decoder.decode(prompts, session)
             seen += [one.tokens for trace in traces for one in trace.passes]
         found.append(seen)
         passes.append(model.num_passes)
@@ -174,10 +176,10 @@ def test_ngrams_that_are_wrong_cost_no_pass_and_change_no_draft() -> None:
 def test_fly_looks_up_unless_it_is_told_not_to() -> None:
     models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
     target = fast_target(DECODER)
-    for text, steps in (("fly", 16), ("fly:multi_level=off", 0), ("lvspec:multi_level=on", 16)):
-        method = find_method(text)
-        sources = models.sources_for(target, method)
-        assert sources.steps_needed(method.plans[0]) == steps
+    for text, looks_up in (("fly", True), ("fly:multi_level=off", False), ("lvspec", False)):
+        made = models.make(DraftKind.SMALL_MODEL, target, find_method(text))
+        assert isinstance(made, SmallModelDrafts)
+        assert made._options.looks_up == looks_up
 
 
 def moved(decoder: LlamaDecoder, by: int) -> LlamaDecoder:
@@ -196,9 +198,8 @@ def test_a_vocabulary_of_its_own_changes_no_draft() -> None:
     found = []
     for by in (0, 5):
         tokens = TokenRange(ACTIONS.first + by, ACTIONS.last + by)
-        model = LlamaTarget(moved(first_layers(DECODER, 1), by), tokens, room=Room(16, 64))
-        drafts = SmallModelDrafts(model, fast_target(DECODER))
-        traces = decoder_with(drafts, SHAPES[1]).decode(PROMPTS, Session.of(3).rows, clock())
+        model = Target(moved(first_layers(DECODER, 1), by), tokens)
+        traces = drafting(model, SHAPES[1])[0].decode(PROMPTS, Session.of(3))
         found.append([(one.tokens, one.path) for trace in traces for one in trace.passes])
     assert found[0] == found[1]
 
@@ -207,10 +208,8 @@ def test_trees_wider_than_the_models_cache_are_cut() -> None:
     models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
     for tree in ("dynamic+16+32+256", "template+16+16"):
         method = find_method(f"small-model:tree={tree}")
-        decoder = build_decoder(fast_target(DECODER), method, models)
-        assert tokens_of(decoder.decode(PROMPTS, Session.of(3).rows, clock())) == greedy(
-            DECODER, PROMPTS
-        )
+        decoder = Decoding(fast_target(DECODER), method, models)
+        assert tokens_of(decoder.decode(PROMPTS, Session.of(3))) == greedy(DECODER, PROMPTS)
 
 
 def test_a_shallow_decoder_shares_its_weights() -> None:

@@ -7,39 +7,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.drafts.guessers import (
+from deft_policies.decoding.drafts import (
+    Chains,
+    Draft,
     Extrapolation,
     NgramLookup,
     PreviousAction,
     Recycled,
     Retrieval,
-    RetrievalIndex,
-    build_index,
-    frame_keys,
     line_weights,
-    load_index,
-    save_index,
 )
-from deft_policies.decoding.drafts.medusa import (
-    MedusaDrafts,
+from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.growers import MedusaDrafts
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.medusa import (
     MedusaHeads,
     MedusaSizes,
     is_medusa,
     load_medusa,
     save_medusa,
 )
-from deft_policies.decoding.drafts.sources import Guesser
-from deft_policies.decoding.history import ActionHistory, HistoryTensors
 from deft_policies.decoding.plan import TreeShape, TreeTemplate
-from deft_policies.decoding.records import BatchProgress, PassResult
+from deft_policies.decoding.retrieval import (
+    RetrievalIndex,
+    build_index,
+    frame_keys,
+    load_index,
+    save_index,
+)
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.decoding.verify import AcceptedPath
 from deft_policies.errors import CheckpointError
+from deft_policies.memory import SessionMemory
+from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of
 from tests.tiny_target import (
     ACTIONS,
     CPU,
+    LENGTH,
     WIDTH,
     TinyTarget,
+    fast_target,
     greedy,
     random_prompts,
     tiny_decoder,
@@ -48,26 +54,17 @@ from tests.tiny_target import (
 PROMPTS = random_prompts(tiny_decoder(), [3])
 
 
-def history_of(*actions: tuple[int, ...]) -> ActionHistory:
-    history = ActionHistory()
-    for action in actions:
-        history.append(action, action, leak=1.0)
-    return history
+def memory_of(*actions: tuple[int, ...]) -> SessionMemory:
+    return SessionMemory(own=actions, executed=actions)
 
 
 def ask(
-    guesser: Guesser, histories: list[ActionHistory], committed: list[list[int]], length: int
+    source: Draft, memories: list[SessionMemory], committed: list[list[int]], length: int
 ) -> list[list[list[int]]]:
-    """Guesses as lists, cut at the first unknown position: [row][chain][position]."""
-    tensors = HistoryTensors.of(histories, length, max(guesser.steps_needed, 1), CPU)
-    tokens = torch.zeros(len(histories), length + 1, dtype=torch.int64)
-    for row, given in enumerate(committed):
-        tokens[row, : len(given)] = torch.tensor(given, dtype=torch.int64)
-    counts = [len(given) for given in committed]
-    progress = BatchProgress(
-        tokens, torch.tensor(counts), torch.zeros(len(counts)), min(counts), length, None
-    )
-    guesses = guesser.guess(PROMPTS, tensors, progress)
+    """Guesses behind what is committed, cut at the first unknown: [row][chain][step]."""
+    batch = batch_of(memories, committed, length)
+    guesses = source.draft(batch, room_of(batch))
+    assert isinstance(guesses, Chains)
     known = guesses.is_known.long().cummin(dim=2).values.sum(dim=2).tolist()
     return [
         [chain[:count] for chain, count in zip(row, counts, strict=True)]
@@ -76,21 +73,18 @@ def ask(
 
 
 def test_the_previous_action_is_the_targets_own_not_the_executed_one() -> None:
-    history = ActionHistory()
-    history.append(executed=(40, 41, 42), own=(30, 31, 32), leak=1.0)
-    assert ask(PreviousAction(), [history, ActionHistory()], [[], []], 3) == [[[30, 31, 32]], [[]]]
-    assert PreviousAction().can_guess(PROMPTS, [ActionHistory(), history])
-    assert not PreviousAction().can_guess(PROMPTS, [ActionHistory()])
+    """An action's last token is never guessed, so those here have one more."""
+    memory = SessionMemory(own=((30, 31, 32, 0),), executed=((40, 41, 42, 0),))
+    assert ask(PreviousAction(), [memory, SessionMemory()], [[], []], 4) == [[[30, 31, 32]], [[]]]
+    assert PreviousAction.least_steps == 1
 
 
 def test_extrapolation_continues_the_line_inside_the_vocabulary() -> None:
     two = Extrapolation(TokenRange(20, 60))
-    history = history_of((30, 50, 59, 5), (32, 47, 60, 7))
-    assert ask(two, [history], [[]], 4) == [[[34, 44, 60, 7]]]  # 7 is no bin: repeated
-    assert ask(two, [history_of((30, 30))], [[]], 2) == [[[]]]
-    three = Extrapolation(TokenRange(0, 99), num_steps=3)
-    assert ask(three, [history_of((10,), (20,), (30,))], [[]], 1) == [[[40]]]
-    assert not three.can_guess(PROMPTS, [history_of((10,), (20,))])
+    memory = memory_of((30, 50, 59, 5, 0), (32, 47, 60, 7, 0))
+    assert ask(two, [memory], [[]], 5) == [[[34, 44, 60, 7]]]  # 7 is no bin: repeated
+    assert ask(two, [memory_of((30, 30, 0))], [[]], 3) == [[[]]]
+    assert Extrapolation.least_steps == 2
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 5])
@@ -101,47 +95,33 @@ def test_line_weights_reproduce_any_line(num_steps: int) -> None:
 
 
 def test_ngram_lookup_repeats_what_followed_the_same_tokens_at_the_same_phase() -> None:
-    history = history_of((1, 2, 3, 4), (5, 2, 6, 7), (1, 2, 8, 9))
-    lookup = NgramLookup(longest=3, steps_kept=4)
+    memory = memory_of((1, 2, 3, 4, 0), (5, 2, 6, 7, 0), (1, 2, 8, 9, 0))
+    lookup = NgramLookup()
     # After (1, 2) the newest action that began so went on with 8, 9.
-    assert ask(lookup, [history], [[1, 2]], 4) == [[[1, 2, 8, 9]]]
+    assert ask(lookup, [memory], [[1, 2]], 5) == [[[8, 9]]]
     # After (5,) only the second action began so.
-    assert ask(lookup, [history], [[5]], 4) == [[[5, 2, 6, 7]]]
-    # Before anything is committed the end of the last action is what is looked up: 2, 3, 4.
-    again = history_of((1, 2, 3, 4), (5, 6, 3, 4), (7, 7, 7, 7), (1, 2, 3, 4))
-    assert ask(lookup, [again], [[]], 4) == [[[5, 6, 3, 4]]]
+    assert ask(lookup, [memory], [[5]], 5) == [[[2, 6, 7]]]
+    # Before anything is committed the end of the last action is what is looked up: 3, 4, 0.
+    again = memory_of((1, 2, 3, 4, 0), (5, 6, 3, 4, 0), (7, 7, 7, 7, 7), (1, 2, 3, 4, 0))
+    assert ask(lookup, [again], [[]], 5) == [[[7, 7, 7, 7]]]
     # A token seen only at another position is no match.
-    assert ask(lookup, [history], [[2]], 4) == [[[]]]
+    assert ask(lookup, [memory], [[2]], 5) == [[[]]]
 
 
 def test_a_longer_ngram_wins_over_a_newer_one() -> None:
-    lookup = NgramLookup(longest=3, steps_kept=4)
-    history = history_of((1, 2, 3, 0), (9, 9, 3, 5), (0, 0, 0, 0))
-    assert ask(lookup, [history], [[1, 2, 3]], 4) == [[[1, 2, 3, 0]]]
+    memory = memory_of((1, 2, 3, 6, 0), (9, 9, 3, 5, 0), (0, 0, 0, 0, 0))
+    assert ask(NgramLookup(), [memory], [[1, 2, 3]], 5) == [[[6]]]
 
 
 def test_recycling_reads_the_answers_behind_the_first_mismatch() -> None:
     """Drafts 11, 12, 13 in the prefill; the target says 11, then 22: the rest was predicted too."""
-    tree = DraftTree(
-        tokens=torch.tensor([[0, 11, 12, 13]]),
-        parents=torch.tensor([[-1, 0, 1, 2]]),
-        is_real=torch.ones(1, 4, dtype=torch.bool),
-        log_probs=torch.zeros(1, 4),
-        sources=torch.zeros(1, 4, dtype=torch.int64),
-    )
+    tree = DraftTree.chain(torch.tensor([[0, 11, 12, 13]]))
     predictions = torch.tensor([[11, 22, 23, 24]])
-    verdict = AcceptedPath(
-        torch.tensor([[0, 1, 0, 0]]), torch.tensor([1]), torch.tensor([22]), predictions
-    )
-    hidden = torch.zeros(1, 4, 1)
-    zero = torch.tensor([0])
-    last = PassResult(tree, predictions, verdict, predictions, hidden, zero, True)
-    progress = BatchProgress(
-        torch.zeros(1, 8, dtype=torch.int64), torch.tensor([2]), torch.tensor([22]), 2, 7, last
-    )
-    guesses = Recycled().guess(PROMPTS, HistoryTensors.of([ActionHistory()], 7, 0, CPU), progress)
-    assert guesses.tokens[0, 0, 2:4].tolist() == [23, 24]
-    assert guesses.is_known[0, 0].tolist() == [False, True, True, True, False, False, False]
+    batch = batch_of([SessionMemory()], [[11, 22]])
+    batch.last = pass_of(tree, predictions, [1], torch.tensor([[11, 22]]))
+    guesses = Recycled().draft(batch, room_of(batch))
+    assert guesses.tokens[0, 0, :2].tolist() == [23, 24]
+    assert guesses.is_known[0, 0].tolist() == [True, True, False, False]
 
 
 # Retrieval.
@@ -211,7 +191,10 @@ def test_an_index_needs_entries_that_fit_together() -> None:
 def test_a_frame_without_features_cannot_be_looked_up() -> None:
     index, _ = index_of(2)
     blind = replace(PROMPTS, features=None)
-    assert not Retrieval(index).can_guess(blind, [])
+    batch, source = batch_of([SessionMemory()], [[]]), Retrieval(index)
+    source.allocate(batch)
+    source.begin(batch, blind, None)
+    assert not source.draft(batch, room_of(batch)).is_known.any()
     with pytest.raises(ValueError, match="visual features"):
         frame_keys(blind)
 
@@ -224,16 +207,14 @@ def test_medusa_trees_take_the_odds_of_each_level_from_one_hidden_state() -> Non
     heads = MedusaHeads(MedusaSizes(WIDTH, 4)).requires_grad_(False)
     heads.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(1, 2, WIDTH, generator=torch.Generator().manual_seed(1))
-    steps = torch.tensor([[0, 1]])
-    verdict = AcceptedPath(steps, torch.tensor([1]), torch.tensor([40]), steps)
-    tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
-    last = PassResult(tree, steps, verdict, steps, hidden, torch.tensor([1]))
-    blank = torch.zeros(1, 8, dtype=torch.int64)
-    progress = BatchProgress(blank, torch.tensor([3]), torch.tensor([40]), 3, 7, last)
-    drafted = MedusaDrafts(heads, target).grow(progress, TreeShape(5, 2, 14))
+    tokens = torch.tensor([[39, 40]])
+    batch = batch_of([SessionMemory()], [[38, 39, 40]])
+    batch.last = pass_of(DraftTree.chain(tokens), tokens, [1], tokens, hidden)
+    source = MedusaDrafts(heads, target)  # type: ignore[arg-type]
+    drafted = source.draft(batch, room_of(batch, TreeShape(5, 2, 14)))
     odds = target.logits(heads(hidden[:, 1]), ACTIONS).log_softmax(dim=-1)[0]
     shape = TreeShape.of_template(TreeTemplate(((0,), (2,), (0, 1), (2, 0), (2, 0, 3))))
-    fixed = MedusaDrafts(heads, target).grow(progress, shape)
+    fixed = source.draft(batch, room_of(batch, shape))
     ranked = odds.argsort(dim=1, descending=True) + ACTIONS.first
     places = [(0, 0), (0, 2), (1, 1), (1, 0), (2, 3)]
     assert fixed.tokens[0, 1:].tolist() == [int(ranked[place]) for place in places]
@@ -276,3 +257,28 @@ def test_medusa_heads_survive_their_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="does not describe Medusa heads"):
         load_medusa(tmp_path, 8, torch.zeros(1))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_retrieval_drafts_in_the_published_loop_too(num_rows: int) -> None:
+    """That loop decodes one token more than the index has."""
+    decoder = tiny_decoder()
+    prompts = random_prompts(decoder, [4, 2, 6][:num_rows])
+    right = greedy(decoder, prompts)
+    index = RetrievalIndex(frame_keys(prompts), torch.tensor(right), "tiny")
+    method = find_method("spec-vla-published:drafts=retrieval,radius=0")
+    built = Decoding(fast_target(decoder), method, DraftModels(index=index))
+    traces = built.decode(prompts, Session.of(num_rows))
+    assert [trace.tokens for trace in traces] == right
+    assert all(max(trace.accepted_lengths) == LENGTH for trace in traces)
+
+
+@pytest.mark.parametrize("length", [LENGTH - 1, LENGTH + 1])
+def test_an_index_of_actions_of_another_length_is_refused(length: int) -> None:
+    decoder = tiny_decoder()
+    prompts = random_prompts(decoder, [4])
+    index = RetrievalIndex(frame_keys(prompts), torch.full((1, length), 30), "tiny")
+    method = find_method("lossless:drafts=retrieval")
+    built = Decoding(fast_target(decoder), method, DraftModels(index=index))
+    with pytest.raises(CheckpointError, match=f"holds actions of {length} tokens"):
+        built.decode(prompts, Session.of(1))

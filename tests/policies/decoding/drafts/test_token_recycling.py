@@ -1,18 +1,14 @@
 """Token recycling, beside a table kept as dictionaries."""
 
-import torch
-from torch import Tensor
-
-from deft_policies.decoding.decoder import Decoder
-from deft_policies.decoding.drafts.sources import Sources
-from deft_policies.decoding.drafts.token_recycling import TokenRecycling
+from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.drafts import Room
+from deft_policies.decoding.growers import TokenRecycling
 from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import TreeShape
-from deft_policies.decoding.records import BatchProgress
-from deft_policies.decoding.target import PromptFeatures
+from deft_policies.decoding.target import PromptFeatures, Prompts
 from deft_policies.decoding.tree import DraftTree
-from tests.policies.decoding.scripts import Session, clock, seen_of, tokens_of
+from deft_policies.memory import SessionMemory
+from tests.policies.decoding.scripts import Decoding, Session, batch_of, tokens_of
 from tests.tiny_target import (
     ACTIONS,
     fast_target,
@@ -31,20 +27,21 @@ class WatchedRecycling(TokenRecycling):
 
     num_compared = 0
 
-    def begin(self, seen, features: PromptFeatures) -> None:  # type: ignore[no-untyped-def]
-        super().begin(seen, features)
-        self.tables = [remembered(session) for session in seen.sessions]
+    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+        super().begin(batch, prompts, features)
+        self.tables = [remembered(row.history) for row in batch.rows if row is not None]
 
-    def grow(self, progress: BatchProgress, shape: TreeShape) -> DraftTree:
-        tree = super().grow(progress, shape)
-        assert progress.last is not None
-        for row, table in enumerate(self.tables):
-            last, said = progress.last, progress.last.scores.logits[row]
+    def draft(self, batch: Batch, room: Room) -> DraftTree:
+        tree, last = super().draft(batch, room), batch.last
+        assert last is not None
+        assert last.logits is not None
+        for row, table in enumerate(self.tables[: len(tree.tokens)]):
+            said = last.logits[row]
             told: Table = {}
             for node in range(last.tree.num_nodes):
                 token = int(last.tree.tokens[row, node])
                 if bool(last.tree.is_real[row, node]) and ACTIONS.first <= token <= ACTIONS.last:
-                    odds = said[node, ACTIONS.first : ACTIONS.last + 1].log_softmax(dim=0).tolist()
+                    odds = said[node].log_softmax(dim=0).tolist()
                     known = told.setdefault(token, {})
                     for behind, value in enumerate(odds, start=ACTIONS.first):
                         known[behind] = max(value, known.get(behind, -1e9))
@@ -80,11 +77,11 @@ def remembered(session: ActionHistory) -> Table:
 def test_trees_are_what_the_target_last_said_after_the_same_tokens() -> None:
     target = fast_target(DECODER)
     recycling = WatchedRecycling(target)
-    decoder = Decoder(target, find_method("token-recycling"), Sources((), (recycling,)))
+    decoder = Decoding(target, find_method("token-recycling"), None, recycling)
     session, kept = Session.of(3), 0
     for frame in (0, 1, 0, 0):
         prompts = random_prompts(DECODER, [2, 5, 3], frame)
-        traces = decoder.decode(prompts, session.rows, clock())
+        traces = decoder.decode(prompts, session)
         assert tokens_of(traces) == greedy(DECODER, prompts)
         kept += sum(sum(trace.accepted_lengths) for trace in traces)
     assert recycling.num_compared > 100
@@ -92,18 +89,12 @@ def test_trees_are_what_the_target_last_said_after_the_same_tokens() -> None:
 
 
 def test_of_what_followed_a_token_the_newest_comes_first() -> None:
-    target, session = fast_target(DECODER), ActionHistory()
-    for behind in (31, 32, 33, 31):
-        session.append([30, behind, 40, 40, 40, 40, 40], [30, behind, 40, 40, 40, 40, 40], 1.0)
-    recycling = TokenRecycling(target)
-    recycling.begin(seen_of(random_prompts(DECODER, [2]), [session]), no_features())
-    assert recycling._table is not None
+    own = tuple((30, behind, 40, 40, 40, 40, 40) for behind in (31, 32, 33, 31))
+    batch = batch_of([SessionMemory(own=own, executed=own)], [[]])
+    recycling = TokenRecycling(fast_target(DECODER))
+    recycling.allocate(batch)
+    recycling.begin(batch, random_prompts(DECODER, [2]), None)
     row = recycling._table[0, 30 - ACTIONS.first]
     best = (row.topk(4).indices + ACTIONS.first).tolist()
     assert best[:3] == [31, 33, 32]
     assert row.topk(3).values.tolist() == [0.0, -1.0, -2.0]
-
-
-def no_features() -> PromptFeatures:
-    nothing: Tensor = torch.zeros(1, 0, 1)
-    return PromptFeatures(nothing, nothing, torch.zeros(1, dtype=torch.int64), slice(0))

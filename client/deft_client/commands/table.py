@@ -1,0 +1,37 @@
+"""How commands and pages write a table: as Markdown, which a terminal shows as well."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], aligned: bool = False
+) -> str:
+    """A table; `aligned` for terminals: the first column to the left, the others to the right."""
+    lines = [[_cell(cell) for cell in line] for line in (columns, *rows)]
+    if not aligned:
+        return "".join(_line(line) for line in (lines[0], ["---"] * len(columns), *lines[1:]))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    padded = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    return "".join(_line(line) for line in (padded[0], rule, *padded[1:]))
+
+
+def legend(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
+    """A line for each of the columns that has a meaning to tell."""
+    return "".join(f"- {name}: {meanings[name]}\n" for name in columns if name in meanings)
+
+
+def without_empty(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str = "–"
+) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows without the columns in which no row has anything."""
+    kept = [at for at in range(len(columns)) if any(row[at] != empty for row in rows)]
+    return [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |\n"

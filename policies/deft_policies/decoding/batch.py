@@ -1,0 +1,457 @@
+"""The rows that are decoded together, and everything that changes from round to round.
+
+`Row` is what the host knows of one answer on its way; `Batch` holds the tensors of many, allocated
+once and written in place, so that a round can be recorded by running it on them; `Pass` is what the
+last target pass left behind for the next round.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from deft_client.types import DecodeTrace, PassTrace
+from deft_policies.decoding.acceptance.rule import (
+    NO_CLASS,
+    ActionContext,
+    ActionSpace,
+    SpaceTensors,
+)
+from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import source_kinds
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.memory import LONGEST_ANSWER, STEPS_KEPT, SessionMemory
+from deft_policies.model.staging import to_device
+
+NO_STOP = -1
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer is: how many tokens at most, what ends it, where its actions are.
+
+    With a `space` and no stop token an answer is one action, exactly `max_tokens` long. With a stop
+    token it is text that may hold action tokens; those that follow each other are one action, and
+    they alone are ever relaxed. Without a space nothing is.
+    """
+
+    max_tokens: int
+    stop: int | None = None
+    space: ActionSpace | None = None
+
+    @staticmethod
+    def action(space: ActionSpace) -> "Form":
+        """One action, as OpenVLA answers."""
+        return Form(space.length, None, space)
+
+    @property
+    def num_places(self) -> int:
+        """Tokens of one action, at least one."""
+        return 1 if self.space is None else self.space.length
+
+    @property
+    def is_action(self) -> bool:
+        """Whether the answer is an action from its first token to its last."""
+        return self.stop is None and self.space is not None
+
+
+@dataclass(eq=False)
+class Row:
+    """One answer on its way. What it is asked with comes first, the rest fills up."""
+
+    method: Method
+    form: Form
+    memory: SessionMemory = field(default_factory=SessionMemory)
+    wants_margins: bool = False
+    plan: str = ""
+    reason: str = ""  # of the guard
+    history: ActionHistory = field(default_factory=ActionHistory)
+    remembers: bool = False  # whether the session had anything to draft from
+    limit: int = 0  # tokens that are decoded at most: a loop may look at some behind an action
+    place: int = 0  # in the prompts that it began with
+    slot: int = -1  # in its batch
+    tokens: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)  # the target's, given what stands before
+    count: int = 0  # tokens that are known to be decoded, though perhaps not yet read
+    is_done: bool = False
+    is_finite: bool = True
+    trace: DecodeTrace | None = None
+    records: list["Record"] = field(default_factory=list)  # of its passes, the prefill's first
+
+    @property
+    def num_passes(self) -> int:
+        """Target forwards so far, the prefill included."""
+        return len(self.records)
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether what the session remembers are actions like the one that is asked for."""
+        own = self.history.own
+        return self.form.is_action and bool(own) and len(own[-1]) == self.form.max_tokens
+
+    @property
+    def knows_drift(self) -> bool:
+        """Whether its drift is one of such actions."""
+        return self.form.space is not None and len(self.history.drift) == self.form.num_places
+
+    def note(self, record: "Record") -> None:
+        """Remember a pass for the trace; it has committed one token at least."""
+        self.records.append(record)
+        self.count += 1
+
+    def take(self, tokens: Sequence[int], own: Sequence[int], is_finite: bool) -> None:
+        """Take in what a pass has committed."""
+        self.tokens += tokens
+        self.own += own
+        self.count = max(self.count, len(self.tokens))
+        self.is_finite = self.is_finite and is_finite
+        ended = self.form.stop is not None and self.tokens[-1:] == [self.form.stop]
+        self.is_done = ended or self.count >= self.limit
+
+    def finish(self, rule: str, margins: Sequence[float]) -> None:
+        """Tell what happened, and what is to be remembered."""
+        told = slice(self.form.max_tokens)
+        self.tokens, self.own = self.tokens[told], self.own[told]
+        if self.form.is_action:
+            self.history.append(self.tokens, self.own, self.method.rule.drift_leak)
+        else:
+            self.history.num_steps += 1
+            self.history.num_draws += 1
+            if len(self.tokens) <= LONGEST_ANSWER:
+                self.memory = replace(self.memory, answers=(tuple(self.tokens),))
+        self.trace = DecodeTrace(
+            method=self.method.name,
+            tokens=tuple(self.tokens),
+            predicted=tuple(self.own),
+            margins=tuple(margins),
+            passes=LaterPasses(len(self.records), self._told),
+            guard=self.reason,
+            rule=rule,
+            plan=self.plan,
+        )
+
+    def _told(self) -> list[PassTrace]:
+        return [one.told(self.slot) for one in self.records]
+
+
+@dataclass(eq=False)
+class Pass:
+    """What a target pass leaves behind for the next round."""
+
+    tree: DraftTree
+    predictions: Tensor  # [row, node], the target's token after each node
+    path: Tensor  # [row, step] node indices, the root first
+    num: Tensor  # [row], drafts kept of the path
+    bonus: Tensor  # [row], the target's token after them: the next root
+    tokens: Tensor  # [row, step], the token after each node of the path
+    own: Tensor  # [row, step], the target's own there
+    hidden: Tensor | None  # [row, step, width] at each node of the path, where a draft reads it
+    logits: Tensor | None  # [row, node, action token], where a draft reads them
+
+    @staticmethod
+    def blank(rows: int, nodes: int, steps: int, hidden: Tensor, num_logits: int) -> "Pass":
+        """Memory for passes of so many rows, nodes and steps; `hidden` is [width]."""
+
+        def whole(*sizes: int) -> Tensor:
+            return torch.zeros(rows, *sizes, dtype=torch.int64, device=hidden.device)
+
+        with torch.inference_mode(False):
+            return Pass(
+                tree=DraftTree.root_only(whole()).padded(nodes),
+                predictions=whole(nodes),
+                path=whole(steps),
+                num=whole(),
+                bonus=whole(),
+                tokens=whole(steps),
+                own=whole(steps),
+                hidden=hidden.new_zeros(rows, steps, len(hidden)),
+                logits=hidden.new_zeros(rows, nodes, num_logits, dtype=torch.float32),
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes per row, the root included."""
+        return self.tree.num_nodes
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Nodes and steps per row."""
+        return self.tree.num_nodes, self.path.shape[1]
+
+    @property
+    def told(self) -> tuple[Tensor, ...]:
+        """What the host reads of it, [row, number] each."""
+        return self.num[:, None], self.tokens, self.own
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """What a trace tells of it, [row, number] each."""
+        tree = self.tree
+        if self.num_nodes == 1:
+            return tree.tokens, self.predictions, self.tokens
+        parts = (tree.tokens, tree.parents, tree.sources, tree.is_real, self.predictions)
+        return *parts, self.path, self.num[:, None], self.bonus[:, None]
+
+    def put(self, other: "Pass", first: int) -> None:
+        """Write the rows of another here, from `first` on; it may have fewer nodes and steps."""
+        here = slice(first, first + len(other.num))
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            if mine is not None and theirs is not None:
+                (mine[here, : theirs.shape[1]] if mine.dim() > 1 else mine[here]).copy_(theirs)
+        self.tree.is_real[here, other.num_nodes :] = False
+
+    def of_rows(self, num_rows: int) -> "Pass":
+        """That of the first rows; what was computed of its tree is forgotten."""
+        values = [None if one is None else one[:num_rows] for one in self._tensors()]
+        size = len(self.tree.columns)
+        tree = DraftTree(*values[:size], is_chain=self.tree.is_chain)  # type: ignore[arg-type]
+        return Pass(tree, *values[size:])  # type: ignore[arg-type]
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        rest = (value for name, value in vars(self).items() if name != "tree")
+        return *self.tree.columns, *rest
+
+
+@dataclass(eq=False)
+class Record:
+    """A pass as a trace tells of it: columns on the device, put into words when somebody asks."""
+
+    columns: tuple[Tensor, ...]  # [row, number]
+    num_nodes: int
+    first: int  # the slot of its first row
+    is_prefill: bool
+    clock: StageClock
+    laps: range  # of the clock
+
+    def ms(self, *stages: Stage) -> float:
+        """Time spent in these stages."""
+        return self.clock.sum_ms(self.laps, stages)
+
+    def told(self, slot: int) -> PassTrace:
+        """One row's pass, without the nodes that were only padding."""
+        row, size = slot - self.first, self.num_nodes
+        numbers: list[int] = torch.cat([one[row] for one in self.columns]).tolist()
+        if size == 1:
+            token, predicted, bonus = numbers
+            numbers = [token, -1, -1, 1, predicted, 0, 0, bonus]
+        tokens, parents, sources, is_real, predictions = (
+            numbers[start : start + size] for start in range(0, 5 * size, size)
+        )
+        *path, accepted, bonus = numbers[5 * size :]
+        number = {node: index for index, node in enumerate(n for n in range(size) if is_real[n])}
+        number[-1] = -1
+        names = (*(kind.value for kind in source_kinds()), "")  # the root's source is -1: the last
+        real = [node for node in number if node >= 0]
+        return PassTrace(
+            is_prefill=self.is_prefill,
+            tokens=tuple(tokens[node] for node in real),
+            parents=tuple(number[parents[node]] for node in real),
+            sources=tuple(names[sources[node]] for node in real),
+            predictions=tuple(predictions[node] for node in real),
+            path=tuple(number[node] for node in path[1 : accepted + 1]),
+            bonus=bonus,
+            draft_ms=self.ms(Stage.DRAFT),
+            pass_ms=self.ms(Stage.PREFILL, Stage.VERIFY),
+            judge_ms=self.ms(Stage.JUDGE),
+        )
+
+
+class LaterPasses(Sequence[PassTrace]):
+    """Passes that are put into words when they are first looked at; how many is known before.
+
+    Equal to any sequence of the same passes. What they are made of is on the host, so that any
+    thread may ask.
+    """
+
+    def __init__(self, num_passes: int, tell: Callable[[], Iterable[PassTrace]]) -> None:
+        self._num_passes = num_passes
+        self._tell = tell
+
+    @cached_property
+    def _told(self) -> tuple[PassTrace, ...]:
+        return tuple(self._tell())
+
+    def __len__(self) -> int:
+        return self._num_passes
+
+    @overload
+    def __getitem__(self, index: int) -> PassTrace: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PassTrace, ...]: ...
+    def __getitem__(self, index: int | slice) -> PassTrace | tuple[PassTrace, ...]:
+        return self._told[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._told == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._told)
+
+    def __reduce__(self) -> tuple[type[tuple[PassTrace, ...]], tuple[tuple[PassTrace, ...]]]:
+        return tuple, (self._told,)
+
+
+class Batch:
+    """Tensors of up to `num_rows` answers, [row, ...] each; those of the first rows are in use.
+
+    A row that has ended stays where it is, closed, until another takes its place. `at` looks at
+    some of the rows; what is written there is written here.
+    """
+
+    def __init__(
+        self, device: torch.device, num_rows: int, positions: int, places: int, longest: int = 0
+    ) -> None:
+        """Room for answers of `positions` tokens and actions of `places` tokens.
+
+        `longest` says how many positions of prompts memory is to be set aside for at once, where
+        steps are recorded; 0: room is made when rows begin.
+        """
+        self.device = device
+        self.positions, self.places, self.longest = positions, places, longest
+        self.first, self.num_rows = 0, num_rows  # those in use, closed ones among them
+        self.last: Pass | None = None
+        self.capacity = num_rows
+        self.rows: list[Row | None] = [None] * num_rows  # by slot; None where none is on its way
+        whole, real = torch.int64, torch.float32
+        with torch.inference_mode(False):
+
+            def blank(*shape: int, dtype: torch.dtype = whole, value: float = 0) -> Tensor:
+                return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
+
+            # One column more than an answer has: what overshoots is written there, never read.
+            self.tokens = blank(positions + 1)
+            self.own = blank(positions + 1)  # the target's own, given what stands before
+            self.margins = blank(positions + 1, dtype=real)  # gap of the two largest logits
+            self.count = blank()  # committed tokens
+            self.limit = blank()  # and how many there may be; 0 where no answer is on its way
+            self.stop = blank(value=NO_STOP)
+            self.is_open = blank(dtype=torch.bool)
+            self.begin = blank()  # where an action behind text begins; -1: all is one action
+            self.sums = blank(dtype=real)  # of all logits: not finite where one of them was not
+            self.keys = blank()  # of noise
+            self.groups = blank(places)
+            self.unit_per_bin = blank(places, dtype=real)
+            self.class_boundary = blank(places, value=NO_CLASS)
+            self.drift = blank(places, dtype=real)  # executed minus own over past steps, in bins
+            self.num_steps = blank()  # since the episode began
+            self.past = blank(STEPS_KEPT, places)  # own tokens of past actions, the newest last
+            self.num_past = blank()
+            self.zeros = blank(1)  # the path that is only a root
+            self.zero = blank()  # and what is kept of it
+            self.none = blank(1, value=-1)  # its parent and its source
+            self.is_real = blank(1, dtype=torch.bool, value=True)
+            self.no_odds = blank(1, dtype=real)
+        self.all_rows = self.rows  # also those that a part of the batch leaves out
+        self.shared: dict[str, Tensor] = {}  # of all rows, what only some methods need
+        self._parts: dict[tuple[int, int], Batch] = {}
+        self._all = {name: one for name, one in vars(self).items() if isinstance(one, Tensor)}
+
+    def root_tree(self, roots: Tensor) -> DraftTree:
+        """A tree without guesses; what never changes of it is not made again."""
+        tokens, none = roots[:, None], self.none
+        return DraftTree(tokens, none, self.is_real, self.no_odds, none, is_chain=True)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether any answer is more than an action."""
+        return any(row is not None and not row.form.is_action for row in self.rows)
+
+    def at(self, first: int, stop: int) -> "Batch":
+        """The rows from `first` to `stop`, as a batch: the same one each time."""
+        part = self._parts.get((first, stop))
+        if part is None:
+            part = self._parts[first, stop] = copy(self)
+            part.first, part.num_rows = first, stop - first
+            for name, tensor in self._all.items():
+                setattr(part, name, tensor[first:stop])
+        part.rows = self.rows[first:stop]
+        return part
+
+    def fill(
+        self, rows: Sequence[Row], keys: Tensor | None, drafts: bool, reads_past: bool
+    ) -> None:
+        """Take in answers to begin with; the batch looks at exactly their rows."""
+        numbers = [
+            (
+                row.limit,
+                NO_STOP if row.form.stop is None else row.form.stop,
+                -int(row.form.is_action),
+                row.history.num_steps,
+                len(row.history.own) if row.knows_steps else 0,
+            )
+            for row in rows
+        ]
+        whole = to_device(numbers, self.device)
+        kept = (self.limit, self.stop, self.begin, self.num_steps, self.num_past)
+        torch._foreach_copy_(kept, whole.unbind(1))
+        if keys is not None:
+            self.keys.copy_(keys)
+        torch._foreach_zero_((self.count, self.tokens, self.own))
+        torch._foreach_zero_((self.sums, self.margins))
+        self.is_open.fill_(True)
+        if drafts:
+            self._fill_spaces(rows)
+        if reads_past:
+            self._fill_past(rows)
+
+    def _fill_spaces(self, rows: Sequence[Row]) -> None:
+        """What rules measure with."""
+        drift = [row.history.drift if row.knows_drift else () for row in rows]
+        reals = [(*one, *(0.0,) * (self.places - len(one))) for one in drift]
+        self.drift.copy_(to_device(reals, self.device, torch.float32))
+        spaces = [row.form.space or ActionSpace.in_bins(1) for row in rows]
+        space = SpaceTensors.of(
+            [one.with_more(self.places - one.length) for one in spaces], self.device
+        )
+        self.groups.copy_(space.groups)
+        self.unit_per_bin.copy_(space.unit_per_bin)
+        self.class_boundary.copy_(space.class_boundary)
+
+    def _fill_past(self, rows: Sequence[Row]) -> None:
+        """What sources from memory read; steps that are no actions like these are left out."""
+        blank = (0,) * self.places
+        steps = []
+        for row in rows:
+            known = row.history.own if row.knows_steps else ()
+            missing = [blank] * (STEPS_KEPT - len(known))
+            steps.append([*missing, *((*step, *blank[len(step) :]) for step in known)])
+        self.past.copy_(to_device(steps, self.device))
+
+    def context(self) -> ActionContext:
+        """What rules may know beyond the tree."""
+        space = SpaceTensors(self.groups, self.unit_per_bin, self.class_boundary)
+        return ActionContext(space, self.drift, self.num_steps, self.patches)
+
+    def spent(self) -> Tensor:
+        """How far the present action has been relaxed, executed minus own, [row, place]."""
+        far = self.tokens - self.own
+        if not self.has_text:
+            return far[:, : self.places]
+        places = self.begin.clamp(min=0)[:, None] + torch.arange(self.places, device=self.device)
+        return far.gather(1, places.clamp(max=self.positions))
+
+    def keep_patches(self, patches: Tensor) -> None:
+        """Remember the hidden states of image patches [row, patch, width] for the rule."""
+        whole = self.shared.get("patches")
+        if whole is None or whole.shape[1:] != patches.shape[1:]:
+            whole = self.shared["patches"] = patches.new_zeros(self.capacity, *patches.shape[1:])
+        whole[self.first : self.first + len(patches)] = patches
+
+    @property
+    def patches(self) -> Tensor | None:
+        """[row, patch, width], where the rule reads them."""
+        whole = self.shared.get("patches")
+        return None if whole is None else whole[self.first : self.first + self.num_rows]
+
+
+def runs_of(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Slots in order, as runs (first, stop) without gaps."""
+    edges = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(slots)) if b != a + 1), len(slots)]
+    return [(slots[a], slots[b - 1] + 1) for a, b in pairwise(edges)]

@@ -1,1 +1,0 @@
-"""Draft sources: everything that guesses how an action goes on."""

@@ -1,0 +1,358 @@
+"""The engine: answers of any length, decoded together in as few target passes as it takes.
+
+`start` hands answers in, `step` plays one round of every batch and returns what has ended, `cancel`
+lets go of one between two rounds; what a round is, `Lane` says. Plain decoding is the same loop
+with trees that are only a root.
+
+Here it is decided what is decoded where: the plan of a method, by its guard, and the lane.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from weakref import finalize
+
+from deft_policies.decoding.batch import Batch, Form, Row
+from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.drafts import (
+    Draft,
+    Extrapolation,
+    NgramLookup,
+    PreviousAction,
+    Recycled,
+    Retrieval,
+)
+from deft_policies.decoding.eagle import EagleHead
+from deft_policies.decoding.growers import (
+    GrownDrafts,
+    HeadDrafts,
+    MedusaDrafts,
+    SmallModelDrafts,
+    TokenRecycling,
+)
+from deft_policies.decoding.guard import Choice, Guard
+from deft_policies.decoding.history import ActionHistory
+from deft_policies.decoding.lane import Lane, Start, take
+from deft_policies.decoding.medusa import MedusaHeads
+from deft_policies.decoding.methods import OUR_PLANS, Method
+from deft_policies.decoding.plan import (
+    DRAFT_SOURCES,
+    PLAIN,
+    DraftKind,
+    KeyMask,
+    Loop,
+    Plan,
+    RopeOffset,
+)
+from deft_policies.decoding.previous_answer import PreviousAnswer
+from deft_policies.decoding.retrieval import RetrievalIndex
+from deft_policies.decoding.target import Prompts, Target
+from deft_policies.errors import NotFiniteError, RequestError
+from deft_policies.memory import STEPS_KEPT, SessionMemory
+
+WIDEST = 64  # nodes of a tree
+_ROWS = 8  # that a lane has room for, at least
+_WARM_UP_RUNS = 3
+_TRIED = 8  # tokens of a text that nobody waits for
+_ALWAYS_THERE = (
+    DraftKind.PREVIOUS,
+    DraftKind.EXTRAPOLATION,
+    DraftKind.NGRAM,
+    DraftKind.RECYCLED,
+    DraftKind.TOKEN_RECYCLING,
+    DraftKind.PREVIOUS_ANSWER,
+)
+# What drafts text where a method leaves it to us: actions of the past say nothing of it.
+_TEXT = Plan("previous-answer", (DraftKind.PREVIOUS_ANSWER,), (DraftKind.PREVIOUS_ANSWER,))
+
+
+@dataclass(frozen=True)
+class DraftModels:
+    """What drafts with weights or data of its own; None for what is not there."""
+
+    head: EagleHead | None = None
+    rope_offset: RopeOffset = RopeOffset.CORRECT
+    key_mask: KeyMask = KeyMask.CAUSAL
+    medusa: MedusaHeads | None = None
+    index: RetrievalIndex | None = None
+    small_model: Target | None = None
+
+    @property
+    def kinds(self) -> frozenset[DraftKind]:
+        """The sources that can be had."""
+        there = {
+            DraftKind.HEAD: self.head,
+            DraftKind.MEDUSA: self.medusa,
+            DraftKind.RETRIEVAL: self.index,
+            DraftKind.SMALL_MODEL: self.small_model,
+        }
+        found = [kind for kind, one in there.items() if one is not None]
+        return frozenset((*_ALWAYS_THERE, *found))
+
+    def make(self, kind: DraftKind, target: Target, method: Method) -> Draft:
+        """A source for one batch, as a method runs it."""
+        options = GrownDrafts(
+            method.whole_vocabulary,
+            method.sampling if method.draws_drafts else None,
+            self.rope_offset,
+            self.key_mask,
+            method.patch_share,
+            method.multi_level,
+        )
+        if kind == DraftKind.PREVIOUS:
+            return PreviousAction()
+        if kind == DraftKind.EXTRAPOLATION:
+            return Extrapolation(target.action_tokens)
+        if kind == DraftKind.NGRAM:
+            return NgramLookup()
+        if kind == DraftKind.RECYCLED:
+            return Recycled()
+        if kind == DraftKind.PREVIOUS_ANSWER:
+            return PreviousAnswer()
+        if kind == DraftKind.TOKEN_RECYCLING:
+            return TokenRecycling(target)
+        if kind == DraftKind.RETRIEVAL and self.index is not None:
+            return Retrieval(self.index)
+        if kind == DraftKind.HEAD and self.head is not None:
+            return HeadDrafts(self.head, target, options)
+        if kind == DraftKind.MEDUSA and self.medusa is not None:
+            return MedusaDrafts(self.medusa, target)
+        if kind == DraftKind.SMALL_MODEL and self.small_model is not None:
+            return SmallModelDrafts(self.small_model, target, options)
+        raise RequestError("drafts", f"the source {kind.value!r} was not loaded")
+
+
+class Engine:
+    """Decodes answers by any methods over one target. Used by one thread."""
+
+    def __init__(
+        self, target: Target, models: DraftModels | None = None, widest: int = WIDEST
+    ) -> None:
+        self.target = target
+        self._models = models or DraftModels()
+        self._widest = widest
+        self._plugins = {DraftKind(one.name): one for one in entry_points(group=DRAFT_SOURCES)}
+        self._lanes: list[Lane] = []
+        self._guards: dict[int, dict[int, Guard]] = {}  # by method, then by tokens
+
+    def start(self, prompts: Prompts, rows: Sequence[Row]) -> None:
+        """Take in answers, a row of `prompts` each; `RequestError` for what cannot be done.
+
+        Where one cannot begin none does. Those of one method and length begin together, by one
+        plan. No two rows may share a memory.
+        """
+        groups: dict[tuple[int, int, bool], list[int]] = {}
+        for index, row in enumerate(rows):
+            self.check(row)
+            key = (id(row.method), row.form.max_tokens, row.form.is_action)
+            groups.setdefault(key, []).append(index)
+        try:
+            for members in groups.values():
+                some = [rows[index] for index in members]
+                chosen = prompts if len(groups) == 1 else take(prompts, members)
+                self._begin(chosen, some)
+        except BaseException:
+            for row in rows:
+                self.cancel(row)
+            raise
+
+    def step(self, clock: StageClock) -> list[Row]:
+        """Play one round of every answer; those that have ended, with trace and memory.
+
+        One that is not `is_finite` means nothing.
+        """
+        return [row for lane in self._lanes if lane.rows for row in lane.step(clock)]
+
+    def cancel(self, row: Row) -> None:
+        """Let go of an answer between two rounds; nothing where it has ended."""
+        any(lane.cancel(row) for lane in self._lanes)
+
+    def decode(self, prompts: Prompts, rows: Sequence[Row], clock: StageClock) -> None:
+        """Decode answers to their end; `NotFiniteError` if the model's numbers mean nothing."""
+        self.start(prompts, rows)
+        self._play(rows, clock)
+        num_broken = sum(not row.is_finite for row in rows)
+        if num_broken:
+            raise NotFiniteError(
+                f"the model's logits hold NaN or infinity in {num_broken} of {len(rows)} answers; "
+                "its weights or its number format are broken, nothing was answered"
+            )
+
+    def _play(self, rows: Sequence[Row], clock: StageClock) -> None:
+        left = {id(row) for row in rows}
+        try:
+            while left:
+                left -= {id(row) for row in self.step(clock)}
+        except BaseException:
+            for row in rows:
+                self.cancel(row)
+            raise
+
+    def warm_up(self, prompts: Prompts, method: Method, form: Form) -> None:
+        """Run every plan of a method on a batch that nobody waits for: the guard learns costs."""
+        if form.stop is not None:
+            self.target.measure_width(prompts, self._widest)
+        for plan in dict.fromkeys((*self._plans_for(method, form), PLAIN)):
+            for _ in range(_WARM_UP_RUNS):
+                self._try(prompts, method, form, plan, STEPS_KEPT)
+
+    def capture(self, method: Method, batches: Sequence[Prompts], form: Form) -> None:
+        """Record all that a method may need for answers like these, where steps are recorded.
+
+        `batches` are of each size that is recorded. What is recorded runs several times: nobody may
+        wait for any answer meanwhile.
+        """
+        plans = self._plans_for(method, form)
+        for plan in dict.fromkeys((*plans, PLAIN)) if method.is_guarded else plans[:1]:
+            drafts = [self._make(kind, method) for kind in plan.rounds]
+            for num_steps in sorted({0, *(one.least_steps for one in drafts)}):
+                for prompts in batches:
+                    self._record(prompts, method, form, plan, num_steps)
+
+    def _record(
+        self, prompts: Prompts, method: Method, form: Form, plan: Plan, num_steps: int
+    ) -> None:
+        rows = [_blank_row(method, form, num_steps) for _ in prompts.lengths]
+        method = self._prepare(rows, plan)
+        lane = next((one for one in self._lanes if one.is_fixed and one.fits(prompts, rows)), None)
+        reserve = self.target.runner.reserve
+        if lane is None and reserve is not None:
+            lane = self._new_lane(reserve.batches[0], rows, reserve.padded(reserve.longest))
+        if lane is not None:
+            with lane.recording():
+                lane.turn(method, plan)
+                lane.record(Start(rows, prompts, Choice(plan.name, ""), None))
+
+    def _try(
+        self, prompts: Prompts, method: Method, form: Form, plan: Plan, num_steps: int
+    ) -> None:
+        """Decode as sessions of `num_steps` would, and learn nothing of how well they draft."""
+        if not form.is_action:
+            form = replace(form, max_tokens=min(_TRIED, form.max_tokens))
+        rows = [_blank_row(method, form, num_steps) for _ in prompts.lengths]
+        guard = self._guard(method, self._plans_for(method, form), form)
+        self._begin_by(plan, prompts, rows, Choice(plan.name, ""), guard)
+        self._play(rows, StageClock(self.target.device))
+
+    @property
+    def kinds(self) -> frozenset[DraftKind]:
+        """The draft sources that can be had."""
+        return self._models.kinds | self._plugins.keys()
+
+    def plans(self, method: Method) -> tuple[Plan, ...]:
+        """Those of a method's plans whose sources are there; plain decoding if none.
+
+        Raises `RequestError` when the method cannot do without a source that is missing.
+        """
+        missing = method.required - self.kinds
+        if missing:
+            names = ", ".join(sorted(kind.value for kind in missing))
+            raise RequestError(
+                "decoding",
+                f"{method.name!r} needs draft sources that were not loaded: {names}; load a draft "
+                "head (--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, "
+                "or choose another method",
+            )
+        return tuple(plan for plan in method.plans if plan.kinds <= self.kinds) or (PLAIN,)
+
+    def check(self, row: Row) -> None:
+        """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
+        self.plans(row.method)
+        if row.form.space is None and row.method.rule.needs_space:
+            raise RequestError(
+                "decoding",
+                f"{row.method.name!r} measures distances between action tokens, and this model's "
+                "answers have none; exact, entropy, top-k and near-top rules apply",
+            )
+
+    def _plans_for(self, method: Method, form: Form) -> tuple[Plan, ...]:
+        """Where a method leaves it to us, text is drafted in other ways than actions."""
+        plans = self.plans(method)
+        return (_TEXT,) if not form.is_action and method.plans == OUR_PLANS else plans
+
+    def _begin(self, prompts: Prompts, rows: list[Row]) -> None:
+        method = rows[0].method
+        plans = self._plans_for(method, rows[0].form)
+        guard = self._guard(method, plans, rows[0].form)
+        for row in rows:
+            row.history = ActionHistory.of(row.memory)
+            row.remembers = bool(row.history.own)
+        if guard is None:
+            choice = Choice(plans[0].name, "")
+        else:
+            sessions = [row.history.passes_needed for row in rows]
+            choice = guard.choose(sessions, may_try=all(row.remembers for row in rows))
+        plan = next((one for one in plans if one.name == choice.plan), PLAIN)
+        self._begin_by(plan, prompts, rows, choice, guard)
+
+    def _begin_by(
+        self, plan: Plan, prompts: Prompts, rows: list[Row], choice: Choice, guard: Guard | None
+    ) -> None:
+        method = self._prepare(rows, plan, choice.reason)
+        self._lane(prompts, rows, method, plan).join(Start(rows, prompts, choice, guard))
+
+    def _prepare(self, rows: Sequence[Row], plan: Plan, reason: str = "") -> Method:
+        """Tell rows by which plan they are decoded; the method, as this plan plays it."""
+        method = rows[0].method
+        if not plan.kinds and method.loop is not Loop.LEAN:  # plain decoding is one loop only
+            method = replace(method, loop=Loop.LEAN)
+        for row in rows:
+            row.plan, row.reason = plan.name, reason
+            behind = method.loop.num_behind if row.form.is_action else 0
+            row.limit = row.form.max_tokens + behind
+        return method
+
+    def _lane(self, prompts: Prompts, rows: Sequence[Row], method: Method, plan: Plan) -> Lane:
+        """One that plays this method and plan and has room, else one where nobody is."""
+        able = [lane for lane in self._lanes if lane.fits(prompts, rows)]
+        for lane in able:
+            if lane.rows and lane.plan is plan and lane.method == method:
+                return lane
+        found = next((lane for lane in able if not lane.rows), None)
+        if found is None:
+            self._lanes = [lane for lane in self._lanes if lane.rows or lane.is_fixed]
+            found = self._new_lane(max(_ROWS, 1 << (len(rows) - 1).bit_length()), rows)
+        found.turn(method, plan)
+        return found
+
+    def _new_lane(self, num_rows: int, rows: Sequence[Row], longest: int = 0) -> Lane:
+        """Room for so many answers like these, and for what a loop may look at behind them."""
+        positions = 1 + max(row.form.max_tokens for row in rows)
+        places = 1 + max(row.form.num_places for row in rows)
+        batch = Batch(self.target.device, num_rows, positions, places, longest)
+        lane = Lane(self.target, self._make, self._widest, batch)
+        self._lanes.append(lane)
+        return lane
+
+    def _make(self, kind: DraftKind, method: Method) -> Draft:
+        found = self._plugins.get(kind)
+        if found is None:
+            return self._models.make(kind, self.target, method)
+        made: Draft = found.load()(self.target)
+        if getattr(made, "kind", None) != kind:
+            raise RequestError(
+                "drafts",
+                f"{found.value} must make a source whose kind is {found.name!r}, got {made!r}",
+            )
+        return made
+
+    def _guard(self, method: Method, plans: Sequence[Plan], form: Form) -> Guard | None:
+        """The guard for answers like these; None where there is nothing to choose."""
+        if not method.is_guarded or tuple(plans) in ((PLAIN,), (_TEXT,)):
+            return None
+        if id(method) not in self._guards:
+            self._guards[id(method)] = {}
+            finalize(method, self._guards.pop, id(method), None)
+        guards, length = self._guards[id(method)], form.max_tokens
+        if length not in guards:
+            guards[length] = Guard([plan.name for plan in plans], PLAIN.name, length - 1)
+        return guards[length]
+
+
+def _blank_row(method: Method, form: Form, num_steps: int) -> Row:
+    """As of a session that has acted so many times, always alike."""
+    own = ((0,) * form.num_places,) * num_steps
+    memory = SessionMemory(own=own, executed=own, answers=((0,) * _TRIED,) * bool(num_steps))
+    row = Row(method, form, memory)
+    row.history = ActionHistory.of(memory)
+    return row

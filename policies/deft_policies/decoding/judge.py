@@ -1,0 +1,212 @@
+"""Judging a pass: what the target says after each node, and which path is committed. No state.
+
+Where tokens are drawn instead of taken greedily, the odds stay the target's in two exact ways.
+
+Noise fixed per position: the target's token after a node is the maximum of p / E over the
+vocabulary, E being exponential noise that belongs to the position of the token, not to the node.
+That is an exact draw from p, and the same draw whatever was drafted.
+
+Leviathan's ratio test: where drafts were drawn from known odds q, one survives with probability
+min(1, p / q). One that falls leaves max(0, p - q) / Z to judge the next draft behind the same node
+by, and to draw from when there is none: exact in distribution for trees as for chains.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.rule import ScoredTree
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import Loop, TieBreak
+from deft_policies.decoding.sampling import (
+    MOST_TRIES,
+    Stream,
+    exponential,
+    first_maximum,
+    target_odds,
+    uniform,
+)
+from deft_policies.decoding.tree import DraftTree, DrawnOdds
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The path that won in every row; what a step holds beyond `num` is anything."""
+
+    path: Tensor  # [row, step] node indices, the root first
+    num: Tensor  # [row], drafts on it
+    bonus: Tensor  # [row], the target's token after it
+    own: Tensor  # [row, step], the target's token after each node of the path
+
+
+@dataclass(eq=False)
+class Noise:
+    """What the draws of a batch are a hash of, and how many positions there are, [row] each."""
+
+    keys: Tensor
+    limit: Tensor
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Positions [row, ...] as far as the answer may go."""
+        return positions.minimum(self.limit[:, None] - 1)
+
+
+def predict(
+    method: Method, tree: DraftTree, logits: Tensor, first: int, noise: Noise, count: Tensor
+) -> Tensor:
+    """The target's token after each node, [row, node]; column 0 of the logits is token `first`."""
+    if method.sampling.temperature == 0.0:
+        best = first_maximum(logits)
+        return best + first if first else best
+    odds = target_odds(logits, method.sampling.temperature)
+    places = noise.places(count[:, None] + tree.depths())
+    drawn = exponential(noise.keys, Stream.ANSWER, places, odds.shape[2])
+    return (odds / drawn).argmax(dim=2) + first
+
+
+def judge(
+    method: Method, scored: ScoredTree, noise: Noise, stop: Tensor | None, steps: int
+) -> Accepted:
+    """Choose what is committed; no path is of use that has more than `steps` nodes.
+
+    An answer's last token, the one at its limit or the `stop` token [row], is always the target's
+    own word: guesses in its place never count.
+    """
+    tree, rule = scored.tree, method.rule
+    if tree.num_nodes == 1:
+        none = torch.zeros_like(scored.predictions)
+        return Accepted(none, none[:, 0], scored.predictions[:, 0], scored.predictions)
+    if method.sampling.temperature > 0.0 and tree.drawn is not None:
+        return _ratio_test(scored, tree.drawn, noise, method.sampling.temperature, stop, steps)
+    if method.loop is Loop.PUBLISHED:
+        return _longest_then_cut(scored, method, steps)
+    if tree.is_chain and rule.is_exact:
+        return _exact_chain(scored, stop, steps)
+    counts = tree.depths() <= scored.deepest.unsqueeze(1)
+    if stop is not None:
+        counts = counts & scored.whole_paths(tree.tokens != stop[:, None])
+    accepted = rule.accepts(scored) & counts
+    return _longest(scored, accepted, rule.is_exact, method.tie_break, steps)
+
+
+def _exact_chain(scored: ScoredTree, stop: Tensor | None, steps: int) -> Accepted:
+    """The walk along a chain until its first miss, without looking for a path."""
+    nodes = scored.tree.depths()
+    fine = scored.is_equal & scored.tree.is_real & (nodes <= scored.deepest.unsqueeze(1))
+    if stop is not None:
+        fine = fine & (scored.tree.tokens != stop[:, None])
+    kept = fine[:, 1:].cummin(dim=1).values.sum(dim=1)
+    bonus = scored.predictions.gather(1, kept.unsqueeze(1)).squeeze(1)
+    return Accepted(nodes[:, :steps], kept, bonus, scored.predictions[:, :steps])
+
+
+def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepted:
+    """Take the longest path however deep it is, then cut it where the action ends (Spec-VLA).
+
+    So a long path may win by guesses beyond the end, before another that is better up to there.
+    """
+    chosen = _longest(scored, method.rule.accepts(scored), False, method.tie_break, steps)
+    kept = torch.minimum(chosen.num, scored.deepest.clamp(min=0))
+    bonus = chosen.own.gather(1, kept[:, None]).squeeze(1)
+    return Accepted(chosen.path, kept, bonus, chosen.own)
+
+
+def _longest(
+    scored: ScoredTree, accepted: Tensor, is_exact: bool, tie_break: TieBreak, steps: int
+) -> Accepted:
+    length = scored.tree.depths().masked_fill(~accepted, -1)
+    if is_exact:  # equally long exact paths carry the same tokens
+        return _walk(scored, length.argmax(dim=1), steps)
+    best = (length + 0.5 * _preference(scored, accepted, tie_break)).argmax(dim=1)
+    return _walk(scored, best, steps)
+
+
+def _walk(scored: ScoredTree, last: Tensor, steps: int) -> Accepted:
+    """Collect the path that ends at node `last` of each row."""
+    tree = scored.tree
+    rows = torch.arange(last.shape[0], device=last.device)
+    on_path = tree.ancestor_mask()[rows, last]  # [row, node]
+    # Parents come before their children, so a path in node order is a path in depth order.
+    nodes = torch.arange(tree.num_nodes, device=last.device)
+    path = torch.where(on_path, nodes, tree.num_nodes).sort(dim=1).values[:, :steps]
+    path = path.masked_fill(path == tree.num_nodes, 0)
+    own = scored.predictions.gather(1, path)
+    return Accepted(path, on_path.sum(dim=1) - 1, scored.predictions[rows, last], own)
+
+
+def _preference(scored: ScoredTree, accepted: Tensor, tie_break: TieBreak) -> Tensor:
+    """Rank nodes of equal depth: larger is better, always in [0, 1). float64 [row, node]."""
+    if tie_break is TieBreak.FIRST_ROW:
+        return 1.0 - _first_leaf(scored).double() / (scored.tree.num_nodes + 1)
+    far = scored.deviations.abs().masked_fill(~accepted, 0)
+    distance = scored.sum_along_paths(far).double()
+    unlikely = torch.sigmoid(-scored.tree.log_probs.double())
+    return 1.0 / (1.0 + distance + 0.5 * unlikely)
+
+
+def _first_leaf(scored: ScoredTree) -> Tensor:
+    """The smallest leaf index at or below each node, [row, node]."""
+    tree = scored.tree
+    nodes = torch.arange(tree.num_nodes, device=tree.tokens.device)
+    inner = scored.parents.masked_fill(~tree.is_real, 0)  # padding makes nobody a parent
+    is_leaf = torch.ones_like(tree.is_real).scatter(1, inner, False) & tree.is_real
+    below = tree.ancestor_mask().transpose(1, 2) & is_leaf.unsqueeze(1)
+    return torch.where(below, nodes, tree.num_nodes).amin(dim=2)
+
+
+def _ratio_test(
+    scored: ScoredTree,
+    drawn: DrawnOdds,
+    noise: Noise,
+    temperature: float,
+    stop: Tensor | None,
+    steps: int,
+) -> Accepted:
+    """Walk down from the root: of the drafts behind a node the first whose coin allows stands.
+
+    `odds` are p, less what drafts that fell could have been: max(0, odds - q) / Z for each. A stop
+    token stands like any other, as the last of its path: it is then what comes after the rest.
+    """
+    tree, first = scored.tree, scored.vocabulary.first
+    rows = torch.arange(len(scored.num_committed), device=tree.tokens.device)
+    p = target_odds(scored.scores.logits, temperature)
+    q = drawn.over(p.shape[2], first)
+    is_judged = (tree.depths() <= scored.deepest[:, None]) & tree.is_real
+    at, depth, tries = (torch.zeros_like(scored.num_committed) for _ in range(3))
+    ended = torch.zeros_like(at, dtype=torch.bool)
+    odds = p[:, 0]
+
+    def here() -> Tensor:
+        return noise.places((scored.num_committed + depth)[:, None])
+
+    for node in range(1, tree.num_nodes):
+        token = tree.tokens[:, node] - first
+        coins = uniform(noise.keys, Stream.COIN, here(), MOST_TRIES).float()
+        coin = coins[rows, 0, tries.clamp(max=MOST_TRIES - 1)]
+        asked = (tree.parents[:, node] == at) & is_judged[:, node] & (tries < MOST_TRIES) & ~ended
+        stands = asked & (coin * q[rows, node, token] < odds[rows, token])
+        if stop is not None:
+            is_end = stands & (tree.tokens[:, node] == stop)
+            only = torch.zeros_like(odds).scatter(1, token[:, None], 1.0)
+            odds, stands = torch.where(is_end[:, None], only, odds), stands & ~is_end
+            ended = ended | is_end
+        left = _without_draft(odds, q[:, node])
+        odds = torch.where((asked & ~stands & ~ended)[:, None], left, odds)
+        odds = torch.where(stands[:, None], p[:, node], odds)
+        at, depth = torch.where(stands, node, at), depth + stands
+        tries = torch.where(stands, 0, tries + asked)
+    drawn_noise = exponential(noise.keys, Stream.ANSWER, here(), p.shape[2])[:, 0]
+    bonus = (odds / drawn_noise).argmax(dim=1) + first
+    walked = _walk(scored, at, steps)
+    drafted = tree.tokens.gather(1, walked.path).roll(-1, dims=1)
+    own = drafted.scatter(1, depth[:, None], bonus[:, None])
+    return Accepted(walked.path, walked.num, bonus, own)
+
+
+def _without_draft(odds: Tensor, q: Tensor) -> Tensor:
+    """What is left of the target's odds when a draft drawn by q has fallen, [row, token]."""
+    residual = (odds - q).clamp(min=0)
+    mass = residual.sum(dim=1, keepdim=True)
+    # Rounding can leave nothing of a residual whose mass is next to nothing; the odds are as good.
+    return torch.where(mass > 0, residual / mass, odds)

@@ -1,0 +1,588 @@
+"""Answers that are decoded together, round by round: draft, verify, judge, commit.
+
+`Lane._play` is a round. The first pass of an answer is its prefill, with the guesses that need no
+model riding behind the prompt. Every pass commits the drafts it accepted and one token of the
+target's own, so an answer ends when its last token is known and never has one more. The host reads
+from the device once a round, and not at all where nothing is checked and the end is known.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.host_waits import find_wait
+from deft_policies.decoding.acceptance.rule import ScoredTree
+from deft_policies.decoding.batch import Batch, Pass, Record, Row, runs_of
+from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.drafts import HIDDEN, LOGITS, MEMORY, Draft, Room, merge
+from deft_policies.decoding.guard import ActionCost, Choice, Guard
+from deft_policies.decoding.judge import Noise, judge, predict
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import MOST_GROWN, DraftKind, Plan
+from deft_policies.decoding.sampling import first_maximum, top_gap
+from deft_policies.decoding.target import WIDTHS, Prompts, Scores, Target, bucket
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.layout import Tensors
+from deft_policies.model.staging import to_device
+
+_DRAFTS_KEPT = 16  # of methods that are asked for in turn
+Lap = Callable[[Stage], object]
+Maker = Callable[[DraftKind, Method], Draft]
+
+
+@dataclass(eq=False)
+class Start:
+    """Answers that begin together, by one plan: what a guard learns from."""
+
+    rows: list[Row]
+    prompts: Prompts
+    choice: Choice
+    guard: Guard | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of them is on its way any more."""
+        return all(row.is_done for row in self.rows)
+
+    def cost(self) -> ActionCost:
+        """What they have cost together: the longest was there all the time."""
+        first, *later = max((row.records for row in self.rows), key=len)
+        num_passes = tuple(row.num_passes - 1 for row in self.rows)
+        return ActionCost(first.ms(*Stage), sum(one.ms(*Stage) for one in later), num_passes)
+
+
+@dataclass(eq=False)
+class Unread:
+    """What a pass has committed and the host has not read yet."""
+
+    rows: list[Row]
+    first: int  # slot of the first of the pass's rows
+    told: Tensors  # [row, number]: drafts kept, then the tokens and the target's own
+
+
+class Lane:
+    """One batch, decoded by one method and plan at a time, and all the memory that this takes.
+
+    The memory of one that `is_fixed` never moves, so that rounds can be recorded: what came up
+    while it was `recording` is a single launch from then on.
+    """
+
+    method: Method
+    plan: Plan
+
+    def __init__(self, target: Target, make: Maker, widest: int, whole: Batch) -> None:
+        self.target = target
+        self.is_fixed = whole.longest > 0
+        self.is_recording = False
+        self._make, self._widest, self._whole = make, widest, whole
+        self._made: dict[Hashable, Draft] = {}
+        self._num_promised = 0  # of these, the first: recordings use them
+        self._recorded: set[Hashable] = set()
+        self._sequences = target.sequences()
+        self._starts: list[Start] = []
+        self._unread: list[Unread] = []
+        self._is_turned = False  # to any method
+        self._last: Pass | None = None  # of all rows in use
+        if self.is_fixed:
+            nodes, hidden = bucket(widest), target.embed(whole.tokens[0, 0])
+            steps, bins = min(nodes, whole.positions), len(target.action_tokens)
+            self._last = Pass.blank(whole.capacity, nodes, steps, hidden, bins)
+            self._sequences.fix(whole.capacity, whole.longest + whole.positions + nodes)
+            target.record(self._sequences, widest)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The answers that are on their way."""
+        return [one for one in self._whole.rows if one is not None]
+
+    def turn(self, method: Method, plan: Plan) -> None:
+        """Decode by another method and plan from now on; nobody is on the way here."""
+        is_turned = self._is_turned and self.method is method and self.plan is plan
+        if is_turned and not self.is_recording:
+            return
+        self.method, self.plan, self._is_turned = method, plan, True
+        by_kind = {kind: self._draft_of(kind) for kind in plan.kinds}
+        self._drafts = tuple(by_kind.values())
+        # What reads the target's own passes has nothing to say before the first of them.
+        riders = (by_kind[kind] for kind in plan.prefill)
+        self._riders = tuple(one for one in riders if not one.needs & {HIDDEN, LOGITS})
+        self._between = tuple(by_kind[kind] for kind in plan.rounds)
+        needs = frozenset[str]().union(*(one.needs for one in self._drafts))
+        self._keeps_hidden, self._keeps_logits = HIDDEN in needs, LOGITS in needs
+        self._reads_past = MEMORY in needs
+        self._rule = str(method.rule) if any(one.kinds for one in method.plans) else ""
+
+    def _draft_of(self, kind: DraftKind) -> Draft:
+        key, made = (kind, self.method.drafting), self._made
+        if key not in made:
+            if len(made) >= self._num_promised + _DRAFTS_KEPT:
+                del made[list(made)[self._num_promised]]
+            made[key] = self._make(kind, self.method)
+            made[key].allocate(self._whole)
+            self._num_promised += self.is_recording
+        return made[key]
+
+    def fits(self, prompts: Prompts, rows: Sequence[Row]) -> bool:
+        """Whether there is room for these."""
+        whole, reserve = self._whole, self.target.runner.reserve
+        return (
+            whole.rows.count(None) >= len(rows)
+            and max(row.limit for row in rows) <= whole.positions
+            and max(row.form.num_places for row in rows) <= whole.places
+            and (not self.is_fixed or reserve is None or reserve.holds(*prompts.embeds.shape[:2]))
+        )
+
+    def join(self, start: Start) -> None:
+        """Let answers in; their prefill is part of the next step."""
+        free = [slot for slot, one in enumerate(self._whole.rows) if one is None]
+        for place, (row, slot) in enumerate(zip(start.rows, free, strict=False)):
+            self._whole.rows[slot], row.slot, row.place = row, slot, place
+        self._starts.append(start)
+
+    def step(self, clock: StageClock) -> list[Row]:
+        """Play a round of what is on its way, and the first one of what has joined."""
+        clock.take_laps()  # what came before, as seeing, is no pass
+        rows = self.rows
+        playing = [row for row in rows if row.records]
+        if playing:
+            self._round(playing, clock)
+        if len(playing) < len(rows):
+            for start in self._starts:
+                if any(not row.records for row in start.rows):
+                    self._prefill(start, clock)
+        done = [row for row in rows if row.is_done]
+        return self._finish(done) if done else done
+
+    def _round(self, rows: list[Row], clock: StageClock) -> None:
+        """The next pass of rows that have begun."""
+        batch = self._in_use()
+        drafts, depth = _able(self._between, rows), max(row.limit - 1 - row.count for row in rows)
+        tree = None
+        if drafts and not all(one.capturable for one in drafts):
+            tree = self._draft(batch, drafts, depth)
+            clock.lap(Stage.DRAFT)
+        done = self._replay(batch, drafts, depth, tree) if self.is_fixed else None
+        if done is not None:
+            clock.lap(Stage.VERIFY)
+            told, columns, num_nodes = done
+        else:
+            last = self._play(batch, drafts, depth, tree, self._lap(clock, Stage.VERIFY))
+            told, columns, num_nodes = last.told, last.columns, last.num_nodes
+        record = Record(columns, num_nodes, 0, False, clock, clock.take_laps())
+        self._note(Unread(rows, 0, told), record)
+
+    def _play(
+        self, batch: Batch, drafts: Sequence[Draft], depth: int, tree: DraftTree | None, lap: Lap
+    ) -> Pass:
+        """A round: draft behind what was accepted, verify the drafts, judge them, commit."""
+        last = batch.last
+        assert last is not None
+        if tree is None:
+            tree = self._draft(batch, drafts, depth)
+            lap(Stage.DRAFT)
+        is_alone = last.num_nodes == 1 and not self.is_fixed
+        kept: Tensor | int = 1 if is_alone else last.num + 1
+        if self.is_fixed or None in batch.rows:  # those that have ended keep nothing more
+            kept = kept * batch.is_open
+        self._sequences.keep(last.path, kept, last.tree.is_chain or not self.plan.kinds)
+        lap(Stage.COMMIT)
+        scores = self.target.score(self._sequences, tree)
+        lap(Stage.VERIFY)
+        done = self._judge(batch, tree, scores, depth)
+        self._commit(batch, done, scores.logits)
+        if self.is_fixed:
+            self._settle(done, 0)
+        else:
+            self._last = done
+        lap(Stage.JUDGE)
+        return done
+
+    def _replay(
+        self, batch: Batch, drafts: Sequence[Draft], depth: int, tree: DraftTree | None
+    ) -> tuple[Tensors, Tensors, int] | None:
+        """The same as one launch: what it tells, and how many nodes; None if it is not recorded.
+
+        What is recorded drafts, too, or is given a tree that could only be made step by step.
+        """
+        method, shape, given = self.method, self.plan.shape, Tensors()
+        rows = [row for row in batch.rows if row is not None]
+        if any(row.wants_margins for row in rows) or (tree is not None and tree.drawn is not None):
+            return None
+        if tree is None:  # deeper trees are of no use to any draft that is recorded
+            depth = min(depth, max(shape.levels, self._whole.places)) if drafts else 0
+        else:
+            drafts, depth = (), self._whole.positions
+            given = tree.padded(bucket(tree.num_nodes)).columns
+        forms = frozenset((row.form.stop is None, row.form.is_action) for row in rows)
+        verifying = (method.rule, method.loop, method.tie_break, method.sampling.temperature)
+        drafting = (shape, *map(id, drafts), self._keeps_hidden, self._keeps_logits, depth)
+        key = (batch.num_rows, forms, verifying, drafting, *(one.shape for one in given[:1]))
+        if not isinstance(method.rule, Hashable):
+            return None
+        if self.is_recording and shape.num_grown <= MOST_GROWN and find_wait(method.rule) is None:
+            self._recorded.add(key)
+        if key not in self._recorded:
+            return None
+
+        def step(*columns: Tensor) -> Tensors:
+            assert self._last is not None
+            batch.last = self._last.of_rows(batch.num_rows)
+            guessed = DraftTree(*columns) if columns else None
+            self._play(batch, drafts, depth, guessed, lambda _: None)
+            last = self._last.of_rows(batch.num_rows)
+            return (torch.cat((*last.told, *last.columns), dim=1),)
+
+        (found,) = self.target.runner.run((self, key), step, given)
+        assert batch.last is not None
+        nodes, steps = batch.last.size
+        # The next round overwrites it, and a trace is put into words much later.
+        sizes = [1, steps, steps, found.shape[1] - 1 - 2 * steps]
+        *told, columns = torch.split(found.clone(), sizes, dim=1)
+        return tuple(told), (columns,), nodes
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A block in which rounds and sources come up that must be there from then on."""
+        self.is_recording = True
+        yield
+        self.is_recording = False
+
+    def record(self, start: Start) -> None:
+        """Record every round that answers like these may need; they are not decoded to their end.
+
+        Whatever the rounds do to the rows, they keep nothing in the cache and end nowhere.
+        """
+        self.join(start)
+        self._prefill(start, StageClock(self.target.device))
+        batch, drafts, shape = self._in_use(), _able(self._between, start.rows), self.plan.shape
+        batch.is_open.fill_(False)
+        if all(one.capturable for one in drafts):
+            most = max(shape.levels, self._whole.places) if drafts else 0
+            for depth in range(min(most + 1, max(row.limit for row in start.rows))):
+                torch.sub(batch.limit, 1 + depth, out=batch.count)  # as far as leaves such a depth
+                self._replay(batch, drafts, depth, None)
+        else:
+            for width in WIDTHS[: WIDTHS.index(bucket(self._widest)) + 1]:
+                tree = DraftTree.root_only(batch.count).padded(width)
+                self._replay(batch, drafts, 0, tree)
+        self._whole.rows[:] = [None] * self._whole.capacity
+        self._starts, self._unread = [], []
+
+    def _prefill(self, start: Start, clock: StageClock) -> None:
+        """Run prompts, with the guesses that need no model riding behind them."""
+        for first, stop in runs_of([row.slot for row in start.rows]):
+            rows = [row for row in start.rows if first <= row.slot < stop]
+            places = [row.place for row in rows]
+            if self.is_fixed and first == 0:
+                size = 1 << (len(rows) - 1).bit_length()
+                if not any(self._whole.rows[stop:size]):
+                    places += places[:1] * (size - len(rows))  # what is recorded has such sizes
+            is_all = places == list(range(len(start.prompts.lengths)))
+            prompts = start.prompts if is_all else take(start.prompts, places)
+            self._prefill_rows(first, rows, prompts, clock)
+
+    def _prefill_rows(
+        self, first: int, rows: list[Row], prompts: Prompts, clock: StageClock
+    ) -> None:
+        sampling, size = self.method.sampling, len(prompts.lengths)
+        part = self._whole.at(first, first + size)
+        every = [*rows, *rows[:1] * (size - len(rows))]
+        keys = None
+        if sampling.temperature > 0.0:
+            keys = sampling.keys([row.history.draw for row in every], self.target.device)
+        part.fill(every, keys, bool(self.plan.kinds), self._reads_past)
+        if len(rows) < size:
+            part.is_open[len(rows) :] = False
+        reads_prompt = self.method.rule.needs_patches or self._keeps_hidden
+        prompts = replace(prompts, keep_hidden=reads_prompt)
+        for one in self._drafts:
+            if HIDDEN not in one.needs:
+                one.begin(part, prompts, None)
+        depth, lap = max(row.limit for row in rows) - 1, self._lap(clock, Stage.PREFILL)
+        tree = self._draft(part, _able(self._riders, rows), depth, prompts.last_tokens)
+        lap(Stage.DRAFT)
+        self._reserve(first + size, prompts, depth)
+        scores, features = self.target.prefill(self._sequences, first, prompts, tree)
+        lap(Stage.PREFILL)
+        if self.method.rule.needs_patches:
+            part.keep_patches(features.hidden[:, features.patches])
+        done = self._judge(part, tree, scores, depth)
+        self._commit(part, done, scores.logits)
+        self._settle(done, first)
+        lap(Stage.JUDGE)
+        record = Record(done.columns, done.num_nodes, first, True, clock, clock.take_laps())
+        self._note(Unread(rows, first, done.told), record)
+        if not all(row.is_done for row in rows):
+            for one in self._drafts:
+                if HIDDEN in one.needs:
+                    one.begin(part, prompts, features)
+
+    def _lap(self, clock: StageClock, whole: Stage) -> Lap:
+        """What books time. Without drafts a pass is a `whole` stage, and ends judged."""
+        if self.plan.kinds:
+            return clock.lap
+        return lambda stage: clock.lap(whole) if stage is Stage.JUDGE else None
+
+    def _reserve(self, num_rows: int, prompts: Prompts, depth: int) -> None:
+        """Room for the whole of these answers and a tree behind."""
+        longest, reserve = prompts.embeds.shape[1], self.target.runner.reserve
+        if reserve is not None:
+            longest = reserve.padded(longest)
+        self._sequences.reserve(num_rows, longest + 2 * depth + self._widest)
+
+    def _in_use(self) -> Batch:
+        """The batch up to its last row that has begun, and what its last pass has left."""
+        size = 1 + max((row.slot for row in self.rows if row.records), default=0)
+        if self.is_fixed:
+            size = 1 << (size - 1).bit_length()
+        batch = self._whole.at(0, size)
+        assert self._last is not None
+        is_whole = self._last.num.shape[0] == size and not self.is_fixed
+        batch.last = self._last if is_whole else self._last.of_rows(size)
+        return batch
+
+    def _draft(
+        self, batch: Batch, drafts: Sequence[Draft], depth: int, roots: Tensor | None = None
+    ) -> DraftTree:
+        """One tree of what all sources guess, behind the last pass if no roots are given."""
+        shape, is_first = self.plan.shape, roots is not None
+        if roots is None:
+            assert batch.last is not None
+            roots = batch.last.bonus
+        if not drafts or (depth <= 0 and not shape.is_full_depth):
+            return batch.root_tree(roots)
+        widest = self._widest
+        if not is_first and self.method.is_guarded and DraftKind.PREVIOUS_ANSWER in self.plan.kinds:
+            widest = min(widest, self.target.text_width)
+        room = Room(roots, shape, depth, widest)
+        found = [(one.kind, one.draft(batch, room)) for one in drafts]
+        return merge(found, roots, room, trims=self.target.reads_lengths)
+
+    def _judge(self, batch: Batch, tree: DraftTree, scores: Scores, depth: int) -> Pass:
+        """What the target says after each node, and which path is committed."""
+        method, logits, count = self.method, scores.logits, batch.count
+        first, noise = self.target.vocabulary.first, Noise(batch.keys, batch.limit)
+        predictions = predict(method, tree, logits, first, noise, count)
+        if tree.num_nodes == 1:
+            path, num = batch.zeros, batch.zero
+            bonus, tokens, own = predictions[:, 0], predictions, predictions
+            if not self.plan.kinds and method.sampling.temperature > 0.0:
+                predictions = own = first_maximum(logits) + first
+        else:
+            has_stop = any(row is not None and row.form.stop is not None for row in batch.rows)
+            steps = max(1, min(tree.num_nodes, depth + 1, batch.positions))
+            scored = self._scored(batch, tree, scores, predictions)
+            accepted = judge(method, scored, noise, batch.stop if has_stop else None, steps)
+            path, num, bonus, own = accepted.path, accepted.num, accepted.bonus, accepted.own
+            tokens = _next_tokens(tree, path, num, bonus)
+        hidden = _at_path(scores.hidden, path) if self._keeps_hidden else None
+        said = self.target.action_logits(logits) if self._keeps_logits else None
+        return Pass(tree, predictions, path, num, bonus, tokens, own, hidden, said)
+
+    def _scored(
+        self, batch: Batch, tree: DraftTree, scores: Scores, predictions: Tensor
+    ) -> ScoredTree:
+        """The tree with everything that a rule may read."""
+        return ScoredTree(
+            tree=tree,
+            scores=scores,
+            predictions=predictions,
+            num_committed=batch.count,
+            spent=batch.spent(),
+            vocabulary=self.target.vocabulary,
+            action_tokens=self.target.action_tokens,
+            context=batch.context(),
+            num_tokens=self.target.num_tokens,
+            limit=batch.limit,
+            begin=batch.begin if batch.has_text else None,
+        )
+
+    def _commit(self, batch: Batch, done: Pass, logits: Tensor) -> None:
+        """Write down what a pass has decided: for the next round, and where somebody will read."""
+        batch.sums.add_(logits.sum(dim=(1, 2)))
+        wants_margins = any(row is not None and row.wants_margins for row in batch.rows)
+        is_plain = not self.plan.kinds and self.method.sampling.temperature == 0.0
+        if is_plain and not wants_margins:
+            return
+        places = _places_of(batch, done.num, done.path.shape[1])
+        batch.tokens.scatter_(1, places, done.tokens)
+        batch.own.scatter_(1, places, done.own)
+        if wants_margins:
+            found = _at_path(logits, done.path)
+            batch.margins.scatter_(1, places, top_gap(found, first_maximum(found)))
+        if batch.has_text and not self.method.rule.is_exact:
+            self._note_text(batch, done)
+        batch.count.add_(done.num + 1)
+        if batch.num_rows > 1 or self.is_fixed:  # some may have ended before
+            torch.minimum(batch.count, batch.limit, out=batch.count)
+
+    def _settle(self, done: Pass, first: int) -> None:
+        """Let this be the last pass of the rows from `first` on, beside that of others."""
+        old, stop = self._last, first + len(done.num)
+        others = [row.slot + 1 for row in self.rows if row.records and row.slot < first]
+        others += [row.slot + 1 for row in self.rows if row.records and row.slot >= stop]
+        if self.is_fixed and old is not None:
+            old.put(done, first)
+        elif old is None or not others:
+            self._last = done
+        else:
+            nodes, steps = (max(a, b) for a, b in zip(old.size, done.size, strict=True))
+            hidden = self.target.embed(self._whole.tokens[0, 0])
+            bins = len(self.target.action_tokens)
+            self._last = Pass.blank(max(stop, *others), nodes, steps, hidden, bins)
+            self._last.put(old.of_rows(max(others)), 0)
+            self._last.put(done, first)
+
+    def _note_text(self, batch: Batch, done: Pass) -> None:
+        """Where the action begins that the next token may belong to: behind the last text."""
+        steps = torch.arange(1, done.tokens.shape[1] + 1, device=batch.device)
+        is_text = ~self.target.action_tokens.contains(done.tokens)
+        last = (steps * (is_text & (steps <= done.num[:, None] + 1))).amax(dim=1)
+        is_moved = (last > 0) & (batch.begin >= 0)
+        batch.begin.copy_(torch.where(is_moved, batch.count + last, batch.begin))
+
+    def _note(self, unread: Unread, record: Record) -> None:
+        """Tell the host of a pass, which reads what was committed where it cannot know that."""
+        rows = unread.rows
+        for row in rows:
+            row.note(record)
+        self._unread.append(unread)
+        is_known = record.num_nodes == 1 or not self.plan.kinds
+        for row in rows:
+            is_known = is_known and row.form.is_action and row.count < row.limit
+        if not is_known:
+            self._read()
+
+    def _read(self) -> None:
+        """Read what passes have committed since the last time: the one read of a round."""
+        unread, self._unread = self._unread, []
+        sums = self._whole.sums
+        parts = [(sums - sums == 0).long(), *(part for one in unread for part in one.told)]
+        numbers = self.read_from_device(torch.cat([part.flatten() for part in parts]))
+        is_finite, start = numbers, self._whole.capacity
+        for one in unread:
+            num_rows, steps = one.told[1].shape
+            nums, tokens = start, start + num_rows
+            own = tokens + num_rows * steps
+            start = own + num_rows * steps
+            for row in one.rows:
+                place = row.slot - one.first
+                told = slice(place * steps, place * steps + numbers[nums + place] + 1)
+                row.take(
+                    numbers[tokens:own][told],
+                    numbers[own:start][told],
+                    is_finite=bool(is_finite[row.slot]),
+                )
+
+    def read_from_device(self, numbers: Tensor) -> list[int]:
+        """The one place where the host waits for the device."""
+        found: list[int] = numbers.tolist()
+        return found
+
+    def _finish(self, done: list[Row]) -> list[Row]:
+        """Let go of what has ended, tell what happened, and let the guards learn."""
+        for row in done:
+            margins: list[float] = []
+            if row.wants_margins:
+                num_told = min(len(row.tokens), row.form.max_tokens)
+                margins = self._whole.margins[row.slot, :num_told].tolist()
+            row.finish(self._rule, margins)
+            start = next(one for one in self._starts if row in one.rows)
+            self._let_go(row)
+            if start.guard is not None:
+                _learn(start.guard, start, row)
+            row.memory = row.history.memory(row.memory)
+        self._starts = [start for start in self._starts if not start.is_over]
+        return done
+
+    def _let_go(self, row: Row) -> None:
+        self._whole.rows[row.slot] = None
+        if self.rows and row.records:  # the others go on beside an empty place
+            self._whole.is_open[row.slot] = False
+            self._sequences.length[row.slot] = 0
+
+    def cancel(self, row: Row) -> bool:
+        """Let go of an answer that nobody waits for any more; whether it was on its way here."""
+        start = next((one for one in self._starts if row in one.rows and not row.is_done), None)
+        if start is None:
+            return False
+        if self._unread:
+            self._read()
+        start.rows.remove(row)
+        row.is_done = True
+        self._let_go(row)
+        self._starts = [start for start in self._starts if not start.is_over]
+        return True
+
+
+def _able(drafts: Sequence[Draft], rows: Sequence[Row]) -> tuple[Draft, ...]:
+    """Those that have something to say, given what the sessions remember."""
+    if not drafts:
+        return ()
+    longest = max(len(row.history.own) for row in rows)
+    return tuple(one for one in drafts if longest >= one.least_steps)
+
+
+def _learn(guard: Guard, start: Start, row: Row) -> None:
+    """Tell a guard what an answer has needed, and in the end what its start has cost."""
+    if row.remembers:
+        guard.learn_passes(row.plan, row.num_passes - 1, row.history.passes_needed)
+        _learn_of_repeating(guard, row)
+    if start.is_over:
+        guard.learn(start.choice, start.cost(), [None] * len(start.rows))
+
+
+def _learn_of_repeating(guard: Guard, row: Row) -> None:
+    """Tell a guard what plans that only repeat the last action would have needed.
+
+    With exact match that can be counted afterwards: one pass for every token that changed.
+    """
+    own = row.history.own
+    if not (row.form.is_action and row.method.rule.is_exact and len(own) > 1):
+        return
+    num_changed = sum(a != b for a, b in zip(own[-2][:-1], own[-1][:-1], strict=True))
+    for plan in row.method.plans:
+        if plan.name != row.plan and plan.kinds == {DraftKind.PREVIOUS}:
+            guard.learn_passes(plan.name, num_changed, row.history.passes_needed)
+
+
+def take(prompts: Prompts, places: list[int]) -> Prompts:
+    """Some rows of prompts."""
+    index = to_device(places, prompts.embeds.device)
+    features, for_draft = prompts.features, prompts.for_draft
+    return replace(
+        prompts,
+        embeds=prompts.embeds[index],
+        lengths=prompts.lengths[index],
+        last_tokens=prompts.last_tokens[index],
+        features=None if features is None else features[index],
+        for_draft=None if for_draft is None else lambda: take(for_draft(), places),
+    )
+
+
+def _places_of(batch: Batch, num: Tensor, steps: int) -> Tensor:
+    """Where the tokens of a pass belong, [row, step]; the spare column for what is none."""
+    if steps == 1:
+        return batch.count[:, None].clamp(max=batch.positions)
+    numbers = torch.arange(steps, device=num.device)
+    places = batch.count[:, None] + numbers
+    places = places.masked_fill_(numbers > num[:, None], batch.positions)
+    return places.clamp_(max=batch.positions)
+
+
+def _next_tokens(tree: DraftTree, path: Tensor, num: Tensor, bonus: Tensor) -> Tensor:
+    """The token after each node of the path: the next draft on it, or the bonus. [row, step]."""
+    if path.shape[1] == 1:
+        return bonus[:, None]
+    drafted = tree.tokens.gather(1, path[:, 1:])
+    shifted = torch.cat((drafted, bonus[:, None]), dim=1)
+    return shifted.scatter_(1, num[:, None], bonus[:, None])
+
+
+def _at_path(values: Tensor, path: Tensor) -> Tensor:
+    """Pick the nodes [row, step] of a path from [row, node, ...]."""
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    return values[rows, path]

@@ -1,0 +1,120 @@
+"""Stored frames and the actions that belong to them, to draft from."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import functional
+
+from deft_policies.checkpoint.tensor_file import require_finite, write_tensors
+from deft_policies.decoding.target import Prompts
+from deft_policies.errors import CheckpointError
+
+FORMAT = "deft-retrieval-1"
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievalIndex:
+    """Stored keys and actions. `fingerprint` names the target that made the keys."""
+
+    keys: Tensor  # [entry, feature], unit length, float16 or float32
+    actions: Tensor  # [entry, position] int64
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        if self.keys.dim() != 2 or self.actions.dim() != 2:
+            raise ValueError(
+                "keys must be [entry, feature] and actions [entry, position], got "
+                f"{list(self.keys.shape)} and {list(self.actions.shape)}"
+            )
+        if len(self.keys) != len(self.actions) or len(self.keys) == 0:
+            raise ValueError(
+                f"an index needs as many actions as keys and at least one, got {len(self.keys)} "
+                f"keys and {len(self.actions)} actions"
+            )
+
+    def nearest(self, keys: Tensor, count: int) -> Tensor:
+        """Actions of the `count` most similar entries, nearest first, [row, count, position]."""
+        similar = keys.to(self.keys.dtype) @ self.keys.T
+        best = similar.topk(min(count, len(self.keys)), dim=1).indices
+        return self.actions[best]
+
+    def check_length(self, lengths: Collection[int]) -> None:
+        """Raise `CheckpointError` unless it holds actions of one of these lengths."""
+        stored = self.actions.shape[1]
+        if stored not in lengths:
+            known = ", ".join(map(str, sorted(lengths)))
+            raise CheckpointError(
+                f"the retrieval index holds actions of {stored} tokens, this robot's have {known}; "
+                "make an index of its own demonstrations"
+            )
+
+    def to(self, device: torch.device) -> "RetrievalIndex":
+        """The same index on another device."""
+        return RetrievalIndex(self.keys.to(device), self.actions.to(device), self.fingerprint)
+
+
+def frame_keys(prompts: Prompts) -> Tensor:
+    """Keys of a batch of frames, [row, feature], float32.
+
+    What the camera shows joined with what was asked, each at unit length: the same scene under two
+    instructions calls for two actions.
+    """
+    if prompts.features is None:
+        raise ValueError("retrieval needs the pooled visual features of the frames")
+    positions = torch.arange(prompts.embeds.shape[1], device=prompts.embeds.device)
+    is_patch = (positions >= prompts.patches.start) & (positions < prompts.patches.stop)
+    is_text = (positions < prompts.lengths[:, None]) & ~is_patch
+    words = (prompts.embeds.float() * is_text[:, :, None]).sum(dim=1) / is_text.sum(1, True)
+    seen = functional.normalize(prompts.features.float(), dim=1)
+    return functional.normalize(torch.cat((seen, functional.normalize(words, dim=1)), dim=1), dim=1)
+
+
+def build_index(entries: Iterable[tuple[Tensor, Tensor]], fingerprint: str) -> RetrievalIndex:
+    """Collect (keys [frame, feature], actions [frame, position]) of episodes into an index.
+
+    Actions should be the target's own answers to those frames (recordings have them), or a
+    demonstrator's. Kept in float16: an entry of a 7B model's frame is 12 kB.
+    """
+    keys, actions = [], []
+    for key, action in entries:
+        if len(key) != len(action):
+            raise ValueError(f"{len(key)} frames come with {len(action)} actions")
+        keys.append(functional.normalize(key.float(), dim=1).half().cpu())
+        actions.append(action.long().cpu())
+    if not keys:
+        raise ValueError("no frames were given, so there is nothing to index")
+    return RetrievalIndex(torch.cat(keys), torch.cat(actions), fingerprint)
+
+
+def save_index(index: RetrievalIndex, path: Path) -> None:
+    """Write one safetensors file, whole or not at all."""
+    tensors = {"keys": index.keys.half(), "actions": index.actions.int()}
+    partial = path.with_name(path.name + ".partial")
+    write_tensors(tensors, partial, metadata={"format": FORMAT, "fingerprint": index.fingerprint})
+    partial.replace(path)
+
+
+def load_index(path: Path, fingerprint: str, device: torch.device) -> RetrievalIndex:
+    """Read an index that was made with the target of this fingerprint."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            names = set(file.keys())
+            if metadata.get("format") != FORMAT or not {"keys", "actions"} <= names:
+                raise CheckpointError(f"{path} is not a retrieval index of format {FORMAT!r}")
+            keys, actions = file.get_tensor("keys"), file.get_tensor("actions")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as a retrieval index: {error}") from error
+    require_finite("keys", keys, path)
+    if metadata.get("fingerprint") != fingerprint:
+        raise CheckpointError(
+            f"{path} was built with model {metadata.get('fingerprint')!r}, but this one is "
+            f"{fingerprint!r}: its features mean something else here; build the index again"
+        )
+    # Half-precision products are slow on a CPU; there the index is held in float32.
+    wide = keys.to(device, torch.float16 if device.type == "cuda" else torch.float32)
+    return RetrievalIndex(wide, actions.to(device, torch.int64), fingerprint)

@@ -1,0 +1,122 @@
+"""Action tokens to robot units and back, in float64 as OpenVLA computes them.
+
+A token stands for a bin, a bin for its centre in [-1, 1] (a normalised action), and the action
+statistics stretch that to robot units. Ids grow as values fall.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
+from deft_policies.model.sizes import ActionVocabulary
+from deft_policies.model.statistics import ActionStatistics
+
+# An arm's action: three of translation, three of rotation, and the gripper.
+_POSE = (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 3 + (DimensionGroup.GRIP,)
+# In training the range is widened by this before dividing by it.
+_RANGE_EPS = 1e-8
+_MM_PER_METRE = 1000.0
+
+Tokens = NDArray[np.int64]  # [..., action_dim]
+Actions = NDArray[np.float64]  # [..., action_dim]
+
+
+@dataclass(frozen=True)
+class RobotScale:
+    """What one robot unit of an arm's action means to its controller."""
+
+    metres: float
+    radians: float
+    open_above: float = 0.5  # gripper values above it mean one class, others the other
+
+    @staticmethod
+    def of_statistics(key: str) -> "RobotScale | None":
+        """The scale of a data set known by name."""
+        if key.startswith("libero"):
+            return OSC_POSE
+        return METRIC if key.startswith(("bridge", "fractal")) else None
+
+
+OSC_POSE = RobotScale(metres=0.05, radians=0.5)  # robosuite's, as LIBERO uses it
+METRIC = RobotScale(metres=1.0, radians=1.0)  # Bridge and the like
+
+
+class ActionCodec:
+    """Translates between action tokens, normalised actions and robot units."""
+
+    def __init__(self, vocabulary: ActionVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._edges = np.linspace(-1.0, 1.0, vocabulary.num_bins)
+        self._centres = (self._edges[:-1] + self._edges[1:]) / 2.0
+
+    def normalised(self, tokens: Tokens) -> Actions:
+        """Bin centres of tokens. An id outside the action range counts as the nearest inside."""
+        bins = self._vocabulary.text_vocab_size - tokens - 1
+        return self._centres[np.clip(bins, 0, len(self._centres) - 1)]
+
+    def decode(self, tokens: Tokens, statistics: ActionStatistics) -> Actions:
+        """Tokens to robot units."""
+        return unnormalise(self.normalised(tokens), statistics)
+
+    def encode(self, actions: Actions, statistics: ActionStatistics) -> Tokens:
+        """Robot units to the tokens that training would have taught for them.
+
+        One id more than there are centres: the exact maximum gets the lowest id alone, which
+        decodes like its neighbour.
+        """
+        normalised = np.clip(normalise(actions, statistics), -1.0, 1.0)
+        return self._vocabulary.text_vocab_size - np.digitize(normalised, self._edges)
+
+    def bin_widths(self, statistics: ActionStatistics) -> NDArray[np.float64]:
+        """Robot units between the centres of neighbouring bins, [action_dim]."""
+        step = self._edges[1] - self._edges[0]
+        reach = np.abs(statistics.q99 - statistics.q01) / 2.0
+        widths: NDArray[np.float64] = np.where(statistics.mask, step * reach, step)
+        return widths
+
+    def action_space(self, statistics: ActionStatistics, scale: RobotScale | None) -> ActionSpace:
+        """What acceptance rules need to know; limits count in bins where units are unknown."""
+        if scale is None or statistics.action_dim != len(_POSE):
+            return ActionSpace.in_bins(statistics.action_dim)
+        unit = {
+            DimensionGroup.MOVE: scale.metres * _MM_PER_METRE,
+            DimensionGroup.TURN: float(np.degrees(scale.radians)),
+            DimensionGroup.GRIP: 0.0,
+        }
+        widths = self.bin_widths(statistics)
+        boundary = self._find_boundary(statistics, scale.open_above)
+        return ActionSpace(
+            groups=_POSE,
+            unit_per_bin=tuple(
+                float(width) * unit[group] for width, group in zip(widths, _POSE, strict=True)
+            ),
+            class_boundary=tuple(
+                boundary if group is DimensionGroup.GRIP else None for group in _POSE
+            ),
+        )
+
+    def _find_boundary(self, statistics: ActionStatistics, open_above: float) -> int:
+        """The lowest token whose gripper value (the last dimension) is not above the threshold."""
+        action_tokens = self._vocabulary.tokens
+        ids = np.arange(action_tokens.first, action_tokens.last + 1)
+        rows = np.repeat(ids[:, None], statistics.action_dim, axis=1)
+        is_above = self.decode(rows, statistics)[:, -1] > open_above
+        return int(action_tokens.first + is_above.sum())
+
+
+def unnormalise(normalised: Actions, statistics: ActionStatistics) -> Actions:
+    """Stretch [-1, 1] to q01..q99 where the mask says so."""
+    low, high = statistics.q01, statistics.q99
+    # The original's order of operations: another one would differ in the last bit.
+    stretched = 0.5 * (normalised + 1) * (high - low) + low
+    return np.where(statistics.mask, stretched, normalised)
+
+
+def normalise(actions: Actions, statistics: ActionStatistics) -> Actions:
+    """Robot units to [-1, 1] as in training; a dimension that never changes becomes 0."""
+    low, high = statistics.q01, statistics.q99
+    squeezed = 2 * (actions - low) / (high - low + _RANGE_EPS) - 1
+    squeezed = np.where(high == low, 0.0, squeezed)
+    return np.where(statistics.mask, squeezed, actions)

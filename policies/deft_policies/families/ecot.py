@@ -1,0 +1,134 @@
+"""ECoT: OpenVLA that writes what it sees, plans and is about to do before its action.
+
+The same networks as OpenVLA's, of one tower or two. The prompt ends in the first tag and no blank
+is added to it; the answer is text that ends with the stop token, and the action is the seven tokens
+before that. An answer that does not end, or has other tokens there, is no action.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deft_client.reasoning import find_parts
+from deft_policies.checkpoint.open import CheckpointSource
+from deft_policies.errors import CheckpointError, NoActionError
+from deft_policies.families.family import AnswerFormat, Family, Opened, Values
+from deft_policies.families.openvla import OpenVLA, around, check_one_action, open_files
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.target import VlaTarget
+from deft_policies.families.weights import load_network
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import StepRunner
+from deft_policies.model.prompt import EOS_PIECE, PromptEncoder, PromptTemplate
+from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.statistics import ActionStatistics
+
+MAX_TOKENS = 1024  # of an answer, as published
+WIDEST = 512  # nodes of a draft: the last answer, all of it
+_PROMPT = range(48, 96)  # ids that passes are captured for
+_TEMPLATES = {"vicuna": PromptTemplate.ECOT, "in-out": PromptTemplate.ECOT_IN_OUT}
+_NAME = re.compile(r"\becot\b", re.IGNORECASE)
+
+
+class Ecot(OpenVLA):
+    """Looks at the frame alone, as OpenVLA does, and thinks aloud."""
+
+    family = "ecot"
+    widest = WIDEST
+
+    def __init__(
+        self,
+        target: VlaTarget,
+        encoder: PromptEncoder,
+        images: ImageProcessor,
+        statistics: Mapping[str, ActionStatistics],
+        stop: int,
+        max_tokens: int,
+    ) -> None:
+        self._max_tokens, self._stop = max_tokens, stop
+        self._words = encoder
+        super().__init__(target, encoder, images, statistics)
+        self.details["prompt"] = encoder.template.value
+        self.details["longest answer"] = f"{max_tokens} tokens"
+
+    def _format(self, key: str, statistics: ActionStatistics) -> AnswerFormat:
+        """Text, the action behind it, and the stop token."""
+        action_tokens, dim = self.target.action_tokens, statistics.action_dim
+
+        def decode(values: Values) -> NDArray[np.float64]:
+            tokens = values.astype(np.int64)
+            if not len(tokens) or tokens[-1] != self._stop:
+                raise NoActionError(f"the text did not end within {len(tokens)} tokens")
+            is_text = (tokens[:-1] < action_tokens.first) | (tokens[:-1] > action_tokens.last)
+            num = int(np.argmax(np.append(is_text[::-1], True)))
+            if num < dim:
+                raise NoActionError(f"{num} action tokens before the stop token, {dim} are needed")
+            return self.codec.decode(tokens[None, -1 - dim : -1], statistics)
+
+        action = super()._format(key, statistics)
+        return replace(action, max_tokens=self._max_tokens, decode=decode, stop=self._stop)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Ids that a prompt may have beside the longest answer."""
+        return self.target.max_positions - self.network.config.num_patches - self._max_tokens
+
+    def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """The text of an answer, and how many tokens each of its parts has, tags included.
+
+        The stop token belongs to the last part.
+        """
+        text, lengths = self._words.lengths(tokens)
+        begins = list(accumulate(lengths, initial=0))
+        # A tag begins where the part before it stops.
+        tags = [bisect_right(begins, stop) - 1 for _, _, stop in find_parts(text)[:-1]]
+        edges = [0, *tags, len(tokens)]
+        return self._words.decode(tokens), tuple(b - a for a, b in pairwise(edges))
+
+
+def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
+    """Raises `CheckpointError` for what cannot work, as far as files tell."""
+    if source is None:
+        raise CheckpointError("--family ecot needs a checkpoint: random weights have no words")
+    check_one_action(options, Ecot.family)
+    if options.action_rows_only:
+        raise CheckpointError("--action-rows-only: ecot writes words, too; leave it out")
+    checkpoint = open_files(source, options)
+    encoder = checkpoint.encoder.with_template(_TEMPLATES[options.prompt or "vicuna"])
+    stop = encoder.find_piece(EOS_PIECE)
+    max_tokens = _find_room(checkpoint.config, options.max_tokens)
+
+    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> Ecot:
+        network, _ = load_network(checkpoint, options, device, dtype)
+        target, images = around(network, options, runner, _PROMPT)
+        return Ecot(target, encoder, images, checkpoint.config.statistics, stop, max_tokens)
+
+    summary = f"ecot: up to {max_tokens} tokens of text and action from one picture"
+    return Opened(summary, tuple(checkpoint.config.statistics), load)
+
+
+def _find_room(config: OpenVLAConfig, wanted: int | None) -> int:
+    """How long an answer may be: as asked for, or as published where there is room."""
+    positions = config.llm.max_positions
+    room = positions - config.num_patches - _PROMPT.stop
+    if room < (wanted or 1):
+        raise CheckpointError(
+            f"the model has {positions} positions: beside {config.num_patches} patches and a "
+            f"prompt of {_PROMPT.stop} tokens there is room for an answer of {max(room, 0)}"
+            + ("" if wanted is None else f", not {wanted}; give a smaller --max-tokens")
+        )
+    return wanted or min(MAX_TOKENS, room)
+
+
+ECOT = Family(
+    Ecot.family,
+    lambda source, options: source is not None and bool(_NAME.search(Path(source.name).name)),
+    _open,
+)

@@ -1,0 +1,175 @@
+"""The seam between families of models and everything else.
+
+A `Family` is recognised by a checkpoint's files. It opens them, which finds all that is wrong
+before weights are read, and loads a `Model`. A model says what it looks at and what its answers
+are; `families.policy` does the rest, the same for all.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deft_client.types import DecodeTrace, Image, Observation
+from deft_policies.base import ActionLimits
+from deft_policies.checkpoint.open import CheckpointSource
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.batch import Form
+from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.engine import WIDEST
+from deft_policies.decoding.target import Prompts
+from deft_policies.errors import UnusableObservationError
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.target import VlaTarget
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import StepRunner
+from deft_policies.model.prompt import PromptSource
+from deft_policies.model.vla import OpenVLAModel
+
+Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerFormat:
+    """What an answer under one statistics key is, and how it becomes actions.
+
+    An answer has exactly `max_tokens` tokens, or ends with `stop` where there is one. `decode`
+    takes its tokens (or normalised values, of a model that answers with numbers) to actions
+    [step, action_dim] in robot units, and raises `NoActionError` where they hold none. Without a
+    `space` tokens have no distances, and only acceptance rules that need none can judge them.
+    """
+
+    max_tokens: int
+    decode: Callable[[Values], NDArray[np.float64]]
+    limits: ActionLimits
+    stop: int | None = None
+    space: ActionSpace | None = None
+
+    @property
+    def form(self) -> Form:
+        """What the decoder is asked for."""
+        return Form(self.max_tokens, self.stop, self.space)
+
+
+class Model(ABC):
+    """A loaded model of some family."""
+
+    family: str
+
+    def __init__(
+        self,
+        network: OpenVLAModel,
+        encoder: PromptSource,
+        images: ImageProcessor,
+        formats: Mapping[str, AnswerFormat],
+        runner: StepRunner,
+    ) -> None:
+        """`formats` are by statistics key."""
+        self.network = network
+        self.encoder = encoder
+        self.images = images
+        self.formats = formats
+        self.runner = runner
+        self.details: dict[str, str] = {}  # for people
+        self.num_steps = 1  # actions per answer
+        self.num_pictures = 1  # the frame, then wrist cameras
+        self.state_dim: int | None = None  # numbers of the robot's state it reads
+        # Remembers the instructions of late. May be called from any thread.
+        self.encode: Callable[[str], Sequence[int]] = lru_cache(maxsize=256)(encoder.encode)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.network.decoder.embedding.weight.device
+
+    @property
+    @abstractmethod
+    def longest_prompt(self) -> int:
+        """Ids that a prompt may have."""
+
+    def pixels(self, fitted: Sequence[Image]) -> Tensor:
+        """Fitted images as the towers read them, [row, ...]."""
+        weight = self.network.decoder.embedding.weight
+        return self.images.pixel_values(fitted, weight.device, weight.dtype)
+
+    def check(self, observation: Observation) -> None:
+        """Raise `UnusableObservationError` for what it was not made to look at."""
+        num_ids = len(self.encode(observation.instruction))
+        if num_ids > self.longest_prompt:
+            beside = "image" if self.num_pictures == 1 else "pictures"
+            raise UnusableObservationError(
+                "instruction",
+                f"the prompt has {num_ids} tokens, at most {self.longest_prompt} fit beside the "
+                f"{beside}; shorten the instruction",
+            )
+
+    def complete(self, observation: Observation) -> Observation:
+        """Add what it reads beside a frame and an instruction, for a frame that is made up."""
+        return observation
+
+    @abstractmethod
+    def capture(self) -> None:
+        """Record what a batch within the runner's reserve can need, decoding apart."""
+
+
+class TokenModel(Model):
+    """A model that answers token by token: what it sees is where decoding starts."""
+
+    target: VlaTarget
+    widest = WIDEST  # nodes of a draft tree
+
+    def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
+        """An answer as text, and how many tokens each of its parts has; None where it has none."""
+        return None
+
+    @abstractmethod
+    def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+        """What the decoder starts from, timed as preparing and as vision."""
+
+
+class OnePassModel(Model):
+    """A model that answers in one pass, without a decoder."""
+
+    method: str  # what its one way of answering is called
+
+    @abstractmethod
+    def answer(
+        self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
+    ) -> list[tuple[Values, DecodeTrace | None]]:
+        """What each row's format decodes, and a trace where the answer is tokens."""
+
+
+class LoadModel(Protocol):
+    """Reads the weights. Passes run on `runner`, where that is shared with another model."""
+
+    def __call__(
+        self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
+    ) -> Model: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A checkpoint that was found in order, or sizes to draw random weights for."""
+
+    summary: str  # what it answers from what, for people
+    statistics_keys: tuple[str, ...]
+    load: LoadModel
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One kind of model. The source is None where weights are drawn.
+
+    `matches` says whether files, or options where no file tells, look like it. `open` checks
+    everything and raises `CheckpointError`.
+    """
+
+    name: str
+    matches: Callable[[CheckpointSource | None, ModelOptions], bool]
+    open: Callable[[CheckpointSource | None, ModelOptions], Opened]

@@ -1,0 +1,286 @@
+"""From options to a policy, and the one place where a model's family is found."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from deft_policies.base import Finding, Verdict
+from deft_policies.checkpoint.memory import check_memory, find_free_bytes, needed_bytes
+from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint, open_source
+from deft_policies.decoding.eagle import load_head
+from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.medusa import is_medusa, load_medusa
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.retrieval import load_index
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.target import self_draft_target
+from deft_policies.errors import CheckpointError, PolicyError
+from deft_policies.families.ecot import ECOT
+from deft_policies.families.family import Family, Model, Opened
+from deft_policies.families.oft.family import OFT
+from deft_policies.families.openvla import OPENVLA, OpenVLA
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.target import VlaTarget
+from deft_policies.families.weights import choose_device, choose_dtype
+from deft_policies.model.formats import Precision, Quantization
+from deft_policies.model.quantization import check_quantization
+from deft_policies.model.statistics import find_statistics_key
+
+_log = logging.getLogger(__name__)
+_GIB = 1024**3
+# On a CPU, passes of narrower decoders are so short that threads gain little by sharing one; and
+# where other work wants the cores, they wait for each other many times longer than they compute.
+_WIDE = 1024
+# In the order in which they are asked whether files are theirs; the last one takes what is left.
+FAMILIES = (ECOT, OFT, OPENVLA)
+
+
+def find_family(source: CheckpointSource | None, options: ModelOptions) -> Family:
+    """The family that the options name, or else the first that the files look like."""
+    for family in FAMILIES:
+        if family.name == options.family:
+            return family
+        if options.family is None and family.matches(source, options):
+            return family
+    known = ", ".join(one.name for one in FAMILIES)
+    raise CheckpointError(f"unknown family {options.family!r}; known: {known}")
+
+
+def open_model(options: ModelOptions) -> Opened:
+    """Check everything that can be checked before weights are read."""
+    if (options.checkpoint is None) == (options.random_weights is None):
+        raise CheckpointError(
+            "give one of --checkpoint (a directory or hub id) and --random-weights (sizes)"
+        )
+    source = None
+    if options.checkpoint is not None:
+        source = locate_checkpoint(options.checkpoint, options.adapter)
+    return find_family(source, options).open(source, options)
+
+
+def load_policy(options: ModelOptions) -> VlaPolicy:
+    """Load what the options name; what needs no weights to be checked is checked before them."""
+    method = _choose_method(options)
+    _check_draft_files(options)
+    device = choose_device(options.device)
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    dtype = choose_dtype(options.precision, device)
+    check_quantization(options.quantization, device, dtype)
+    opened = open_model(options)
+    keys = opened.statistics_keys
+    if options.statistics_key is not None:
+        find_statistics_key(keys, options.statistics_key)
+    elif len(keys) > 1:
+        _log.warning(
+            "no --statistics-key is given, so every request must name one of %s", ", ".join(keys)
+        )
+    model = opened.load(device, dtype)
+    if (
+        options.num_threads is None
+        and device.type == "cpu"
+        and model.network.config.llm.width < _WIDE
+    ):
+        torch.set_num_threads(1)
+    drafts = DraftModels()
+    if isinstance(model, OpenVLA):
+        if options.draft_model is not None:
+            model.draft = _load_draft_model(options, model, device, dtype)
+        drafts = _load_drafts(options, model)
+    return VlaPolicy(model, _settings(options, method, model), drafts)
+
+
+def load_float32_twin(options: ModelOptions) -> VlaPolicy:
+    """The same weights in float32 and not quantised: what other formats are audited against."""
+    plain = replace(
+        options,
+        quantization=Quantization.NONE,
+        draft_heads=(),
+        retrieval_index=None,
+        draft_model=None,
+        self_draft_layers=None,
+        drafts=None,
+    )
+    if options.random_weights is None:
+        return load_policy(replace(plain, precision=Precision.FLOAT32))
+    # Random numbers depend on the format they are drawn in, so these are drawn in the other one.
+    drawn = load_policy(replace(plain, precision=Precision.BFLOAT16)).model
+    assert isinstance(drawn, OpenVLA)
+    target = VlaTarget(drawn.network.float())
+    model = OpenVLA(target, drawn.encoder, drawn.images, drawn.statistics)
+    return VlaPolicy(model, _settings(plain, _choose_method(plain), model))
+
+
+def _load_draft_model(
+    options: ModelOptions, target: OpenVLA, device: torch.device, dtype: torch.dtype
+) -> OpenVLA:
+    """Another checkpoint; what runs passes is shared with the target."""
+    theirs = replace(
+        options, checkpoint=options.draft_model, adapter=None, random_weights=None, family=None
+    )
+    draft = open_model(theirs).load(device, dtype, target.runner)
+    if not isinstance(draft, OpenVLA):
+        raise CheckpointError(
+            f"--draft-model {options.draft_model}: {draft.family} answers in one pass, and drafts "
+            "no tokens; give a model of the target's family"
+        )
+    target.check_draft(draft)
+    return draft
+
+
+def _load_drafts(options: ModelOptions, model: OpenVLA) -> DraftModels:
+    target, network, draft = model.target, model.network, model.draft
+    like, width = network.decoder.embedding.weight, network.config.llm.width
+    drafts = DraftModels(
+        rope_offset=options.rope_offset,
+        key_mask=options.key_mask,
+        small_model=None if draft is None else draft.target,
+    )
+    for directory in options.draft_heads:
+        if is_medusa(directory):
+            drafts = replace(drafts, medusa=load_medusa(directory, width, like))
+        else:
+            drafts = replace(drafts, head=load_head(directory, width, like))
+    if options.retrieval_index is not None:
+        index = load_index(options.retrieval_index, network.fingerprint(), like.device)
+        index.check_length({one.max_tokens for one in model.formats.values()})
+        drafts = replace(drafts, index=index)
+    if options.self_draft_layers is not None:
+        shallow = self_draft_target(target, options.self_draft_layers)
+        drafts = replace(drafts, small_model=shallow)
+    return drafts
+
+
+def _settings(options: ModelOptions, method: Method, model: Model) -> PolicySettings:
+    dtype = model.network.decoder.embedding.weight.dtype
+    return PolicySettings(
+        name=options.name,
+        statistics_key=options.statistics_key,
+        method=method,
+        sampling=Sampling(options.temperature, options.seed),
+        is_guarded=options.is_guarded,
+        versions=(("deft", _version_of("deft-vla")), ("torch", torch.__version__)),
+        details=(
+            ("weights", options.checkpoint or f"random:{options.random_weights}"),
+            ("device", _describe(model.device)),
+            ("dtype", str(dtype).removeprefix("torch.")),
+            ("quantization", model.network.describe_quantization()),
+            *([("draft model", options.draft_model)] if options.draft_model else []),
+        ),
+    )
+
+
+def _check_draft_files(options: ModelOptions) -> None:
+    """Raise `CheckpointError` for a head or an index that is not there, and two small models."""
+    if options.draft_model is not None and options.self_draft_layers is not None:
+        raise CheckpointError("give --draft-model or --self-draft-layers: there is one small model")
+    for head in options.draft_heads:
+        if not head.is_dir():
+            raise CheckpointError(
+                f"--draft-head {head}: no such directory; `deft train export` writes one"
+            )
+    index = options.retrieval_index
+    if index is not None and not index.is_file():
+        raise CheckpointError(
+            f"--retrieval-index {index}: no such file; `deft index DATA --out {index}` writes one"
+        )
+
+
+def _choose_method(options: ModelOptions) -> Method:
+    method = find_method(options.decoding)
+    if options.radius is not None:
+        method = method.with_radius(options.radius)
+    if options.drafts is not None:
+        method = method.with_drafts(options.drafts)
+    if options.draft_tree is not None:
+        method = method.with_shape(options.draft_tree)
+    return method
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def examine(options: ModelOptions) -> list[Finding]:
+    """Say whether `load_policy` could work: device, files, memory, statistics, family."""
+    findings = [_tried("device", lambda: _examine_device(options))]
+    name = options.checkpoint
+    if findings[0].verdict is Verdict.BAD:
+        return findings
+    if name is None:
+        if options.random_weights is None:
+            findings.append(Finding("checkpoint", Verdict.BAD, "none is named; give --checkpoint"))
+        return findings
+    if not Path(name).expanduser().is_dir():
+        text = f"{name} is no directory here; it would be fetched from the hub"
+        return [*findings, Finding("checkpoint", Verdict.DOUBTFUL, text)]
+    findings += _examine_checkpoint(options, name)
+    if not any(one.verdict is Verdict.BAD for one in findings):
+        findings.append(_tried("family", lambda: _examine_family(options)))
+    return findings
+
+
+def _examine_device(options: ModelOptions) -> Finding:
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.precision, device)
+    check_quantization(options.quantization, device, dtype)
+    free = find_free_bytes(device)
+    memory = "" if free is None else f", {free / _GIB:.1f} GiB free"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return Finding("device", Verdict.GOOD, f"{name}{memory}, torch {torch.__version__}")
+    text = f"the CPU{memory}, torch {torch.__version__}; large models are slow on it"
+    return Finding("device", Verdict.DOUBTFUL, text)
+
+
+def _examine_checkpoint(options: ModelOptions, name: str) -> list[Finding]:
+    try:
+        checkpoint = open_source(locate_checkpoint(name, options.adapter))
+    except PolicyError as error:
+        return [Finding("checkpoint", Verdict.BAD, str(error))]
+    checkpoint.reader.close()
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.precision, device)
+    need = needed_bytes(checkpoint.config, device, dtype, options.quantization)
+    keys = tuple(checkpoint.config.statistics)
+
+    def examine_memory() -> Finding:
+        check_memory(need, device)
+        text = f"needs about {need / _GIB:.1f} GiB on {device}"
+        return Finding("memory", Verdict.GOOD, text)
+
+    def examine_statistics() -> Finding:
+        if options.statistics_key is None and len(keys) > 1:
+            text = f"no default; every frame must name one of {', '.join(keys)}"
+            return Finding("statistics", Verdict.DOUBTFUL, text)
+        chosen = find_statistics_key(keys, options.statistics_key)
+        return Finding("statistics", Verdict.GOOD, f"{chosen} of {', '.join(keys)}")
+
+    whole = Finding("checkpoint", Verdict.GOOD, f"{name}: all tensors, tokenizer and statistics")
+    return [whole, _tried("memory", examine_memory), _tried("statistics", examine_statistics)]
+
+
+def _examine_family(options: ModelOptions) -> Finding:
+    return Finding("family", Verdict.GOOD, open_model(options).summary)
+
+
+def _tried(subject: str, look: Callable[[], Finding]) -> Finding:
+    try:
+        return look()
+    except PolicyError as error:
+        return Finding(subject, Verdict.BAD, str(error))

@@ -1,0 +1,352 @@
+"""OFT: pictures, state and instruction to a chunk of actions, in one pass.
+
+What no file of a fine-tune says has to be said by flags.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import DecodeTrace, Image, Observation, PassTrace
+from deft_policies.base import ActionLimits
+from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
+from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.errors import CheckpointError, NotFiniteError, UnusableObservationError
+from deft_policies.families.action_tokens import ActionCodec
+from deft_policies.families.family import AnswerFormat, Family, OnePassModel, Opened, Values
+from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts, ChunkShape
+from deft_policies.families.oft.files import (
+    FilmTowers,
+    OftFile,
+    find_file,
+    load_head,
+    load_state_projector,
+)
+from deft_policies.families.oft.modules import RegressionHead, StateProjector
+from deft_policies.families.oft.ranges import EXTREMES, QUANTILES, Ranges, parse_ranges
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.weights import (
+    LONGEST_INSTRUCTION,
+    choose_runner,
+    load_network,
+    named_sizes,
+)
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import StepRunner
+from deft_policies.model.prompt import PromptSource
+from deft_policies.model.sizes import OpenVLAConfig
+
+METHOD = "parallel"
+WRIST = "wrist"  # in the name of a camera that the model may look through
+# Two arms, commanded by poses of their joints. Everything else is one arm commanded by motions.
+_ALOHA_DIM = 14
+_ALOHA_STEPS = 25
+# What random weights imitate: LIBERO's published fine-tunes.
+_NUM_HEAD_BLOCKS = 2
+_STATE_DIM = 8
+
+
+class Oft(OnePassModel):
+    """Remembers nothing of a robot: a chunk depends on one observation alone."""
+
+    family = "oft"
+    method = METHOD
+
+    def __init__(
+        self,
+        chunk: ChunkModel,
+        encoder: PromptSource,
+        images: ImageProcessor,
+        actions: Mapping[str, Ranges],
+        states: Mapping[str, Ranges],
+    ) -> None:
+        """The ranges of actions and states are by statistics key."""
+        self.chunk = chunk
+        self.actions, self.states = actions, states
+        self._codec = ActionCodec(chunk.model.config.vocabulary)
+        formats = {key: self._format(one) for key, one in actions.items()}
+        super().__init__(chunk.model, encoder, images, formats, chunk.runner)
+        shape, has_film = chunk.shape, chunk.parts.film is not None
+        self.num_steps = shape.num_steps
+        self.num_pictures = shape.num_pictures
+        self.state_dim = shape.state_dim
+        self.details = {
+            "head": "tokens, whole vocabulary" if chunk.parts.head is None else "L1 regression",
+            "film": "yes" if has_film else "no",
+            "cameras": f"image and {shape.num_pictures - 1} whose names contain 'wrist'",
+            "state": "not looked at" if shape.state_dim is None else f"{shape.state_dim}, raw",
+        }
+
+    def _format(self, ranges: Ranges) -> AnswerFormat:
+        """A chunk. A head may exceed the statistics; poses, unlike motions, never stand still."""
+        shape = self.chunk.shape
+
+        def decode(values: Values) -> NDArray[np.float64]:
+            if self.chunk.parts.head is None:
+                return ranges.unnormalise(self._codec.normalised(values.astype(np.int64)))
+            return ranges.unnormalise(values.astype(np.float32))
+
+        return AnswerFormat(
+            max_tokens=shape.num_values,
+            decode=decode,
+            limits=ActionLimits(
+                low=np.where(ranges.mask, ranges.low, -1.0),
+                high=np.where(ranges.mask, ranges.high, 1.0),
+                may_exceed=self.chunk.parts.head is not None,
+            ),
+        )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Ids that a prompt may have."""
+        return self.chunk.longest_prompt
+
+    def check(self, observation: Observation) -> None:
+        """Refuse missing cameras and states, and instructions without end."""
+        self._find_pictures(observation)
+        found, wanted = observation.state, self.state_dim
+        if wanted is not None and (found is None or len(found) != wanted):
+            got = "none" if found is None else f"{len(found)} numbers"
+            raise UnusableObservationError(
+                "state", f"the model reads the robot's raw state, {wanted} numbers; got {got}"
+            )
+        super().check(observation)
+
+    def complete(self, observation: Observation) -> Observation:
+        """Add the frame again for every wrist, and a state of zeros."""
+        wrists = {f"{WRIST}_{index}": observation.image for index in range(self.num_pictures - 1)}
+        state = None if self.state_dim is None else np.zeros(self.state_dim, np.float32)
+        return replace(observation, cameras=wrists, state=state)
+
+    def capture(self) -> None:
+        """Record the towers and the pass."""
+        self.chunk.capture()
+
+    def answer(
+        self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
+    ) -> list[tuple[Values, DecodeTrace | None]]:
+        """Normalised actions of a head, or tokens and their trace, [step, action_dim] each."""
+        chunk = self.chunk
+        fitted = [
+            self.images.fit(one) for seen in observations for one in self._find_pictures(seen)
+        ]
+        states = self._read_states(observations, keys)
+        texts = [self.encode(one.instruction) for one in observations]
+        clock.lap(Stage.PREPARE)
+        pixels = self.pixels(fitted)
+        prompts = chunk.lay_out(texts)
+        patches = chunk.see(pixels.view(len(observations), -1, *pixels.shape[1:]), prompts)
+        clock.lap(Stage.VISION)
+        values = chunk.answer(patches, prompts, states)
+        clock.lap(Stage.PREFILL)
+        if chunk.parts.head is None:
+            return _read_tokens(values[0], values[1], texts)
+        found: NDArray[np.float32] = values[0].cpu().numpy()
+        _require_finite(found)
+        return [(row, None) for row in found]
+
+    def _find_pictures(self, observation: Observation) -> list[Image]:
+        """The frame and the wrist cameras, as many as the model looks at."""
+        num_wrists = self.num_pictures - 1
+        if num_wrists == 0:
+            return [observation.image]
+        names = [name for name in observation.cameras if WRIST in name]
+        if len(names) != num_wrists:
+            raise UnusableObservationError(
+                "cameras",
+                f"the model looks at the frame and {num_wrists} further picture(s) whose names "
+                f"contain {WRIST!r}; got {list(observation.cameras)}",
+            )
+        return [observation.image, *(observation.cameras[name] for name in names)]
+
+    def _read_states(
+        self, observations: Sequence[Observation], keys: Sequence[str]
+    ) -> Tensor | None:
+        if self.state_dim is None:
+            return None
+        rows = []
+        for seen, key in zip(observations, keys, strict=True):
+            assert seen.state is not None
+            rows.append(self.states[key].normalise_state(seen.state.astype(np.float64)))
+        return torch.from_numpy(np.array(rows, dtype=np.float32)).to(self.chunk.device)
+
+
+def _require_finite(values: object) -> None:
+    if not np.isfinite(np.asarray(values)).all():
+        raise NotFiniteError(
+            "the model's answer holds NaN or infinity; its weights or its number format are broken"
+        )
+
+
+def _read_tokens(
+    tokens: Tensor, margins: Tensor, texts: Sequence[Sequence[int]]
+) -> list[tuple[Values, DecodeTrace | None]]:
+    """One pass per row with all its tokens."""
+    found, gaps_found = tokens.cpu().numpy(), margins.flatten(1).tolist()
+    _require_finite(gaps_found)  # the gap to the second-best of logits that are not is not either
+    answers: list[tuple[Values, DecodeTrace | None]] = []
+    for text, grid, gaps in zip(texts, found, gaps_found, strict=True):
+        row = grid.flatten().tolist()
+        one = PassTrace(True, (text[-1],), (-1,), ("",), (row[0],), (), row[0])
+        answers.append((grid, DecodeTrace(METHOD, tuple(row), tuple(row), tuple(gaps), (one,))))
+    return answers
+
+
+def _matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
+    """By the head beside the model; one that answers with tokens has no file of its own."""
+    if options.num_pictures is not None or options.num_steps not in (None, 1):
+        return True
+    return source is not None and find_file(source.tuned, OftFile.HEAD) is not None
+
+
+def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
+    """Raises `CheckpointError` for what is wrong, and for what no file tells."""
+    if given := options.of_decoding() + options.of_reasoning():
+        raise CheckpointError(
+            f"{', '.join(given)}: an OFT model answers in one pass, nothing is drafted or written; "
+            "leave it out"
+        )
+    return _open_random(options) if source is None else _open_files(source, options)
+
+
+OFT = Family(Oft.family, _matches, _open)
+
+
+def _opened(
+    options: ModelOptions,
+    shape: ChunkShape,
+    actions: Mapping[str, Ranges],
+    states: Mapping[str, Ranges],
+    checkpoint: Checkpoint | None = None,
+    parts: ChunkParts | None = None,
+) -> Opened:
+    """Where weights are drawn, so are the parts."""
+
+    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> Oft:
+        network, encoder = load_network(checkpoint, options, device, dtype)
+        found = parts or _draw_parts(network.config, options.seed, device)
+        num_patches, rows = network.config.num_patches, options.largest_batch
+        reserve = shape.reserve(num_patches, LONGEST_INSTRUCTION, rows)
+        chunk = ChunkModel(network, found, shape, runner or choose_runner(options, device, reserve))
+        images = ImageProcessor(network.config.image, options.image_chain or ImageChain.OFT)
+        return Oft(chunk, encoder, images, actions, states)
+
+    summary = (
+        f"oft: {shape.num_steps} actions of {shape.action_dim} from {shape.num_pictures} picture(s)"
+    )
+    return Opened(summary, tuple(actions), load)
+
+
+def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
+    directory, film = source.tuned, find_file(source.tuned, OftFile.VISION)
+    if film is not None and source.overlay is not None:
+        raise CheckpointError(
+            f"{film} is of a fine-tune with FiLM, whose {source.overlay} cannot be merged here; "
+            "merge it into its base with OFT's own script, and give the folder that this writes"
+        )
+    checkpoint = open_source(source)
+    config = checkpoint.config
+    head, towers = load_head(directory, config.llm.width), FilmTowers.load(directory)
+    if towers is not None:
+        towers.check(config)
+        if head is None:
+            raise CheckpointError(
+                f"{film} is of a fine-tune with FiLM, which has a "
+                f"*{OftFile.HEAD.value}*checkpoint* beside it; restore that file"
+            )
+        checkpoint = replace(checkpoint, adapter=towers)
+    parts = ChunkParts(
+        head=head,
+        # The original leaves the state out where the model answers with tokens.
+        state=None if head is None else load_state_projector(directory, config.llm.width),
+        film=None if towers is None else towers.build_film(config),
+    )
+    action_dim = _find_action_dim(checkpoint, parts)
+    actions, states = _read_ranges(checkpoint, parts, action_dim)
+    state_dim = None if parts.state is None else parts.state.fc1.in_features
+    shape = _choose_shape(options, action_dim, state_dim, _find_source(checkpoint))
+    return _opened(options, shape, actions, states, checkpoint, parts)
+
+
+def _open_random(options: ModelOptions) -> Opened:
+    """Sizes of a model with a head that reads a state, whose answers will be noise."""
+    (key, statistics), *_ = named_sizes(options.random_weights).statistics.items()
+    looked_at = f"--random-weights {options.random_weights}"
+    shape = _choose_shape(options, statistics.action_dim, _STATE_DIM, looked_at)
+    ones = np.ones(_STATE_DIM)
+    action = Ranges(statistics.q01, statistics.q99, statistics.mask)
+    return _opened(options, shape, {key: action}, {key: Ranges(-ones, ones, ones > 0)})
+
+
+def _draw_parts(config: OpenVLAConfig, seed: int, device: torch.device) -> ChunkParts:
+    width = config.llm.width
+    (statistics, *_) = config.statistics.values()
+    torch.manual_seed(seed)
+    with device:
+        head = RegressionHead(width, statistics.action_dim, _NUM_HEAD_BLOCKS)
+        state = StateProjector(_STATE_DIM, width)
+    return ChunkParts(head.requires_grad_(False), state.requires_grad_(False))
+
+
+def _choose_shape(
+    options: ModelOptions, action_dim: int, state_dim: int | None, looked_at: object
+) -> ChunkShape:
+    """Join what the files tell and what the flags do."""
+    num_steps = options.num_steps or (_ALOHA_STEPS if action_dim == _ALOHA_DIM else None)
+    if num_steps is not None and options.num_pictures is not None:
+        return ChunkShape(options.num_pictures, num_steps, action_dim, state_dim)
+    wanted = []
+    if options.num_pictures is None:
+        wanted.append(
+            "--pictures N (1 is the frame alone, 2 adds a wrist camera as in LIBERO's published "
+            "fine-tunes, 3 two of them as in ALOHA's)"
+        )
+    if num_steps is None:
+        wanted.append("--chunk N (8 actions per answer in LIBERO's fine-tunes, 5 in Bridge's)")
+    raise CheckpointError(
+        f"{looked_at} tells that an action has {action_dim} numbers, but no file tells how the "
+        f"model was trained otherwise; add {' and '.join(wanted)}"
+    )
+
+
+def _find_source(checkpoint: Checkpoint) -> object:
+    head = find_file(checkpoint.source.tuned, OftFile.HEAD)
+    return head or checkpoint.source.read_statistics().path
+
+
+def _find_action_dim(checkpoint: Checkpoint, parts: ChunkParts) -> int:
+    """The head's, or that of the statistics, which must be one and the same."""
+    dims = {one.action_dim for one in checkpoint.config.statistics.values()}
+    if parts.head is not None:
+        dims.add(parts.head.action_dim)
+    if len(dims) > 1:
+        raise CheckpointError(
+            f"{checkpoint.source.read_statistics().path} and {_find_source(checkpoint)} disagree "
+            f"about the length of an action: {sorted(dims)}; restore the files of one fine-tuning "
+            "run"
+        )
+    return dims.pop()
+
+
+def _read_ranges(
+    checkpoint: Checkpoint, parts: ChunkParts, action_dim: int
+) -> tuple[dict[str, Ranges], dict[str, Ranges]]:
+    """Of actions and of states."""
+    rows = EXTREMES if action_dim == _ALOHA_DIM else QUANTILES
+    statistics = checkpoint.source.read_statistics()
+    actions, states = (parse_ranges(statistics, block, rows) for block in ("action", "proprio"))
+    wanted = None if parts.state is None else parts.state.fc1.in_features
+    for key in actions:
+        found = len(states[key].low) if key in states else 0
+        if wanted not in (None, found):
+            raise CheckpointError(
+                f"{statistics.path}: {key}.proprio has {found} dimensions, but "
+                f"{find_file(checkpoint.source.tuned, OftFile.STATE)} reads {wanted}; restore "
+                "the files of one fine-tuning run"
+            )
+    return actions, states

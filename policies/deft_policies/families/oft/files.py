@@ -1,0 +1,216 @@
+"""The files that OFT's training writes beside a model: which there are, and what is in them.
+
+Sizes come from the tensors. The towers of a fine-tune with FiLM are one file, which replaces those
+of the model beside it; its adapters are not merged, unlike everything else in such a folder, and no
+file says their scale.
+"""
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from deft_policies.checkpoint.lora import ADAPTER_FOLDER
+from deft_policies.checkpoint.open import CheckpointSource
+from deft_policies.checkpoint.reader import list_names
+from deft_policies.checkpoint.tensor_file import read_tensors
+from deft_policies.errors import CheckpointError
+from deft_policies.families.oft.modules import Film, RegressionHead, StateProjector
+from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
+from deft_policies.model.tensor_names import tensor_places
+
+PICKLE_SUFFIX, SAFETENSORS_SUFFIX = ".pt", ".safetensors"
+_SUFFIXES = (SAFETENSORS_SUFFIX, PICKLE_SUFFIX)  # a converted file before what it was made from
+# Names start with this where the module was wrapped for training on several GPUs.
+_WRAPPER = "module."
+_HEAD_PREFIX = "model."
+_DIFFUSION_PREFIX = "noise_predictor."
+_LARGEST_ALPHA = 16  # training sets alpha to the rank, or to this where the rank is larger
+_WRAPPED_BLOCK = re.compile(r"(blocks\.\d+)\.block\.")
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class OftFile(Enum):
+    """A file that training writes beside the model; its name contains this and `checkpoint`."""
+
+    HEAD = "action_head"
+    STATE = "proprio_projector"
+    VISION = "vision_backbone"
+    NOISE = "noisy_action_projector"
+
+    def matches(self, name: str) -> bool:
+        """Whether a file's name is one of this kind."""
+        return self.value in name and "checkpoint" in name and name.endswith(_SUFFIXES)
+
+
+def find_file(directory: Path, kind: OftFile) -> Path | None:
+    """The one file of a kind, the converted one where there are both; None if there is none."""
+    found = sorted(path for path in directory.iterdir() if kind.matches(path.name))
+    if len({path.stem for path in found}) > 1:
+        names = ", ".join(path.name for path in found)
+        raise CheckpointError(
+            f"{directory} holds several files of the {kind.value}: {names}; keep those of one step"
+        )
+    return min(found, key=lambda path: _SUFFIXES.index(path.suffix), default=None)
+
+
+def sign_of_oft(source: CheckpointSource) -> str:
+    """What makes a folder without a head look like OFT's all the same; empty if nothing does."""
+    if (source.tuned / ADAPTER_FOLDER).is_dir():
+        return f"a folder {ADAPTER_FOLDER}"
+    statistics = source.read_statistics()
+    for key in statistics.keys():  # noqa: SIM118 - JsonFields is no mapping
+        state = statistics.section(key).section("proprio")
+        if any(
+            any(state.values(row, float))
+            for row in state.keys()  # noqa: SIM118
+            if row != "mask" and state.is_list(row)
+        ):
+            return f"the proprio statistics of {key} in {statistics.path} are filled"
+    return ""
+
+
+def read_part(path: Path) -> dict[str, Tensor]:
+    """Read a part's tensors by their names inside the module.
+
+    Everything is rounded to bfloat16, in which the original runs these modules, whatever the file.
+    """
+    return {
+        name.removeprefix(_WRAPPER): tensor.bfloat16()
+        for name, tensor in read_tensors(path).items()
+    }
+
+
+def load_head(directory: Path, width: int) -> RegressionHead | None:
+    """Read the head that answers with numbers; None where the model answers with tokens."""
+    path = find_file(directory, OftFile.HEAD)
+    if path is None:
+        return None
+    tensors = read_part(path)
+    if find_file(directory, OftFile.NOISE) is not None or any(
+        name.startswith(_DIFFUSION_PREFIX) for name in tensors
+    ):
+        raise CheckpointError(
+            f"{path} is a diffusion head, which is not supported; give a fine-tune with an L1 head "
+            "or without a head"
+        )
+    own = {name.removeprefix(_HEAD_PREFIX): one for name, one in tensors.items()}
+    action_dim = own["fc2.bias"].numel() if "fc2.bias" in own else 1
+    blocks = {name.split(".")[1] for name in own if name.startswith("mlp_resnet_blocks.")}
+    with torch.device("meta"):
+        head = RegressionHead(width, action_dim, len(blocks))
+    return _fill(head, own, path)
+
+
+def load_state_projector(directory: Path, width: int) -> StateProjector | None:
+    """Read what turns the robot's state into a token; None where the model gets none."""
+    path = find_file(directory, OftFile.STATE)
+    if path is None:
+        return None
+    tensors = read_part(path)
+    first = tensors.get("fc1.weight")
+    with torch.device("meta"):
+        projector = StateProjector(
+            1 if first is None or first.dim() != 2 else first.shape[1], width
+        )
+    return _fill(projector, tensors, path)
+
+
+def _fill(module: ModuleT, tensors: Mapping[str, Tensor], path: Path) -> ModuleT:
+    """Give a module its tensors, or say how the file does not fit it."""
+    wanted = {name: one.shape for name, one in module.state_dict().items()}
+    found = {name: one.shape for name, one in tensors.items()}
+    wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    if wrong:
+        raise CheckpointError(
+            f"{path} does not fit the model beside it; missing, unexpected or of the wrong shape: "
+            f"{list_names(wrong)}; restore the files of one fine-tuning run"
+        )
+    module.load_state_dict(dict(tensors), assign=True)
+    return module.eval().requires_grad_(False)
+
+
+class FilmTowers:
+    """The tensors of the file, as changes to the weights of the model beside it."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self._path = path
+        self._tensors = {_WRAPPED_BLOCK.sub(r"\1.", name): one for name, one in tensors.items()}
+
+    @staticmethod
+    def load(directory: Path) -> "FilmTowers | None":
+        """Read the file; None where the towers are the model's own."""
+        path = find_file(directory, OftFile.VISION)
+        return None if path is None else FilmTowers(path, read_part(path))
+
+    def check(self, config: OpenVLAConfig) -> None:
+        """Raise `CheckpointError` unless every weight in use is here and in shape."""
+        wanted = {
+            place.name: place.shape
+            for place in tensor_places(config)
+            if place.parameter is not None and place.parameter.startswith("towers.")
+        }
+        wrong = []
+        for name, shape in wanted.items():
+            base = self._tensors.get(name, self._tensors.get(_base(name)))
+            if base is None or base.shape != shape:
+                wrong.append(name)
+        if wrong:
+            raise CheckpointError(
+                f"{self._path} does not fit the model beside it; missing or of the wrong shape: "
+                f"{list_names(wrong)}; restore the files of one fine-tuning run"
+            )
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """The weight that the file has in place of this one, in float32 where it is adapted."""
+        if name in self._tensors:
+            return self._tensors[name].to(weight.device)
+        base = self._tensors.get(_base(name))
+        if base is None:
+            return weight
+        base = base.to(weight.device)
+        module = name.removesuffix(".weight")
+        down = self._tensors.get(f"{module}.lora_A.default.weight")
+        if down is None or module == name:
+            return base
+        up = self._find(f"{module}.lora_B.default.weight")
+        scale = min(len(down), _LARGEST_ALPHA) / len(down)
+        change = up.to(weight.device).float().flatten(1) @ down.to(weight.device).float().flatten(1)
+        return base.float() + scale * change.view(base.shape)
+
+    def build_film(self, config: OpenVLAConfig) -> nn.ModuleList:
+        """What an instruction does to each tower."""
+        return nn.ModuleList(self._build_one(tower, config.llm.width) for tower in config.towers)
+
+    def _build_one(self, tower: TowerConfig, width: int) -> Film:
+        parts: dict[str, list[Tensor]] = {"weight": [], "bias": []}
+        for index in range(tower.num_used_blocks):
+            for kind in ("scale", "shift"):
+                for name, found in parts.items():
+                    found.append(self._find(f"{tower.prefix}.blocks.{index}.{kind}.{name}"))
+        with torch.device("meta"):
+            film = Film(width, tower.width, tower.num_used_blocks)
+        joined = {f"modulate.{name}": torch.cat(found) for name, found in parts.items()}
+        if any(joined[name].shape != one.shape for name, one in film.state_dict().items()):
+            raise CheckpointError(
+                f"{self._path}: the scales and shifts of {tower.prefix} do not fit a decoder "
+                f"{width} wide; restore the files of one fine-tuning run"
+            )
+        film.load_state_dict(joined, assign=True)
+        return film.eval().requires_grad_(False)
+
+    def _find(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._path} has no {name}; expected a fine-tune with FiLM")
+        return self._tensors[name]
+
+
+def _base(name: str) -> str:
+    """What PEFT calls a weight or bias beside which it puts its own."""
+    module, _, kind = name.rpartition(".")
+    return f"{module}.base_layer.{kind}"

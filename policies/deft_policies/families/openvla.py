@@ -1,0 +1,197 @@
+"""OpenVLA: one picture and an instruction to the seven tokens of one action."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import Observation
+from deft_policies.base import ActionLimits
+from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
+from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.plan import MOST_LEVELS
+from deft_policies.decoding.target import Prompts
+from deft_policies.errors import CheckpointError
+from deft_policies.families.action_tokens import ActionCodec, RobotScale
+from deft_policies.families.family import AnswerFormat, Family, Opened, TokenModel, Values
+from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.target import VlaTarget
+from deft_policies.families.weights import (
+    LONGEST_INSTRUCTION,
+    choose_runner,
+    load_network,
+    named_sizes,
+)
+from deft_policies.model.formats import Quantization
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import Reserve, StepRunner
+from deft_policies.model.prompt import PromptSource
+from deft_policies.model.statistics import ActionStatistics
+from deft_policies.model.vla import OpenVLAModel
+
+_CPU = torch.device("cpu")
+
+
+class OpenVLA(TokenModel):
+    """Looks at the frame alone; further cameras and the robot's state are ignored."""
+
+    family = "openvla"
+
+    def __init__(
+        self,
+        target: VlaTarget,
+        encoder: PromptSource,
+        images: ImageProcessor,
+        statistics: Mapping[str, ActionStatistics],
+    ) -> None:
+        network = target.model
+        self.target = target
+        self.statistics = statistics
+        self.codec = ActionCodec(network.config.vocabulary)
+        self.draft: OpenVLA | None = None  # another checkpoint that drafts
+        formats = {key: self._format(key, one) for key, one in statistics.items()}
+        super().__init__(network, encoder, images, formats, target.runner)
+        rows_only = len(target.vocabulary) < target.num_tokens
+        self.details = {
+            "head": "action rows only" if rows_only else "whole vocabulary",
+            "cameras": "image alone; further cameras are ignored",
+        }
+
+    def _format(self, key: str, statistics: ActionStatistics) -> AnswerFormat:
+        """One action; its last dimension is the gripper."""
+
+        def decode(tokens: Values) -> NDArray[np.float64]:
+            return self.codec.decode(tokens.astype(np.int64)[None], statistics)
+
+        return AnswerFormat(
+            max_tokens=statistics.action_dim,
+            decode=decode,
+            limits=ActionLimits(statistics.lowest, statistics.highest),
+            space=self.codec.action_space(statistics, RobotScale.of_statistics(key)),
+        )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Ids that a prompt may have."""
+        longest_answer = max(one.max_tokens for one in self.formats.values())
+        # Trees of full depth reach beyond a short answer.
+        taken = self.network.config.num_patches + max(longest_answer, MOST_LEVELS)
+        return self.target.max_positions - taken
+
+    def check(self, observation: Observation) -> None:
+        """Refuse an instruction that is too long for it, or for what drafts."""
+        super().check(observation)
+        if self.draft is not None:
+            self.draft.check(observation)
+
+    def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+        """Frames and prompts, embedded."""
+        fitted = [self.images.fit(one.image) for one in observations]
+        ids = [self.encode(one.instruction) for one in observations]
+        clock.lap(Stage.PREPARE)
+        prompts = self.target.read(self.pixels(fitted), ids)
+        clock.lap(Stage.VISION)
+        if self.draft is None:
+            return prompts
+        # Asked for by what drafts, where its time counts as drafting.
+        apart = StageClock(_CPU)
+        return replace(prompts, for_draft=partial(self.draft.see, observations, apart))
+
+    def capture(self) -> None:
+        """Record the towers."""
+        self.target.capture()
+
+    def check_draft(self, draft: "OpenVLA") -> None:
+        """Raise `CheckpointError` unless an action means the same to a model that drafts."""
+        theirs, ours = (one.network.config.vocabulary.num_bins for one in (draft, self))
+        if theirs != ours:
+            raise CheckpointError(
+                f"--draft-model: its actions have {theirs} bins, the target's {ours}; a draft "
+                "model needs the same bins"
+            )
+        shared = draft.statistics.keys() & self.statistics.keys()
+        if not shared:
+            raise CheckpointError(
+                f"--draft-model: it knows actions of {', '.join(draft.statistics)}, the target of "
+                f"{', '.join(self.statistics)}; a draft model needs statistics under the same key"
+            )
+        for key in sorted(shared):
+            if not draft.statistics[key].means_the_same(self.statistics[key]):
+                raise CheckpointError(
+                    f"--draft-model: its statistics of {key!r} are others than the target's, so "
+                    "that its bins are other actions; use a checkpoint that was trained on the "
+                    "same data"
+                )
+
+
+def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
+    """Raises `CheckpointError` if it is OFT's, or could be and nobody says it is not."""
+    check_one_action(options, OpenVLA.family)
+    if given := options.of_reasoning():
+        raise CheckpointError(
+            f"{', '.join(given)}: openvla writes nothing but actions; leave it out, or say "
+            "--family ecot"
+        )
+    checkpoint = None if source is None else open_files(source, options)
+    config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
+
+    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> OpenVLA:
+        network, encoder = load_network(checkpoint, options, device, dtype)
+        target, images = around(network, options, runner, range(1, LONGEST_INSTRUCTION))
+        return OpenVLA(target, encoder, images, config.statistics)
+
+    return Opened("openvla: one action from one picture", tuple(config.statistics), load)
+
+
+def around(
+    network: OpenVLAModel, options: ModelOptions, runner: StepRunner | None, prompts: range
+) -> tuple[VlaTarget, ImageProcessor]:
+    """What decodes with a network and what it sees with; passes are recorded for such prompts."""
+    config, device = network.config, network.decoder.embedding.weight.device
+    if device.type == "cpu" and options.quantization is Quantization.NONE:
+        network.decoder.prefer_columns()
+    shortest, longest = (config.num_patches + one for one in (prompts.start, prompts.stop))
+    reserve = Reserve(options.largest_batch, shortest, longest)
+    target = VlaTarget(
+        network,
+        action_rows_only=options.action_rows_only,
+        runner=runner or choose_runner(options, device, reserve),
+    )
+    return target, ImageProcessor(config.image, options.image_chain or ImageChain.NONE)
+
+
+def check_one_action(options: ModelOptions, family: str) -> None:
+    """Refuse options that ask for more actions or pictures."""
+    if options.num_steps not in (None, 1) or options.num_pictures is not None:
+        raise CheckpointError(
+            f"{family} answers one action at a time and looks at one picture; leave --family away, "
+            "or say --family oft"
+        )
+
+
+def open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:
+    """Check all of a checkpoint's files; raises `CheckpointError` if they are, or may be, OFT's."""
+    checkpoint = open_source(source)
+    head = find_file(source.tuned, OftFile.HEAD)
+    if head is not None:
+        raise CheckpointError(
+            f"{head} is the head of an OFT fine-tune; leave --family away or say --family oft, "
+            "and say --pictures and --chunk"
+        )
+    reason = sign_of_oft(source)
+    if options.num_steps is None and reason:
+        raise CheckpointError(
+            f"{source.tuned} has no *{OftFile.HEAD.value}*checkpoint*, but {reason}, as OFT's "
+            "fine-tunes have: say --chunk 1 if it is OpenVLA's, or --chunk 8 --pictures 1 "
+            "(LIBERO; --chunk 5 for Bridge) if it is OFT's and answers with tokens"
+        )
+    return checkpoint
+
+
+# Whatever is of no other family.
+OPENVLA = Family(OpenVLA.family, lambda source, options: True, _open)

@@ -1,0 +1,442 @@
+"""Any family's model behind the `Policy` interface: observations in, actions and traces out."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from deft_client.types import (
+    ActionChunk,
+    ActOptions,
+    DecodeTrace,
+    Observation,
+    ServerInfo,
+    StageTimings,
+)
+from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Running
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.knobs import find_method, method_names, turned
+from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD, Method
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.target import Prompts
+from deft_policies.errors import (
+    DeviceError,
+    NoActionError,
+    NotFiniteError,
+    PolicyError,
+    RequestError,
+    UnknownDecodingError,
+)
+from deft_policies.families.family import AnswerFormat, Model, OnePassModel, TokenModel, Values
+from deft_policies.model.statistics import find_statistics_key
+from deft_policies.model.vla import digest_of
+from deft_policies.self_test import self_test
+
+_log = logging.getLogger(__name__)
+_TESTED_TOKENS = 32  # of a text
+_METHODS_KEPT = 128  # with knobs or a radius; callers may ask for any
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy does where a request does not say otherwise.
+
+    `sampling` holds for every method that a request may name, and so does `is_guarded` where false.
+    """
+
+    statistics_key: str | None = None
+    method: Method = field(default_factory=lambda: find_method(DEFAULT_METHOD))
+    sampling: Sampling = Sampling()
+    is_guarded: bool = True
+    versions: tuple[tuple[str, str], ...] = ()
+    details: tuple[tuple[str, str], ...] = ()
+    name: str | None = None  # what it calls itself; None: as the model's family
+
+
+@dataclass(eq=False)
+class _Frame(Running):
+    """An observation on its way, and what the policy keeps of it."""
+
+    key: str
+    row: Row | None  # of the engine; None where the model answers in one pass
+    clocks: list[StageClock]
+
+
+class VlaPolicy:
+    """Answers batches of observations with one model."""
+
+    def __init__(
+        self,
+        model: Model,
+        settings: PolicySettings | None = None,
+        drafts: DraftModels | None = None,
+    ) -> None:
+        self.model = model
+        self.settings = settings or PolicySettings()
+        self.drafts = drafts or DraftModels()
+        self._keys = tuple(model.formats)
+        self._default_key = self._find_default_key()
+        # What callers make up may push out no method that has a name.
+        self._named: dict[str, Method] = {}
+        self._find_made_up = lru_cache(maxsize=_METHODS_KEPT)(self._build_method)
+        self._frames: list[_Frame] = []  # on their way
+        if isinstance(model, TokenModel):
+            self._engine = Engine(model.target, self.drafts, model.widest)
+            self._check_method(ActOptions())
+
+    @property
+    def token_model(self) -> TokenModel:
+        """The model, where it answers token by token; raises `PolicyError` where it does not."""
+        if not isinstance(self.model, TokenModel):
+            raise PolicyError(f"{self.model.family} answers in one pass and decodes no tokens")
+        return self.model
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server advertises."""
+        model, settings = self.model, self.settings
+        config, one = model.network.config, model.formats[self._any_key]
+        return ServerInfo(
+            policy=settings.name or model.family,
+            action_dim=len(one.limits.low),
+            chunk_length=model.num_steps,
+            statistics_keys=self._keys,
+            default_statistics_key=self._default_key,
+            image_height=config.image.size,
+            image_width=config.image.size,
+            image_chain=model.images.chain.value,
+            image_chains=tuple(chain.value for chain in type(model.images.chain)),
+            decoding=self._default_method,
+            decoding_methods=self._methods(),
+            instructions=config.training.instructions,
+            assets=config.training.assets,
+            num_pictures=model.num_pictures,
+            state_dim=model.state_dim,
+            max_tokens=None if one.stop is None else one.max_tokens,
+            versions=dict(settings.versions),
+            details={**dict(settings.details), **model.details, **self._described()},
+        )
+
+    @property
+    def _any_key(self) -> str:
+        return self._default_key or self._keys[0]
+
+    @property
+    def _default_method(self) -> str:
+        if isinstance(self.model, OnePassModel):
+            return self.model.method
+        return self.settings.method.name
+
+    def _methods(self) -> tuple[str, ...]:
+        if isinstance(self.model, OnePassModel):
+            return (self.model.method,)
+        return tuple(name for name in method_names() if self.has_method(name))
+
+    def _described(self) -> dict[str, str]:
+        return self.settings.method.described() if isinstance(self.model, TokenModel) else {}
+
+    def fingerprint(self) -> str:
+        """A digest of its weights and of those that draft."""
+        draft = getattr(self.model, "draft", None)
+        heads = (self.drafts.head, self.drafts.medusa, draft and draft.network)
+        return digest_of(self.model.network, *(one for one in heads if one is not None))
+
+    def action_limits(self, statistics_key: str | None) -> ActionLimits:
+        """The range of the statistics; the last dimension is the gripper."""
+        return self._format(statistics_key).limits
+
+    @property
+    def engine(self) -> Engine:
+        """What decodes, where the model answers token by token."""
+        assert self.token_model
+        return self._engine
+
+    def action_space(self, statistics_key: str | None) -> ActionSpace:
+        """What one bin means to the robot under a statistics key; None is the default."""
+        space = self._format(statistics_key).space
+        if space is None:
+            raise PolicyError(f"{self.model.family} answers with no action tokens")
+        return space
+
+    def has_method(self, name: str, radius: int | None = None) -> bool:
+        """Whether a request may ask for this method, with this radius."""
+        try:
+            self._check_method(ActOptions(decoding=name, radius=radius))
+        except RequestError:
+            return False
+        return True
+
+    def check(self, observation: Observation, options: ActOptions) -> None:
+        """Refuse unknown keys and methods, bad radii, and what the model cannot look at."""
+        self.find_key(options.statistics_key)
+        self._check_method(options)
+        self.model.check(observation)
+
+    def _check_method(self, options: ActOptions) -> None:
+        if isinstance(self.model, TokenModel):
+            form = _form(self._format(options.statistics_key or self._any_key), options)
+            self._engine.check(Row(self.method_for(options), form))
+            return
+        if options.decoding not in (None, self._default_method):
+            raise UnknownDecodingError(options.decoding, (self._default_method,))
+        if options.radius is not None:
+            raise RequestError("radius", "nothing is drafted, so there is no radius; leave it out")
+        if options.max_tokens is not None:
+            raise RequestError("max_tokens", "all answers are as long here; leave it out")
+
+    def warm_up(self, methods: Sequence[str] | None = None) -> None:
+        """Answer a black frame by every way the default method may take, to learn what they cost.
+
+        Where steps are captured, capture before that all that any batch or prompt within the
+        reserve can need by the default and these `methods`, else by every method there is: nothing
+        is captured afterwards. Then known frames are answered as a test.
+        """
+        model = self.model
+        with model.runner.warming_up(), torch.inference_mode():
+            if model.runner.reserve is not None:
+                _log.info("capturing passes of up to %d rows", model.runner.reserve.rows)
+            model.capture()
+            if isinstance(model, TokenModel):
+                self.capture(self._methods() if methods is None else methods)
+                one = self._format(self._any_key)
+                short = None if one.stop is None else _TESTED_TOKENS
+                form = _form(one, ActOptions(max_tokens=short))
+                method = self.method_for(ActOptions())
+                self._engine.warm_up(self._blank_prompts(model, 1), method, form)
+        limits = self.action_limits(self._any_key)
+        self_test(
+            self,
+            None if limits.may_exceed else limits,
+            AUTOREGRESSIVE if isinstance(model, TokenModel) else None,
+            model.complete,
+            max_tokens=None if model.formats[self._any_key].stop is None else _TESTED_TOKENS,
+        )
+
+    def capture(self, names: Sequence[str]) -> None:
+        """Capture all that these methods and the default can need, for any batch in the reserve."""
+        started, model, reserve = time.perf_counter(), self.model, self.model.runner.reserve
+        if reserve is None or not isinstance(model, TokenModel):
+            return
+        batches = [self._blank_prompts(model, rows) for rows in reserve.batches]
+        forms = {one.max_tokens: one.form for one in model.formats.values()}
+        every = dict.fromkeys((self.settings.method.name, *names))
+        for index, name in enumerate(every):
+            seconds = time.perf_counter() - started
+            left = (
+                f"about {seconds / index * (len(every) - index):.0f} s to go" if index else "first"
+            )
+            _log.info("capturing rounds of %s (%d of %d): %s", name, index + 1, len(every), left)
+            for form in forms.values():
+                self._engine.capture(self.method_for(ActOptions(decoding=name)), batches, form)
+        _log.info("everything captured in %.0f s", time.perf_counter() - started)
+
+    def _blank_prompts(self, model: TokenModel, rows: int) -> Prompts:
+        """What a batch of black frames starts from."""
+        size = model.network.config.image.size
+        black = Observation(np.zeros((size, size, 3), dtype=np.uint8), "pick up the cup")
+        return model.see([black] * rows, StageClock(torch.device("cpu")))
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        """Answer a batch, in order."""
+        clock = StageClock(self.model.device)
+        with _computing(len(batch)):
+            frames = self._start(batch, clock)
+            while any(not one.has_ended for one in frames):
+                self._step(clock)
+        for one in frames:
+            if one.error is not None:
+                raise one.error
+        return [one.answer for one in frames if one.answer is not None]
+
+    def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
+        """Take in observations: they are looked at now, and decoded by the next steps."""
+        with _computing(len(batch)):
+            return self._start(batch, StageClock(self.model.device))
+
+    def step(self) -> Sequence[Running]:
+        """Play one round of all that is on its way; those that have ended."""
+        with _computing(len(self._frames)):
+            return self._step(StageClock(self.model.device))
+
+    def cancel(self, running: Running) -> None:
+        """Let go of one between two steps; nothing where it has ended."""
+        for frame in self._frames:
+            if frame is running:
+                self._frames.remove(frame)
+                if frame.row is not None:
+                    self._engine.cancel(frame.row)
+                return
+
+    def _start(self, batch: Sequence[ActRequest], clock: StageClock) -> list[_Frame]:
+        model = self.model
+        keys = [self.find_key(request.options.statistics_key) for request in batch]
+        rows: list[Row | None] = [None] * len(batch)
+        if isinstance(model, TokenModel):
+            asked = [
+                Row(
+                    self.method_for(request.options),
+                    _form(model.formats[key], request.options),
+                    request.memory,
+                    request.options.want_trace,
+                )
+                for request, key in zip(batch, keys, strict=True)
+            ]
+            self._engine.start(model.see([one.observation for one in batch], clock), asked)
+            rows = [*asked]
+        frames = [
+            _Frame(request, key=key, row=row, clocks=[clock])
+            for request, key, row in zip(batch, keys, rows, strict=True)
+        ]
+        self._frames += frames
+        return frames
+
+    def _step(self, clock: StageClock) -> list[_Frame]:
+        for frame in self._frames:
+            if frame.clocks[-1] is not clock:
+                frame.clocks.append(clock)
+        try:
+            done = self._play(clock)
+        except BaseException:
+            for frame in [*self._frames]:
+                self.cancel(frame)
+            raise
+        self._frames = [one for one in self._frames if not one.has_ended]
+        return done
+
+    def _play(self, clock: StageClock) -> list[_Frame]:
+        """One round, and answers of what it has ended."""
+        model, frames = self.model, self._frames
+        found: list[tuple[Values, DecodeTrace | None]]
+        if isinstance(model, TokenModel):
+            ended = set(self._engine.step(clock))
+            frames = [one for one in frames if one.row in ended]
+            traces = [one.row.trace for one in frames if one.row is not None]
+            found = [(np.array(one.tokens if one else ()), one) for one in traces]
+        else:
+            assert isinstance(model, OnePassModel)
+            observations = [one.request.observation for one in frames]
+            found = model.answer(observations, [one.key for one in frames], clock)
+        clock.skip()
+        answers = [
+            self._answer(frame, values, trace)
+            for frame, (values, trace) in zip(frames, found, strict=True)
+        ]
+        clock.lap(Stage.FINISH)
+        timings: dict[int, StageTimings] = {}  # by when they began
+        for frame, answer in zip(frames, answers, strict=True):
+            began = id(frame.clocks[0])
+            if began not in timings:
+                timings[began] = _sum_timings(frame.clocks)
+            if answer is not None:
+                chunk = replace(answer.chunk, timings=timings[began])
+                frame.answer = replace(answer, chunk=chunk)
+        return frames
+
+    def _answer(self, frame: _Frame, values: Values, trace: DecodeTrace | None) -> ActAnswer | None:
+        """The answer of a frame that has ended; None where there is none, which it then says."""
+        if frame.row is not None and not frame.row.is_finite:
+            frame.error = NotFiniteError(
+                "the model's logits hold NaN or infinity; its weights or its number format are "
+                "broken, nothing was answered"
+            )
+            return None
+        memory = frame.request.memory if frame.row is None else frame.row.memory
+        model, options, error = self.model, frame.request.options, None
+        one = model.formats[frame.key]
+        try:
+            chunk = ActionChunk(one.decode(values), trace=trace)
+        except NoActionError as none:
+            chunk, error = ActionChunk(np.empty((0, len(one.limits.low))), trace=trace), none
+        is_asked = options.want_reasoning or options.want_trace or error is not None
+        if is_asked and isinstance(model, TokenModel):
+            text, parts = model.read_text(values.tolist()) or (None, ())
+            if error is not None and text is not None:
+                error.reasoning = text
+            if trace is not None and parts:
+                trace = replace(trace, parts=parts)
+            wanted = text if options.want_reasoning else None
+            chunk = replace(chunk, trace=trace, reasoning=wanted)
+        return ActAnswer(chunk, memory, error)
+
+    def method_for(self, options: ActOptions) -> Method:
+        """The method that a request asks for, or the default; may raise `RequestError`.
+
+        The same object each time, as what its plans have cost is remembered with it. May run on any
+        thread.
+        """
+        name = options.decoding or self.settings.method.name
+        is_made_up = options.radius is not None or (":" in name and name != self._default_method)
+        if is_made_up:
+            return self._find_made_up(name, options.radius)
+        if name not in self._named:
+            self._named.setdefault(name, self._build_method(name, None))
+        return self._named[name]
+
+    def _build_method(self, name: str, radius: int | None) -> Method:
+        """What callers changed about the default is for that one alone."""
+        settings = self.settings
+        default = settings.method
+        base, _, knobs = name.partition(":")
+        if base == default.name.partition(":")[0]:
+            method = turned(default, knobs) if name != default.name else default
+        else:
+            method = find_method(name)
+        if radius is not None:
+            method = method.with_radius(radius)
+        method = method.with_sampling(settings.sampling)
+        return method if settings.is_guarded else replace(method, is_guarded=False)
+
+    def find_key(self, key: str | None) -> str:
+        """The statistics key meant by a request that names this one, or none."""
+        return find_statistics_key(self._keys, key if key is not None else self._default_key)
+
+    def _format(self, key: str | None) -> AnswerFormat:
+        return self.model.formats[self.find_key(key)]
+
+    def _find_default_key(self) -> str | None:
+        given = self.settings.statistics_key
+        if given is None and len(self._keys) != 1:
+            return None  # every request has to name one
+        return find_statistics_key(self._keys, given)
+
+
+def _form(one: AnswerFormat, options: ActOptions) -> Form:
+    """What the decoder is asked for; raises `RequestError` for what is too long."""
+    wanted = options.max_tokens
+    if wanted is None:
+        return one.form
+    if one.stop is None:
+        raise RequestError(
+            "max_tokens", f"all answers have {one.max_tokens} tokens here; leave it out"
+        )
+    if not 1 <= wanted <= one.max_tokens:
+        raise RequestError(
+            "max_tokens", f"must be 1 to {one.max_tokens} (--max-tokens), got {wanted}"
+        )
+    return replace(one.form, max_tokens=wanted)
+
+
+@contextmanager
+def _computing(num_frames: int) -> Iterator[None]:
+    """Inference, with a word for a device that is too small."""
+    try:
+        with torch.inference_mode():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"no memory for a batch of {num_frames}: {error}") from error
+
+
+def _sum_timings(clocks: Sequence[StageClock]) -> StageTimings:
+    first, *more = (clock.timings() for clock in clocks)
+    if not more:
+        return first
+    every = [vars(first), *map(vars, more)]
+    return StageTimings(**{name: sum(one[name] for one in every) for name in vars(first)})

@@ -1,0 +1,88 @@
+"""`deft bench` beside transformers' own loop, and beside drafts that are right to order.
+
+python -m scripts.bench --against transformers
+python -m scripts.bench --scripted-drafts 0.5,0.9
+"""
+
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+
+from deft_policies.benchmark.command import Further, Others, bench, build_parser
+from deft_policies.benchmark.replay import Contender, ReplayFrame
+from deft_policies.decoding.methods import AUTOREGRESSIVE
+from deft_policies.families.policy import VlaPolicy
+from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
+from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark; return its exit code."""
+    parser = build_parser()
+    parser.prog = "python -m scripts.bench"
+    add_flags(parser)
+    return bench(parser, arguments, others_asked_for)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Who else may take part."""
+    parser.add_argument(
+        "--against",
+        choices=["transformers"],
+        help="also run transformers' own Llama of the same weights, and print ratios",
+    )
+    parser.add_argument(
+        "--scripted-drafts",
+        type=_shares,
+        default=(),
+        metavar="SHARE[,SHARE...]",
+        help="also run drafts that know the answer and get this share of its tokens right, 0 to 1, "
+        "in the prefill and in the place of a draft head's path",
+    )
+
+
+def _shares(given: str) -> tuple[float, ...]:
+    shares = tuple(float(part) for part in given.split(","))
+    if not all(0.0 <= share <= 1.0 for share in shares):
+        raise ArgumentTypeError(f"shares are from 0 to 1, got {given}")
+    return shares
+
+
+def others_asked_for(given: Namespace) -> Further:
+    """What to add to the contenders once the policy is loaded."""
+
+    def further(policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
+        contenders: list[Contender] = []
+        if given.against is not None:
+            loops = [Contender(one.value, TransformersPolicy(policy, one)) for one in BaselineLoop]
+            contenders += loops
+        if given.scripted_drafts:
+            is_guarded = not getattr(given, "no_guard", False)
+            contenders += _scripted(policy, frames, given.scripted_drafts, is_guarded)
+        baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value
+        return Others(tuple(contenders), baseline)
+
+    return further
+
+
+def _scripted(
+    policy: VlaPolicy,
+    frames: Sequence[ReplayFrame],
+    shares: Sequence[float],
+    is_guarded: bool,
+) -> list[Contender]:
+    """Drafts that are right to order, guarded unless asked otherwise; answers stay the same."""
+    answers = find_answers(policy, frames)
+    contenders = []
+    for share in shares:
+        right = f"drafts {100 * share:.0f}% right"
+        for script in (
+            Script(f"prefill {right}", share, num_chains=1, is_guarded=is_guarded),
+            Script.of_head(f"head {right}", share, is_guarded),
+        ):
+            contenders.append(Contender(script.name, ScriptedPolicy(policy, script, answers)))
+    return contenders
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Compile the fused kernels for a GPU that need not be there, at the sizes of OpenVLA-7B.
+
+`python -m scripts.compile_kernels` prints registers, spills and shared memory of each program,
+and fails where one spills. Needs Triton (extra `dev`), no driver and no device.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deft_policies.model.kernels import programs
+from deft_policies.model.kernels.launch import STAGES, WARPS_OF_ROWS
+
+CAPABILITY = 90
+_HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 32, "HEAD_DIM": 128}
+_TENSOR, _WIDE, _INDEX = "*bf16", "*fp32", "*i64"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A program with the constants of one use of it."""
+
+    name: str
+    program: Any
+    types: dict[str, str] = field(default_factory=dict)  # of arguments that are not bf16 tensors
+    constants: dict[str, int | bool] = field(default_factory=dict)
+    num_warps: int = 4
+
+    def source(self) -> ASTSource:
+        """What the compiler reads; pointers are taken to be aligned, as PyTorch's are."""
+        names = [name for name in self.program.arg_names if name not in self.constants]
+        signature = {name: self.types.get(name, _TENSOR) for name in names}
+        signature |= dict.fromkeys(self.constants, "constexpr")
+        ordered = {name: signature[name] for name in self.program.arg_names}
+        aligned = {
+            (self.program.arg_names.index(name),): [["tt.divisibility", 16]]
+            for name in names
+            if ordered[name].startswith("*")
+        }
+        return ASTSource(self.program, ordered, self.constants, aligned)
+
+
+def variants() -> Iterator[Variant]:
+    """Every program, the attention by number of queries and of shares."""
+    row = {"width": "i32", "eps": "fp32"}
+    yield Variant("rms_norm", programs.rms_norm, row, {"BLOCK": 4096})
+    for width, scaled in ((1024, True), (1152, False)):
+        constants = {"HAS_SCALE": scaled, "BLOCK": triton.next_power_of_2(width)}
+        yield Variant(f"add_layer_norm {width}", programs.add_layer_norm, row, constants)
+    yield Variant("silu_times", programs.silu_times, row, {"BLOCK": 1024})
+    fp8 = {"out": "*fp8e4nv", "scales": _WIDE, "width": "i32"}
+    yield Variant("quantise_rows", programs.quantise_rows, fp8, {"BLOCK": 4096})
+    norm = {**fp8, "eps": "fp32"}
+    yield Variant("rms_norm_fp8", programs.rms_norm_fp8, norm, {"HAS_BRANCH": True, "BLOCK": 4096})
+    widest = {"BLOCK": 16384}
+    yield Variant("silu_times_fp8", programs.silu_times_fp8, fp8, widest, WARPS_OF_ROWS)
+    slots = {"slots": _INDEX, "rotation_stride": "i32"}
+    yield Variant("rotate_append", programs.rotate_append, slots, {**_HEADS, "BLOCK": 128})
+    scalars = dict.fromkeys(("num_nodes", "read", "row_length", "mask_stride"), "i32")
+    types = {"partial": _WIDE, "summary": _WIDE, "scale": "fp32", **scalars}
+    for queries in (16, 32, 64):
+        constants = {**_HEADS, "NUM_SPLITS": 8, "QUERIES": queries, "SLOTS": 64, "BLOCK": 128}
+        yield Variant(f"attend_split {queries}", programs.attend_split, types, constants)
+    types = {"partial": _WIDE, "summary": _WIDE, "num_entries": "i32"}
+    constants = {"HEAD_DIM": 128, "NUM_SPLITS": 8, "BLOCK": 128}
+    yield Variant("join_splits", programs.join_splits, types, constants)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program takes of a multiprocessor."""
+
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads
+    shared_bytes: int
+
+
+def compile_variant(variant: Variant) -> Resources:
+    """Compile down to machine code and read what the assembler says of it."""
+    target, options = (
+        GPUTarget("cuda", CAPABILITY, 32),
+        {"num_stages": STAGES, "num_warps": variant.num_warps},
+    )
+    built = triton.compile(variant.source(), target=target, options=options)
+    said = _assemble(built.asm["ptx"])
+    registers = re.search(r"Used (\d+) registers", said)
+    if registers is None:
+        raise RuntimeError(f"ptxas said nothing of registers: {said!r}")
+    spills = re.findall(r"(\d+) bytes spill", said)
+    return Resources(int(registers[1]), sum(map(int, spills)), built.metadata.shared)
+
+
+def _assemble(ptx: str) -> str:
+    ptxas = triton.knobs.nvidia.ptxas.path
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "program.ptx"
+        source.write_text(ptx)
+        command = [ptxas, "-v", f"--gpu-name=sm_{CAPABILITY}a", str(source)]
+        command += ["-o", str(Path(folder) / "program.cubin")]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def main() -> int:
+    """Print one line per program; 1 where one spills."""
+    print(f"sm_{CAPABILITY}, Triton {triton.__version__}")
+    print(f"{'program':22} registers  spill bytes  shared bytes")
+    worst = 0
+    for variant in variants():
+        found = compile_variant(variant)
+        worst = max(worst, found.spill_bytes)
+        print(
+            f"{variant.name:22} {found.registers:9} {found.spill_bytes:12} {found.shared_bytes:13}"
+        )
+    return int(worst > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

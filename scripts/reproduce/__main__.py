@@ -1,0 +1,265 @@
+"""The tables and figures of the papers, on one engine, from recorded lines."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from deft_client.commands.program import CommandParser, distribution_version
+from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.files import write_atomically
+from deft_policies import catalog
+from deft_policies.commands.parse import parse_command, run_command
+from scripts.local_server import ServerDidNotStartError
+from scripts.reproduce.page import (
+    FACTS,
+    PAGE,
+    STRIP,
+    STUDIES,
+    ResultsFolder,
+    check,
+    pack,
+    unpack,
+    write,
+)
+from scripts.reproduce.played import Played
+from scripts.reproduce.record import FrameSet, PolicyWords, Replays
+from scripts.reproduce.study import (
+    FOLDER,
+    SUFFIX,
+    ReproductionError,
+    Row,
+    Study,
+    distinct,
+    load_study,
+    study_names,
+)
+
+PROG = "python -m scripts.reproduce"
+ALL = "all"
+_STRIP_FRAMES = 6
+_QUICK_EPISODES, _QUICK_TIMES = 1, 10
+_STEPS_PER_EPISODE = 60  # an episode has more, so that there are frames enough
+_WEIGHTS = {"--checkpoint", "--random-weights"}
+
+
+def main(arguments: list[str]) -> int:
+    """Record what is missing and write the page; or check one. Returns the exit code."""
+    parser = _parser()
+
+    def run() -> int:
+        command = parse_command(parser, arguments)
+        given, words = command.namespace, _policy_words(*command.words)
+        if given.write is not None:
+            write(given.write)
+            return 0
+        if given.pack is not None:
+            pack(given.pack)
+            return 0
+        if given.check is not None:
+            found = check(given.check)
+            said = "\n".join(found) if found else f"{given.check}: as its lines say"
+            sys.stdout.write(f"{said}\n")
+            return 1 if found else 0
+        if not given.studies:
+            parser.error(f"name a study, {ALL}, --check, --write or --pack")
+        try:
+            return _reproduce(given, words)
+        except ServerDidNotStartError as error:
+            raise ReproductionError(str(error)) from error
+
+    return run_command(PROG, run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = study_names()
+    parser = CommandParser(
+        PROG,
+        description="Run a paper's comparison on one engine and write its tables and plots. A "
+        "killed run goes on with the same command. Default: the small policy that ships.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "studies", nargs="*", metavar="STUDY[/TABLE]", help=f"{', '.join(names)} or {ALL}"
+    )
+    parser.add_argument(
+        "--row", action="append", default=[], metavar="NAME",
+        help="this row alone, and plain decoding; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--check", type=Path, metavar="PAGE|DIR", help="derive its numbers again")
+    parser.add_argument("--write", type=Path, metavar="PAGE|DIR", help="write them from the lines")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="its lines in one file of each "
+                        "kind, as they are committed; runs that go on unpack them")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/reproduced"), metavar="DIR",
+        help="lines, page, CSV and plots (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="few frames and episodes: the shapes")
+    group = parser.add_argument_group("frames that every row answers")
+    group.add_argument("--recording", type=Path, metavar="DATA", help="a data set of held-out "
+                       "episodes (default: what plain decoding sees, played now)")  # fmt: skip
+    add_camera_flag(group)  # type: ignore[arg-type]
+    group.add_argument("--frames", type=int, metavar="N", help="(default: 2,000; --quick: 60)")
+    group.add_argument(
+        "--time", type=int, metavar="N",
+        help="take times, too: N frames of at least five episodes, one at a time, rows in turn, on "
+        "a machine that does nothing else (default: none; --quick: 10)",
+    )  # fmt: skip
+    group = parser.add_argument_group("episodes of the rows that are played in closed loop")
+    group.add_argument("--no-episodes", action="store_true", help="replay frames alone")
+    group.add_argument("--suite", default="libero_object", help="(default: %(default)s)")
+    group.add_argument("--tasks", default="trained", help="as `deft-client eval`")
+    group.add_argument("--trials", default="40-49", help="(default: %(default)s)")
+    group.add_argument("--assets", metavar="FOLDER", help="as `deft-client eval`")
+    group.add_argument("--workers", default="1", metavar="N", help="(default: %(default)s)")
+    group.add_argument("--ray", metavar="ADDRESS", help="as `deft-client eval`; with --host where "
+                       "the cluster has other machines")  # fmt: skip
+    group.add_argument("--host", metavar="ADDRESS", help="of this machine, as workers elsewhere "
+                       "reach it; meanwhile anyone else who does may ask, too")  # fmt: skip
+    return parser
+
+
+def _policy_words(name: str, *arguments: str) -> PolicyWords:
+    """Those of the arguments that are the policy's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    catalog.find(name).add_flags(parser.add_argument_group(name))
+    others = parser.parse_known_args(arguments)[1]  # in order, as the arguments are
+    flags = []
+    for word in arguments:
+        if others and word == others[0]:
+            del others[0]
+        else:
+            flags.append(word)
+    return PolicyWords(name, tuple(flags))
+
+
+def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
+    out: Path = given.out
+    studies = _load([text.partition("/")[0] for text in given.studies], out)
+    if studies[0].flags and not _WEIGHTS & {word.partition("=")[0] for word in words.flags}:
+        flags = (*studies[0].flags, *words.flags)
+        words = PolicyWords(catalog.default_for(flags), flags)
+    rows = _rows(given, studies)
+    unpack(out)
+    episodes = Played(words, out, given.suite, _evaluation_flags(given), given.host)
+    frames = _frames(given, studies[0], episodes)
+    replays = Replays(words, out)
+    num_timed = given.time or (_QUICK_TIMES if given.quick else 0)
+    try:
+        replays.record(rows, frames)
+        if num_timed:
+            replays.time(rows, frames.for_times(num_timed))
+        if not given.no_episodes:
+            episodes.play(rows, _QUICK_EPISODES if given.quick else None)
+    finally:
+        _write_facts(out / FACTS, replays, _facts(frames))
+        if studies[0].frames == "recorded":
+            _write_strip(frames, out / STRIP)
+        write(out)
+    sys.stdout.write(f"wrote {out / PAGE}\nnext: python -m scripts.reproduce --check {out}\n")
+    return 0
+
+
+def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
+    """Those asked for; `ReproductionError` where there are none."""
+    keys = [text.partition("/")[2] for text in given.studies] + [""] * len(studies)
+    asked = zip(studies, keys, strict=False)
+    found = distinct(row for study, key in asked for row in study.rows(key, given.row))
+    if len(found) < 2:
+        raise ReproductionError(
+            f"{' '.join(given.studies)}: no such table, or no row {' or '.join(given.row)}; the "
+            f"studies are files in {FOLDER}"
+        )
+    return found
+
+
+def _load(names: Sequence[str], out: Path) -> list[Study]:
+    """The studies asked for; their files go with the results, which mean what they say."""
+    paths = {name: FOLDER / f"{name}{SUFFIX}" for name in study_names()}
+    known = {name: load_study(path) for name, path in paths.items()}
+    if ALL in names:
+        names = [name for name, study in known.items() if not study.flags]
+    unknown = set(names) - set(known)
+    if unknown:
+        raise ReproductionError(f"unknown study {min(unknown)!r}; known: {', '.join(known)}, {ALL}")
+    if len({(known[name].frames, known[name].flags) for name in names}) > 1:
+        raise ReproductionError(f"{', '.join(names)}: of different policies; one --out for each")
+    (out / STUDIES).mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(paths[name], out / STUDIES / paths[name].name)
+    return [known[name] for name in names]
+
+
+def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:
+    flags = ["--tasks", given.tasks, "--trials", given.trials, "--workers", given.workers]
+    for name in ("assets", "ray"):
+        if value := getattr(given, name):
+            flags += [f"--{name}", value]
+    return tuple(flags)
+
+
+def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameSet:
+    """Those given, those that plain decoding sees when it plays, or generated ones."""
+    limit: int = given.frames or (study.quick_frames if given.quick else study.num_frames)
+    if study.frames == "generated":
+        return FrameSet(None, limit)
+    if given.recording is not None:
+        return FrameSet(given.recording, limit, read_cameras(given))
+    return FrameSet(episodes.record_frames(math.ceil(limit / _STEPS_PER_EPISODE)), limit)
+
+
+def _write_facts(path: Path, replays: Replays, found: dict[str, str]) -> None:
+    """What an earlier sitting said and left out holds for its lines."""
+    known = ResultsFolder(path.parent).facts if path.exists() else {}
+    environment = {**known.get("environment", {}), **replays.told, **found}
+    left_out = {**known.get("left_out", {}), **replays.left_out}
+    told = {"environment": environment, "left_out": left_out}
+    write_atomically(path, json.dumps(told, indent=2).encode() + b"\n")
+
+
+def _facts(frames: FrameSet) -> dict[str, str]:
+    """What numbers depend on beside the policy."""
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    return {
+        "frames": frames.label,
+        "plans": "fixed (--no-guard)",
+        "seeds": "0 of scripted drafts and random weights, 7 of episodes",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}",
+        "peak memory": f"{peak_gb:.1f} GB of this process",
+        "commit": _commit(),
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+    }
+
+
+def _commit() -> str:
+    """Of the checkout that this file lies in; where it lies in none, the version."""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return told.stdout.strip() or distribution_version("deft-vla")
+
+
+def _write_strip(frames: FrameSet, path: Path) -> None:
+    """Evenly spaced frames of the first episode, side by side."""
+    _, seen = next(frames.episodes())
+    picked = np.linspace(0, len(seen) - 1, _STRIP_FRAMES).astype(int)
+    small = [Image.fromarray(seen[index].image).resize((128, 128)) for index in picked]
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(np.hstack([np.asarray(one) for one in small])).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,405 @@
+"""What a cell of a table can show. Every number of a page is made here, from recorded lines alone.
+
+Lengths and deviations are those of replayed frames, times those of frames that were timed; success
+and what has `played` in its name are those of episodes played in closed loop.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from deft_client.libero.report.difference import Difference, difference
+from deft_client.libero.report.phases import ArmPhase, phases_of
+from deft_client.libero.report.speed import SpeedUp, speedup_of
+from deft_client.libero.report.summary import RunSummary, summarise
+from deft_client.libero.report.tables import interval_text, points_text, success_text
+from deft_client.libero.report.trace_metrics import Speculation
+from deft_client.libero.results.records import AnswerRecord
+from deft_client.libero.results.store import RunResults
+from deft_policies.benchmark.speedup import expected_speedup
+from scripts.h200 import action_ms
+from scripts.reproduce.study import ReproductionError, Row
+
+MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out
+NOTHING = "–"
+
+
+@dataclass(frozen=True, eq=False)
+class RowResults:
+    """A row's lines and those of its baseline; None where there are none.
+
+    `played` has the starts that the table compares; `few` says of how many of them a row was
+    played that has not all, and is therefore not compared.
+    """
+
+    row: Row
+    replayed: RunResults | None = None
+    timed: RunResults | None = None
+    played: RunResults | None = None
+    plain: "RowResults | None" = None  # None: it is the baseline itself
+    few: str = ""
+
+    @property
+    def baseline(self) -> "RowResults":
+        """What ratios and differences refer to."""
+        return self.plain or self
+
+    @cached_property
+    def summary(self) -> RunSummary | None:
+        """Of the replayed frames."""
+        return None if self.replayed is None else summarise(self.replayed)
+
+    @cached_property
+    def timed_summary(self) -> RunSummary | None:
+        """Of the frames that were timed."""
+        return None if self.timed is None else summarise(self.timed)
+
+    @cached_property
+    def played_summary(self) -> RunSummary | None:
+        """Of the episodes played."""
+        return None if self.played is None else summarise(self.played)
+
+    @property
+    def drafted(self) -> Speculation | None:
+        """Of the replayed frames; None where nothing was ever drafted."""
+        found = None if self.summary is None else self.summary.speculation
+        return found if found is not None and found.num_checked else None
+
+    @cached_property
+    def speedup(self) -> SpeedUp | None:
+        """Of the frames that were timed; None for the baseline itself."""
+        if self.timed is None or self.plain is None:
+            return None
+        return speedup_of(self.timed, self.plain.timed)
+
+    @cached_property
+    def full_size_ms(self) -> float | None:
+        """What a replayed frame takes there; None where something drafts at an unknown cost."""
+        levels = "" if self.replayed is None else self.replayed.header.options["head_levels"]
+        if not levels:
+            return None
+        answers = answers_of(self.replayed)
+        return float(
+            np.mean([action_ms(one.guesses, one.accepted, int(levels)) for one in answers])
+        )
+
+    @cached_property
+    def apart(self) -> Difference | None:
+        """The replayed answers beside the baseline's."""
+        return self._difference(self.replayed, self.baseline.replayed)
+
+    @cached_property
+    def played_apart(self) -> Difference | None:
+        """The played episodes beside the baseline's; None for the baseline, and where few were."""
+        plain = self.plain.played if self.plain and not self.few else None
+        found = self._difference(self.played, plain)
+        return found if found is not None and found.comparison.num_pairs else None
+
+    def _difference(self, own: RunResults | None, plain: RunResults | None) -> Difference | None:
+        if own is None or plain is None:
+            return None
+        return difference(plain, own, (self.baseline.row.name, self.row.name), MARGIN)
+
+
+Cell = tuple[str, float | None]  # what a reader sees, and the number that a plot takes
+_EMPTY: Cell = (NOTHING, None)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column: its heading, where {} stands for the number in its name, and its cell."""
+
+    heading: str
+    meaning: str
+    cell: Callable[[RowResults, str], Cell]
+    is_time: bool = False  # of this machine, from the frames that were timed
+
+
+def find_measure(name: str) -> tuple[Measure, str]:
+    """The measure of a name and what stands behind the colon; `ReproductionError` if unknown."""
+    key, _, number = name.partition(":")
+    if key not in MEASURES:
+        raise ReproductionError(f"unknown measure {name!r}; known: {', '.join(MEASURES)}")
+    return MEASURES[key], number
+
+
+def heading_of(name: str) -> str:
+    """The column heading of a measure by name."""
+    measure, number = find_measure(name)
+    return measure.heading.replace("{}", number)
+
+
+def cell_of(name: str, results: RowResults) -> Cell:
+    """One cell."""
+    measure, number = find_measure(name)
+    return measure.cell(results, number)
+
+
+def answers_of(run: RunResults | None) -> list[AnswerRecord]:
+    """Of all episodes."""
+    return [] if run is None else [one for record in run.records for one in record.answers]
+
+
+def _number(value: float | None, form: str = ".2f", unit: str = "") -> Cell:
+    return _EMPTY if value is None or not np.isfinite(value) else (f"{value:{form}}{unit}", value)
+
+
+def _success(results: RowResults, _: str) -> Cell:
+    found = results.played_summary
+    if found is None:
+        return _EMPTY
+    return success_text(found.successes) + results.few, found.successes.share
+
+
+def _interval(results: RowResults, _: str) -> Cell:
+    found = results.played_summary
+    return _EMPTY if found is None else (interval_text(found.successes), None)
+
+
+def _verdict(results: RowResults, _: str) -> Cell:
+    found = results.played_apart
+    if found is None:
+        return _EMPTY
+    return "yes" if found.is_not_worse else "no" if found.interval.high < 0 else "open", None
+
+
+def _points(results: RowResults, _: str) -> Cell:
+    found = results.played_apart
+    if found is None:
+        return _EMPTY
+    one = found.comparison
+    text = "the same actions" if one.has_identical_actions else points_text(found.interval)
+    return text, one.difference
+
+
+def _share(results: RowResults, length: str) -> Cell:
+    found = results.drafted
+    return _number(None if found is None else 100 * found.share_of_length(int(length)), ".1f", "%")
+
+
+def _start(results: RowResults, token: str) -> Cell:
+    found = results.drafted
+    mean, _ = (found.committed_by_start if found else {}).get(int(token) - 1, (float("nan"), 0))
+    return _number(mean - 1)
+
+
+def _equal(results: RowResults, _: str) -> Cell:
+    own, plain = results.replayed, results.baseline.replayed
+    if own is None or plain is None:
+        return _EMPTY
+    others = {one.key: one.actions for one in plain.records}
+    pairs = [(one.actions, others[one.key]) for one in own.records if one.key in others]
+    same = [(a[: len(b)] == b[: len(a)]).all(axis=1) for a, b in pairs]
+    num_same, num = sum(int(one.sum()) for one in same), sum(map(len, same))
+    return _number(100 * num_same / num if num else None, ".1f", "%")
+
+
+def _deviation_of(index: int) -> Callable[[RowResults, str], Cell]:
+    return lambda results, _: _number(results.apart.apart[index] if results.apart else None)
+
+
+def _judging(results: RowResults, _: str) -> Cell:
+    answers = answers_of(results.timed)
+    passes = sum(len(one.accepted) for one in answers)
+    return _number(sum(one.timings.judge_ms for one in answers) / passes if passes else None)
+
+
+def _speedup(results: RowResults, _: str) -> Cell:
+    found = results.speedup
+    if found is None or found.doubts:
+        return _EMPTY
+    text = f"{found.times:.2f}x ({found.interval_text}; medians {found.of_medians:.2f}x)"
+    return text, found.times
+
+
+def _full_speedup(results: RowResults, _: str) -> Cell:
+    own, plain = results.full_size_ms, results.baseline.full_size_ms
+    return _number(plain / own if own and plain else None, ".2f", "x")
+
+
+def _phase_passes(results: RowResults, name: str) -> Cell:
+    """Phases are those of the frames' own episode."""
+    own, plain = results.replayed, results.baseline.replayed
+    if own is None or plain is None:
+        return _EMPTY
+    known = {one.key: phases_of(one.actions) for one in plain.records}
+    counted = [
+        len(answer.accepted)
+        for one in own.records
+        for answer, phase in zip(one.answers, known.get(one.key, ()), strict=False)
+        if phase is ArmPhase(name)
+    ]
+    return _number(float(np.mean(counted)) if counted else None)
+
+
+def _lesson(results: RowResults, name: str) -> Cell:
+    """What drafting cost and brought behind the prefill, of chains: guesses are their levels."""
+    own, plain = answers_of(results.timed), answers_of(results.baseline.timed)
+    num_plain = sum(len(one.accepted) - 1 for one in plain)
+    passes = [two for one in own for two in list(zip(one.accepted, one.guesses, strict=True))[1:]]
+    checked = [(kept, levels) for kept, levels in passes if levels]
+    spent = sum(one.timings.draft_ms + one.timings.verify_ms for one in own)
+    if not num_plain or not checked or not spent:
+        return _EMPTY
+    pass_ms = sum(one.timings.verify_ms for one in plain) / num_plain
+    levels = sum(count for _, count in checked)
+    tries = sum(min(kept + 1, count) for kept, count in checked)
+    acceptance, length = sum(kept for kept, _ in checked) / tries, levels / len(checked)
+    cost = sum(one.timings.draft_ms for one in own) / levels / pass_ms
+    found = {
+        "acceptance": acceptance,
+        "length": length,
+        "cost": cost,
+        "predicted": expected_speedup(acceptance, length, cost),
+        "measured": sum(kept + 1 for kept, _ in passes) * pass_ms / spent,
+    }
+    return _number(found[name], ".2f", "x" if name in ("predicted", "measured") else "")
+
+
+def _rate(results: RowResults, _: str) -> Cell:
+    spent = [one.timings.round_trip_ms for one in answers_of(results.timed)]
+    return _number(1000 * results.row.batch * len(spent) / sum(spent) if spent else None, ".1f")
+
+
+Pick = Callable[[RunSummary], float]
+
+
+def _of_frames(heading: str, meaning: str, pick: Pick, form: str = ".2f") -> Measure:
+    return Measure(heading, meaning, lambda one, _: _number(_maybe(pick, one.summary), form))
+
+
+def _of_times(heading: str, meaning: str, pick: Pick, form: str) -> Measure:
+    return Measure(
+        heading, meaning, lambda one, _: _number(_maybe(pick, one.timed_summary), form), True
+    )
+
+
+def _maybe(pick: Pick, found: RunSummary | None) -> float | None:
+    return None if found is None else pick(found)
+
+
+def _passes(found: RunSummary) -> float:
+    return found.speculation.passes_per_action if found.speculation else float("nan")
+
+
+def _stage(found: RunSummary, name: str) -> float:
+    return found.stages[name].p50 if name in found.stages else float("nan")
+
+
+def _committed(results: RowResults, _: str) -> Cell:
+    return _number(results.drafted.committed_length if results.drafted else None)
+
+
+def _relaxed(results: RowResults, _: str) -> Cell:
+    found = results.drafted
+    return _number(100 * found.relaxed_share if found else None, ".1f", "%")
+
+
+def legend_of(names: Iterator[str]) -> list[tuple[str, str]]:
+    """Heading and meaning of measures, each once."""
+    found = dict.fromkeys(find_measure(name)[0] for name in names)
+    return [(one.heading.replace("{}", "n"), one.meaning) for one in found]
+
+
+_A_MEDIAN = "; median over the frames that were timed"
+MEASURES: Mapping[str, Measure] = MappingProxyType(
+    {
+        "success": Measure(
+            "success", "episodes that reached the goal, of those played to their end", _success
+        ),
+        "interval": Measure("95%", "Wilson's interval of the success", _interval),
+        "points": Measure(
+            "success minus plain's, points (95%)",
+            "interval of the paired difference, on the same starts (Bonett and Price)",
+            _points,
+        ),
+        "verdict": Measure(
+            f"a loss of {100 * MARGIN:g} points is ruled out",
+            "yes where that interval lies above it or all actions are plain's; no where the row is "
+            "worse; else open: more episodes would decide",
+            _verdict,
+        ),
+        "played-passes": Measure(
+            "passes, played",
+            "forward passes of the model for an action in the played episodes, prefill included",
+            lambda one, _: _number(_maybe(_passes, one.played_summary)),
+        ),
+        "frames": _of_frames(
+            "frames", "how many recorded frames were answered", lambda one: one.num_answers, ".0f"
+        ),
+        "passes": _of_frames(
+            "passes", "forward passes of the model for an action, prefill included", _passes
+        ),
+        "committed": Measure(
+            "committed length",
+            "tokens that a pass with guesses settles: the accepted ones and one more (tau)",
+            _committed,
+        ),
+        "relaxed": Measure(
+            "relaxed tokens",
+            "executed tokens that are not the model's own greedy choice",
+            _relaxed,
+        ),
+        "equal": Measure(
+            "equal actions", "actions whose tokens are all those of plain decoding", _equal
+        ),
+        "mm": Measure("mm from plain", "mean distance of the commanded motions", _deviation_of(0)),
+        "deg": Measure("degrees from plain", "the same of the turns", _deviation_of(1)),
+        "accepted": Measure(
+            "{} accepted", "share of the passes with guesses that accepted so many", _share
+        ),
+        "start": Measure(
+            "from t{}", "mean accepted length of the passes whose first guess is that token", _start
+        ),
+        "phase": Measure(
+            "passes in {}", "passes for an action while the arm is about to do that", _phase_passes
+        ),
+        "p50": _of_times("ms", "a whole answer" + _A_MEDIAN, lambda one: one.round_trip.p50, ".1f"),
+        "prefill-ms": _of_times(
+            "prefill ms", "the first pass" + _A_MEDIAN, lambda one: _stage(one, "prefill_ms"), ".0f"
+        ),
+        "vision-ms": _of_times(
+            "vision ms", "the towers" + _A_MEDIAN, lambda one: _stage(one, "vision_ms"), ".0f"
+        ),
+        "later-ms": _of_times(
+            "later passes ms",
+            "all passes behind the prefill" + _A_MEDIAN,
+            lambda one: _stage(one, "verify_ms"),
+            ".0f",
+        ),
+        "judge-ms": Measure(
+            "acceptance, ms a pass", "choosing which guesses stand", _judging, is_time=True
+        ),
+        "draft-ms": _of_times(
+            "drafting ms", "making guesses" + _A_MEDIAN, lambda one: _stage(one, "draft_ms"), ".1f"
+        ),
+        "speedup": Measure(
+            "times as fast here",
+            "plain decoding's milliseconds over the row's: ratio of sums over the same frames, "
+            "rows in turn, with the interval of drawing episodes anew, and the ratio of medians",
+            _speedup,
+            is_time=True,
+        ),
+        "full-size": Measure(
+            "7B on an H200, ms (arithmetic)",
+            "what OpenVLA-7B's passes must read or compute over that device's rates, had it these "
+            "guesses: nothing was run",
+            lambda one, _: _number(one.full_size_ms, ".1f"),
+        ),
+        "full-speedup": Measure(
+            "times as fast there (arithmetic)", "plain decoding's over the row's", _full_speedup
+        ),
+        "lesson": Measure(
+            "{}",
+            "behind the prefill: acceptance is the chance that a guess stands, length the "
+            "guesses of a pass, cost that of one guess in plain passes; predicted follows from "
+            "these three, measured is committed tokens over the time spent",
+            _lesson,
+            is_time=True,
+        ),
+        "rate": Measure("actions per second", "of the whole batch", _rate, is_time=True),
+    }
+)

@@ -1,0 +1,426 @@
+"""From recorded lines to a page, its sheet and its plots; and whether they still say the same.
+
+The same lines give the same bytes. A page of prose quotes by a block, which begins with
+`<!-- from DIR#STUDY/TABLE -->` (or `DIR#facts`, `DIR#legend`) and ends with `<!-- end -->`; its
+content is made from the lines in DIR, a path beside the page.
+"""
+
+import csv
+import difflib
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from deft_client.commands.table import markdown_table, without_empty
+from deft_client.files import write_atomically
+from deft_client.libero.report.difference import conclusion
+from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.store import RunResults, load_runs, pack_runs, unpack_runs
+from scripts.reproduce import played, record
+from scripts.reproduce.measures import (
+    MARGIN,
+    NOTHING,
+    RowResults,
+    answers_of,
+    cell_of,
+    find_measure,
+    heading_of,
+    legend_of,
+)
+from scripts.reproduce.plots import lane_plot, line_plot
+from scripts.reproduce.study import (
+    PLAIN,
+    SUFFIX,
+    ReproductionError,
+    Row,
+    Study,
+    Table,
+    load_study,
+)
+
+PAGE, SHEET, FACTS, STUDIES, STRIP = (
+    "page.md", "tables.csv", "environment.json", "studies", "plots/frames.png"
+)  # fmt: skip
+PACKED = ".jsonl.gz"
+_KINDS = (record.FRAMES, record.TIMED, played.FOLDER)
+_STEP = "step"  # the x of a plot over one episode
+_PLAIN_NAMES = {PLAIN: "plain"}  # what sentences call a baseline
+_BLOCK = re.compile(r"(<!-- from ([^#\s]+)#(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_START = "<!-- from "
+_CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
+_MEASURED = re.compile(r"\d+\.\d+|\d+\s?%|\d+\s?(ms|mm|s|points|times|of \d+)\b")
+_OF_EPISODES = re.compile(r"\d+(\.\d+)?\s?(%|ms|points|times|passes|of \d+)(?!\w)")
+
+
+@dataclass(frozen=True, eq=False)
+class ResultsFolder:
+    """What a study left in a folder: lines, the studies as they were, the environment."""
+
+    folder: Path
+    _known: dict[tuple[Row, Row | None], RowResults] = field(default_factory=dict, init=False)
+    _rows: dict[Table, list[RowResults]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def facts(self) -> Mapping[str, Mapping[str, str]]:
+        """`environment`, and `left_out`: rows that this policy cannot answer, and why."""
+        try:
+            found: Mapping[str, Mapping[str, str]] = json.loads((self.folder / FACTS).read_text())
+        except (OSError, ValueError) as error:
+            raise ReproductionError(
+                f"{self.folder} holds no results of `python -m scripts.reproduce`: {error}"
+            ) from error
+        return found
+
+    @cached_property
+    def studies(self) -> Mapping[str, Study]:
+        """By name, as they were when the lines were recorded."""
+        paths = sorted((self.folder / STUDIES).glob(f"*{SUFFIX}"))
+        return {path.stem: load_study(path) for path in paths}
+
+    @cached_property
+    def _runs(self) -> Mapping[str, Mapping[str, RunResults]]:
+        """By kind and then by row; those played by method."""
+        found: dict[str, dict[str, RunResults]] = {kind: {} for kind in _KINDS}
+        for kind in _KINDS:
+            for path in (self.folder / f"{kind}{PACKED}", self.folder / kind):
+                for run in load_runs(path) if path.exists() else ():
+                    is_played = kind == played.FOLDER
+                    name = run.header.options["decoding"] if is_played else run.folder.name
+                    if run.records:
+                        found[kind][name] = run
+        return found
+
+    @property
+    def episodes(self) -> str:
+        """Which were played in closed loop, and on which assets."""
+        runs = self._runs[played.FOLDER].values()
+        counts = sorted({len(run.records) for run in runs})
+        told = sorted({f"{run.header.suite}, assets {run.header.assets}" for run in runs})
+        return f"{' or '.join(map(str, counts))} a row of {'; '.join(told)}" if counts else "none"
+
+    def rows_of(self, table: Table) -> list[RowResults]:
+        """The rows that have lines; of frames only those with all that the baseline answered."""
+        if table not in self._rows:
+            self._rows[table] = self._found(table)
+        return self._rows[table]
+
+    def _found(self, table: Table) -> list[RowResults]:
+        rows = []
+        for row in table.rows:
+            # A batch is compared with plain decoding of as many.
+            name = _PLAIN_NAMES.get(table.baseline, table.baseline)
+            base = self._results(Row(name, table.baseline, batch=row.batch), None)
+            found = self._results(row, base if row.slug != base.row.slug else None)
+            if any(run is not None for run in (found.replayed, found.timed, found.played)):
+                rows.append(found)
+        # A baseline with nothing beside it says nothing, and neither do rows without a column.
+        has_times = any(one.timed is not None for one in rows)
+        has_columns = has_times or not all(find_measure(one)[0].is_time for one in table.measures)
+        return _on_same_starts(rows) if has_columns and any(one.plain for one in rows) else []
+
+    def _results(self, row: Row, plain: RowResults | None) -> RowResults:
+        key = row, plain.row if plain else None
+        if key not in self._known:  # many tables have the same rows
+            base = plain or RowResults(row)
+            is_base = not row.flags and row.batch == 1 and row.acceptance is None
+            self._known[key] = RowResults(
+                row,
+                _whole(self._runs[record.FRAMES].get(row.slug), base.replayed),
+                _whole(self._runs[record.TIMED].get(row.slug), base.timed),
+                self._runs[played.FOLDER].get(row.method) if is_base else None,
+                plain,
+            )
+        return self._known[key]
+
+    def table(self, study: str, key: str) -> Table:
+        """One table; `ReproductionError` lists those there are."""
+        tables = {
+            f"{name}/{one.key}": one for name, found in self.studies.items() for one in found.table
+        }
+        if f"{study}/{key}" not in tables:
+            raise ReproductionError(
+                f"{self.folder} has no {study}/{key}; it has {', '.join(tables)}"
+            )
+        return tables[f"{study}/{key}"]
+
+
+def _whole(run: RunResults | None, plain: RunResults | None) -> RunResults | None:
+    """The run where it has all that the baseline has."""
+    return run if run is not None and _keys(plain) <= _keys(run) else None
+
+
+def _keys(run: RunResults | None) -> set[TrialKey]:
+    return set() if run is None else {record.key for record in run.records}
+
+
+def _on_same_starts(rows: Sequence[RowResults]) -> list[RowResults]:
+    """Rows with the played starts that baseline and the row with most starts share.
+
+    A row that lacks some of them keeps what it has, says so and is not compared.
+    """
+    base = next((one.baseline for one in rows), None)
+    known = _keys(base.played) if base else set()
+    shared = max((_keys(one.played) & known for one in rows if one.plain), key=len, default=known)
+    if not shared:
+        return list(rows)
+
+    def cut(one: RowResults, plain: RowResults | None) -> RowResults:
+        if one.played is None:
+            return replace(one, plain=plain)
+        kept = tuple(found for found in one.played.records if found.key in shared)
+        few = "" if len(kept) == len(shared) else f", on {len(kept)} of {len(shared)} starts"
+        run = replace(one.played, records=kept) if kept else None
+        return replace(one, played=run, plain=plain, few=few)
+
+    bases = {id(one.plain): cut(one.plain, None) for one in rows if one.plain}
+    return [cut(one, bases[id(one.plain)] if one.plain else None) for one in rows]
+
+
+def outputs(results: ResultsFolder) -> dict[str, str]:
+    """Everything that is derived, by its path below the folder."""
+    found = {PAGE: "\n\n".join(_page(results)) + "\n"}
+    sheet = io.StringIO()
+    writer = csv.writer(sheet, lineterminator="\n")
+    writer.writerow(["table", "row", "method", "flags", "column", "value"])
+    for name, study in results.studies.items():
+        for table in study.table:
+            rows = results.rows_of(table)
+            for one in rows:
+                own = (f"{name}/{table.key}", one.row.name, one.row.method, " ".join(one.row.flags))
+                cells = ((heading_of(key), cell_of(key, one)[0]) for key in table.measures)
+                writer.writerows([*own, *cell] for cell in cells if cell[1] != NOTHING)
+            if rows and table.plot_x:
+                found[f"plots/{name}-{table.key}.svg"] = _plot(table, rows)
+    found[SHEET] = sheet.getvalue()
+    return found
+
+
+def _page(results: ResultsFolder) -> Iterator[str]:
+    names = list(results.studies)
+    yield f"# {', '.join(study.title for study in results.studies.values())}"
+    yield (
+        f"Written by `python -m scripts.reproduce {' '.join(names)}` from the lines beside it; "
+        "`python -m scripts.reproduce --check` derives every number again."
+    )
+    yield _facts(results)
+    for name, study in results.studies.items():
+        yield f"## {study.title}"
+        yield study.about.strip()
+        for table in study.table:
+            if results.rows_of(table):
+                yield f"### {table.title}"
+                yield _table(results, table)
+                if table.plot_x:
+                    yield f"![{table.title}](plots/{name}-{table.key}.svg)"
+                if table.plot_x == _STEP and (results.folder / STRIP).is_file():
+                    yield f"![Frames of that episode, evenly spaced]({STRIP})"
+    yield "## What the columns say"
+    yield _legend(results)
+
+
+def _facts(results: ResultsFolder) -> str:
+    """Which policy, which frames, which machine."""
+    facts = {**results.facts["environment"], "episodes": results.episodes}
+    left_out = sorted(results.facts["left_out"].items())
+    lines = [markdown_table(("", ""), list(facts.items())).rstrip(), *([""] if left_out else [])]
+    return "\n".join([*lines, *(f"Left out: `{row}`: {why}." for row, why in left_out)])
+
+
+def _legend(results: ResultsFolder) -> str:
+    names = (
+        name
+        for study in results.studies.values()
+        for table in study.table
+        if results.rows_of(table)
+        for name in table.measures
+    )
+    return "\n".join(f"- **{heading}**: {meaning}." for heading, meaning in legend_of(names))
+
+
+def _table(results: ResultsFolder, table: Table) -> str:
+    """A table with its note, what may be concluded from it, and what was published."""
+    rows = results.rows_of(table)
+    cells = [[one.row.name, *(cell_of(key, one)[0] for key in table.measures)] for one in rows]
+    columns, cells = without_empty(["", *map(heading_of, table.measures)], cells, NOTHING)
+    said = [*_conclusions(rows)] if "points" in table.measures else []
+    if any(find_measure(name)[0].is_time for name in table.measures):
+        said += _said_of_times(rows)
+    parts = [
+        markdown_table(columns, cells).rstrip(),
+        table.note.strip(),
+        "\n".join(f"- {one}" for one in said),
+    ]
+    if table.published is not None:
+        parts.append(f"Published ({table.published.where}). {table.published.differs.strip()}")
+        parts.append(markdown_table(table.published.columns, table.published.rows).rstrip())
+    return "\n\n".join(part for part in parts if part)
+
+
+def _said_of_times(rows: Sequence[RowResults]) -> Iterator[str]:
+    """Which frames were timed, and of which rows no speed-up is told."""
+    timed = next((one.timed for one in rows if one.timed is not None), None)
+    if timed is None:
+        return
+    worked = sum(one.worked_s for one in timed.records)
+    spent = sum(one.timings.round_trip_ms for one in answers_of(timed)) / 1000
+    share = f"; the first row had {worked / spent:.0%} of a core" if worked else ""
+    yield f"Times are of {timed.header.assets}, rows in turn at every frame{share}."
+    doubts: dict[tuple[str, ...], list[str]] = {}
+    for one in rows:
+        if one.speedup is not None and one.speedup.doubts:
+            doubts.setdefault(one.speedup.doubts, []).append(one.row.name)
+    for why, names in doubts.items():
+        yield f"No speed-up here is told of {', '.join(names)}: {'; '.join(why)}."
+
+
+def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
+    """What may be said of every row beside the baseline, and which is the cheapest of the good."""
+    good = [one for one in rows if one.plain is None and one.played is not None]
+    for one in rows:
+        if one.played_apart is not None:
+            yield conclusion(one.played_apart)
+            good += [one] if one.played_apart.is_not_worse else []
+    counted = [(cell_of("played-passes", one)[1], one.row.name) for one in good]
+    fewest = min((pair for pair in counted if pair[0] is not None), default=None)
+    if len(good) > 1 and fewest is not None:
+        yield (
+            f"Of the rows for which a loss of {100 * MARGIN:g} points is ruled out, {fewest[1]} "
+            f"has the fewest passes: {fewest[0]:.2f}."
+        )
+
+
+def _plot(table: Table, rows: Sequence[RowResults]) -> str:
+    if table.plot_x == _STEP:
+        lanes = [(one.row.name, _passes_by_step(one)) for one in rows]
+        return lane_plot(table.title, "step of the first episode", "passes", lanes)
+    lines = []
+    for name in table.plot:
+        points = [
+            (one.row.x, value)
+            for one in rows
+            if one.row.x is not None and (value := cell_of(name, one)[1]) is not None
+        ]
+        lines.append((heading_of(name), points))
+    headings = [name for name, points in lines if points]
+    return line_plot(table.title, table.plot_x, " / ".join(headings), lines)
+
+
+def _passes_by_step(one: RowResults) -> list[tuple[float, float]]:
+    """Of the first episode that was replayed."""
+    if one.replayed is None or not one.replayed.records:
+        return []
+    answers = one.replayed.records[0].answers
+    return [(float(answer.asked_step), float(len(answer.accepted))) for answer in answers]
+
+
+def pack(folder: Path) -> None:
+    """Put the lines of all rows into one file for each kind, as the repository keeps them."""
+    unpack(folder)
+    for kind in _KINDS:
+        if (folder / kind).is_dir():
+            pack_runs(folder / f"{kind}{PACKED}", load_runs(folder / kind))
+            shutil.rmtree(folder / kind)
+
+
+def unpack(folder: Path) -> None:
+    """Give packed rows their folders again, so that they can go on."""
+    for kind in _KINDS:
+        packed = folder / f"{kind}{PACKED}"
+        if packed.exists():
+            unpack_runs(packed, folder / kind)
+            packed.unlink()
+
+
+def check(path: Path) -> list[str]:
+    """What is not as the lines say of a page, of results, or of a folder of results and the pages
+    around it that quote them; empty where all is."""
+    if not path.exists():
+        raise ReproductionError(f"{path}: no such page or results folder")
+    if path.is_file():
+        text = path.read_text("utf-8")
+        quoted = _differences(path.name, text, fill(text, path.parent))
+        # Pages that are no results have other numbers, too: sizes, versions, limits.
+        measured = _MEASURED if path.name == "results.md" else _OF_EPISODES
+        return [*quoted, *_loose_numbers(path.name, text, measured)]
+    inside = sorted(one.parent for one in path.glob(f"*/{FACTS}"))
+    if not inside or (path / FACTS).exists():
+        return list(_check_folder(ResultsFolder(path)))
+    pages = quoting_pages(path)
+    found = [f"{one.name}: {said}" for one in inside for said in _check_folder(ResultsFolder(one))]
+    return found + [said for page in pages for said in check(page)]
+
+
+def quoting_pages(results: Path) -> list[Path]:
+    """Pages of the repository around a folder of results that quote lines."""
+    root = results.resolve().parents[1]
+    pages = [*root.glob("*.md"), *results.resolve().parent.glob("*.md")]
+    pages += root.glob("policies/*/*/*.md")
+    return sorted(page for page in pages if _START in _CODE.sub("", page.read_text("utf-8")))
+
+
+def write(path: Path) -> None:
+    """Bring a results folder's derived files, or a page's blocks, up to date with the lines."""
+    if path.is_dir():
+        for name, content in outputs(ResultsFolder(path)).items():
+            (path / name).parent.mkdir(exist_ok=True)
+            write_atomically(path / name, content.encode())
+        return
+    write_atomically(path, fill(path.read_text("utf-8"), path.parent).encode())
+
+
+def fill(text: str, folder: Path) -> str:
+    """A page with its blocks made anew from the lines."""
+    whole = [found[0].count(_START) for found in _BLOCK.finditer(text)]
+    if whole != [1] * text.count(_START):
+        raise ReproductionError(
+            "a block that begins with `<!-- from DIR#STUDY/TABLE -->` on a line of its own, and no "
+            "other block in it, must end with `<!-- end -->`"
+        )
+    known = {found[2]: ResultsFolder(folder / found[2]) for found in _BLOCK.finditer(text)}
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}{_block(known[found[2]], found[3])}\n{found[5]}"
+
+    return _BLOCK.sub(made, text)
+
+
+def _block(results: ResultsFolder, key: str) -> str:
+    if key == "facts":
+        return _facts(results)
+    if key == "legend":
+        return _legend(results)
+    study, _, table = key.partition("/")
+    return _table(results, results.table(study, table))
+
+
+def _check_folder(results: ResultsFolder) -> Iterator[str]:
+    for name, content in outputs(results).items():
+        path = results.folder / name
+        if not path.is_file():
+            yield f"{name} is missing; `--write {results.folder}` makes it"
+        else:
+            yield from _differences(name, path.read_text("utf-8"), content)
+
+
+def _differences(name: str, there: str, derived: str) -> Iterator[str]:
+    """Line by line: - what stands there, + what the lines say."""
+    if there != derived:
+        lines = difflib.unified_diff(there.splitlines(), derived.splitlines(), name, "lines", n=0)
+        yield from (line.rstrip("\n") for line in lines)
+
+
+def _loose_numbers(name: str, text: str, measured: re.Pattern[str]) -> Iterator[str]:
+    """Numbers that look measured and are in no block."""
+    rest = _CODE.sub(_blank, _BLOCK.sub(_blank, text))
+    for number, line in enumerate(rest.splitlines(), 1):
+        for found in measured.finditer(line):
+            yield f"{name} line {number}: {found[0]!r} stands in no block"
+
+
+def _blank(found: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", found[0])

@@ -1,0 +1,31 @@
+"""How the policy that ships was made: `python -m scripts.tiny_libero`; README.md explains."""
+
+from deft_client.commands.program import Command, Program
+from deft_client.errors import DeftError
+from deft_draft_training.errors import TrainingError
+from deft_policies.errors import PolicyError
+
+_HERE = "scripts.tiny_libero."
+COMMANDS = {
+    "demos": Command(_HERE + "demos", "record demonstrations with the scripted expert"),
+    "train": Command(_HERE + "train", "clone demonstrations into a small OpenVLA"),
+    "correct": Command(_HERE + "correct", "let a policy play, and store the expert's answers"),
+    "check": Command(_HERE + "check", "play a policy in held-out states, by several methods"),
+    "check-expert": Command(_HERE + "check_expert", "how often the expert succeeds, by task"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    program = Program(
+        "python -m scripts.tiny_libero",
+        COMMANDS,
+        "deft-vla[models,training]",
+        errors=(TrainingError, PolicyError, DeftError),
+        when_interrupted="stopped; the same command goes on from here",
+    )
+    return program.run(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

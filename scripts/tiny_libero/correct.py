@@ -1,0 +1,190 @@
+"""Lets a policy play in LIBERO and stores what the expert would have done.
+
+The episodes it writes are demonstrations like any other (DAgger): pass them to `train` beside
+the first ones, with `--warm-start` and `--tokens-of`. A killed run goes on.
+"""
+
+import argparse
+import sys
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch._dynamo  # noqa: F401  (Triton's LLVM before Mesa's: the other way round crashes)
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from deft_client.commands.program import CommandParser
+from deft_client.libero.errors import SelectionError, SimulationError
+from deft_client.libero.simulator.conventions import METRES_PER_UNIT, to_robosuite
+from deft_client.libero.simulator.environment import Frame
+from deft_client.libero.simulator.scene import Scene
+from deft_client.types import Observation
+from deft_draft_training.errors import ConfigError, DataError
+from deft_policies.base import ActRequest, Policy
+from deft_policies.checkpoint.config import load_config
+from deft_policies.errors import PolicyError
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.memory import SessionMemory
+from deft_policies.model.formats import Precision
+from scripts.tiny_libero.demos import add_recording_flags, read_recording_flags
+from scripts.tiny_libero.expert.expert import Label
+from scripts.tiny_libero.play import Actor, DemoKey, DemosSettings, episode_keys, random_numbers
+from scripts.tiny_libero.pool import DemoResult, DemosJob, missing_keys, record
+
+
+@dataclass(frozen=True)
+class TakeoverSettings:
+    """When the expert leads, and for how long."""
+
+    stuck_steps: int = 12  # without moving further than this:
+    stuck_metres: float = 0.15 * METRES_PER_UNIT
+    wrong_steps: int = 6  # in a row with the gripper the wrong way
+    steps: int = 12  # 0: it never leads
+    chance: float = 0.01  # per step, so that what comes later is seen even by a poor policy
+
+
+class Learner:
+    """Plays one episode with a policy."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        instruction: str,
+        takeover: TakeoverSettings,
+        generator: np.random.Generator,
+    ) -> None:
+        self._policy, self._instruction = policy, instruction
+        self._takeover, self._generator = takeover, generator
+        self._memory = SessionMemory()
+        self._places: deque[NDArray[np.float64]] = deque(maxlen=takeover.stuck_steps)
+        self._led = self._num_wrong = 0
+
+    @property
+    def sigma(self) -> float:
+        """Nothing is added to what the policy says."""
+        return 0.0
+
+    def act(self, frame: Frame, scene: Scene, label: Label) -> NDArray[np.float64]:
+        """The policy's action, or the expert's while it leads."""
+        request = ActRequest(Observation(frame.image, self._instruction), self._memory)
+        (found,) = self._policy.act([request])
+        self._memory = found.memory
+        answer = to_robosuite(found.chunk.actions[0])
+        is_wrong = answer[-1] != label.action[-1]
+        if not self._led and self._takeover.steps and self._needs_help(scene, is_wrong):
+            self._led, self._num_wrong = self._takeover.steps, 0
+            self._places.clear()
+        if self._led:
+            self._led -= 1
+            return label.action
+        return answer
+
+    def _needs_help(self, scene: Scene, is_wrong: bool) -> bool:
+        self._num_wrong = self._num_wrong + 1 if is_wrong else 0
+        self._places.append(np.append(scene.gripper.position, scene.opening))
+        if self._num_wrong >= self._takeover.wrong_steps:
+            return True
+        if self._generator.random() < self._takeover.chance:
+            return True
+        if len(self._places) < self._takeover.stuck_steps:
+            return False
+        return bool(np.ptp(np.stack(self._places), axis=0).max() < self._takeover.stuck_metres)
+
+
+@dataclass(frozen=True)
+class LearnerFactory:
+    """Makes learners in whichever process it is called; each loads the policy once."""
+
+    checkpoint: Path
+    statistics_key: str
+    takeover: TakeoverSettings = field(default_factory=TakeoverSettings)
+
+    def __call__(self, settings: DemosSettings, key: DemoKey, instruction: str) -> Actor:
+        """A learner for the episode that has just begun."""
+        policy = _load(self.checkpoint, self.statistics_key)
+        generator = random_numbers(settings, key, "takeover")
+        return Learner(policy, instruction, self.takeover, generator)
+
+
+@lru_cache(maxsize=1)
+def _load(checkpoint: Path, statistics_key: str) -> Policy:
+    options = ModelOptions(
+        checkpoint=str(checkpoint),
+        statistics_key=statistics_key,
+        device="cpu",
+        precision=Precision.FLOAT32,
+        decoding="lossless",  # the same actions, sooner
+        num_threads=1,
+    )
+    return load_policy(options)
+
+
+def main(arguments: list[str]) -> int:
+    """Record what is missing."""
+    given = _parser().parse_args(arguments)
+    try:
+        job = _job(given)
+        _record(job, given.checkpoint)
+    except SelectionError as error:
+        raise ConfigError(str(error)) from error
+    except (SimulationError, PolicyError) as error:
+        raise DataError(str(error)) from error
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="python -m scripts.tiny_libero correct", description=__doc__)
+    add_recording_flags(parser)
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="the policy that plays")
+    add("--statistics-key", metavar="KEY", help="default: the suite's name")
+    add(
+        "--lead",
+        type=float,
+        default=TakeoverSettings().chance,
+        metavar="CHANCE",
+        help="per step, of the expert leading for a moment (default: %(default)s)",
+    )
+    add("--alone", action="store_true", help="the expert never leads: to see what a policy can do")
+    return parser
+
+
+def _job(given: argparse.Namespace) -> DemosJob:
+    key = given.statistics_key or given.suite
+    statistics = load_config(given.checkpoint).statistics
+    if key not in statistics:
+        known = ", ".join(statistics)
+        raise ConfigError(f"{given.checkpoint} has no statistics {key!r}; it has {known}")
+    job, checkpoint = read_recording_flags(given), given.checkpoint.resolve()
+    alone = " alone" if given.alone else ""
+    settings = replace(job.settings, actor=f"{checkpoint.name} ({key}){alone}")
+    takeover = TakeoverSettings(chance=given.lead)
+    if given.alone:
+        takeover = replace(takeover, steps=0)
+    learner = LearnerFactory(checkpoint, key, takeover)
+    return replace(job, settings=settings, new_actor=learner)
+
+
+def _record(job: DemosJob, checkpoint: Path) -> None:
+    total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
+    results: list[DemoResult] = []
+    with tqdm(total=total, initial=total - missing, unit="episode", file=sys.stderr) as bar:
+
+        def report(result: DemoResult) -> None:
+            results.append(result)
+            bar.update()
+            bar.set_postfix(succeeded=f"{sum(one.succeeded for one in results)}/{len(results)}")
+
+        record(job, report)
+    steps = sum(one.num_steps for one in results)
+    succeeded = sum(one.succeeded for one in results)
+    sys.stdout.write(
+        f"{len(results)} new episodes with {steps} labelled frames in {job.folder}; the policy, "
+        f"led on where it stood still, succeeded in {succeeded}\n"
+        f"next: python -m scripts.tiny_libero train DEMOS {job.folder} --run runs/policy-2 "
+        f"--warm-start RUN --tokens-of {checkpoint} --out {checkpoint}-2\n"
+    )

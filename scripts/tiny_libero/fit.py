@@ -1,0 +1,221 @@
+"""Behaviour cloning of a small policy: the loop, resumable to the bit on one process."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from deft_client.image_chain import ImageChain
+from deft_draft_training.config import plain
+from deft_draft_training.errors import DataError
+from deft_draft_training.optimizer import OptimizerConfig, WeightAverage, computing_in
+from deft_draft_training.run_directory import STATE_FILE, RunDirectory
+from deft_draft_training.trainer import FitConfig, Trainer, chosen_at
+from deft_policies.decoding.tree import TokenRange
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.sizes import OpenVLAConfig
+from scripts.tiny_libero.data import (
+    AugmentConfig,
+    Batches,
+    PolicyBatch,
+    PolicySamples,
+    WordsConfig,
+    augment,
+)
+from scripts.tiny_libero.model import (
+    PolicyModelConfig,
+    PolicyNet,
+    count_layers,
+    deepened,
+    initialise,
+)
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Weights of the terms. `sigma_bins` 0 is plain cross-entropy."""
+
+    sigma_bins: float = 2.0
+    gripper_weight: float = 1.5
+    position_weight: float = 1.0  # of the auxiliary regression of simulator positions
+    text_weight: float = 0.5  # of a reasoning's words; its action has the rest
+
+
+def soft_tokens(labels: Tensor, actions: TokenRange, vocabulary: int, sigma: float) -> Tensor:
+    """Target distributions over the vocabulary, [row, dim, token], peaked at the labels.
+
+    p(t) is proportional to exp(-(t - label)^2 / (2 sigma^2)) for action tokens and 0 for all
+    others; sigma 0 gives one-hot rows. Neighbouring action tokens are neighbouring bins.
+    """
+    if sigma <= 0:
+        return F.one_hot(labels, vocabulary).float()
+    tokens = torch.arange(vocabulary, device=labels.device)
+    scores = -0.5 * ((tokens - labels[..., None]) / sigma) ** 2
+    return torch.softmax(scores.masked_fill(~actions.contains(tokens), -torch.inf), dim=-1)
+
+
+def action_loss(
+    logits: Tensor,
+    labels: Tensor,
+    sample_weight: Tensor,
+    actions: TokenRange,
+    config: PolicyLossConfig,
+) -> Tensor:
+    """Weighted cross-entropy. `logits` [row, dim, token], `labels` [row, dim], weights [row].
+
+    The gripper, the last dimension, keeps its hard label: its two values are far apart and a
+    neighbouring bin means nothing.
+    """
+    soft = soft_tokens(labels[:, :-1], actions, logits.shape[-1], config.sigma_bins)
+    hard = F.one_hot(labels[:, -1:], logits.shape[-1]).float()
+    losses = -(torch.cat([soft, hard], dim=1) * F.log_softmax(logits.float(), dim=-1)).sum(dim=-1)
+    dims = torch.ones(losses.shape[1], device=losses.device)
+    dims[-1] = config.gripper_weight
+    weights = sample_weight[:, None] * dims
+    return (losses * weights).sum() / weights.sum()
+
+
+def text_loss(logits: Tensor, batch: PolicyBatch) -> Tensor:
+    """Mean cross-entropy of an answer's tokens but its action's; `logits` [row, step, token]."""
+    steps = torch.arange(batch.answers.shape[1], device=logits.device)
+    since = steps - batch.first_actions[:, None]
+    is_action = (since >= 0) & (since < batch.labels.shape[1])
+    wanted = batch.answers.masked_fill(is_action, -1)
+    return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1)
+
+
+def position_loss(positions: Tensor, truth: Tensor, sample_weight: Tensor) -> Tensor:
+    """Smooth L1 distance of the auxiliary head from the simulator's positions, [row, value]."""
+    misses = F.smooth_l1_loss(positions.float(), truth, reduction="none", beta=0.1)
+    return (misses.mean(dim=-1) * sample_weight).sum() / sample_weight.sum()
+
+
+@dataclass(frozen=True)
+class PolicyFitConfig(FitConfig):
+    """A policy training run."""
+
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
+    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    words: WordsConfig = field(default_factory=WordsConfig)
+    thinking_share: float = 1 / 3  # of the steps, whose samples think aloud
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(
+            rate=1.5e-3, muon_rate=2e-3, clip=1.0, warm_up_steps=50, decay_from=0.4
+        )
+    )
+    steps: int = 2000
+    batch_size: int = 48
+    average_decay: float = 0.998
+    save_every: int = 200
+    log_every: int = 20
+
+
+class PolicyTrainer(Trainer[PolicyNet]):
+    """Everything one run needs, built once; `run` goes on from wherever the directory stands."""
+
+    def __init__(
+        self,
+        config: PolicyFitConfig,
+        model_config: OpenVLAConfig,
+        samples: PolicySamples,
+        tokenizer: Tokenizer,
+        device: torch.device | None = None,
+    ) -> None:
+        if config.thinking_share and not all(samples.thoughts):
+            raise DataError(
+                "some demonstrations do not say what was asked for, so there is nothing to think "
+                "aloud: record them again, or set fit.thinking_share to 0"
+            )
+        self.config, self.samples = config, samples
+        self.device = device or torch.device("cpu")
+        net = PolicyNet(model_config, samples.positions.shape[1])
+        initialise(net, config.seed)
+        super().__init__(config, net.to(self.device))
+        self._batches = Batches(samples, tokenizer, model_config, config.words)
+        self._images = ImageProcessor(model_config.image, ImageChain.NONE)
+        self._actions = model_config.vocabulary.tokens
+
+    def run(
+        self, directory: Path, warm_start: Path | None = None, with_board: bool = False
+    ) -> PolicyNet:
+        """Train to the configured step and return the averaged model.
+
+        `warm_start` is another run's directory whose weights a new run begins with: what DAgger
+        does when more data have come. Its decoder may have been shallower.
+        """
+        with RunDirectory(directory, plain(self.config), with_board) as run:
+            if warm_start is not None and not (directory / STATE_FILE).exists():
+                self._begin_from(warm_start)
+            return self._train(run)
+
+    def _begin_from(self, directory: Path) -> None:
+        path = directory / STATE_FILE
+        if not path.exists():
+            raise DataError(f"{path} is missing; a warm start needs the directory of a run")
+        weights = torch.load(path, map_location="cpu", weights_only=True)["module"]
+        if count_layers(weights) < self.config.model.num_layers:
+            weights = deepened(weights, self.config.model.num_layers)
+        own = {name: one.shape for name, one in self.net.state_dict().items()}
+        theirs = {name: one.shape for name, one in weights.items()}
+        other = sorted(name for name, _ in own.items() ^ theirs.items())
+        if other:
+            raise DataError(f"{path} is of another shape in {other[0]}; give the same sizes")
+        self.net.load_state_dict(weights)
+        self.average = WeightAverage(self.net, self.config.average_decay)
+
+    def _step(self, step: int) -> Mapping[str, float]:
+        config, started_s = self.config, time.perf_counter()
+        chosen = chosen_at(len(self.samples), config.batch_size, config.seed, step)
+        # Every step has random numbers of its own, and is of one kind, so that acting is short.
+        seed = np.random.SeedSequence((config.seed, step))
+        thinks = _counts(step + 1, config.thinking_share) > _counts(step, config.thinking_share)
+        batch = self._batches.take(chosen, np.random.default_rng(seed), thinks)
+        frames = augment(
+            batch.frames,
+            config.augment,
+            torch.Generator().manual_seed(int(seed.generate_state(1)[0])),
+        )
+        pixels = self._images.pixel_values(list(frames.numpy()), self.device)
+        with computing_in(config.precision, self.device):
+            losses = self._losses(pixels, batch.to(self.device), thinks)
+            loss = torch.stack([losses[name] * self._weight(name, thinks) for name in losses]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        with computing_in(config.precision, self.device):
+            norm = self._update(step)
+        return {
+            "loss": float(loss.detach()),
+            **{name: float(one.detach()) for name, one in losses.items()},
+            "gradient_norm": norm,
+            "samples_per_s": config.batch_size / (time.perf_counter() - started_s),
+        }
+
+    def _losses(self, pixels: Tensor, batch: PolicyBatch, thinks: bool) -> dict[str, Tensor]:
+        config, (rows, dims) = self.config.loss, batch.labels.shape
+        hidden = self.net(pixels, batch.ids, batch.prompt_lengths, batch.answers.shape[1])
+        output = self.net.read(hidden)
+        steps = (batch.first_actions[:, None] + torch.arange(dims, device=self.device))[..., None]
+        logits = output.logits.gather(1, steps.expand(rows, dims, output.logits.shape[-1]))
+        losses = {
+            "thinking_action" if thinks else "action": action_loss(
+                logits, batch.labels, batch.weights, self._actions, config
+            ),
+            "positions": position_loss(output.positions, batch.positions, batch.weights),
+        }
+        return {**losses, "text": text_loss(output.logits, batch)} if thinks else losses
+
+    def _weight(self, name: str, thinks: bool) -> float:
+        """Of one of the losses: where it thinks aloud, its words have a share of the action's."""
+        config = self.config.loss
+        weights = {"positions": config.position_weight, "text": config.text_weight}
+        return weights.get(name, 1 - config.text_weight if thinks else 1.0)
+
+
+def _counts(step: int, share: float) -> int:
+    return int(step * share + 1e-9)

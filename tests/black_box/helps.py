@@ -1,0 +1,51 @@
+"""What every command says of itself. To remove or move a command, change its line here."""
+
+from tests.black_box.product import CLIENT, SERVER, run
+
+TINY_LIBERO = "scripts.tiny_libero.__main__"
+# The name of the recording, where the command's `main` is, and its arguments.
+COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "deft": (SERVER, ()),
+    "deft serve": (SERVER, ("serve",)),
+    "deft serve constant": (SERVER, ("serve", "--policy", "constant")),
+    "deft serve sleeping": (SERVER, ("serve", "--policy", "sleeping")),
+    "deft serve openvla": (SERVER, ("serve", "--policy", "openvla")),
+    "deft serve oft": (SERVER, ("serve", "--policy", "oft")),
+    "deft doctor": (SERVER, ("doctor",)),
+    "deft key": (SERVER, ("key",)),
+    "deft act": (SERVER, ("act",)),
+    "deft bench": (SERVER, ("bench",)),
+    "deft convert": (SERVER, ("convert",)),
+    "deft index": (SERVER, ("index",)),
+    "deft replay": (SERVER, ("replay",)),
+    "deft train": (SERVER, ("train",)),
+    "deft train record": (SERVER, ("train", "record")),
+    "deft train fit": (SERVER, ("train", "fit")),
+    "deft train evaluate": (SERVER, ("train", "evaluate")),
+    "deft train export": (SERVER, ("train", "export")),
+    "deft-client": (CLIENT, ()),
+    "deft-client ping": (CLIENT, ("ping",)),
+    "deft-client act": (CLIENT, ("act",)),
+    "deft-client eval": (CLIENT, ("eval",)),
+    "deft-client report": (CLIENT, ("report",)),
+    "deft-client compare": (CLIENT, ("compare",)),
+    "deft-client assets": (CLIENT, ("assets",)),
+    "deft-client datasets": (CLIENT, ("datasets",)),
+    "scripts.bench": ("scripts.bench", ()),
+    "scripts.plan": ("scripts.plan.__main__", ()),
+    "scripts.reproduce": ("scripts.reproduce.__main__", ()),
+    "scripts.tiny_libero": (TINY_LIBERO, ()),
+    "scripts.tiny_libero demos": (TINY_LIBERO, ("demos",)),
+    "scripts.tiny_libero train": (TINY_LIBERO, ("train",)),
+    "scripts.tiny_libero correct": (TINY_LIBERO, ("correct",)),
+}
+
+
+def said_by(name: str) -> str:
+    """Its help, and what it answers to a flag and a word that it does not know."""
+    module, arguments = COMMANDS[name]
+    told = []
+    for asked in ("--help", "--no-such-flag"):
+        ended = run(module, *arguments, asked)
+        told.append(f"$ {name} {asked}\nexit code {ended.code}\n{ended.out}{ended.err}")
+    return "\n".join(told)

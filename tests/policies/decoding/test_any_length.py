@@ -1,0 +1,354 @@
+"""Answers of any length, stepped from outside: rows join, leave and are cancelled between rounds.
+
+The slow twin of plain decoding is one pass over prompt and answer without a cache: every token must
+be the likeliest after those before it, and nothing may stand behind a stop token. Drafts are
+whatever a script says: right, wrong, half right, stop tokens among them.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import one_hot
+
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
+from deft_policies.decoding.batch import Batch, Form, Row
+from deft_policies.decoding.drafts import LOGITS, Chains, Draft, Room
+from deft_policies.decoding.engine import Engine
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import DraftKind, Plan
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Sequences, Target
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import RequestError
+from deft_policies.model.llama import LlamaDecoder
+from tests.policies.decoding.scripts import ScriptedModels, clock
+from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts, tiny_decoder
+
+LONGEST = 400
+STOP = 5
+NEAR = 1e-4  # of two logits that may change places with rounding
+
+
+@lru_cache(maxsize=2)
+def decoder() -> LlamaDecoder:
+    """The tiny one, with room for long answers."""
+    tiny = tiny_decoder()
+    long = LlamaDecoder(replace(tiny.sizes, max_positions=512))
+    long.load_state_dict(tiny.state_dict())
+    return long.requires_grad_(False).eval()
+
+
+@lru_cache(maxsize=64)
+def prompt(text_length: int, seed: int) -> Prompts:
+    return random_prompts(decoder(), [text_length], seed)
+
+
+def side_by_side(prompts: Sequence[Prompts]) -> Prompts:
+    embeds = [one.embeds[0] for one in prompts]
+    padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+    lengths = torch.cat([one.lengths for one in prompts])
+    return replace(
+        prompts[0],
+        embeds=padded,
+        lengths=lengths,
+        last_tokens=torch.cat([one.last_tokens for one in prompts]),
+        features=None,
+    )
+
+
+@lru_cache(maxsize=256)
+def wanted(text_length: int, seed: int, max_tokens: int, stop: int | None) -> tuple[int, ...]:
+    """Plain decoding, by a cache of nothing but tokens."""
+    embeds = prompt(text_length, seed).embeds
+    tokens: list[int] = []
+    while len(tokens) < max_tokens and (not tokens or tokens[-1] != stop):
+        tokens.append(int(decoder().head(decoder()(embeds)[0, -1]).argmax()))
+        embeds = torch.cat((embeds, decoder().embedding(torch.tensor([[tokens[-1]]]))), dim=1)
+    return tuple(tokens)
+
+
+def expect_plain(prompts: Prompts, tokens: Sequence[int], form: Form) -> None:
+    """Every token the likeliest after those before it, up to the stop token or the limit."""
+    embeds = torch.cat((prompts.embeds, decoder().embedding(torch.tensor([list(tokens)]))), dim=1)
+    logits = decoder().head(decoder()(embeds)[0, prompts.embeds.shape[1] - 1 : -1])
+    best = logits.amax(dim=1)
+    assert torch.all(logits[torch.arange(len(tokens)), torch.tensor(tokens)] >= best - NEAR)
+    assert form.stop is None or form.stop not in tokens[:-1]
+    assert len(tokens) == form.max_tokens or tokens[-1] == form.stop
+
+
+@dataclass
+class Scripted:
+    """Chains that go on as the answer does, more or less: `skill` is the chance of each token."""
+
+    skill: float
+    seed: int
+    rides: bool
+    kind: DraftKind = DraftKind.HEAD
+    capturable: bool = False
+    least_steps: int = 0
+    rng: random.Random = field(default_factory=random.Random)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.rides else frozenset({LOGITS})
+
+    def allocate(self, batch: Batch) -> None:
+        self.rng.seed(self.seed)
+
+    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+        pass
+
+    def draft(self, batch: Batch, room: Room) -> Chains | DraftTree:
+        steps = self.rng.randint(1, min(room.depth, 300)) if room.depth else 0
+        num_chains = self.rng.randint(1, 3)
+        rows = [self._row(row, steps, num_chains) for row in batch.rows]
+        tokens = torch.tensor(rows).view(len(rows), num_chains, steps)
+        return Chains(tokens, torch.rand(tokens.shape) < 0.98)
+
+    def _row(self, row: Row | None, steps: int, num_chains: int) -> list[list[int]]:
+        right = [] if row is None else list(answer_of(row)[row.count :])
+        right += [STOP] * (steps - len(right))
+        return [
+            [
+                one if self.rng.random() < self.skill else self.rng.randrange(VOCABULARY)
+                for one in right[:steps]
+            ]
+            for _ in range(num_chains)
+        ]
+
+
+ASKED: dict[int, tuple[int, int]] = {}  # the prompt of a row, by the noise of its memory
+
+
+def answer_of(row: Row) -> tuple[int, ...]:
+    return wanted(*ASKED[row.memory.noise], row.form.max_tokens, row.form.stop)
+
+
+def engine_with(scripted: Draft) -> Engine:
+    return engine_over(Target(decoder(), ACTIONS), scripted)
+
+
+def engine_over(target: Target, scripted: Draft) -> Engine:
+    return Engine(target, ScriptedModels(scripted=(scripted,)), widest=512)
+
+
+def method_with(rides: bool, text: str = "lossless:guard=off") -> Method:
+    riders = (DraftKind.HEAD,) if rides else ()
+    return replace(find_method(text), plans=(Plan("case", riders, (DraftKind.HEAD,)),))
+
+
+def row_of(method: Method, text_length: int, seed: int, form: Form, number: int) -> Row:
+    row = Row(method, form)
+    row.memory = replace(row.memory, noise=number)
+    ASKED[number] = (text_length, seed)
+    return row
+
+
+forms = st.builds(
+    Form,
+    st.one_of(st.integers(1, 30), st.integers(1, LONGEST)),
+    st.one_of(st.none(), st.just(STOP), st.integers(0, VOCABULARY - 1)),
+)
+asks = st.tuples(st.integers(1, 9), st.integers(0, 5), forms)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # sessions are long, and shrinking takes minutes
+)
+@given(
+    starts=st.lists(st.lists(asks, min_size=1, max_size=3), min_size=1, max_size=4),
+    skill=st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]),
+    rides=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_answers_equal_plain_decoding_whoever_joins_leaves_or_is_cancelled(
+    starts: list[list[tuple[int, int, Form]]], skill: float, rides: bool, seed: int
+) -> None:
+    rng = random.Random(seed)
+    engine, method = engine_with(Scripted(skill, seed, rides)), method_with(rides)
+    asked: dict[int, tuple[Prompts, Form]] = {}
+    waiting, answered = list(starts), 0
+    open_rows: list[Row] = []
+    with torch.inference_mode():
+        while waiting or open_rows:
+            if waiting and (not open_rows or rng.random() < 0.4):
+                some = waiting.pop()
+                prompts = [prompt(length, number) for length, number, _ in some]
+                rows = [
+                    row_of(method, length, number, form, len(asked) + index)
+                    for index, (length, number, form) in enumerate(some)
+                ]
+                for row, one, (_, _, form) in zip(rows, prompts, some, strict=True):
+                    asked[row.memory.noise] = (one, form)
+                engine.start(side_by_side(prompts), rows)
+                open_rows += rows
+            if open_rows and rng.random() < 0.05:
+                engine.cancel(open_rows.pop(rng.randrange(len(open_rows))))
+            for row in engine.step(clock()):
+                open_rows.remove(row)
+                expect_plain(asked[row.memory.noise][0], row.tokens, row.form)
+                answered += 1
+                assert row.trace is not None
+                assert row.trace.tokens == tuple(row.tokens)
+                assert sum(one.accepted_length + 1 for one in row.trace.passes) == len(row.tokens)
+    assert answered <= len(asked)
+
+
+@pytest.mark.parametrize("stop", [None, STOP])
+@pytest.mark.parametrize("max_tokens", [1, 2, 40, LONGEST])
+def test_right_drafts_of_several_hundred_tokens_take_one_pass(
+    max_tokens: int, stop: int | None
+) -> None:
+    class Whole(Scripted):
+        def draft(self, batch: Batch, room: Room) -> Chains:
+            right = torch.tensor([answer_of(row) for row in batch.rows if row])[:, None]
+            assert right.shape[2] <= max_tokens
+            return Chains(right, torch.ones_like(right, dtype=torch.bool))
+
+    form = Form(max_tokens, stop)
+    engine, method = engine_with(Whole(1.0, 0, True)), method_with(rides=True)
+    with torch.inference_mode():
+        row = row_of(method, 4, 1, form, 0)
+        engine.decode(prompt(4, 1), [row], clock())
+    assert tuple(row.tokens) == wanted(4, 1, max_tokens, stop)
+    assert row.num_passes == 1
+
+
+def test_plain_decoding_is_the_same_loop() -> None:
+    plain = find_method("autoregressive")
+    engine = Engine(Target(decoder(), ACTIONS))
+    rows = [row_of(plain, 3, 0, Form(50, 24), 0), row_of(plain, 5, 2, Form(9), 1)]
+    with torch.inference_mode():
+        engine.decode(side_by_side([prompt(3, 0), prompt(5, 2)]), rows, clock())
+    assert [tuple(row.tokens) for row in rows] == [wanted(3, 0, 50, 24), wanted(5, 2, 9, None)]
+    assert [row.num_passes for row in rows] == [len(row.tokens) for row in rows]
+
+
+def test_distances_are_refused_by_name_where_answers_have_no_bins() -> None:
+    engine = Engine(Target(decoder(), ACTIONS))
+    for name in ("deft", "within-bins", "entropy-radius", "heisd-like", "kerv-like", "lvspec"):
+        with pytest.raises(RequestError, match=f"{name!r} measures distances"):
+            engine.check(Row(find_method(name), Form(20, STOP)))
+    for name in ("lossless", "fly", "top-k", "near-top"):
+        engine.check(Row(find_method(name), Form(20, STOP)))
+
+
+class Near(Scripted):
+    """One chain: the answer with every action token moved by a bin, and so is some text."""
+
+    def draft(self, batch: Batch, room: Room) -> Chains:
+        rows = []
+        for row in batch.rows:
+            assert row is not None
+            rest = list(MIXED[row.count :])[: room.depth]
+            rows.append([one + 1 for one in rest] + [0] * (room.depth - len(rest)))
+        tokens = torch.tensor(rows)[:, None]
+        return Chains(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+MIXED = [3, 9, 11, 30, 31, 32, 33, 34, 35, 50, STOP]  # text, an action, the end
+
+
+class MixedTarget(Target):
+    """Says MIXED, whatever was said before: only how many tokens there are counts."""
+
+    committed = 0
+
+    def prefill(
+        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
+        scores, features = super().prefill(rows, first, prompts, tree)
+        self.committed = int(prompts.lengths[0])
+        return self._said(tree, 0, scores), features
+
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        count = int(rows.length[0]) - self.committed + 1
+        return self._said(tree, count, super().score(rows, tree))
+
+    def _said(self, tree: DraftTree, count: int, scores: Scores) -> Scores:
+        places = (count + tree.depths()).clamp(max=len(MIXED) - 1)
+        said = torch.tensor(MIXED)[places]
+        return replace(scores, logits=one_hot(said, VOCABULARY).float())
+
+
+@pytest.mark.parametrize("rides", [True, False])
+def test_only_action_tokens_behind_text_are_relaxed(rides: bool) -> None:
+    """Text must be equal; the action begins behind the last text, wherever that is."""
+    method = method_with(rides=rides, text="within-bins:radius=1")
+    engine = engine_over(MixedTarget(decoder(), ACTIONS), Near(1.0, 0, rides))
+    row = row_of(method, 3, 0, Form(30, STOP, ActionSpace.in_bins(7)), 0)
+    with torch.inference_mode():
+        engine.decode(prompt(3, 0), [row], clock())
+    assert row.own == MIXED
+    assert row.tokens[:3] == MIXED[:3]
+    assert row.tokens[-1] == STOP
+    moved = [done - said for done, said in zip(row.tokens[3:10], row.own[3:10], strict=True)]
+    assert moved == [1] * 7
+    assert row.num_passes == 3 + 1  # text, then the action and the end
+
+
+def test_a_budget_of_an_action_counts_from_where_the_action_begins() -> None:
+    """Three bins in all for each group: the moved dimensions are used up, then it is exact."""
+    method = method_with(rides=True, text="heisd-like:each=1,total=2")
+    space = ActionSpace(
+        (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 4, (0.0,) * 7, (None,) * 7
+    )
+    engine = engine_over(MixedTarget(decoder(), ACTIONS), Near(1.0, 0, True))
+    row = row_of(method, 3, 0, Form(30, STOP, space), 0)
+    with torch.inference_mode():
+        engine.decode(prompt(3, 0), [row], clock())
+    moved = [done - said for done, said in zip(row.tokens[3:10], row.own[3:10], strict=True)]
+    assert sum(moved[:3]) == 2
+    assert sum(moved[3:]) == 2
+
+
+@pytest.mark.parametrize("text", ["autoregressive", "lossless:guard=off"])
+def test_one_method_answers_with_text_of_any_length_and_with_actions_in_any_order(
+    text: str,
+) -> None:
+    """What was set aside for shorter answers, or for answers without actions, is made larger."""
+    method, engine = find_method(text), Engine(Target(decoder(), ACTIONS))
+    forms = [Form(3), Form(40), Form(30, STOP), Form.action(ActionSpace.in_bins(7)), Form(60)]
+    with torch.inference_mode():
+        for number, form in enumerate(forms):
+            row = row_of(method, 3, number, form, 0)
+            engine.decode(prompt(3, number), [row], clock())
+            assert tuple(row.tokens) == wanted(3, number, form.max_tokens, form.stop)
+
+
+def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
+    class AfterPasses(Scripted):
+        def draft(self, batch: Batch, room: Room) -> Chains | DraftTree:
+            assert batch.last is not None
+            return super().draft(batch, room)
+
+    engine, method = engine_with(AfterPasses(0.9, 0, rides=False)), method_with(rides=True)
+    form = Form(20)
+    with torch.inference_mode():
+        for number in range(2):
+            row = row_of(method, 3, number, form, 0)
+            engine.decode(prompt(3, number), [row], clock())
+            assert tuple(row.tokens) == wanted(3, number, 20, None)
+            assert row.trace is not None
+            assert len(row.trace.passes[0].tokens) == 1
+
+
+def test_actions_of_two_lengths_are_guarded_apart() -> None:
+    method, engine = find_method("lossless"), Engine(Target(decoder(), ACTIONS))
+    forms = [Form.action(ActionSpace.in_bins(length)) for length in (4, 9)]
+    with torch.inference_mode():
+        rows = [row_of(method, 3, 0, form, 0) for form in forms]
+        engine.decode(side_by_side([prompt(3, 0)] * 2), rows, clock())
+        assert [len(row.tokens) for row in rows] == [4, 9]
+    assert {row.reason for row in rows} == {"measuring plain decoding"}
+    assert sorted(engine._guards[id(method)]) == [4, 9]

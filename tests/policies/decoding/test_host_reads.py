@@ -1,0 +1,124 @@
+"""Between prefill and last token the host reads from the device once per round, and no more.
+
+Shown without a GPU: all of decoding runs on meta tensors, which have shapes but no values. Whatever
+would make the host wait for a value (tolist, item, bool, indexing by a mask) fails on them, so what
+runs through cannot do so; the one read of a round is answered by a script and counted.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.eagle import EagleHead, HeadSizes
+from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.lane import Lane
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
+from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.retrieval import RetrievalIndex
+from deft_policies.decoding.target import Prompts, Target
+from deft_policies.memory import SessionMemory
+from deft_policies.model.llama import LlamaDecoder
+from tests.policies.decoding.scripts import clock
+from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
+
+META = torch.device("meta")
+NUM_ROWS = 2
+SHAPES = (
+    TreeShape(5, 4, 20),
+    TreeShape(5, 4, 20, is_full_depth=True),
+    TreeShape.of_template(TreeTemplate.harmonic(levels=5, reach=3)),
+)
+
+
+def meta_target() -> Target:
+    with torch.device(META):
+        decoder = LlamaDecoder(tiny_decoder().sizes)
+    return Target(decoder.requires_grad_(False), ACTIONS)
+
+
+def meta_models() -> DraftModels:
+    with torch.device(META):
+        head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+        medusa = MedusaHeads(MedusaSizes(WIDTH, 6)).requires_grad_(False)
+        keys = torch.empty(9, 6 + WIDTH)
+        actions = torch.empty(9, LENGTH, dtype=torch.int64)
+    index = RetrievalIndex(keys, actions, "meta")
+    return DraftModels(head=head, medusa=medusa, index=index, small_model=meta_target())
+
+
+def meta_prompts() -> Prompts:
+    embeds = torch.empty(NUM_ROWS, 12, WIDTH, device=META)
+    numbers = torch.empty(NUM_ROWS, dtype=torch.int64, device=META)
+    features = torch.empty(NUM_ROWS, 6, device=META)
+    return Prompts(embeds, numbers, numbers, slice(1, 1 + NUM_PATCHES), features)
+
+
+def reads_and_passes(method: Method, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Decode on meta tensors; a read tells that rows go on by two and by three tokens."""
+    reads = []
+
+    def read(lane: Lane, numbers: Tensor) -> list[int]:
+        assert numbers.device == META
+        reads.append(numbers)
+        room = len(numbers) - lane._whole.capacity
+        steps = (room // NUM_ROWS - 1) // 2
+        counts = [min(kept, steps - 1) for kept in (1, 2)]
+        return [1] * lane._whole.capacity + counts + [0] * (room - NUM_ROWS)
+
+    monkeypatch.setattr(Lane, "read_from_device", read)
+    own = tuple((30 + step,) * LENGTH for step in range(3))
+    memory = SessionMemory(own=own, executed=own, drift=(0.0,) * LENGTH)
+    form = Form.action(ActionSpace.in_bins(LENGTH))
+    rows = [Row(method, form, memory) for _ in range(NUM_ROWS)]
+    engine = Engine(meta_target(), meta_models())
+    with torch.inference_mode():
+        engine.decode(meta_prompts(), rows, clock())
+    return len(reads), max(row.num_passes for row in rows)
+
+
+def planned(plan: Plan) -> Method:
+    return replace(METHODS[1], plans=(plan,), is_guarded=False)
+
+
+@pytest.mark.parametrize("method", METHODS[1:], ids=[method.name for method in METHODS[1:]])
+def test_no_rule_reads_anything(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Looking n-grams up has tests of its own: it does read.
+    method = replace(method, multi_level=False, is_guarded=False)
+    num_reads, num_passes = reads_and_passes(method, monkeypatch)
+    assert num_reads <= num_passes
+
+
+@pytest.mark.parametrize("kind", list(OUR_KINDS), ids=[kind.value for kind in OUR_KINDS])
+@pytest.mark.parametrize("shape", SHAPES, ids=["dynamic", "fixed", "template"])
+def test_no_source_reads_anything(
+    kind: DraftKind, shape: TreeShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    riders = (kind,) if kind in RIDES_IN_PREFILL else (DraftKind.PREVIOUS,)
+    num_reads, num_passes = reads_and_passes(
+        planned(Plan("case", riders, (kind,), shape)), monkeypatch
+    )
+    assert num_reads == num_passes > 2
+
+
+def test_several_sources_together_read_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("all", RIDES_IN_PREFILL[:3], OUR_KINDS)
+    num_reads, num_passes = reads_and_passes(planned(plan), monkeypatch)
+    assert num_reads == num_passes
+
+
+def test_plain_decoding_reads_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reads_and_passes(METHODS[0], monkeypatch) == (1, LENGTH)
+
+
+def test_meta_tensors_do_catch_a_read() -> None:
+    with pytest.raises(RuntimeError):
+        torch.empty(2, device=META).tolist()
+    with pytest.raises(RuntimeError):
+        bool(torch.empty(1, device=META).any())
+    with pytest.raises(RuntimeError):
+        torch.empty(3, device=META)[torch.empty(3, dtype=torch.bool, device=META)]

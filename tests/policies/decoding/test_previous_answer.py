@@ -1,0 +1,209 @@
+"""The last answer as a draft: the same tokens, in as many passes as there are changes.
+
+The target here says a given text, whatever was said before, so that what changes between two
+answers is known.
+"""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import one_hot
+
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.engine import Engine
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.previous_answer import Alignment
+from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Sequences, Target
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.memory import SessionMemory
+from tests import golden_ecot
+from tests.policies.decoding.scripts import clock
+from tests.policies.decoding.test_any_length import STOP, decoder, prompt, side_by_side
+from tests.tiny_target import ACTIONS, VOCABULARY
+
+LENGTH = 257
+METHOD = find_method("lossless:guard=off")
+
+
+class WantedTarget(Target):
+    """Wants one text per row, and computes nothing: the cache only says how far it has come."""
+
+    texts: Sequence[Sequence[int]] = ()
+
+    def prefill(
+        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
+        self.lengths = prompts.lengths
+        length, roots = rows.counters(first, first + len(self.lengths))
+        length.copy_(self.lengths)
+        torch.sub(self.lengths, 1, out=roots)
+        nothing = prompts.embeds[:, :0]
+        features = PromptFeatures(prompts.embeds, nothing, self.lengths, prompts.patches)
+        return self._said(tree, torch.zeros_like(self.lengths)), features
+
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        length, roots = rows.counters(0, len(tree.tokens))
+        roots.copy_(length)
+        return self._said(tree, length - self.lengths[: len(tree.tokens)] + 1)
+
+    def _said(self, tree: DraftTree, counts: torch.Tensor) -> Scores:
+        longest = max(len(text) for text in self.texts)
+        texts = [[*text, *[STOP] * (longest + 1 - len(text))] for text in self.texts]
+        places = (counts[:, None] + tree.depths()).clamp(0, longest)
+        said = torch.tensor(texts)[: len(tree.tokens)].gather(1, places)
+        logits = one_hot(said, VOCABULARY).float()
+        return Scores(logits, logits[:, :, :0])
+
+
+def answer(texts: Sequence[Sequence[int]], memories: Sequence[SessionMemory]) -> list[Row]:
+    """Let the target say these texts, in one batch."""
+    target = WantedTarget(decoder(), ACTIONS)
+    target.texts = texts
+    rows = [Row(METHOD, Form(400, STOP), memory) for memory in memories]
+    with torch.inference_mode():
+        prompts = side_by_side([prompt(2 + index, 0) for index in range(len(rows))])
+        Engine(target, widest=512).decode(prompts, rows, clock())
+    assert [row.tokens for row in rows] == [list(text) for text in texts]
+    return rows
+
+
+def text_of(seed: int, length: int = LENGTH) -> list[int]:
+    """Words that come back, as in what robots think: tokens are far from unique."""
+    rng = random.Random(seed)
+    words = [[rng.randrange(6, VOCABULARY) for _ in range(rng.randint(1, 4))] for _ in range(40)]
+    text: list[int] = []
+    while len(text) < length - 1:
+        text += rng.choice(words)
+    return [*text[: length - 1], STOP]
+
+
+def passes(old: Sequence[int], new: Sequence[int]) -> int:
+    (row,) = answer([new], [SessionMemory(answers=(tuple(old),))])
+    return row.num_passes
+
+
+def test_an_answer_that_has_not_changed_takes_one_pass() -> None:
+    assert passes(text_of(0), text_of(0)) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_token_replaced_takes_two(seed: int) -> None:
+    old = text_of(seed)
+    new = list(old)
+    new[100] = 6 + (new[100] - 6 + 1) % (VOCABULARY - 6)
+    assert passes(old, new) == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_edits_of_one_token_far_apart_take_about_a_pass_each(seed: int) -> None:
+    rng = random.Random(seed)
+    old = text_of(seed)
+    places = [12 + 24 * index for index in range(10)]
+    replaced, inserted, deleted = list(old), list(old), list(old)
+    for place in reversed(places):
+        other = 6 + (old[place] - 6 + rng.randint(1, 60)) % (VOCABULARY - 6)
+        replaced[place] = other
+        inserted.insert(place, other)
+        del deleted[place]
+    assert passes(old, replaced) <= 12
+    assert passes(old, inserted) <= 16
+    assert passes(old, deleted) <= 16
+
+
+def passes_of_ids(old: Sequence[int], new: Sequence[int], limit: int) -> int:
+    """Passes until a target that wants `new` has said it, counted without a model."""
+    alignment, said, num = Alignment(old), list[int](), 0
+    while len(said) < len(new):
+        alignment.take(said)
+        ahead = new[len(said) : -1]
+        chains = alignment.guess(said, 511, limit - 1 - len(said))
+        kept = [
+            next((n for n, (at, one) in enumerate(pairs) if old[at] != one), len(pairs))
+            for pairs in (list(zip(chain, ahead, strict=False)) for chain in chains)
+        ]
+        said += new[len(said) : len(said) + max(kept, default=0) + 1]
+        num += 1
+    return num
+
+
+def test_later_frames_of_the_golden_sessions_take_an_eighth_of_their_tokens() -> None:
+    counts = [
+        passes_of_ids(old["generated_ids"], new["generated_ids"], one["max_new_tokens"])
+        for one in golden_ecot.expected()["sessions"]
+        for old, new in pairwise(one["frames"])
+    ]
+    assert len(counts) == 21
+    assert sum(counts) / 21 <= 30
+
+
+edits = st.lists(
+    st.tuples(st.sampled_from("rid m"), st.integers(0, 10**6), st.integers(6, VOCABULARY - 1)),
+    max_size=12,
+)
+
+
+def edited(text: Sequence[int], some: Sequence[tuple[str, int, int]]) -> list[int]:
+    """Replacements, insertions, deletions and moves."""
+    new = list(text[:-1])
+    for kind, number, token in some:
+        place = number % max(len(new), 1)
+        if kind == "r" and new:
+            new[place] = token
+        elif kind == "i":
+            new.insert(place, token)
+        elif kind == "d":
+            del new[place : place + 1 + number % 3]
+        elif kind == "m":
+            part = new[place : place + 5]
+            del new[place : place + 5]
+            new[number % max(len(new), 1) : 0] = part
+    return [*new[:398], STOP]
+
+
+Sessions = list[tuple[int, int, list[tuple[str, int, int]]]]
+SESSIONS = st.lists(
+    st.tuples(st.integers(0, 99), st.integers(1, 120), edits), min_size=2, max_size=2
+)
+
+
+def expect_the_targets_tokens(cases: Sessions) -> None:
+    """`answer` asserts it; a session's next frame starts from what the last one left."""
+    memories = [SessionMemory() for _ in cases]
+    texts = [text_of(seed, length) for seed, length, _ in cases]
+    for turn in range(3):
+        rows = answer(texts, memories)
+        memories = [row.memory for row in rows]
+        assert [one.answers for one in memories] == [(tuple(text),) for text in texts]
+        texts = [edited(text, some[turn:]) for text, (_, _, some) in zip(texts, cases, strict=True)]
+
+
+WHAT_IS_DRAWN: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.generate],
+}
+
+
+@settings(max_examples=25, **WHAT_IS_DRAWN)
+@given(SESSIONS)
+def test_whatever_the_last_answer_was_the_tokens_are_the_targets(cases: Sessions) -> None:
+    expect_the_targets_tokens(cases)
+
+
+@pytest.mark.long(seconds=40)
+@settings(max_examples=250, **WHAT_IS_DRAWN)
+@given(SESSIONS)
+def test_they_are_in_500_sessions(cases: Sessions) -> None:
+    expect_the_targets_tokens(cases)
+
+
+def test_more_and_longer_answers_than_are_remembered_are_refused() -> None:
+    for answers in (((1,),) * 5, ((1,) * 4097,)):
+        with pytest.raises(ValueError, match="answers of at most"):
+            SessionMemory(answers=answers)

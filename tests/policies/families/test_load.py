@@ -1,0 +1,258 @@
+"""From flags to a policy."""
+
+from argparse import ArgumentParser
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActRequest
+from deft_policies.benchmark.roofline import WeightBytes
+from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes, save_medusa
+from deft_policies.decoding.methods import METHODS
+from deft_policies.decoding.retrieval import RetrievalIndex, save_index
+from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
+from deft_policies.families.loading import load_float32_twin, load_policy
+from deft_policies.families.options import ModelOptions, add_flags, read_flags
+from deft_policies.families.policy import VlaPolicy
+from deft_policies.model.formats import Precision, Quantization
+from tests import golden
+
+OPTIONS = ModelOptions(
+    checkpoint=str(golden.TINY_OPENVLA),
+    device="cpu",
+    precision=Precision.FLOAT32,
+    decoding="autoregressive",
+    num_threads=1,
+)
+RANDOM = replace(OPTIONS, checkpoint=None, random_weights=str(golden.TINY_OPENVLA))
+
+
+def tokens_of(policy: VlaPolicy, decoding: str | None = None) -> tuple[int, ...]:
+    case = golden.cases_with_image()[0]
+    options = ActOptions(statistics_key=case.statistics_key, decoding=decoding)
+    observation = Observation(case.image(), case.instruction)
+    trace = policy.act([ActRequest(observation, options=options)])[0].chunk.trace
+    assert trace is not None
+    return trace.tokens
+
+
+def parse(*arguments: str) -> ModelOptions:
+    parser = ArgumentParser()
+    add_flags(parser.add_argument_group())
+    return read_flags(parser.parse_args(arguments))
+
+
+def test_the_help_names_every_method() -> None:
+    parser = ArgumentParser()
+    add_flags(parser.add_argument_group())
+    shown = " ".join(parser.format_help().split())
+    assert f"one of {', '.join(one.name for one in METHODS)};" in shown.replace("- ", "-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoding": "fastest"}, "fastest"),
+        ({"decoding": "autoregressive", "radius": 3}, "radius"),
+        ({"draft_heads": (Path("nowhere"),)}, "--draft-head nowhere"),
+        ({"retrieval_index": Path("nowhere")}, "--retrieval-index nowhere"),
+        ({"statistics_key": "kitchen"}, "kitchen"),
+    ],
+)
+def test_wrong_options_are_refused_before_weights_are_loaded(
+    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("deft_policies.families.weights.load_model", refuse)
+    with pytest.raises(PolicyError, match=message):
+        load_policy(replace(OPTIONS, **changes))  # type: ignore[arg-type]
+
+
+def test_every_flag_reaches_the_options() -> None:
+    options = parse(
+        *("--checkpoint", "dir", "--adapter", "lora", "--statistics-key", "goal"),
+        *("--device", "cpu", "--dtype", "bfloat16", "--quantization", "int8"),
+        *("--image-chain", "libero", "--decoding", "deft", "--radius", "4"),
+        *("--draft-head", "a", "--draft-head", "b", "--retrieval-index", "c"),
+        *("--temperature", "0.5", "--seed", "3", "--action-rows-only"),
+        *("--no-graphs", "--no-fused-kernels", "--threads", "2"),
+    )
+    assert options == ModelOptions(
+        checkpoint="dir",
+        adapter="lora",
+        statistics_key="goal",
+        device="cpu",
+        precision=Precision.BFLOAT16,
+        quantization=Quantization.INT8,
+        image_chain=ImageChain.LIBERO,
+        decoding="deft",
+        draft_heads=(Path("a"), Path("b")),
+        retrieval_index=Path("c"),
+        radius=4,
+        temperature=0.5,
+        seed=3,
+        action_rows_only=True,
+        has_graphs=False,
+        fuses_kernels=False,
+        num_threads=2,
+    )
+    assert parse() == ModelOptions()
+
+
+@pytest.mark.parametrize("arguments", [("--radius", "-1"), ("--threads", "0"), ("--radius", "x")])
+def test_numbers_that_make_no_sense_are_refused(
+    arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert "whole number" in capsys.readouterr().err
+
+
+def test_info_tells_what_was_loaded() -> None:
+    info = load_policy(replace(OPTIONS, image_chain=ImageChain.LIBERO)).info
+    assert info.image_chain == "libero"
+    assert info.details["dtype"] == "float32"
+    assert info.details["weights"] == str(golden.TINY_OPENVLA)
+    assert info.details["device"].startswith("cpu")
+    assert info.details["head"] == "whole vocabulary"
+    assert info.versions["torch"] == torch.__version__
+
+
+def test_an_eagle_head_and_medusa_heads_are_told_apart_and_draft_together(tmp_path: Path) -> None:
+    case = golden.cases_with_image()[0]
+    eagle = golden.write_draft_head(tmp_path / "eagle")
+    save_medusa(MedusaHeads(MedusaSizes(64, 3)), tmp_path / "medusa")
+    policy = load_policy(replace(OPTIONS, draft_heads=(tmp_path / "medusa", eagle)))
+    drafts = policy.drafts
+    assert drafts.head is not None
+    assert drafts.medusa is not None
+    assert "spec-vla-strict" in policy.info.decoding_methods
+    assert tokens_of(policy, "spec-vla-strict") == case.tokens
+    without = load_policy(OPTIONS)
+    with pytest.raises(RequestError, match="--draft-head"):
+        without.check(
+            Observation(case.image(), case.instruction),
+            ActOptions(statistics_key=case.statistics_key, decoding="spec-vla"),
+        )
+
+
+def test_an_index_made_with_these_weights_is_used_and_one_of_others_refused(
+    tmp_path: Path,
+) -> None:
+    fingerprint = load_policy(OPTIONS).model.network.fingerprint()
+    audited = load_policy(replace(OPTIONS, precision=Precision.BFLOAT16))
+    assert audited.model.network.fingerprint() == fingerprint
+    keys, actions = torch.ones(2, 88 + 64), torch.full((2, 7), 31800)
+    save_index(RetrievalIndex(keys, actions, fingerprint), tmp_path / "index")
+    policy = load_policy(replace(OPTIONS, retrieval_index=tmp_path / "index"))
+    assert policy.drafts.index is not None
+    assert tokens_of(policy, "lossless") == golden.cases_with_image()[0].tokens
+    save_index(RetrievalIndex(keys, actions, "other"), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="index again"):
+        load_policy(replace(OPTIONS, retrieval_index=tmp_path / "other"))
+
+
+def test_random_weights_repeat_themselves_by_seed_and_need_no_files() -> None:
+    first = tokens_of(load_policy(RANDOM))
+    assert tokens_of(load_policy(RANDOM)) == first
+    assert tokens_of(load_policy(replace(RANDOM, seed=1))) != first
+    small = load_policy(replace(RANDOM, random_weights="small"))
+    observation = Observation(np.zeros((64, 64, 3), np.uint8), "lift the cup")
+    chunk = small.act([ActRequest(observation)])[0].chunk
+    assert np.isfinite(chunk.actions).all()
+
+
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.BFLOAT16])
+@pytest.mark.parametrize("options", [OPTIONS, RANDOM])
+def test_the_float32_twin_has_the_weights_of_the_other_format(
+    options: ModelOptions, precision: Precision
+) -> None:
+    policy = load_policy(replace(options, precision=Precision.BFLOAT16))
+    twin = load_float32_twin(replace(options, precision=precision))
+    ours = dict(policy.model.network.named_parameters())
+    for name, weight in twin.model.network.named_parameters():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight.bfloat16(), ours[name])
+
+
+def test_int8_matrices_answer_and_say_so() -> None:
+    policy = load_policy(replace(OPTIONS, quantization=Quantization.INT8))
+    assert policy.info.details["quantization"] == "int8"
+    assert WeightBytes.of(policy).decoder == 1.0
+    case = golden.cases_with_image()[0]
+    same = sum(a == b for a, b in zip(tokens_of(policy), case.tokens, strict=True))
+    assert same >= 1
+    alone = tokens_of(policy)
+    assert tokens_of(policy, "lossless") == alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"checkpoint": None}, "--checkpoint"),
+        ({"random_weights": "openvla-7b"}, "--checkpoint"),
+        ({"checkpoint": None, "random_weights": "huge"}, "openvla-7b, small"),
+        ({"checkpoint": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_checkpoint_error(
+    changes: dict[str, str | None], problem: str
+) -> None:
+    options = ModelOptions(
+        checkpoint=changes.get("checkpoint", OPTIONS.checkpoint),
+        random_weights=changes.get("random_weights"),
+        device="cpu",
+    )
+    with pytest.raises(CheckpointError, match=problem):
+        load_policy(options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_devices_that_are_not_there_are_device_errors() -> None:
+    with pytest.raises(DeviceError, match="no CUDA"):
+        load_policy(replace(OPTIONS, device="cuda"))
+    with pytest.raises(DeviceError, match="unknown device 'toaster'"):
+        load_policy(replace(OPTIONS, device="toaster"))
+    with pytest.raises(DeviceError, match="cuda"):
+        load_policy(replace(OPTIONS, device="meta"))
+
+
+def test_matrices_that_a_format_cannot_take_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """int4 groups 32 numbers; rows of 688 are no multiple of that."""
+    small = ModelOptions(random_weights="small", device="cpu", precision=Precision.FLOAT32)
+    policy = load_policy(replace(small, quantization=Quantization.INT4))
+    assert policy.info.details["quantization"] == "int4, but 12 of 48 matrices stay as they were"
+    assert WeightBytes.of(policy).decoder == 1.0
+    assert load_policy(small).info.details["quantization"] == "none"
+
+
+def test_a_start_without_the_statistics_key_it_needs_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load_policy(OPTIONS)
+    assert "every request must name one of libero_spatial, bridge_orig" in caplog.text
+    caplog.clear()
+    load_policy(replace(OPTIONS, statistics_key="libero_spatial"))
+    load_policy(ModelOptions(random_weights="small", device="cpu"))  # has one key
+    assert not caplog.text
+
+
+def test_small_models_take_one_thread_unless_told_otherwise() -> None:
+    """Two threads on busy cores once took 1,400 ms where one took 57."""
+    small = ModelOptions(random_weights="small", device="cpu", precision=Precision.FLOAT32)
+    before = torch.get_num_threads()
+    try:
+        for told, expected in ((None, 1), (2, 2)):
+            torch.set_num_threads(2)
+            policy = load_policy(replace(small, num_threads=told))
+            assert torch.get_num_threads() == expected
+            assert policy.info.details["device"] == f"cpu ({expected} threads)"
+    finally:
+        torch.set_num_threads(before)

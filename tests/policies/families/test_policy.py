@@ -1,0 +1,279 @@
+"""VlaPolicy as a server uses it: golden answers, batches, refusals, sessions."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
+from deft_policies.checkpoint.tokenizer import load_encoder
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.target import Scores, Sequences
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import (
+    DeviceError,
+    NotFiniteError,
+    RequestError,
+    UnknownDecodingError,
+    UnknownStatisticsKeyError,
+)
+from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.target import VlaTarget
+from deft_policies.memory import SessionMemory
+from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import Reserve, StepRunner
+from deft_policies.model.random_weights import WordIds
+from deft_policies.model.vla import OpenVLAModel
+from tests import golden
+from tests.recorder import RecordingCapturer
+from tests.tiny_openvla import golden_model, tiny_model
+
+PLAIN = find_method("autoregressive")
+
+
+def golden_policy(
+    settings: PolicySettings | None = None, runner: StepRunner | None = None
+) -> VlaPolicy:
+    model = golden_model()
+    config = model.config
+    encoder = load_encoder(
+        golden.TINY_OPENVLA, config.prompt_template, config.vocabulary.text_vocab_size
+    )
+    images = ImageProcessor(config.image, ImageChain.NONE)
+    target = VlaTarget(model, runner=runner)
+    ours = OpenVLA(target, encoder, images, config.statistics)
+    return VlaPolicy(ours, settings or PolicySettings(method=PLAIN))
+
+
+def tiny_policy(
+    settings: PolicySettings | None = None, model: OpenVLAModel | None = None
+) -> VlaPolicy:
+    model = model or tiny_model()
+    images = ImageProcessor(model.config.image, ImageChain.NONE)
+    ours = OpenVLA(VlaTarget(model), WordIds(300), images, model.config.statistics)
+    return VlaPolicy(ours, settings or PolicySettings(method=PLAIN))
+
+
+def request_for(
+    seed: int = 0, options: ActOptions | None = None, text: str = "lift it"
+) -> ActRequest:
+    image = np.random.default_rng(seed).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    return ActRequest(Observation(image, text), options=options or ActOptions())
+
+
+def tokens_of(answers: list[ActAnswer]) -> list[tuple[int, ...]]:
+    return [one.chunk.trace.tokens for one in answers if one.chunk.trace is not None]
+
+
+def golden_requests() -> list[ActRequest]:
+    return [
+        ActRequest(
+            Observation(case.image(), case.instruction),
+            options=ActOptions(statistics_key=case.statistics_key, want_trace=True),
+        )
+        for case in golden.cases_with_image()
+    ]
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "lossless"])
+def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
+    policy = golden_policy(PolicySettings(method=find_method(method)))
+    requests = golden_requests()
+    assert len(requests) >= 12
+    for case, request in zip(golden.cases_with_image(), requests, strict=True):
+        answer = policy.act([request])[0]
+        chunk = answer.chunk
+        assert tokens_of([answer]) == [case.tokens]
+        assert chunk.actions.tobytes() == case.action.tobytes()
+        assert chunk.trace is not None
+        np.testing.assert_allclose(chunk.trace.margins, case.margins, atol=1e-3)
+
+
+def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> None:
+    runner = CapturedRunner(RecordingCapturer(), Reserve(1, 272, 304))
+    policy = golden_policy(PolicySettings("libero_spatial", PLAIN), runner)
+    policy.warm_up()
+    num_captured = runner.num_captured
+    requests = golden_requests()
+    for case, request in zip(golden.cases_with_image(), requests, strict=True):
+        assert tokens_of(policy.act([request])) == [case.tokens]
+    assert runner.num_captured == num_captured
+    assert not runner.uncaptured
+    three = [case.tokens for case in golden.cases_with_image()[:3]]
+    assert tokens_of(policy.act(golden_requests()[:3])) == three
+
+
+def test_golden_cases_answered_in_batches_are_the_same() -> None:
+    policy = golden_policy()
+    cases = golden.cases_with_image()
+    for size in (2, 3, 4):
+        requests = golden_requests()
+        for start in range(0, len(cases), size):
+            answers = policy.act(requests[start : start + size])
+            expected = [case.tokens for case in cases[start : start + size]]
+            assert tokens_of(answers) == expected
+
+
+def test_rows_of_one_batch_may_use_different_methods() -> None:
+    policy = tiny_policy()
+    options = [ActOptions(decoding=name) for name in ("autoregressive", "lossless", "fly")]
+    requests = [request_for(seed, one) for seed, one in enumerate(options)]
+    answers = policy.act(requests)
+    methods = [one.chunk.trace.method for one in answers if one.chunk.trace is not None]
+    assert methods == ["autoregressive", "lossless", "fly"]
+    alone = [policy.act([request_for(seed)])[0] for seed in range(2)]
+    assert tokens_of(answers)[:2] == tokens_of(alone)
+
+
+def test_the_second_frame_of_a_session_is_drafted_from_the_first() -> None:
+    policy = tiny_policy(PolicySettings(method=find_method("within-bins").with_radius(0)))
+    request = request_for()
+    found = policy.act([request])[0]
+    again = policy.act([dataclasses.replace(request, memory=found.memory)])[0]
+    assert tokens_of([found]) == tokens_of([again])
+    first, second = found.chunk, again.chunk
+    assert first.trace is not None
+    assert second.trace is not None
+    assert second.trace.num_passes == 1 < first.trace.num_passes
+    assert second.timings.prefill_ms > 0.0
+
+
+def test_timings_cover_every_stage_and_add_up() -> None:
+    policy = tiny_policy()
+    timings = policy.act([request_for()])[0].chunk.timings
+    parts = [timings.prepare_ms, timings.vision_ms, timings.prefill_ms, timings.verify_ms]
+    assert all(part > 0.0 for part in parts)
+    assert timings.total_ms == pytest.approx(
+        sum(parts) + timings.draft_ms + timings.judge_ms + timings.commit_ms + timings.finish_ms
+    )
+
+
+LVSPEC = ActOptions(decoding="lvspec:plan=memory", want_trace=True)
+
+
+def test_judging_is_timed_apart_from_the_passes_it_judges() -> None:
+    policy, memory = tiny_policy(), SessionMemory()
+    for _ in range(2):
+        request = dataclasses.replace(request_for(options=LVSPEC), memory=memory)
+        (answer,) = policy.act([request])
+        memory, timings, trace = answer.memory, answer.chunk.timings, answer.chunk.trace
+    assert trace is not None
+    assert all(one.judge_ms > 0.0 for one in trace.passes)
+    assert timings.judge_ms == pytest.approx(sum(one.judge_ms for one in trace.passes))
+    later = sum(one.pass_ms for one in trace.passes if not one.is_prefill)
+    assert timings.verify_ms == pytest.approx(later)
+
+
+def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one() -> None:
+    policy = tiny_policy(PolicySettings(method=PLAIN, sampling=Sampling(2.0, seed=5)))
+    episodes = []
+    for _ in range(2):
+        draws, memory = [], SessionMemory()
+        for _ in range(3):
+            answer = policy.act([dataclasses.replace(request_for(), memory=memory)])[0]
+            draws += tokens_of([answer])
+            memory = answer.memory
+        episodes.append(draws)
+    assert episodes[0] == episodes[1]
+    assert len(set(episodes[0])) > 1
+
+
+def test_unknown_keys_methods_and_unfitting_radii_are_refused_before_the_model_is_touched() -> None:
+    policy = golden_policy()
+    observation = golden_requests()[0].observation
+    with pytest.raises(UnknownStatisticsKeyError, match="libero_spatial, bridge_orig"):
+        policy.check(observation, ActOptions())
+    with pytest.raises(UnknownStatisticsKeyError, match="unknown statistics_key 'nowhere'"):
+        policy.check(observation, ActOptions(statistics_key="nowhere"))
+    key = "libero_spatial"
+    with pytest.raises(UnknownDecodingError, match="unknown decoding 'fast'"):
+        policy.check(observation, ActOptions(statistics_key=key, decoding="fast"))
+    with pytest.raises(RequestError, match="--draft-head"):
+        policy.check(observation, ActOptions(statistics_key=key, decoding="spec-vla"))
+    with pytest.raises(RequestError, match="radius"):
+        policy.check(observation, ActOptions(statistics_key=key, decoding="deft", radius=-1))
+    policy.check(observation, ActOptions(statistics_key="lab_arm"))
+
+
+def test_an_instruction_that_does_not_fit_is_refused_with_its_length() -> None:
+    policy = tiny_policy()
+    request = request_for(text="stack the cups " * 700)
+    with pytest.raises(RequestError, match="264. tokens.* 2028"):
+        policy.check(request.observation, request.options)
+
+
+def test_info_tells_keys_chain_size_and_methods_that_can_be_had() -> None:
+    info = golden_policy().info
+    assert info.statistics_keys == ("libero_spatial", "bridge_orig", "lab_arm_no_noops")
+    assert info.default_statistics_key is None
+    assert (info.image_height, info.image_width, info.action_dim) == (224, 224, 7)
+    assert info.image_chain == "none"
+    assert "libero" in info.image_chains
+    assert info.decoding == "autoregressive"
+    assert "lossless" in info.decoding_methods
+    assert "spec-vla" not in info.decoding_methods  # needs a draft head
+    chosen = golden_policy(PolicySettings("bridge_orig", PLAIN)).info
+    assert chosen.default_statistics_key == "bridge_orig"
+
+
+def test_answers_stay_inside_the_limits_the_policy_names() -> None:
+    policy = tiny_policy()
+    assert isinstance(policy, LimitedPolicy)
+    limits = policy.action_limits(None)
+    actions = policy.act([request_for()])[0].chunk.actions[0]
+    assert ((limits.low <= actions) & (actions <= limits.high)).all()
+
+
+def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> None:
+    class Exhausted(VlaTarget):
+        is_full = False
+
+        def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+            if self.is_full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().score(rows, tree)
+
+    policy = tiny_policy()
+    target = Exhausted(tiny_model())
+    images = ImageProcessor(target.model.config.image, ImageChain.NONE)
+    ours = OpenVLA(target, WordIds(300), images, target.model.config.statistics)
+    policy = VlaPolicy(ours, PolicySettings(method=find_method("lossless")))
+    memory = policy.act([request_for()])[0].memory
+    target.is_full = True
+    other = dataclasses.replace(request_for(seed=9), memory=memory)
+    with pytest.raises(DeviceError, match="memory .* batch of 1"):
+        policy.act([other])
+    target.is_full = False
+    assert policy.act([other])[0].memory.num_steps == 2
+
+
+def test_methods_that_callers_make_up_push_out_no_others_costs() -> None:
+    policy = tiny_policy(PolicySettings(method=find_method("lossless")))
+    names = (None, "deft", "top-k")
+    before = [policy.method_for(ActOptions(decoding=name)) for name in names]
+    for number in range(200):
+        policy.check(request_for().observation, ActOptions(decoding=f"top-k:k={number + 1}"))
+    after = [policy.method_for(ActOptions(decoding=name)) for name in names]
+    assert [id(one) for one in after] == [id(one) for one in before]
+
+
+def test_warming_up_leaves_no_trace() -> None:
+    policy = tiny_policy(PolicySettings(method=find_method("lossless")))
+    fresh = tokens_of(policy.act([request_for()]))
+    policy.warm_up()
+    assert tokens_of(policy.act([request_for()])) == fresh
+
+
+def test_a_policy_whose_model_is_broken_does_not_warm_up() -> None:
+    """A weight went bad after it was read, or the device computes wrongly."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.decoder.head.weight[3, 3] = float("nan")
+    with pytest.raises(NotFiniteError):
+        tiny_policy(model=model).warm_up()

@@ -1,0 +1,457 @@
+"""Studies: rows answer frames, lines are kept, and every number of a page comes from them."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from deft_client.libero.results.records import Outcome
+from deft_client.libero.results.store import ResultsStore, RunResults, load_run, load_runs
+from deft_client.libero.simulator.conventions import to_robosuite
+from deft_client.types import ActOptions
+from deft_policies.base import ActRequest
+from deft_policies.decoding.knobs import find_method
+from deft_policies.memory import SessionMemory
+from scripts.h200 import action_ms
+from scripts.reproduce.__main__ import main
+from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
+from scripts.reproduce.page import (
+    PAGE,
+    ResultsFolder,
+    check,
+    fill,
+    outputs,
+    pack,
+    quoting_pages,
+    unpack,
+    write,
+)
+from scripts.reproduce.played import Played
+from scripts.reproduce.record import FrameSet, PolicyWords, Replays
+from scripts.reproduce.study import (
+    FOLDER,
+    PLAIN,
+    ReproductionError,
+    Row,
+    Study,
+    distinct,
+    load_study,
+    study_names,
+)
+from tests.client.libero.episodes import header, record
+from tests.repository import ROOT
+from tests.standins import stand_ins
+from tests.typed import next_command
+
+RELAXED = "within-bins:drafts=previous"
+STUDY = f"""
+title = "A study"
+about = "Two rows."
+[[table]]
+key = "small"
+title = "Small"
+measures = ["success", "points", "played-passes", "passes", "committed", "equal", "mm", "deg"]
+row = [
+  {{ name = "plain", played = true }},
+  {{ name = "relaxed", method = "{RELAXED}", played = true, x = 1 }},
+  {{ name = "half right", acceptance = 0.5, levels = 2 }},
+  {{ name = "impossible", method = "lossless:drafts=retrieval" }},
+]
+plot = ["passes"]
+plot_x = "number"
+"""
+WORDS = PolicyWords("tiny-libero", ("--threads", "1"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """The study's rows over six generated frames."""
+    out = tmp_path_factory.mktemp("reproduced")
+    study_in(out)
+    replays = Replays(WORDS, out)
+    rows = distinct(load_study(out / "studies" / "made-up.toml").rows())
+    replays.record(rows, FrameSet(None, 6))
+    facts = {"environment": replays.told, "left_out": replays.left_out}
+    (out / "environment.json").write_text(json.dumps(facts))
+    write(out)
+    return out
+
+
+@pytest.fixture
+def folder(recorded, tmp_path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(recorded, tmp_path / "copy"))
+
+
+def study_in(out: Path) -> Study:
+    (out / "studies").mkdir()
+    (out / "studies" / "made-up.toml").write_text(STUDY)
+    return load_study(out / "studies" / "made-up.toml")
+
+
+def rows_of(folder: Path):
+    results = ResultsFolder(folder)
+    return {one.row.name: one for one in results.rows_of(results.table("made-up", "small"))}
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_that_ships_asks_for_what_there_is(name):
+    study = load_study(FOLDER / f"{name}.toml")
+    for row in study.rows():
+        find_method(row.method)
+    for table in study.table:
+        assert table.rows, table.key
+        for measure in (*table.measures, *table.plot):
+            assert find_measure(measure)[0].meaning
+
+
+def test_rows_that_answer_alike_are_one_and_plain_decoding_is_played_beside_those_that_are(
+    tmp_path,
+):
+    study = study_in(tmp_path)
+    names = [(row.method, row.played) for row in distinct(study.rows())]
+    assert names[:2] == [(PLAIN, True), (RELAXED, True)]
+    assert [row.played for row in distinct(study.rows(names=["half right"]))] == [False, False]
+    assert [row.name for row in study.rows("small", ["relaxed"])] == [PLAIN, "relaxed"]
+    assert study.rows("large") == []
+
+
+def test_a_field_that_a_study_does_not_have_is_refused_by_name(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text(STUDY.replace("levels = 2", "leaves = 2"))
+    with pytest.raises(ReproductionError, match="leaves"):
+        load_study(path)
+
+
+def test_cells_say_what_asking_the_policy_frame_by_frame_says(recorded):
+    """The slow twin: no lines, no summary, no pairs."""
+    rows, policy = rows_of(recorded), WORDS.load()
+    _, seen = next(FrameSet(None, 6).episodes())
+    actions, passes, checked = {}, {}, []
+    for method in (PLAIN, RELAXED):
+        memory, actions[method], passes[method] = SessionMemory(), [], []
+        for frame in seen:
+            (answer,) = policy.act([ActRequest(frame, memory, ActOptions(decoding=method))])
+            memory, trace = answer.memory, answer.chunk.trace
+            actions[method].append(to_robosuite(answer.chunk.actions[0]))
+            passes[method].append(trace.num_passes)
+            checked += [one.committed_length for one in trace.checked_passes]
+    plain, relaxed = np.array(actions[PLAIN]), np.array(actions[RELAXED])
+    far = np.linalg.norm(plain[:, :3] - relaxed[:, :3], axis=1).mean() * 50
+    turned = np.degrees(np.linalg.norm(plain[:, 3:6] - relaxed[:, 3:6], axis=1).mean() * 0.5)
+    same = [np.array_equal(one, other) for one, other in zip(plain, relaxed, strict=True)]
+    found = {name: cell_of(name, rows["relaxed"])[1] for name in ("passes", "committed", "mm")}
+    assert found == pytest.approx(
+        {"passes": np.mean(passes[RELAXED]), "committed": np.mean(checked), "mm": far}
+    )
+    assert cell_of("passes", rows["plain"])[1] == np.mean(passes[PLAIN]) == 7
+    assert cell_of("equal", rows["relaxed"])[1] == pytest.approx(100 * np.mean(same))
+    assert cell_of("deg", rows["relaxed"])[1] == pytest.approx(turned)
+
+
+def test_scripted_drafts_leave_answers_as_they_are(recorded):
+    rows = rows_of(recorded)
+    assert cell_of("equal", rows["half right"])[1] == 100
+    assert 2 < cell_of("passes", rows["half right"])[1] < 7
+
+
+def test_a_row_that_this_policy_cannot_answer_is_left_out_and_the_page_says_why(recorded):
+    assert "impossible" not in rows_of(recorded)
+    page = (recorded / "page.md").read_text()
+    assert "Left out: `lossless-drafts=retrieval`" in page
+    assert "--draft-head" in page
+
+
+def test_a_killed_replay_goes_on_and_ends_with_the_same_numbers(folder):
+    before, frames = outputs(ResultsFolder(folder)), FrameSet(None, 6)
+    lines = folder / "frames" / "autoregressive" / "episodes.jsonl"
+    lines.write_bytes(lines.read_bytes()[:-20])  # as a kill leaves it: a torn line
+    study = load_study(folder / "studies" / "made-up.toml")
+    other = folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl"
+    kept = other.read_bytes()
+    Replays(WORDS, folder).record(distinct(study.rows()), frames)
+    assert other.read_bytes() == kept
+    after = outputs(ResultsFolder(folder))
+    assert after == before
+    assert not load_run(lines.parent).has_torn_line
+
+
+def test_lines_of_other_frames_are_never_mixed(folder):
+    with pytest.raises(Exception, match="made differently"):
+        Replays(WORDS, folder).record(
+            distinct(load_study(folder / "studies" / "made-up.toml").rows()), FrameSet(None, 5)
+        )
+
+
+def test_a_page_as_its_lines_say_passes_and_one_changed_digit_is_found(folder, capsys):
+    assert check(folder) == []
+    assert main(["--check", str(folder)]) == 0
+    page = folder / "page.md"
+    page.write_text(page.read_text().replace("7.00", "7.10", 1))
+    assert any("7.10" in line for line in check(folder))
+    assert main(["--check", str(folder)]) == 1
+    assert "7.10" in capsys.readouterr().out
+    write(folder)
+    assert check(folder) == []
+
+
+def test_a_changed_line_is_found_too(folder):
+    lines = folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl"
+    found = json.loads(lines.read_text())
+    found["answers"]["accepted"] = [[0] * len(one) for one in found["answers"]["accepted"]]
+    lines.write_text(json.dumps(found) + "\n")
+    assert any(line.startswith("+") for line in check(folder))
+    (folder / "page.md").unlink()
+    assert any("page.md is missing" in line for line in check(folder))
+
+
+def test_a_page_quotes_tables_and_has_no_measured_number_of_its_own(folder, tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text(
+        "# Results\n\nTable 2 took `7.5 ms`.\n\n<!-- from copy#made-up/small -->\n<!-- end -->\n"
+    )
+    assert any("+| relaxed |" in line for line in check(page))
+    write(page)
+    assert check(page) == []
+    assert "| relaxed |" in page.read_text()
+    page.write_text(page.read_text() + "It won 30 of 30, in 12 ms and 5.5 more, by 3 %.\n")
+    loose = [line.rpartition("line ")[2].split("'")[1] for line in check(page)]
+    assert loose == ["30 of 30", "12 ms", "5.5", "3 %"]
+    with pytest.raises(ReproductionError, match="must end with"):
+        fill("<!-- from copy#made-up/small -->\nx\n", tmp_path)
+    with pytest.raises(ReproductionError, match="it has made-up/small"):
+        fill("<!-- from copy#made-up/large -->\nx\n<!-- end -->", tmp_path)
+
+
+def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
+    (folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl").write_bytes(b"")
+    assert set(rows_of(folder)) == {"plain", "half right"}
+
+
+def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder):
+    """One episode of generated frames; the batch of copies is for its times alone."""
+    study = folder / "studies" / "made-up.toml"
+    text = study.read_text().replace('"passes", "committed"', '"passes", "speedup", "p50"', 1)
+    text = text.replace('  { name = "half', '  { name = "four", batch = 4 },\n  { name = "half')
+    study.write_text(text.replace('"p50"', '"p50", "judge-ms"'))
+    assert "| ms |" not in "".join(outputs(ResultsFolder(folder)).values())
+
+    replays = Replays(WORDS, folder)
+    rows = distinct(load_study(study).rows())
+    replays.record(rows, FrameSet(None, 6))
+    assert not (folder / "frames" / "autoregressive-batch4").exists()
+    replays.time(rows, FrameSet(None, 3))
+
+    found = rows_of(folder)
+    assert {name for name, one in found.items() if one.timed} == {*found}
+    assert {"four", "plain", "relaxed", "half right"} == {*found}
+    assert cell_of("p50", found["plain"])[1] > 0
+    assert cell_of("judge-ms", found["relaxed"])[1] > 0
+    assert cell_of("frames", found["plain"])[1] == 6
+    assert len(answers_of(found["plain"].timed)) == 3
+    assert found["plain"].timed.records[0].worked_s > 0
+    page = outputs(ResultsFolder(folder))[PAGE]
+    assert "Times are of 3 generated frames of 1 episodes" in page
+    assert "No speed-up here is told of relaxed" in page
+    assert "times of 1 episodes, 5 are needed" in page
+    assert cell_of("speedup", found["relaxed"]) == ("–", None)
+
+
+def test_frames_to_be_timed_are_stretches_of_five_episodes_from_start_to_end():
+    frames = FrameSet(None, 60)
+    whole = dict(frames.episodes())
+    parts = list(frames.for_times(25).episodes())
+    assert [len(seen) for _, seen in parts] == [5] * 5
+    starts = [
+        next(at for at, one in enumerate(whole[key]) if np.array_equal(one.image, seen[0].image))
+        for key, seen in parts
+    ]
+    assert starts == [0, 1, 2, 4, 5]
+
+
+def timed_as(run: RunResults, *mean_ms: float) -> RunResults:
+    """A run of episodes in turn whose answers took these milliseconds."""
+    (one,) = run.records
+    records = []
+    for trial, spent in enumerate(mean_ms):
+        times = [replace(answer.timings, round_trip_ms=spent) for answer in one.answers]
+        pairs = zip(one.answers, times, strict=True)
+        answers = tuple(replace(answer, timings=time) for answer, time in pairs)
+        key = replace(one.key, trial=trial)
+        records.append(replace(one, key=key, answers=answers, finished_s=trial))
+    return replace(run, records=tuple(records))
+
+
+def test_a_speed_up_is_told_of_five_episodes_in_turn_with_its_interval(recorded):
+    rows = rows_of(recorded)
+    plain = RowResults(rows["plain"].row, timed=timed_as(rows["plain"].replayed, *[60.0] * 5))
+    own = timed_as(rows["relaxed"].replayed, 20.0, 20.0, 30.0, 40.0, 40.0)
+    text, value = cell_of("speedup", RowResults(rows["relaxed"].row, timed=own, plain=plain))
+    assert value == 2.0
+    assert text == "2.00x (1.58 to 2.73; medians 2.00x)"
+
+
+def test_packed_lines_say_the_same_and_go_on_once_they_are_unpacked(folder):
+    before = outputs(ResultsFolder(folder))
+    names = sorted(run.folder.name for run in load_runs(folder / "frames"))
+    pack(folder)
+    assert not (folder / "frames").exists()
+    assert outputs(ResultsFolder(folder)) == before
+    unpack(folder)
+    assert not (folder / "frames.jsonl.gz").exists()
+    assert sorted(run.folder.name for run in load_runs(folder / "frames")) == names
+
+
+def test_what_rows_share_of_a_frame_changes_no_line(folder, tmp_path):
+    """The slow twin: every row by itself, nothing remembered."""
+    study = load_study(folder / "studies" / "made-up.toml")
+    rows = distinct(row for row in study.rows() if row.acceptance is None)
+    replays = Replays(WORDS, tmp_path / "apart")
+    for row in rows:
+        replays.time([row], FrameSet(None, 6))
+    for row in (one for one in rows if one.slug not in replays.left_out):
+        apart = load_run(tmp_path / "apart" / "timed" / row.slug).records
+        together = load_run(folder / "frames" / row.slug).records
+        assert [one.accepted for one in apart[0].answers] == [
+            one.accepted for one in together[0].answers
+        ]
+        assert np.array_equal(apart[0].actions, together[0].actions)
+
+
+def test_plots_are_whole_svg_with_named_axes_and_a_marked_line_per_measure(recorded):
+    (plot,) = (recorded / "plots").glob("*.svg")
+    tree = ElementTree.fromstring(plot.read_text())
+    texts = [one.text for one in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Small", "number", "passes"} <= {*texts}
+    assert len(tree.findall("{*}polyline")) == 1
+    assert len(tree.findall("{*}path[@class='mark']")) == 2  # of the point, and in the legend
+    assert f"![Small](plots/{plot.name})" in (recorded / "page.md").read_text()
+
+
+def test_a_page_says_what_every_column_means(recorded):
+    page = (recorded / "page.md").read_text()
+    assert "- **committed length**: tokens that a pass with guesses settles" in page
+
+
+def play(folder: Path, method: str, outcomes: str, passes: int) -> None:
+    """A played run whose trials succeeded (s) or failed (f)."""
+    told = replace(header(run=method), options={"decoding": method})
+    store = ResultsStore(folder / "played" / method.partition(":")[0], told)
+    for trial, mark in enumerate(outcomes):
+        outcome = Outcome.SUCCEEDED if mark == "s" else Outcome.FAILED
+        one = record(trial=trial, outcome=outcome, passes=(0,) * passes)
+        store.append(replace(one, actions=one.actions + passes))
+    store.close()
+
+
+def test_closed_loop_rows_are_paired_with_plain_decoding_and_the_cheapest_good_one_is_named(folder):
+    play(folder, PLAIN, "s" * 300, passes=7)
+    play(folder, RELAXED, "s" * 299 + "f", passes=2)
+    (page,) = (text for name, text in outputs(ResultsFolder(folder)).items() if name == "page.md")
+    assert "| relaxed | 99.7% (299/300) |" in page
+    assert "relaxed minus plain is -0.3 points" in page
+    assert "is ruled out." in page
+    assert "relaxed has the fewest passes: 2.00." in page
+
+
+def test_a_row_of_fewer_starts_says_so_and_is_not_compared(folder):
+    play(folder, PLAIN, "s" * 20 + "f" * 4, passes=7)
+    play(folder, RELAXED, "s" * 12, passes=2)
+    (page,) = (text for name, text in outputs(ResultsFolder(folder)).items() if name == "page.md")
+    assert "| plain | 100.0% (12/12) |" in page  # on the starts of both
+    study = folder / "studies" / "made-up.toml"
+    more = '{ name = "other", method = "lossless:drafts=previous", played = true },'
+    study.write_text(study.read_text().replace("row = [", "row = [" + more))
+    play(folder, "lossless:drafts=previous", "s" * 20, passes=3)
+    rows = rows_of(folder)
+    assert cell_of("success", rows["plain"])[0] == "100.0% (20/20)"
+    assert cell_of("success", rows["relaxed"])[0] == "100.0% (12/12), on 12 of 20 starts"
+    assert cell_of("points", rows["relaxed"]) == ("–", None)
+    assert rows["other"].played_apart.comparison.num_pairs == 20
+
+
+def test_full_size_milliseconds_are_those_of_the_limits():
+    """As docs/performance.md computes them: seven passes, and one pass for everything."""
+    assert action_ms((0,) * 7, (0,) * 7, 0) == pytest.approx(23.8, abs=0.05)
+    assert action_ms((6,), (6,), 0) == pytest.approx(5.3, abs=0.1)
+    drafted = action_ms((0, 5), (0, 5), 5) - action_ms((0, 5), (0, 5), 0)
+    assert drafted == pytest.approx(5 * 0.11, abs=0.01)
+
+
+def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = ["--random-weights", "small", "--threads", "1"]
+    arguments = ["full-size", "--no-episodes", "--out", str(out)]
+    arguments += ["--frames", "2", "--time", "1"]
+    assert main([*arguments, *flags]) == 0
+    assert main(next_command(capsys.readouterr().out)[3:]) == 0
+    assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
+    assert "Times are of 1 generated frames of 1 episodes" in (out / "page.md").read_text()
+    assert len(load_run(out / "frames" / PLAIN).header.server["weights"]) == 64
+    assert check(out) == []
+    assert main(["nothing", "--out", str(out)]) == 1
+    assert "'nothing'; known: comparison" in capsys.readouterr().err
+
+
+def played_in(out: Path) -> RunResults:
+    (run,) = load_runs(out / "played")
+    return run
+
+
+@pytest.mark.long(seconds=12)
+def test_episodes_are_played_against_an_address_that_other_machines_reach(tmp_path):
+    flags = ("--environment", "point_world", "--step-limit", "2")
+    episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
+    episodes.play([Row("plain", played=True)], 1)
+    run = played_in(tmp_path)
+    assert run.records
+    assert "://127.0.0.2:" in run.header.notes["url"]
+
+
+@pytest.mark.long(seconds=23)
+def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_path):
+    flags = ("--environment", "point_world", "--step-limit", "2")
+    episodes = Played(WORDS, tmp_path, "point_world", flags)
+    recorded = FrameSet(episodes.record_frames(1), 10)
+    (first,) = played_in(tmp_path).records
+    assert recorded.label.startswith("2 recorded frames")
+    assert len(first.answers) == 2
+    episodes.play([Row("plain", played=True)], 2)
+    assert first.finished_s in [one.finished_s for one in played_in(tmp_path).records]
+    assert len(played_in(tmp_path).records) == 2
+
+
+@pytest.mark.long(seconds=11)
+def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
+    (tmp_path / "ray.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    flags = [
+        "--quick",
+        "--assets",
+        str(stand_ins()),
+        "--ray",
+        "10.0.0.5:6379",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(["fly", "--threads", "1", *flags]) == 1
+    assert "--ray needs Ray" in capfd.readouterr().err
+
+
+RESULTS = ROOT / "docs" / "results"
+
+
+@pytest.mark.long(seconds=10)
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(path.parent for path in RESULTS.glob("*/environment.json")), *quoting_pages(RESULTS)],
+    ids=lambda path: path.name,
+)
+def test_every_number_of_a_committed_page_comes_from_its_lines(page):
+    assert check(page) == []

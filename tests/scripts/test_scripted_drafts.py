@@ -1,0 +1,146 @@
+"""Scripted drafts: as often right as asked for, and never changing an answer."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import DecodeTrace, Observation
+from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.tree import TokenRange
+from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.target import VlaTarget
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.random_weights import WordIds
+from scripts import bench_gpu
+from scripts.bench_gpu import GOALS, Measured, judge, verdicts
+from scripts.reproduce.published import RELAXED_GOAL
+from scripts.scripted_drafts import Dice, Script, ScriptedPolicy, find_answers, spoil
+from tests import golden
+from tests.tiny_openvla import CPU, tiny_model
+
+
+def make_policy() -> VlaPolicy:
+    """Answers with action tokens alone, as a trained model does."""
+    model = tiny_model()
+    ours = OpenVLA(
+        VlaTarget(model, action_rows_only=True),
+        WordIds(64),
+        ImageProcessor(model.config.image, ImageChain.NONE),
+        model.config.statistics,
+    )
+    return VlaPolicy(ours, PolicySettings(method=find_method("autoregressive")))
+
+
+def make_frames(count: int) -> list[ReplayFrame]:
+    rng = np.random.default_rng(0)
+    return [
+        ReplayFrame(
+            Observation(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8), "go"), str(index)
+        )
+        for index in range(count)
+    ]
+
+
+def run_script(script: Script, count: int) -> list[DecodeTrace]:
+    policy, frames = make_policy(), make_frames(count)
+    answers = find_answers(policy, frames)
+    scripted = ScriptedPolicy(policy, script, answers)
+    runs = replay([Contender(script.name, scripted)], frames, 0)
+    traces = [one.chunk.trace for one in runs[0].answers if one.chunk.trace is not None]
+    for frame, trace in zip(frames, traces, strict=True):
+        assert trace.tokens == answers[id(frame.observation)]
+    return traces
+
+
+@pytest.mark.parametrize(("right", "chains"), [(1.0, 1), (1.0, 3), (0.0, 1)])
+def test_drafts_that_are_always_right_cost_one_pass_and_useless_ones_none_more_than_plain(
+    right: float, chains: int
+) -> None:
+    traces = run_script(Script("drafts", right, chains), 5)
+    assert {trace.num_passes for trace in traces} == {1 if right else 7}
+
+
+def test_a_share_of_right_tokens_saves_as_many_passes() -> None:
+    """An action takes 1 + 6 (1 - p) passes: one for every wrong token but the last."""
+    traces = run_script(Script("drafts", 0.8, 1), 60)
+    assert np.mean([trace.num_passes for trace in traces]) == pytest.approx(2.2, abs=0.4)
+
+
+def test_the_head_really_runs_and_its_passes_accept_what_the_paper_says() -> None:
+    """The published loop with the shares of Table 2, which are not cut a second time."""
+    traces = run_script(Script.of_published("head", RELAXED_GOAL), 150)
+    checked = [one for trace in traces for one in trace.checked_passes]
+    assert max(len(one.tokens) for one in checked) > 40
+    lengths = [one.accepted_length for one in checked]
+    found = [lengths.count(length) / len(lengths) for length in range(6)]
+    assert found == pytest.approx(RELAXED_GOAL, abs=0.07)
+    expected = sum((length + 1) * share for length, share in enumerate(RELAXED_GOAL))
+    assert np.mean(lengths) + 1 == pytest.approx(expected, abs=0.15)
+
+
+def test_spoilt_tokens_stay_in_range_and_far_away() -> None:
+    actions = TokenRange(100, 355)
+    tokens = torch.arange(100, 356)
+    spoilt = spoil(tokens, actions)
+    assert actions.contains(spoilt).all()
+    assert ((spoilt - tokens).abs() >= 64).all()
+
+
+def test_dice_follow_their_odds() -> None:
+    coins = Dice.coins(torch.tensor([[0.25], [0.0], [1.0]]), CPU).roll(2000).float()
+    assert coins.mean(dim=(0, 2)).tolist() == pytest.approx([0.25, 0.0, 1.0], abs=0.03)
+
+
+@pytest.mark.long(seconds=19)
+def test_the_whole_table_is_measured_on_any_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "table.json"
+    sizes = ["--sizes", str(golden.TINY_OPENVLA)]
+    few = ["--frames", "1", "--warm-ups", "0", "--batch", "1,2", "--quantization", "none"]
+    arguments = [*sizes, *few, "--device", "cpu", "--no-baseline", "--json", str(target)]
+    assert bench_gpu.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "random weights, scripted drafts" in text
+    assert "not measured  autoregressive fp8" in text
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    names = {row["name"] for row in rows}
+    assert {"autoregressive", "autoregressive eager", "spec-vla relaxed"} <= names
+    assert all(row["p50"] > 0.0 for row in rows)
+    assert {row["verdict"] for row in rows} <= {"PASS", "FAIL", "beside"}
+
+
+def measured(name: str, p50: float, batch_size: int = 1, pass_ms: float = 3.0) -> Measured:
+    numbers = dict.fromkeys(("p95", "p99", "vision", "prefill", "draft", "decode"), 0.0)
+    return Measured(
+        name=name,
+        weights="bfloat16",
+        batch_size=batch_size,
+        p50=p50,
+        passes=7.0,
+        pass_ms=pass_ms,
+        limit_ms=1.0,
+        memory_gb=0.0,
+        **numbers,
+    )
+
+
+def test_verdicts_compare_each_row_with_its_goal() -> None:
+    rows = [
+        measured("autoregressive", 29.0, pass_ms=3.8),
+        measured("autoregressive", 50.0, batch_size=8),
+        measured("transformers", 130.0),
+    ]
+    lines = verdicts(rows)
+    assert "PASS  autoregressive bf16: 29.00 ms, at most 30.0 ms" in lines
+    assert "FAIL  one decode pass: 3.80 ms, at most 3.7 ms" in lines
+    assert "PASS  batch 8: 4.64x, at least 4x" in lines
+    assert "PASS  transformers: 4.48x faster, at least 4x" in lines
+    assert [judge(row) for row in rows] == ["PASS", "FAIL", "beside"]
+    assert sum(line.startswith("not measured") for line in lines) == len(GOALS) - 2

@@ -1,0 +1,89 @@
+"""A policy on its thread: every frame gets its own answer, or fails alone for its own reason."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
+from deft_server.errors import PolicyFailedError
+from deft_server.hosting.host import PolicyRecipe
+from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.service import Service
+from deft_server.settings import Settings
+from tests.standins.policies import CALLER, checksum, frame
+
+OBEDIENT = PolicyRecipe("tests.standins.policies:obedient")
+
+
+def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def limited() -> None:
+            await asyncio.wait_for(test(**fixtures), 120)
+
+        asyncio.run(limited())
+
+    return run
+
+
+async def started(recipe: PolicyRecipe = OBEDIENT, **settings: Any) -> Service:
+    service = Service(recipe, Settings(**settings))
+    service.start()
+    await service.scheduler.settled()
+    return service
+
+
+async def act(
+    service: Service, observation: Observation, session_id: str | None = None
+) -> ActionChunk:
+    return await service.act(observation, ActOptions(session_id=session_id), CALLER)
+
+
+@on_a_loop
+async def test_every_frame_is_answered_as_it_was_sent_and_with_its_own_memory():
+    service = await started()
+    rng = np.random.default_rng(0)
+    for step in range(3):
+        for robot in ("a", "b"):
+            images = [rng.integers(0, 256, (9, 7, 3), np.uint8) for _ in range(3)]
+            cameras = {"left": images[1], "right": images[2]}
+            observation = Observation(images[0], "lift it ✓", cameras, np.ones(3, np.float32))
+            chunk = await act(service, observation, robot)
+            expected = checksum(*(one.tobytes() for one in images)) / 2**32
+            assert chunk.actions[0, :2].tolist() == [expected, (step + 1) / 1000]
+    await service.close()
+
+
+@on_a_loop
+async def test_frames_of_a_batch_fail_alone_and_for_their_own_reasons():
+    service = await started()
+    asked = ["refuse", "good", "leave"]
+    found = await asyncio.gather(
+        *(act(service, frame(instruction=one), one) for one in asked), return_exceptions=True
+    )
+    kinds = [RequestError, ActionChunk, PolicyFailedError]
+    assert [type(one) for one in found] == kinds
+    with pytest.raises(DeviceError):
+        await act(service, frame(instruction="exhaust"))
+    with pytest.raises(UnknownStatisticsKeyError):
+        await service.act(frame(), ActOptions(statistics_key="nobody's"), CALLER)
+    with pytest.raises(RequestError, match="decoding"):
+        await service.act(frame(), ActOptions(decoding="unheard of"), CALLER)
+    await service.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("files", "config.json"), ("exit", "3"), ("bug", "unforeseen")]
+)
+@on_a_loop
+async def test_a_policy_that_cannot_be_loaded_is_given_up(how: str, told: str):
+    recipe = PolicyRecipe("tests.standins.policies:broken", (how,))
+    service = await started(recipe)
+    assert service.readiness.phase is ServerPhase.BROKEN
+    assert told in service.readiness.sentence
+    await service.close()

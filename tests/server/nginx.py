@@ -1,0 +1,84 @@
+"""nginx on this machine with the files of deploy/nginx, before a server."""
+
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.server.certificates import make_certificate
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "nginx"
+
+
+@dataclass(frozen=True)
+class Proxy:
+    port: int
+    tls_port: int
+    certificate: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def tls_url(self) -> str:
+        return f"https://127.0.0.1:{self.tls_port}"
+
+
+@contextmanager
+def nginx_before(
+    server_port: int, folder: Path, timeout_s: int = 10, streams: int = 64
+) -> Iterator[Proxy]:
+    """Our files as they are, but for addresses and, where told, times and connections."""
+    certificate, key = make_certificate(folder)
+    proxy = Proxy(_free_port(), _free_port(), certificate)
+    upstream = (FOLDER / "upstream.conf").read_text()
+    upstream = re.sub(r"front-[12]:8000", f"127.0.0.1:{server_port}", upstream)
+    deft = (FOLDER / "deft.conf").read_text()
+    deft = deft.replace("listen 80;", f"listen 127.0.0.1:{proxy.port};")
+    deft = deft.replace("/etc/nginx/deft", str(folder))
+    deft = re.sub(r"client_(header|body)_timeout 10s", rf"client_\1_timeout {timeout_s}s", deft)
+    deft = deft.replace("deft_streams 64", f"deft_streams {streams}")
+    tls = (FOLDER / "tls.conf.example").read_text()
+    tls = tls.replace("listen 443 ssl;", f"listen 127.0.0.1:{proxy.tls_port} ssl;")
+    tls = tls.replace("/etc/nginx/deft/server.crt", str(certificate))
+    (folder / "tls.conf").write_text(tls.replace("/etc/nginx/deft/server.key", str(key)))
+    paths = "".join(
+        f"{kind}_temp_path {folder}/{kind};"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; events {{ worker_connections 4096; }}\n"
+        f"http {{\naccess_log off; {paths}\n{upstream}\n{deft}\n}}\n"
+    )
+    command = ["nginx", "-p", str(folder), "-c", "nginx.conf", "-e", str(folder / "errors")]
+    running = subprocess.Popen(command)
+    try:
+        _wait_for(proxy.port, running)
+        yield proxy
+    finally:
+        running.terminate()
+        running.wait()
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _wait_for(port: int, running: "subprocess.Popen[bytes]") -> None:
+    pause = threading.Event()
+    for _ in range(500):
+        assert running.poll() is None, "nginx ended"
+        try:
+            socket.create_connection(("127.0.0.1", port), 5).close()
+        except ConnectionRefusedError:
+            pause.wait(0.02)
+        else:
+            return
+    raise AssertionError("nginx never listened")

@@ -1,0 +1,39 @@
+"""Threads for pictures and long bodies: bounded, and given up by who goes away."""
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+
+from deft_server.errors import OverloadedError
+from deft_server.serving.decode_threads import DecodeThreads
+from tests.server.serving.test_service import on_a_loop
+from tests.standins.policies import PATIENCE_S
+
+
+@on_a_loop
+async def test_beyond_so_many_calls_more_are_refused_even_where_callers_hung_up():
+    gate = threading.Event()
+    threads = DecodeThreads(num_threads=1, max_pending=2)
+    running = asyncio.ensure_future(threads.run(partial(gate.wait, PATIENCE_S)))
+    waiting = asyncio.ensure_future(threads.run(lambda: "answer"))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await threads.run(lambda: "one too many")
+    running.cancel()  # its work goes on all the same
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await threads.run(lambda: "one too many")
+    gate.set()
+    assert await waiting == "answer"
+    assert await threads.run(lambda: "room again") == "room again"
+    threads.stop()
+
+
+@on_a_loop
+async def test_what_the_work_raises_is_raised_here():
+    threads = DecodeThreads()
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0)
+    threads.stop()

@@ -1,0 +1,173 @@
+"""A policy that is played round by round, behind the service: nobody waits for a long answer."""
+
+import asyncio
+import threading
+
+import pytest
+
+from deft_client.types import ActionChunk, ActOptions
+from deft_policies import tiny_libero as bundle
+from deft_policies.base import ActRequest, Policy
+from deft_policies.benchmark.replay import ReplayFrame, generate_frames, with_statistics_key
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.memory import SessionMemory
+from deft_server.errors import DeadlineError, NotReadyError
+from deft_server.serving.service import Service
+from deft_server.settings import Settings
+from tests.server.serving.test_service import on_a_loop, started
+from tests.standins.policies import CALLER, SteppedFake, frame
+
+
+def stepped() -> tuple[SteppedFake, threading.Semaphore]:
+    turnstile = threading.Semaphore(0)
+    return SteppedFake(turnstile=turnstile), turnstile
+
+
+def ask(
+    service: Service, instruction: str, session_id: str, deadline_ms: float | None = None
+) -> "asyncio.Task[ActionChunk]":
+    options = ActOptions(session_id=session_id, deadline_ms=deadline_ms)
+    return asyncio.create_task(service.act(frame(instruction=instruction), options, CALLER))
+
+
+async def with_policy(service: Service, count: int) -> None:
+    while len(service.scheduler.queue.in_flight) != count:
+        await asyncio.sleep(0.001)
+
+
+@on_a_loop
+async def test_a_short_answer_joins_a_long_one_and_is_out_before_it():
+    policy, turnstile = stepped()
+    service = await started(policy)
+    long = ask(service, "5 long", "a")
+    await with_policy(service, 1)
+    turnstile.release()
+    short = ask(service, "1 short", "b")
+    await with_policy(service, 2)
+    turnstile.release(2)
+    assert (await short).actions[0, 0] == 1
+    assert not long.done()
+    turnstile.release(5)
+    await long
+    assert ["5 long", "1 short"] in policy.rounds
+    assert sum("5 long" in one for one in policy.rounds) == 5
+    await service.close()
+
+
+@on_a_loop
+async def test_a_place_is_taken_as_soon_as_it_is_free_and_there_are_no_more_than_allowed():
+    policy, turnstile = stepped()
+    service = await started(policy, max_batch=2)
+    tasks = [ask(service, f"{rounds} of {name}", name) for rounds, name in ((3, "a"), (1, "b"))]
+    await with_policy(service, 2)
+    tasks += [ask(service, "1 of c", "c"), ask(service, "1 of d", "d")]
+    while service.scheduler.num_waiting != 2:
+        await asyncio.sleep(0.001)
+    turnstile.release(2)  # the first may have begun with one of them alone
+    await tasks[1]
+    turnstile.release(10)
+    await asyncio.gather(*tasks)
+    assert max(map(len, policy.rounds)) == 2
+    assert len(policy.rounds) <= 5
+    await service.close()
+
+
+@on_a_loop
+async def test_an_answer_is_cut_at_its_deadline_and_its_session_is_as_before():
+    policy, turnstile = stepped()
+    service = await started(policy)
+    kept = ask(service, "4 kept", "a")
+    late = ask(service, "900 late", "b", deadline_ms=30)
+    await with_policy(service, 2)
+    turnstile.release()
+    with pytest.raises(DeadlineError):
+        await late
+    turnstile.release(3)
+    await kept
+    turnstile.release(1)
+    assert (await ask(service, "1 next", "b")).actions[0, 0] == 1
+    assert sum("900 late" in one for one in policy.rounds) <= 2
+    assert len(service.scheduler.queue.in_flight) == 0
+    await service.close()
+
+
+@on_a_loop
+async def test_a_caller_that_goes_away_is_not_computed_for_any_more():
+    policy, turnstile = stepped()
+    service = await started(policy)
+    gone = ask(service, "900 gone", "a")
+    await with_policy(service, 1)
+    gone.cancel()
+    turnstile.release(3)
+    await with_policy(service, 0)
+    assert len(policy.rounds) <= 3
+    turnstile.release()
+    assert (await ask(service, "1 next", "a")).actions[0, 0] == 1
+    await service.close()
+
+
+@on_a_loop
+async def test_a_flow_that_was_cut_is_known_to_take_long_and_no_other_is():
+    policy, turnstile = stepped()
+    service = await started(policy)
+    late = ask(service, "900 late", "slow", deadline_ms=40)
+    await with_policy(service, 1)
+    with pytest.raises(DeadlineError):
+        await late
+    turnstile.release()
+    await with_policy(service, 0)
+    turnstile.release(100)
+    with pytest.raises(DeadlineError, match="nothing was computed"):
+        await ask(service, "900 late", "slow", deadline_ms=20)
+    assert (await ask(service, "1 quick", "other", deadline_ms=1000)).actions[0, 0] == 1
+    await service.close()
+
+
+@on_a_loop
+async def test_a_round_that_does_not_end_is_a_hang_however_many_went_before():
+    policy, turnstile = stepped()
+    service = await started(policy, hang_after_s=0.2)
+    stuck = ask(service, "900 stuck", "a")
+    await with_policy(service, 1)
+    turnstile.release(2)
+    with pytest.raises(NotReadyError, match="hangs"):
+        await stuck
+    turnstile.release(1000)
+    await service.close()
+
+
+def test_the_real_policy_answers_robots_that_come_and_go_as_it_answers_each_alone():
+    options = bundle.complete(ModelOptions(device="cpu", is_guarded=False))
+    policy = load_policy(options)
+    shown = with_statistics_key(generate_frames(6), policy)
+    alone = []
+    for turn in range(3):
+        memory = SessionMemory()
+        for one in shown[turn:]:
+            asked = ActOptions(statistics_key=one.statistics_key)
+            (answer,) = policy.act([ActRequest(one.observation, memory, asked)])
+            alone.append(answer.chunk.actions.tobytes())
+            memory = answer.memory
+    asked_for = [shown[turn:] for turn in range(3)]
+    served = asyncio.run(_served(policy, asked_for))
+    assert [one for answers in served for one in answers] == alone
+
+
+async def _served(policy: Policy, asked_for: list[list[ReplayFrame]]) -> list[list[bytes]]:
+    """The actions that robots get, each with its own frames, all at once."""
+    service = Service(lambda: policy, Settings(max_batch=3))
+    service.start()
+    await service.scheduler.settled()
+
+    async def robot(name: str, frames: list[ReplayFrame]) -> list[bytes]:
+        answers = []
+        for one in frames:
+            asked = ActOptions(session_id=name, statistics_key=one.statistics_key)
+            chunk = await service.act(one.observation, asked, CALLER)
+            answers.append(chunk.actions.tobytes())
+        return answers
+
+    served = await asyncio.gather(*(robot(str(turn), one) for turn, one in enumerate(asked_for)))
+    await service.close()
+    return served

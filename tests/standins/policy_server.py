@@ -1,0 +1,137 @@
+"""Servers that answer from a script, in memory or over a real WebSocket, and remember."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import websockets.sync.server
+from websockets.exceptions import ConnectionClosed
+
+from deft_client.errors import Problem
+from deft_client.types import ServerInfo
+from deft_client.wire import json_codec, msgpack_codec
+from deft_client.wire.msgpack_codec import decode_request
+from tests.client.samples import full_answer
+
+INFO = ServerInfo(
+    policy="fake",
+    action_dim=3,
+    chunk_length=2,
+    statistics_keys=("libero_goal", "libero_object"),
+    default_statistics_key="libero_goal",
+    image_height=224,
+    image_width=224,
+    image_chain="none",
+    image_chains=("none",),
+    decoding="lossless",
+    decoding_methods=("lossless",),
+    versions={"deft-vla": "0.1.0"},
+)
+ANSWER = msgpack_codec.encode_answer(full_answer())
+
+Reaction = httpx.Response | Exception
+
+
+def refusal(status: int, detail: str = "because", **headers: str) -> httpx.Response:
+    problem = Problem(status, "No", detail, field="state", request_id="r-1")
+    return httpx.Response(
+        status,
+        content=json_codec.encode_problem(problem),
+        headers={name.replace("_", "-"): value for name, value in headers.items()},
+    )
+
+
+class FakeServer:
+    """Reacts to each request with the next entry of a script, then as a sound server would."""
+
+    def __init__(self, *script: Reaction) -> None:
+        self._script = list(script)
+        self.react = self._sound  # once the script is at its end
+        self.requests: list[httpx.Request] = []
+
+    @property
+    def transport(self) -> httpx.MockTransport:
+        return httpx.MockTransport(self._react)
+
+    def _react(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        if self._script:
+            reaction = self._script.pop(0)
+            if isinstance(reaction, Exception):
+                raise reaction
+            return reaction
+        return self.react(request)
+
+    def script(self, *reactions: Reaction) -> None:
+        """Put off the sound answers once more."""
+        self._script += reactions
+
+    def _sound(self, request: httpx.Request) -> httpx.Response:
+        match (request.method, request.url.path):
+            case ("POST", "/v1/act"):
+                return httpx.Response(200, content=ANSWER)
+            case ("POST", "/v1/reset"):
+                return httpx.Response(204)
+            case ("GET", "/v1/info"):
+                return httpx.Response(200, content=json_codec.encode_info(INFO))
+            case ("GET", "/readyz"):
+                return httpx.Response(200)
+        return refusal(404)
+
+
+PING = "ping"
+Answers = bytes | str | tuple[bytes | str, ...] | None | Callable[[bytes], bytes]  # to one frame
+
+
+def repeating_id(frame: bytes) -> bytes:
+    """Answer as today's servers do."""
+    return msgpack_codec.encode_answer(full_answer(), decode_request(frame).id)
+
+
+class FakeStream:
+    """What one scripted WebSocket server saw, and where it is."""
+
+    def __init__(self, script: list[Answers]) -> None:
+        self.otherwise: Answers = ANSWER  # once the script is at its end
+        self.script = script  # None closes the connection instead of answering
+        self.all_sent = threading.Event()  # all that belongs to one frame
+        self.pongs: list[threading.Event] = []
+        self.frames: list[bytes | str] = []
+        self.connections = 0
+        self.headers: list[str | None] = []
+        self.url = ""
+
+    def serve(self, connection: websockets.sync.server.ServerConnection) -> None:
+        self.connections += 1
+        self.headers.append(connection.request and connection.request.headers.get("authorization"))
+        try:
+            for frame in connection:
+                self.frames.append(frame)
+                answer = self.script.pop(0) if self.script else self.otherwise
+                answer = answer(frame) if callable(answer) else answer
+                if answer is None:
+                    return
+                for one in answer if isinstance(answer, tuple) else (answer,):
+                    if one == PING:
+                        self.pongs.append(connection.ping())
+                    elif one:  # an empty answer is none at all: the client waits in vain
+                        connection.send(one)
+                self.all_sent.set()
+        except ConnectionClosed:
+            return
+
+
+@contextmanager
+def streaming(*script: Answers) -> Iterator[FakeStream]:
+    """Serve a script on a WebSocket of this machine."""
+    stream = FakeStream(list(script))
+    with websockets.sync.server.serve(stream.serve, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        stream.url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        try:
+            yield stream
+        finally:
+            server.shutdown()
+            thread.join()
