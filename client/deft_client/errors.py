@@ -1,6 +1,7 @@
 """Exceptions of the client, and of the bytes it shares with the server.
 
 DeftError
+├── UsageError                      asked for what cannot be done; commands end with exit code 2
 ├── WireError                       bytes that cannot be used; `field` names the culprit
 │   ├── MalformedMessageError       not a message of this protocol, or a field is missing or unknown
 │   ├── MessageTooLargeError        beyond a limit: bytes, pixels, characters, cameras, state
@@ -26,6 +27,10 @@ from dataclasses import dataclass
 
 class DeftError(Exception):
     """Base class of everything this package raises on purpose."""
+
+
+class UsageError(DeftError):
+    """Asked for what cannot be done; the message says what. Commands end with exit code 2."""
 
 
 class WireError(DeftError):
@@ -79,7 +84,7 @@ class Problem:
 
 
 class ProblemError(DeftError):
-    """The server answered, and said why it could not help."""
+    """The server answered, and said why it could not help; the attributes are `Problem`'s."""
 
     def __init__(self, problem: Problem) -> None:
         culprit = f" (field {problem.field})" if problem.field else ""
@@ -87,36 +92,12 @@ class ProblemError(DeftError):
         detail = problem.detail or problem.title
         super().__init__(f"{problem.status} {problem.title}: {detail}{culprit}{request}")
         self.problem = problem
-
-    @property
-    def status(self) -> int:
-        """The HTTP status."""
-        return self.problem.status
-
-    @property
-    def title(self) -> str:
-        """The kind of problem, in a few words."""
-        return self.problem.title
-
-    @property
-    def detail(self) -> str:
-        """What arrived, what was expected, what to do."""
-        return self.problem.detail
-
-    @property
-    def field(self) -> str | None:
-        """The field of the request that is to blame, if one is."""
-        return self.problem.field
-
-    @property
-    def request_id(self) -> str | None:
-        """What to quote to the operator; the server's log carries it too."""
-        return self.problem.request_id
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """How long the server asks us to wait, if it does."""
-        return self.problem.retry_after_s
+        self.status = problem.status
+        self.title = problem.title
+        self.detail = problem.detail
+        self.field = problem.field
+        self.request_id = problem.request_id  # what to quote to the operator
+        self.retry_after_s = problem.retry_after_s
 
 
 class RefusedRequestError(ProblemError):

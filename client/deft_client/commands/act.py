@@ -7,14 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from deft_client.client import PolicyClient
-from deft_client.commands.connection import (
-    UsageError,
-    add_connection_options,
-    connection_settings,
-    reported,
-)
+from deft_client.commands.connection import add_connection_options, connection_settings, reported
 from deft_client.commands.program import CommandParser
-from deft_client.errors import NoActionError, WireError
+from deft_client.errors import NoActionError, UsageError, WireError
 from deft_client.reasoning import ACTION, parse_reasoning
 from deft_client.types import ActionChunk, ActOptions, Image, Observation
 from deft_client.wire.images import ImageEncoding, decode_image

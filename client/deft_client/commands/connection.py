@@ -6,15 +6,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from deft_client.errors import DeftError
+from deft_client.errors import DeftError, UsageError
 from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts, TlsFiles, check_url
 from deft_client.wire.images import ImageEncoding
 
 API_KEY_VARIABLE = "DEFT_API_KEY"
-
-
-class UsageError(Exception):
-    """The command was asked for something that cannot be done; one line says what."""
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +50,9 @@ def reported(job: Callable[[], int], command: str) -> int:
     """Run a job; turn what it raises on purpose into one line and an exit code."""
     try:
         return job()
-    except UsageError as error:
-        code, line = 2, str(error)
     except DeftError as error:
-        code, line = 1, str(error)
-    sys.stderr.write(f"deft-client {command}: {line}\n")
-    return code
+        sys.stderr.write(f"deft-client {command}: {error}\n")
+        return 2 if isinstance(error, UsageError) else 1
 
 
 def _api_key(options: argparse.Namespace) -> str | None:

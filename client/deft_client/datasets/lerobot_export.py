@@ -32,14 +32,6 @@ _COUNTERS = {"timestamp": "float32"} | dict.fromkeys(
 _SAMPLED_PICTURES = 20  # per episode, for the statistics of pixels
 
 
-@dataclass(frozen=True)
-class ExportResult:
-    """What was written."""
-
-    num_episodes: int
-    num_steps: int
-
-
 @dataclass
 class _Progress:
     """What the files after the data need to know."""
@@ -51,8 +43,11 @@ class _Progress:
 
 def write_lerobot(
     episodes: Iterable[StoredEpisode], out: Path, fps: int, robot: str = "unknown"
-) -> ExportResult:
-    """Write episodes into a folder that must not be there yet, but for those without an example."""
+) -> tuple[int, int]:
+    """Write episodes into a folder that must not be there yet, but for those without an example.
+
+    Returns how many episodes and steps there are.
+    """
     if out.exists():
         raise DatasetError(f"{out} exists already; data sets are written as a whole")
     aside = out.with_name(f"{out.name}.part")
@@ -67,7 +62,7 @@ def write_lerobot(
         raise DatasetError("none of the episodes has a step, so there is nothing to export")
     _write_meta(aside, features, progress, fps, robot)
     aside.rename(out)
-    return ExportResult(len(progress.episodes), progress.num_steps)
+    return len(progress.episodes), progress.num_steps
 
 
 def _files(

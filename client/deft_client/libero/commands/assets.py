@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
+from deft_client.commands.connection import reported
 from deft_client.commands.program import CommandParser
-from deft_client.libero.errors import GraphicsError, SelectionError, SimulationError
+from deft_client.libero.errors import GraphicsError
 from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.processes import end_with_parent
 from deft_client.libero.simulator.assets import find_assets
@@ -39,14 +40,7 @@ CHECKED_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
 def main(arguments: list[str]) -> int:
     """Run one of the jobs; 1 if something is wrong with the assets, 2 if asked wrongly."""
     options = _parser().parse_args(arguments)
-    try:
-        return int(options.job(options))
-    except SelectionError as error:
-        sys.stderr.write(f"deft-client assets: {error}\n")
-        return 2
-    except SimulationError as error:
-        sys.stderr.write(f"deft-client assets: {error}\n")
-        return 1
+    return reported(lambda: options.job(options), "assets")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,16 +5,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from deft_client.commands.connection import reported
 from deft_client.commands.program import CommandParser
 from deft_client.commands.table import markdown_table
-from deft_client.libero.errors import EvaluationError, SelectionError
+from deft_client.libero.errors import SelectionError
 from deft_client.libero.report.difference import Difference, conclusion, difference
 from deft_client.libero.report.page import short_names
 from deft_client.libero.report.tables import COMPARISON_COLUMNS, comparison_cells
 from deft_client.libero.results.statistics import Interval
 from deft_client.libero.results.store import RunResults, load_runs
 
-DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
 _MEASURE_COLUMNS = ("per run", "first", "second", "difference", "95% of the difference")
 _DEVIATION_COLUMNS = ("phase", "steps", "mm apart", "95%", "degrees apart", "95%")
 
@@ -25,19 +25,15 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if not 0 < options.margin < 100:
         parser.error(f"--margin must lie between 0 and 100 points, got {options.margin:g}")
-    try:
-        runs = [_only_run(path) for path in (options.first, options.second)]
-        first, second = short_names(runs)
-        found = difference(runs[0], runs[1], (first, second), options.margin / 100)
-    except SelectionError as error:
-        code, line = ASKED_WRONGLY, str(error)
-    except EvaluationError as error:
-        code, line = FAILED, str(error)
-    else:
-        sys.stdout.write("\n".join(describe(found)))
-        return DONE
-    sys.stderr.write(f"deft-client compare: {line}\n")
-    return code
+    return reported(lambda: _compare(options), "compare")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    runs = [_only_run(path) for path in (options.first, options.second)]
+    first, second = short_names(runs)
+    found = difference(runs[0], runs[1], (first, second), options.margin / 100)
+    sys.stdout.write("\n".join(describe(found)))
+    return 0
 
 
 def describe(found: Difference) -> Iterator[str]:

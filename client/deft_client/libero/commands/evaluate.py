@@ -9,19 +9,10 @@ from pathlib import Path
 from types import FrameType
 
 from deft_client.chunks import Seam
-from deft_client.commands.connection import UsageError, add_connection_options, connection_settings
+from deft_client.commands.connection import add_connection_options, connection_settings, reported
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
-from deft_client.errors import DeftError
-from deft_client.libero.errors import (
-    EvaluationStoppedError,
-    ResultsMismatchError,
-    ResultsWriteError,
-    SelectionError,
-    SimulationError,
-    UnknownSuiteError,
-    UnknownTaskError,
-)
+from deft_client.libero.errors import EvaluationStoppedError, ResultsWriteError, SelectionError
 from deft_client.libero.evaluation.evaluate import Evaluation
 from deft_client.libero.evaluation.local_workers import Processes
 from deft_client.libero.evaluation.pool import Workplace
@@ -236,30 +227,20 @@ def _profile(options: argparse.Namespace) -> Profile:
     return profile
 
 
-DONE, FAILED, ASKED_WRONGLY, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
-_WRONG = (
-    UsageError,
-    SelectionError,
-    ResultsMismatchError,
-    UnknownSuiteError,
-    UnknownTaskError,
-)
+DONE, INCOMPLETE, INTERRUPTED = 0, 3, 130
 
 
 def main(arguments: list[str]) -> int:
     """Evaluate; return the exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _evaluate(read_options(arguments))
-    except _WRONG as error:
-        code, line = ASKED_WRONGLY, str(error)
-    except (DeftError, SimulationError) as error:
-        code, line = FAILED, str(error)
+        return reported(lambda: _evaluate(read_options(arguments)), "eval")
     except KeyboardInterrupt:
-        code = INTERRUPTED
-        line = "interrupted; the finished episodes are kept, the same command goes on from there"
-    sys.stderr.write(f"deft-client eval: {line}\n")
-    return code
+        sys.stderr.write(
+            "deft-client eval: interrupted; the finished episodes are kept, the same command goes "
+            "on from there\n"
+        )
+        return INTERRUPTED
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

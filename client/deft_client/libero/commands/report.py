@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from deft_client.commands.connection import reported
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationError, SelectionError
 from deft_client.libero.report.page import View, build_page, build_views
@@ -20,7 +21,6 @@ from deft_client.libero.report.tables import (
 from deft_client.libero.results.records import Outcome, TrialKey
 from deft_client.libero.results.store import RunResults, load_runs
 
-DONE, FAILED, ASKED_WRONGLY = 0, 1, 2
 _SOLVED = {Outcome.SUCCEEDED}
 _BESIDE = (".md", ".csv")  # the page: the same numbers as text
 
@@ -33,16 +33,7 @@ def main(arguments: list[str]) -> int:
         parser.error(
             f"--out is the page, got {options.out}; {' and '.join(_BESIDE)} are written beside it"
         )
-    try:
-        return _report(options)
-    except SelectionError as error:
-        code, line = ASKED_WRONGLY, str(error)
-    except EvaluationError as error:
-        code, line = FAILED, str(error)
-    except OSError as error:
-        code, line = FAILED, f"cannot write the report: {error}"
-    sys.stderr.write(f"deft-client report: {line}\n")
-    return code
+    return reported(lambda: _report(options), "report")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,14 +60,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace) -> int:
     runs = [run for path in options.results for run in load_runs(path)]
-    views = write_report(runs, options.out, options.episode)
+    try:
+        views = write_report(runs, options.out, options.episode)
+        if options.picture is not None:
+            _write_picture(options.picture, views)
+    except OSError as error:
+        raise EvaluationError(f"cannot write the report: {error}") from error
     sys.stdout.write(terminal_table([view.summary for view in views]))
     sys.stdout.writelines(_speed_lines(views))
-    if options.picture is not None:
-        _write_picture(options.picture, views)
     names = ", ".join(str(options.out.with_suffix(one)) for one in (options.out.suffix, *_BESIDE))
     sys.stdout.write(f"wrote {names}\n")
-    return DONE
+    return 0
 
 
 def write_report(runs: Sequence[RunResults], out: Path, episode: str | None = None) -> list[View]:

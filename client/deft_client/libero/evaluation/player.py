@@ -13,6 +13,7 @@ from deft_client.errors import (
     DeftError,
     RefusedRequestError,
     UnknownEndpointError,
+    UsageError,
 )
 from deft_client.libero.errors import (
     EvaluationError,
@@ -95,7 +96,7 @@ class Player:
             error = str(trouble)
         except PeerAnswerError as trouble:
             error, may_pass = str(trouble), True
-        except (SimulationError, EvaluationError, *_REFUSED) as trouble:
+        except (SimulationError, EvaluationError, UsageError, *_REFUSED) as trouble:
             return CannotPlay(str(trouble))
         except DeftError as trouble:
             error, may_pass = str(trouble), True

@@ -11,7 +11,7 @@ when the gripper closes beside the circle.
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.errors import UnknownSuiteError
+from deft_client.libero.errors import SelectionError
 from deft_client.libero.policies.profiles import EpisodePolicy
 from deft_client.libero.simulator.environment import (
     Environment,
@@ -40,7 +40,7 @@ _BACKGROUND, _CIRCLE, _POINT = (236, 232, 224), (90, 160, 110), (190, 60, 50)
 def find_suite(name: str) -> Suite:
     """The suites of this simulator, as `--environment` asks for them."""
     if name not in (SUITE, GRASP_SUITE):
-        raise UnknownSuiteError(name, [SUITE, GRASP_SUITE])
+        raise SelectionError(f"unknown suite {name!r}; known suites: {SUITE}, {GRASP_SUITE}")
     tasks = tuple(Task(name, number, task) for number, task in enumerate(_TASKS))
     return Suite(name, _STEP_LIMIT, name, tasks)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.errors import ResultsDamagedError
+from deft_client.libero.errors import ResultsError
 from deft_client.reasoning import part_costs
 from deft_client.types import ActionChunk, StageTimings
 
@@ -167,7 +167,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
     try:
         values = json.loads(line)
         if values["run"] != run:
-            raise ResultsDamagedError(
+            raise ResultsError(
                 f"{place} belongs to run {values['run']!r}, the folder to run {run!r}; "
                 "move the line to a folder of its own run or delete it"
             )
@@ -183,7 +183,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
             **{name: kind(values[name]) for name, kind in _PLAIN.items()},
         )
     except (ValueError, KeyError, TypeError, zlib.error) as error:
-        raise ResultsDamagedError(
+        raise ResultsError(
             f"{place} is no episode ({type(error).__name__}: {error}); "
             "delete that line and run the same command again: the episode is redone"
         ) from error

@@ -17,13 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from deft_client.files import sync, write_atomically
-from deft_client.libero.errors import (
-    ResultsBusyError,
-    ResultsDamagedError,
-    ResultsError,
-    ResultsMismatchError,
-    ResultsWriteError,
-)
+from deft_client.libero.errors import ResultsError, ResultsMismatchError, ResultsWriteError
 from deft_client.libero.results.records import (
     EpisodeRecord,
     Outcome,
@@ -89,13 +83,13 @@ def read_header(folder: Path) -> RunHeader:
             "Give the folder that `deft-client eval` wrote"
         ) from error
     except (OSError, ValueError) as error:
-        raise ResultsDamagedError(f"{path} cannot be read: {error}") from error
+        raise ResultsError(f"{path} cannot be read: {error}") from error
     return _checked_header(path, values)
 
 
 def _checked_header(path: Path, values: object) -> RunHeader:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ResultsDamagedError(f"{path} is not the header of an evaluation")
+        raise ResultsError(f"{path} is not the header of an evaluation")
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         raise ResultsMismatchError(
@@ -105,7 +99,7 @@ def _checked_header(path: Path, values: object) -> RunHeader:
     try:
         header = RunHeader(**values)
     except TypeError as error:
-        raise ResultsDamagedError(f"{path} has missing or unknown fields: {error}") from error
+        raise ResultsError(f"{path} has missing or unknown fields: {error}") from error
     options = {name: _NAMES_NOW.get((name, value), value) for name, value in header.options.items()}
     return replace(header, options=options)
 
@@ -120,7 +114,7 @@ def load_run(folder: Path) -> RunResults:
     for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
         record = decode_record(line, header.run, f"{path} line {number}")
         if record.key in records:
-            raise ResultsDamagedError(
+            raise ResultsError(
                 f"{path} line {number} has {record.key} again; delete one of the two lines"
             )
         records[record.key] = record
@@ -139,7 +133,7 @@ def _read_episodes(folder: Path) -> bytes:
     except (OSError, EOFError) as error:
         raise ResultsError(f"{path} cannot be read: {error}") from error
     if path.exists() and content != unpacked:  # they are equal where a kill came between
-        raise ResultsDamagedError(
+        raise ResultsError(
             f"{folder} has {EPISODES_FILE} and {PACKED_FILE}, and they differ: keep the newer one"
         )
     return unpacked
@@ -201,7 +195,7 @@ def _unpacked(path: Path) -> list[RunResults]:
         elif found:
             found[-1][2].append(decode_record(line, found[-1][1].run, place))
         else:
-            raise ResultsDamagedError(f"{place}: an episode before the header of its run")
+            raise ResultsError(f"{place}: an episode before the header of its run")
     return [RunResults(path / name, header, tuple(ones)) for name, header, ones in found]
 
 
@@ -227,7 +221,7 @@ class ResultsStore:
     def _open_run(self, wanted: RunHeader) -> tuple[RunHeader, Iterable[EpisodeRecord]]:
         if not (self.folder / HEADER_FILE).exists():
             if (self.folder / EPISODES_FILE).exists():
-                raise ResultsDamagedError(
+                raise ResultsError(
                     f"{self.folder} has {EPISODES_FILE} but no {HEADER_FILE}: nobody can tell "
                     "what those results mean. Choose another folder with --out"
                 )
@@ -327,7 +321,7 @@ def _lock_folder(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise ResultsBusyError(
+        raise ResultsError(
             f"another evaluation is writing to {folder}; wait for it, or choose another --out"
         ) from error
     return descriptor

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.errors import InitialStatesError
+from deft_client.libero.errors import AssetsError
 from deft_client.libero.simulator.scene import Box
 
 _MAX_BYTES = 64 * 2**20  # the largest file of LIBERO holds 0.1 MB
@@ -31,7 +31,7 @@ def load_initial_states(path: Path) -> NDArray[np.float64]:
     try:
         table = _read_npz(path) if path.suffix == ".npz" else _unpickled(path)
     except FileNotFoundError as error:
-        raise InitialStatesError(f"no initial states at {path}; is LIBERO complete?") from error
+        raise AssetsError(f"no initial states at {path}; is LIBERO complete?") from error
     except (
         OSError,
         ValueError,
@@ -41,18 +41,18 @@ def load_initial_states(path: Path) -> NDArray[np.float64]:
         pickle.UnpicklingError,
         zipfile.BadZipFile,
     ) as error:
-        raise InitialStatesError(f"{path} cannot be read: {error}") from error
+        raise AssetsError(f"{path} cannot be read: {error}") from error
     if not (isinstance(table, np.ndarray) and table.dtype == np.float64 and table.ndim == 2):
-        raise InitialStatesError(f"{path} must hold one float64 table, got {type(table).__name__}")
+        raise AssetsError(f"{path} must hold one float64 table, got {type(table).__name__}")
     if not np.isfinite(table).all():
-        raise InitialStatesError(f"{path} holds NaN or infinity")
+        raise AssetsError(f"{path} holds NaN or infinity")
     return table
 
 
 def _read_npz(path: Path) -> object:
     with np.load(path, allow_pickle=False, max_header_size=1000) as archive:
         if archive.zip.getinfo("states.npy").file_size > _MAX_BYTES:
-            raise InitialStatesError(f"{path} is larger than {_MAX_BYTES} bytes")
+            raise AssetsError(f"{path} is larger than {_MAX_BYTES} bytes")
         return archive["states"]
 
 
@@ -65,12 +65,12 @@ def _pickled(path: Path) -> bytes:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             if len(names) != 1:
-                raise InitialStatesError(f"{path} must hold one data.pkl, got {len(names)}")
+                raise AssetsError(f"{path} must hold one data.pkl, got {len(names)}")
             if archive.getinfo(names[0]).file_size > _MAX_BYTES:
-                raise InitialStatesError(f"{path} is larger than {_MAX_BYTES} bytes")
+                raise AssetsError(f"{path} is larger than {_MAX_BYTES} bytes")
             return archive.read(names[0])
     except zipfile.BadZipFile as error:
-        raise InitialStatesError(f"{path} is not a zip file: {error}") from error
+        raise AssetsError(f"{path} is not a zip file: {error}") from error
 
 
 class _ArrayUnpickler(pickle.Unpickler):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from deft_client.libero.errors import AssetsError, UnknownSuiteError, UnknownTaskError
+from deft_client.commands.program import did_you_mean
+from deft_client.libero.errors import AssetsError, SelectionError
 from deft_client.libero.simulator.assets import libero_folder
 
 NUM_TRIALS = 50  # recorded initial states of every task
@@ -60,9 +61,9 @@ class Suite:
     tasks: Sequence[Task]
 
     def task(self, number: int) -> Task:
-        """The task of that number, or UnknownTaskError."""
+        """The task of that number, or SelectionError."""
         if not 0 <= number < len(self.tasks):
-            raise UnknownTaskError(self.name, number, len(self.tasks))
+            raise SelectionError(f"{self.name} has tasks 0 to {len(self.tasks) - 1}, got {number}")
         return self.tasks[number]
 
 
@@ -96,9 +97,11 @@ def _language_of(suite: str, bddl_file: str) -> str:
 
 @cache
 def find_suite(name: str) -> Suite:
-    """The suite of that name, or UnknownSuiteError with the nearest one."""
-    if name not in (*SUITE_NAMES, *PRO_SUITES):
-        raise UnknownSuiteError(name, (*SUITE_NAMES, *PRO_SUITES))
+    """The suite of that name, or SelectionError with the nearest one."""
+    known = (*SUITE_NAMES, *PRO_SUITES)
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise SelectionError(f"unknown suite {name!r}; known suites: {', '.join(known)}{hint}")
     base = name.rpartition("_")[0] if _is_perturbed(name) else name
     text = files("deft_client.libero.simulator").joinpath("tasks", f"{base}.txt").read_text("utf-8")
     names = text.split()

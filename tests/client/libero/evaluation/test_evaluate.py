@@ -261,7 +261,7 @@ def test_a_wrong_suite_name_is_answered_with_the_right_ones(
 ) -> None:
     arguments = ["libero_objekt", "--policy", f"{BROKEN}:die", "--out", str(tmp_path)]
     assert main(arguments) == 2
-    assert "'libero_object'" in capsys.readouterr().err
+    assert "did you mean libero_object?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from deft_client.libero.errors import (
-    ResultsBusyError,
-    ResultsDamagedError,
     ResultsError,
     ResultsMismatchError,
     ResultsWriteError,
@@ -108,7 +106,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) 
     path = tmp_path / "episodes.jsonl"
     content = path.read_bytes()
     path.write_bytes(b"{" + content[5:])
-    with pytest.raises(ResultsDamagedError, match=r"episodes\.jsonl line 1"):
+    with pytest.raises(ResultsError, match=r"episodes\.jsonl line 1"):
         ResultsStore(tmp_path, header())
     assert path.read_bytes() == b"{" + content[5:]
 
@@ -117,7 +115,7 @@ def test_an_episode_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
     _write(tmp_path, record(0, 0))
     path = tmp_path / "episodes.jsonl"
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(ResultsDamagedError, match="line 2"):
+    with pytest.raises(ResultsError, match="line 2"):
         load_run(tmp_path)
 
 
@@ -125,7 +123,7 @@ def test_a_line_of_another_run_is_an_error(tmp_path: Path) -> None:
     _write(tmp_path, record(0, 0))
     path = tmp_path / "episodes.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"run":"r1"', b'"run":"r2"'))
-    with pytest.raises(ResultsDamagedError, match="'r2'"):
+    with pytest.raises(ResultsError, match="'r2'"):
         load_run(tmp_path)
 
 
@@ -161,7 +159,7 @@ def test_results_of_another_format_version_are_refused(tmp_path: Path) -> None:
 def test_a_header_that_is_none_is_an_error(tmp_path: Path, content: str) -> None:
     _write(tmp_path, record(0, 0))
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(ResultsDamagedError, match=r"run\.json"):
+    with pytest.raises(ResultsError, match=r"run\.json"):
         load_run(tmp_path)
 
 
@@ -172,14 +170,14 @@ def test_a_folder_without_results_says_so(tmp_path: Path) -> None:
 
 def test_episodes_without_a_header_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "episodes.jsonl").write_bytes(b"precious\n")
-    with pytest.raises(ResultsDamagedError, match=r"no run\.json"):
+    with pytest.raises(ResultsError, match=r"no run\.json"):
         ResultsStore(tmp_path, header())
     assert (tmp_path / "episodes.jsonl").read_bytes() == b"precious\n"
 
 
 def test_two_evaluations_cannot_write_to_one_folder(tmp_path: Path) -> None:
     store = ResultsStore(tmp_path, header())
-    with pytest.raises(ResultsBusyError, match="another evaluation"):
+    with pytest.raises(ResultsError, match="another evaluation"):
         ResultsStore(tmp_path, header())
     store.close()
     ResultsStore(tmp_path, header()).close()
@@ -252,9 +250,9 @@ def test_a_packed_copy_that_is_older_than_the_episodes_is_refused_and_nothing_is
     _write(tmp_path, record(0, 1))
     (tmp_path / "aside").rename(packed)
     content = path.read_bytes()
-    with pytest.raises(ResultsDamagedError, match="keep the newer one"):
+    with pytest.raises(ResultsError, match="keep the newer one"):
         load_run(tmp_path)
-    with pytest.raises(ResultsDamagedError, match="keep the newer one"):
+    with pytest.raises(ResultsError, match="keep the newer one"):
         ResultsStore(tmp_path, header())
     assert path.read_bytes() == content
     packed.unlink()
@@ -291,5 +289,5 @@ def test_packed_runs_that_are_damaged_are_refused_with_the_place(tmp_path: Path)
     with pytest.raises(ResultsError, match="holds no packed results"):
         load_runs(packed)
     packed.write_bytes(gzip.compress(encode_record(record(), "a")))
-    with pytest.raises(ResultsDamagedError, match="line 1: an episode before the header"):
+    with pytest.raises(ResultsError, match="line 1: an episode before the header"):
         load_runs(packed)

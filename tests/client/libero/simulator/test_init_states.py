@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from deft_client.libero.errors import InitialStatesError
+from deft_client.libero.errors import AssetsError
 from deft_client.libero.simulator.init_states import (
     Footprint,
     draw_shifts,
@@ -37,7 +37,7 @@ def test_a_table_of_floats_is_read_as_it_was_written(tmp_path):
 
 def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InitialStatesError, match="only arrays"):
+    with pytest.raises(AssetsError, match="only arrays"):
         load_initial_states(packed(tmp_path / "bad", [TABLE, Intruder()]))
     assert not (tmp_path / "intruder_was_here").exists()
 
@@ -54,17 +54,17 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, monk
     ids=["objects", "float32", "one dimension", "a list", "not a number"],
 )
 def test_anything_but_one_finite_float64_table_is_refused(tmp_path, content):
-    with pytest.raises(InitialStatesError, match=str(tmp_path)):
+    with pytest.raises(AssetsError, match=str(tmp_path)):
         load_initial_states(packed(tmp_path / "odd", content))
 
 
 def test_files_that_are_no_archive_or_not_there_are_named(tmp_path):
     (tmp_path / "text").write_text("no archive")
-    with pytest.raises(InitialStatesError, match="zip"):
+    with pytest.raises(AssetsError, match="zip"):
         load_initial_states(tmp_path / "text")
-    with pytest.raises(InitialStatesError, match="is LIBERO complete"):
+    with pytest.raises(AssetsError, match="is LIBERO complete"):
         load_initial_states(tmp_path / "nothing")
-    with pytest.raises(InitialStatesError, match=r"data\.pkl"):
+    with pytest.raises(AssetsError, match=r"data\.pkl"):
         load_initial_states(packed(tmp_path / "empty", TABLE, name="archive/version"))
 
 
@@ -72,7 +72,7 @@ def test_a_truncated_pickle_is_an_error_that_names_the_file(tmp_path):
     path = tmp_path / "short"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(TABLE, protocol=2)[:-20])
-    with pytest.raises(InitialStatesError, match="short"):
+    with pytest.raises(AssetsError, match="short"):
         load_initial_states(path)
 
 
