@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import ActBatch, FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import FrameQueue, QueuedFrame, QueueRules
 from scripts.plan.service_times import QUANTILE_STEPS, ServiceTimes
 
 _ROUGHLY = 0.9  # a drawn fleet may be lucky
@@ -81,7 +81,7 @@ class _Flight(NamedTuple):
     lands_s: float
     number: int
     started_s: float
-    batch: ActBatch
+    frames: list[QueuedFrame]
 
 
 class Simulation:
@@ -168,24 +168,24 @@ class Simulation:
     def _start_batches(self, now_s: float) -> None:
         """Start what is to go, as the scheduler does."""
         while True:
-            batch, expired = self._queue.next_batch(now_s)
+            chosen, expired = self._queue.next_batch(now_s)
             for frame in expired:
                 self._count("missed", frame.arrived_s)
-            if batch is None:
+            if not chosen:
                 return
-            self._start(batch, now_s)
+            self._start(chosen, now_s)
 
-    def _start(self, batch: ActBatch, now_s: float) -> None:
-        size = len(batch.frames)
+    def _start(self, frames: list[QueuedFrame], now_s: float) -> None:
+        size = len(frames)
         service_s = self._quantiles_s[size - 1][self._random.integers(QUANTILE_STEPS)]
         self._replica_busy_s += max(0.0, min(service_s, self._fleet.seconds - now_s))
         self._batches.append(size)
-        heapq.heappush(self._flights, _Flight(now_s + service_s, len(self._batches), now_s, batch))
+        heapq.heappush(self._flights, _Flight(now_s + service_s, len(self._batches), now_s, frames))
 
     def _finish(self, flight: _Flight) -> None:
         now_s = flight.lands_s
-        self._queue.finish(flight.batch, now_s, now_s - flight.started_s)
-        for frame in flight.batch.frames:
+        for frame in flight.frames:
+            self._queue.finish(frame, now_s, now_s - flight.started_s)
             latency_s = now_s + self._capacity.added_s - frame.arrived_s
             if now_s > frame.deadline_s:
                 self._count("missed", frame.arrived_s)

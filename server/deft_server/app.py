@@ -15,7 +15,6 @@ from deft_server.compat.act_route import build_config_router, build_peer_act_rou
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_routes
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
-from deft_server.hosting.host import LoadPolicy, RemotePolicy
 from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
@@ -28,6 +27,7 @@ from deft_server.http.routes import (
     build_stream_route,
 )
 from deft_server.recording.writer import build_recording, build_recording_router
+from deft_server.serving.hosting import LoadPolicy, RemotePolicy
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
 

@@ -1,6 +1,7 @@
 """`deft serve`: load a policy and answer observations until told to stop."""
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
@@ -25,12 +26,11 @@ from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import ServeCommand, read_command
-from deft_server.hosting.allocator import give_back_freed_memory, keep_freed_memory
-from deft_server.hosting.host import PolicyRecipe, RemotePolicy
 from deft_server.http.connections import build_http_protocol, build_websocket_protocol
 from deft_server.replicas.host import ReplicaHost
 from deft_server.replicas.ray_serve import Deployment, RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
+from deft_server.serving.hosting import PolicyRecipe, RemotePolicy
 from deft_server.serving.readiness import ServerPhase
 from deft_server.settings import Settings, SettingsError, is_loopback
 
@@ -40,6 +40,10 @@ MAX_DIGITS = 640  # of an integer in JSON; reading more takes time that grows wi
 BACKLOG = 256  # so many connections at most are begun in one turn of the event loop
 TICKS_A_SECOND = 10  # of uvicorn
 LAST_WORDS_S = 5  # for responses on their way out once all frames are answered
+_KEPT_BYTES = 16 * 1024 * 1024
+_LARGEST_KEPT_BYTES = 4 * 1024 * 1024  # frames of cameras; what is larger is given back at once
+_NUM_ARENAS = 1  # each keeps what was freed in it, and the interpreter lets one thread run
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 logger = logging.getLogger(__name__)
 
@@ -275,3 +279,33 @@ class _Server(uvicorn.Server):
         self.exit_code = ExitCode.POLICY_HANGS if hangs else ExitCode.POLICY_BROKEN
         logger.error("giving up: %s", self._service.readiness.sentence)
         self.should_exit = True
+
+
+def keep_freed_memory() -> bool:
+    """Have the allocator keep freed memory: fresh pages for every frame cost more than its copies.
+
+    Returns whether it could be told (glibc only).
+    """
+    mallopt = _of_glibc("mallopt")
+    wanted = {
+        _M_ARENA_MAX: _NUM_ARENAS,
+        _M_TRIM_THRESHOLD: _KEPT_BYTES,
+        _M_MMAP_THRESHOLD: _LARGEST_KEPT_BYTES,
+    }
+    return mallopt is not None and all(mallopt(*one) == 1 for one in wanted.items())
+
+
+def give_back_freed_memory() -> None:
+    """Have the allocator give back what is free between what is in use, too (glibc only).
+
+    On its own it gives back no more than its end, where a flood leaves small things behind.
+    """
+    malloc_trim = _of_glibc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(_KEPT_BYTES)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), name, None)  # musl has neither

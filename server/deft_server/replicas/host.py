@@ -1,7 +1,7 @@
-"""Sends the scheduler's batches to replicas, each of which takes one at a time.
+"""Sends the scheduler's frames to replicas.
 
-A batch whose replica dies is sent once more: its frames carry their sessions' memory along, so
-that any other replica gives the same answers. Lives on the event loop.
+A frame whose replica dies is sent once more: it carries its session's memory along, so that any
+other replica gives the same answer. Lives on the event loop.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from typing import Protocol
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
 from deft_server.errors import NotReadyError
-from deft_server.hosting.host import HostedPolicy, Listener
-from deft_server.replicas.remote import FrontState, PolicyFacts, ReplicaAnswers, hosted
-from deft_server.serving.queue import ActBatch, Answer, Failure
+from deft_server.replicas.remote import FrontState, ReplicaAnswer
+from deft_server.serving.hosting import HostedPolicy, Listener
+from deft_server.serving.queue import Answer, Failure, QueuedFrame
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaLostError(Exception):
-    """A batch did not come back: its replica died, or cannot be reached."""
+    """A frame did not come back: its replica died, or cannot be reached."""
 
 
 class ReplicaHangsError(ReplicaLostError):
-    """A batch did not come back in time; another replica would hardly be quicker."""
+    """A frame did not come back in time; another replica would hardly be quicker."""
 
 
 class Cluster(Protocol):
@@ -39,11 +39,11 @@ class Cluster(Protocol):
     def connect(self) -> None:
         """Find or start the replicas; blocks until one answers. Raises `SettingsError`."""
 
-    async def look(self) -> tuple[str, PolicyFacts]:
+    async def look(self) -> tuple[str, HostedPolicy]:
         """Ask a replica for the version of its policy, and what a server has to know of it."""
 
-    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
-        """Have a free replica answer a batch, or raise `ReplicaLostError`."""
+    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+        """Have a replica that has a place answer a frame, or raise `ReplicaLostError`."""
 
     def count(self) -> int:
         """Return how many replicas are running. Blocks."""
@@ -71,9 +71,10 @@ class ReplicaHost:
         """Begin to find the replicas."""
         self._run(self._watch())
 
-    def submit(self, batch: ActBatch) -> None:
-        """Send a batch to whichever replica is free."""
-        self._run(self._answer(batch))
+    def submit(self, frames: Sequence[QueuedFrame]) -> None:
+        """Send each frame to whichever replica has a place."""
+        for frame in frames:
+            self._run(self._answer(frame))
 
     def stop(self, timeout_s: float) -> bool:
         """Let go of the cluster; frames are no longer waited for."""
@@ -94,9 +95,9 @@ class ReplicaHost:
         """Connect, then tell the scheduler whenever the number of replicas changes."""
         try:
             await asyncio.to_thread(self._cluster.connect)
-            version, facts = await self._cluster.look()
+            version, policy = await self._cluster.look()
             self._count = await asyncio.to_thread(self._cluster.count)
-            self._learn(version, facts)
+            self._learn(version, policy)
         except (SettingsError, PolicyError, ReplicaLostError) as error:
             logger.error("the replicas could not be started: %s", error)
             self._listener.policy_broken(self, error)
@@ -116,9 +117,9 @@ class ReplicaHost:
                 self._count = count
                 self._tell()
 
-    def _learn(self, version: str, facts: PolicyFacts) -> None:
+    def _learn(self, version: str, policy: HostedPolicy) -> None:
         """Tell what the policy is now, before an answer of it is let out."""
-        self._version, self._policy = version, hosted(facts)
+        self._version, self._policy = version, policy
         self._tell()
 
     def _tell(self) -> None:
@@ -126,31 +127,32 @@ class ReplicaHost:
         logger.info("%d replicas of version %s", self._count, self._version)
         self._listener.policy_loaded(self, self._policy, self._count)
 
-    async def _answer(self, batch: ActBatch) -> None:
+    async def _answer(self, frame: QueuedFrame) -> None:
         started_s = time.perf_counter()
-        batch.answers, batch.failures = await self._answers(batch)
-        batch.service_s = time.perf_counter() - started_s  # with the journey
-        self._listener.round_played(self, [batch])
+        frame.outcome, failures = await self._outcome(frame)
+        frame.service_s = time.perf_counter() - started_s  # with the journey
+        self._listener.round_played(self, [frame], failures)
 
-    async def _answers(self, batch: ActBatch) -> tuple[list[Answer], list[Failure]]:
-        reason, batch.size = "", len(batch.requests)
+    async def _outcome(self, frame: QueuedFrame) -> tuple[Answer, list[Failure]]:
+        assert frame.request is not None
+        reason, frame.size = "", 1
         num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):
-            left_s = batch.deadline_s - time.monotonic()
+            left_s = frame.deadline_s - time.monotonic()
             state = FrontState(self._name, self._version, num_waiting, left_s)
             try:
-                returned = await self._cluster.answer(batch.requests, state)
-                if returned.facts is not None and returned.version != self._version:
-                    self._learn(returned.version, returned.facts)
-                batch.replica, batch.size = returned.replica, returned.size
+                returned = await self._cluster.answer(frame.request, state)
+                if returned.policy is not None and returned.version != self._version:
+                    self._learn(returned.version, returned.policy)
+                frame.replica, frame.size = returned.replica, returned.size
                 return returned.unpacked(), returned.failures
             except ReplicaLostError as error:
                 reason = str(error)
-                logger.warning("a batch of %d was lost: %s", batch.size, reason)
+                logger.warning("a frame was lost: %s", reason)
                 if isinstance(error, ReplicaHangsError):
                     break
             except Exception as error:
                 reason = repr(error)
-                logger.exception("a batch of %d was lost on its way", batch.size)
+                logger.exception("a frame was lost on its way")
         lost = NotReadyError(f"the replica was lost: {reason}; send the frame again")
-        return [lost] * len(batch.requests), [Failure.LOST]
+        return lost, [Failure.LOST]

@@ -9,15 +9,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
-from deft_server.hosting.host import LoadPolicy
 from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
-from deft_server.replicas.remote import Backlogs, FrontState, PolicyFacts, Replica, ReplicaAnswers
+from deft_server.replicas.remote import Backlogs, FrontState, Replica, ReplicaAnswer
+from deft_server.serving.hosting import HostedPolicy, LoadPolicy
 from deft_server.settings import SettingsError
 
 APPLICATION = "deft"
@@ -55,14 +55,14 @@ class PolicyReplica:
         self._replica = Replica(load, version, name)
         self._backlogs = Backlogs()
 
-    async def look(self) -> tuple[str, PolicyFacts]:
+    async def look(self) -> tuple[str, HostedPolicy]:
         """Return the version of the policy, and what a server has to know of it."""
         return self._replica.version, self._replica.facts
 
-    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
-        """Answer a batch, between the rounds of those that are here."""
+    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+        """Answer a frame, in the same rounds as those that are here."""
         self._backlogs.note(state, time.monotonic())
-        return await self._replica.answer(frames, state)
+        return await self._replica.answer(request, state)
 
     def check_health(self) -> None:
         """Raise where the policy hangs: Ray then starts another replica in its place."""
@@ -148,24 +148,24 @@ class RayCluster:
             where = self.address or "this machine"
             raise SettingsError(f"no replicas on {where}: {_reason(error)}") from error
 
-    async def look(self) -> tuple[str, PolicyFacts]:
+    async def look(self) -> tuple[str, HostedPolicy]:
         """Ask a replica what the policy is."""
         try:
-            found: tuple[str, PolicyFacts] = await self._handle.look.remote()
+            found: tuple[str, HostedPolicy] = await self._handle.look.remote()
         except self._errors as error:
             raise ReplicaLostError(_first_line(error)) from error
         return found
 
-    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
-        """Have a free replica answer."""
-        response = self._handle.answer.remote(frames, state)
+    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+        """Have a replica that has a place answer."""
+        response = self._handle.answer.remote(request, state)
         try:
-            answers: ReplicaAnswers = await asyncio.wait_for(response, self.hang_after_s)
+            answer: ReplicaAnswer = await asyncio.wait_for(response, self.hang_after_s)
         except asyncio.TimeoutError as error:
             raise ReplicaHangsError(f"no answer within {self.hang_after_s:g} s") from error
         except self._errors as error:
             raise ReplicaLostError(_first_line(error)) from error
-        return answers
+        return answer
 
     def count(self) -> int:
         """Return how many replicas are running."""

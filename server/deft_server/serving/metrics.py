@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from deft_client.types import ActionChunk
-from deft_server.serving.queue import ActBatch
+from deft_server.serving.queue import QueuedFrame
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -115,14 +115,14 @@ class Metrics:
         """Count one HTTP request."""
         self._once(self.requests, route, str(status)).inc()
 
-    def count_batch(self, batch: ActBatch) -> None:
-        """Count one batch, its frames and its time, also for the replica that answered it."""
-        self.batch_size.observe(batch.size)
-        self.batch_seconds.observe(batch.service_s)
-        self._once(self.replica_batches, batch.replica).inc()
+    def count_frame(self, frame: QueuedFrame) -> None:
+        """Count a frame that the policy answered, its time, and who answered it."""
+        self.batch_size.observe(frame.size)
+        self.batch_seconds.observe(frame.service_s)
+        self._once(self.replica_batches, frame.replica).inc()
         # Frames that were there at the same time share it: a replica is busy once.
-        share = len(batch.answers) / max(batch.size, len(batch.answers))
-        self._once(self.replica_seconds, batch.replica).inc(batch.service_s * share)
+        busy_s = frame.service_s / max(1, frame.size)
+        self._once(self.replica_seconds, frame.replica).inc(busy_s)
 
     def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:
         """Take in what a policy answered to a frame, and the server's own times."""

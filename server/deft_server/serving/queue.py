@@ -12,22 +12,20 @@ address where there are none; its flows share what it gets. The rules:
 - the line is bounded. Its last eighth is for frames with a deadline and for owners that have
   nothing waiting. A frame that `stays_until_s` joins a full line, too: its caller could not try
   again;
-- a frame that cannot meet its deadline is refused at once, or dropped before its batch starts;
-- a batch holds no frame that would make it too slow for another's deadline.
+- a frame that cannot meet its deadline is refused at once, or dropped before it starts.
 
-The policy is there once, or in replicas that each take one batch at a time. Where it is played
-round by round, each replica has a place for every frame of a batch instead, which is taken by the
-next one as soon as its answer is ready.
+The policy is there once, or in replicas. Each has a place for every frame of a batch, which is
+taken by the next one as soon as its answer is ready; where the policy answers all in one call, the
+next ones wait until the places of a whole batch are free.
 Times are seconds on any one monotonic clock.
 """
 
 import asyncio
 import heapq
 import math
-from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
@@ -38,16 +36,15 @@ from deft_server.serving.sessions import RobotSession
 
 STALE_AFTER_S = 1.0  # a flow's measurement older than this does not justify a refusal
 KEPT_PART = 8  # of the line, one part is kept for frames in a hurry and for owners without any
-REMEMBERED_BATCHES = 9
+REMEMBERED_FRAMES = 9  # of a flow
 REMEMBERED_FLOWS = 1024
-EXPLAINED = 1.25  # a batch is explained by a flow that was expected to take nearly as long
 
 
 Answer = ActAnswer | Exception
 
 
 class Failure(Enum):
-    """Why a call of the policy did not answer its batch."""
+    """Why a call of the policy did not answer."""
 
     RAISED = "raised"
     DEVICE = "device"
@@ -70,13 +67,30 @@ class QueuedFrame:
     request: ActRequest | None = None
     session: RobotSession | None = None
     answer: "asyncio.Future[ActionChunk] | None" = None
+    started_s: float = 0.0  # when it went to the policy
     queue_s: float = 0.0
-    batch_size: int = 0
+    # What is filled in where the policy is:
+    outcome: Answer | None = None  # none where it was cut: nobody waited for it any more
+    joined_s: float = 0.0  # on the clock of whoever answers
+    service_s: float = 0.0
+    size: int = 0  # the most frames that were answered together, this one among them
+    replica: str = "0"  # who answered, where there are several
 
     @property
     def has_deadline(self) -> bool:
         """Does the caller say when the answer is of no more use?"""
         return self.deadline_s < math.inf
+
+    def ask(self) -> None:
+        """Note what the policy is asked, with the session's memory as it is now."""
+        assert self.request is not None
+        assert self.session is not None
+        if self.request.memory is not self.session.memory:
+            self.request = altered(self.request, {"memory": self.session.memory})
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether nobody waits for the answer any more. May be asked on any thread."""
+        return self.deadline_s <= now_s or (self.answer is not None and self.answer.done())
 
     def take(self, answer: ActAnswer) -> None:
         """Hand the answer out, unless it comes too late: then it changes nothing."""
@@ -96,65 +110,18 @@ class QueuedFrame:
             self.answer.set_exception(error)
 
 
-@dataclass(eq=False)
-class ActBatch:
-    """Frames that are with the policy together; whoever answers them fills in the rest."""
-
-    frames: tuple[QueuedFrame, ...]
-    started_s: float = 0.0
-    requests: list[ActRequest] = field(default_factory=list)
-    deadline_s: float = math.inf  # after which nobody waits for any of it
-    answers: list[Answer] = field(default_factory=list)  # in order; none where it was cut
-    failures: list[Failure] = field(default_factory=list)  # what went wrong on the way
-    joined_s: float = 0.0  # on the clock of whoever answers
-    service_s: float = 0.0
-    size: int = 0  # the most frames that were answered together with these
-    replica: str = "0"  # who answered, where there are several
-
-    def ask(self) -> None:
-        """Note what the policy is asked, with each session's memory as it is now."""
-        for one in self.frames:
-            assert one.request is not None
-            assert one.session is not None
-            self.requests.append(altered(one.request, {"memory": one.session.memory}))
-        self.deadline_s = max(one.deadline_s for one in self.frames)
-
-    def is_over(self, now_s: float) -> bool:
-        """Whether nobody waits for it any more. May be asked on any thread."""
-        waiting = [one for one in self.frames if one.answer is None or not one.answer.done()]
-        return self.deadline_s <= now_s or (bool(self.frames) and not waiting)
-
-    def fail(self, error: Exception) -> None:
-        """Tell all who wait for an answer."""
-        for frame in self.frames:
-            frame.fail(error)
-
-
 class ServiceTime:
-    """Seconds per batch, by batch size: the median of the last few."""
+    """Seconds per frame: the median of the last few, 0 while nothing was measured."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
-        self._sizes: list[int] = []  # in order
+        self.expected_s = 0.0
+        self.measured_s = -math.inf  # when it was last
+        self._recent: deque[float] = deque(maxlen=REMEMBERED_FRAMES)
 
-    def observe(self, size: int, seconds: float) -> None:
-        """Take in that a batch of `size` frames took `seconds`."""
-        recent = self._seconds.setdefault(size, deque(maxlen=REMEMBERED_BATCHES))
-        recent.append(seconds)
-        self._medians[size] = median(recent)
-        self._sizes = sorted(self._medians)
-
-    def expect(self, size: int) -> float:
-        """Return the seconds a batch of `size` will take; 0 while nothing was measured.
-
-        A size never seen takes as long as the nearest larger one, else the nearest smaller one:
-        a batch costs little more than a single frame.
-        """
-        if not self._sizes:
-            return 0.0
-        nearest = min(bisect_left(self._sizes, size), len(self._sizes) - 1)
-        return self._medians[self._sizes[nearest]]
+    def observe(self, seconds: float, now_s: float) -> None:
+        """Take in that a frame took so long."""
+        self._recent.append(seconds)
+        self.expected_s, self.measured_s = median(self._recent), now_s
 
 
 class FlowTimes:
@@ -162,42 +129,24 @@ class FlowTimes:
 
     def __init__(self) -> None:
         self._flows: OrderedDict[str, ServiceTime] = OrderedDict()  # the last seen comes last
-        self._measured_s: dict[str, float] = {}
         self._all = ServiceTime()  # what is believed of a flow that was never seen
 
-    def observe(self, flows: Sequence[str], seconds: float, now_s: float) -> None:
-        """Take in that a batch with a frame of each of these flows took `seconds`.
+    def observe(self, flow: str, seconds: float, now_s: float) -> None:
+        """Take in that a frame of a flow took so long."""
+        self._all.observe(seconds, now_s)
+        self._flows.setdefault(flow, ServiceTime()).observe(seconds, now_s)
+        self._flows.move_to_end(flow)
+        if len(self._flows) > REMEMBERED_FLOWS:
+            self._flows.popitem(last=False)
 
-        It is put down to a flow unless another in the batch was expected to take as long.
-        """
-        size = len(flows)
-        self._all.observe(size, seconds)
-        known = {one: self._flows[one].expect(size) for one in flows if one in self._flows}
-        for flow in flows:
-            others_s = max((known[one] for one in known if one != flow), default=0.0)
-            if seconds > EXPLAINED * others_s or seconds <= known.get(flow, math.inf):
-                self._flows.setdefault(flow, ServiceTime()).observe(size, seconds)
-                self._flows.move_to_end(flow)
-                self._measured_s[flow] = now_s
-        while len(self._flows) > REMEMBERED_FLOWS:
-            oldest, _ = self._flows.popitem(last=False)
-            del self._measured_s[oldest]
+    def expect(self, flow: str) -> float:
+        """Return the seconds that a frame of a flow takes, probably."""
+        return self._flows.get(flow, self._all).expected_s
 
-    def expect(self, flows: Iterable[str], size: int) -> float:
-        """Return the seconds that a batch of `size` with these flows takes, probably."""
-        return max((self._flows.get(one, self._all).expect(size) for one in flows), default=0.0)
-
-    def proven(self, flows: Iterable[str], size: int, since_s: float) -> float:
-        """Return the seconds that such a batch takes as these flows themselves have shown since
-        then; only that justifies a refusal."""
-        return max(
-            (
-                self._flows[one].expect(size)
-                for one in flows
-                if self._measured_s.get(one, -math.inf) >= since_s
-            ),
-            default=0.0,
-        )
+    def proven(self, flow: str, since_s: float) -> float:
+        """Return what the flow itself has shown since then; only that justifies a refusal."""
+        known = self._flows.get(flow)
+        return known.expected_s if known is not None and known.measured_s >= since_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -211,13 +160,13 @@ class QueueRules:
 
 
 class FrameQueue:
-    """The frames that wait, and the batches that are with the policy."""
+    """The frames that wait, and those that are with the policy."""
 
     def __init__(self, rules: QueueRules) -> None:
         self.max_batch = rules.max_batch
         self.num_replicas = rules.num_replicas
-        self.is_stepped = False  # whether each frame is a batch of its own, that comes and goes
-        self.batches: list[ActBatch] = []  # the oldest first
+        self.is_stepped = False  # whether frames may join while others are on their way
+        self.in_flight: list[QueuedFrame] = []  # that are with the policy, the oldest first
         self.times = FlowTimes()
         self._max_waiting = rules.max_waiting
         self._patience_s = rules.patience_s
@@ -234,22 +183,19 @@ class FrameQueue:
 
     @property
     def num_places(self) -> int:
-        """How many batches the policy takes at a time."""
-        return self.num_replicas * (self.max_batch if self.is_stepped else 1)
+        """How many frames the policy takes at a time."""
+        return self.num_replicas * self.max_batch
 
     @property
-    def _batch_size(self) -> int:
-        return 1 if self.is_stepped else self.max_batch
+    def _num_free(self) -> int:
+        """How many of the places can be taken now."""
+        free = max(0, self.num_places - len(self.in_flight))
+        return free if self.is_stepped else free // self.max_batch * self.max_batch
 
     @property
     def frames(self) -> list[QueuedFrame]:
         """What waits, as it came."""
         return list(self._frames.values())
-
-    @property
-    def in_flight(self) -> list[QueuedFrame]:
-        """The frames that are with the policy."""
-        return [frame for batch in self.batches for frame in batch.frames]
 
     def offer(self, frame: QueuedFrame, now_s: float) -> QueuedFrame | None:
         """Let a frame join, and return the older one of its session whose turn it takes.
@@ -296,46 +242,46 @@ class FrameQueue:
             self.remove(frame)
         return frame
 
-    def next_batch(self, now_s: float) -> tuple[ActBatch | None, list[QueuedFrame]]:
-        """Return the batch to start now, if there is a place, and the frames that are too late.
+    def next_batch(self, now_s: float) -> tuple[list[QueuedFrame], list[QueuedFrame]]:
+        """Return the frames that go to the policy now, and those that are too late for it.
 
-        Ask again after a batch: there may be another place.
+        Ask again until none go: there may be other places.
         """
-        if len(self.batches) >= self.num_places or not self._frames:
-            return None, []
+        num_free = min(self._num_free, self.max_batch)
+        if not num_free or not self._frames:
+            return [], []
         flying = {one.flow for one in self.in_flight if one.is_session}
         chosen: list[QueuedFrame] = []
         expired: list[QueuedFrame] = []
         for frame in self._in_order():
-            if frame.deadline_s <= now_s + self._takes_s([frame], now_s):
+            if frame.deadline_s <= now_s + self._takes_s(frame, now_s):
                 expired.append(frame)
             elif frame.flow in flying:
-                continue  # its memory is with another replica
-            elif len(chosen) == self._batch_size:
+                continue  # its memory is with the policy
+            elif len(chosen) == num_free:
                 break
-            elif not chosen or self._goes_along(frame, chosen, now_s):
+            else:
                 chosen.append(frame)
         for frame in (*expired, *chosen):
             self.remove(frame)
-        if not chosen:
-            return None, expired
-        self._count_turns(chosen)
-        batch = ActBatch(tuple(chosen), now_s)
-        self.batches.append(batch)
-        return batch, expired
+        for frame in chosen:
+            frame.started_s = now_s
+        if chosen:
+            self._count_turns(chosen)
+            self.in_flight += chosen
+        return chosen, expired
 
-    def finish(self, batch: ActBatch, now_s: float, service_s: float | None = None) -> None:
-        """Take in that a batch is over; `service_s` is what it took, if answered in one go."""
-        self.batches.remove(batch)
+    def finish(self, frame: QueuedFrame, now_s: float, service_s: float | None = None) -> None:
+        """Take in that a frame is over; `service_s` is what it took, if answered in one go."""
+        self.in_flight.remove(frame)
         if service_s is not None:
-            self.times.observe([one.flow for one in batch.frames], service_s, now_s)
+            self.times.observe(frame.flow, service_s, now_s)
 
     def clears_in_s(self, now_s: float) -> float:
         """Return the seconds until all that waits now will have been answered."""
-        flows = [one.flow for one in self._frames.values()] or [""]
-        full_s = self.times.expect(flows, self._batch_size)
-        num_batches = math.ceil((len(self._frames) + 1) / self._batch_size)
-        return self._free_s(num_batches - 1, full_s, now_s) - now_s + full_s
+        flows = {one.flow for one in self._frames.values()} or {""}
+        each_s = max(map(self.times.expect, flows))
+        return self._free_s(len(self._frames), each_s, now_s) - now_s + each_s
 
     def refusal(self, now_s: float) -> OverloadedError:
         """Return what a caller is told that finds no place."""
@@ -384,36 +330,25 @@ class FrameQueue:
         turn = self._turns[frame.owner]
         ahead = [one for one in self._frames.values()
                  if one.flow != frame.flow and self._goes_before(one, turn, due_s)]  # fmt: skip
-        flows = [one.flow for one in ahead]
-        full_s = self.times.expect(flows, self._batch_size)
-        ready_s = self._free_s(len(ahead) // self._batch_size, full_s, now_s)
-        since_s = now_s - STALE_AFTER_S
-        ready_s += self.times.proven([frame.flow], len(ahead) % self._batch_size + 1, since_s)
-        return ready_s > frame.deadline_s
+        each_s = max(map(self.times.expect, {one.flow for one in ahead}), default=0.0)
+        free_s = self._free_s(len(ahead), each_s, now_s)
+        return free_s + self._takes_s(frame, now_s) > frame.deadline_s
 
     def _goes_before(self, frame: QueuedFrame, turn: int, due_s: float) -> bool:
         """Whether a waiting frame goes before one of that turn and due time, roughly."""
         return self._turns[frame.owner] <= turn and self._due_s[frame.number] <= due_s
 
-    def _goes_along(self, frame: QueuedFrame, chosen: list[QueuedFrame], now_s: float) -> bool:
-        together = [*chosen, frame]
-        return now_s + self._takes_s(together, now_s) <= min(one.deadline_s for one in together)
+    def _takes_s(self, frame: QueuedFrame, now_s: float) -> float:
+        return self.times.proven(frame.flow, now_s - STALE_AFTER_S)
 
-    def _takes_s(self, frames: Sequence[QueuedFrame], now_s: float) -> float:
-        flows = [one.flow for one in frames]
-        return self.times.proven(flows, len(flows), now_s - STALE_AFTER_S)
-
-    def _free_s(self, batches_ahead: int, full_s: float, now_s: float) -> float:
-        """Return when a place is free for one more batch, after so many full ones."""
-        free_s = [
-            max(now_s, one.started_s + self.times.expect(flows, len(flows)))
-            for one in self.batches
-            for flows in ([frame.flow for frame in one.frames],)
-        ]
-        free_s += [now_s] * (max(1, self.num_places) - len(free_s))
+    def _free_s(self, num_ahead: int, each_s: float, now_s: float) -> float:
+        """Return when there is a place for one more frame, after so many that take so long."""
+        free_s = [max(now_s, one.started_s + self.times.expect(one.flow)) for one in self.in_flight]
+        idle_s = now_s if self._num_free else max(free_s, default=now_s)
+        free_s += [idle_s] * (max(1, self.num_places) - len(free_s))
         heapq.heapify(free_s)
-        for _ in range(batches_ahead):
-            heapq.heapreplace(free_s, free_s[0] + full_s)
+        for _ in range(num_ahead):
+            heapq.heapreplace(free_s, free_s[0] + each_s)
         return free_s[0]
 
 

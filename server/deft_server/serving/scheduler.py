@@ -1,6 +1,6 @@
-"""Frames in, batches to the policy, answers out. Lives on the event loop and never computes.
+"""Frames in, frames to the policy, answers out. Lives on the event loop and never computes.
 
-What goes when is decided by `queue`; `_start_batches` is the step that everything comes back to.
+What goes when is decided by `queue`; `_start_frames` is the step that everything comes back to.
 """
 
 import asyncio
@@ -11,24 +11,24 @@ import time
 from collections.abc import Callable, Sequence
 
 from deft_client.types import ActionChunk
+from deft_policies.base import ActAnswer, Policy
 from deft_server.errors import DeadlineError, NotReadyError, SupersededFrameError
-from deft_server.hosting.host import HostedPolicy, NewHost, PolicyHost
-from deft_server.hosting.rounds import answer_batch
+from deft_server.serving.hosting import HostedPolicy, NewHost, PolicyHost, answer_one
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.queue import ActBatch, Failure, FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import Answer, Failure, FrameQueue, QueuedFrame, QueueRules
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
 from deft_server.settings import OnHang, Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0
 STEADY_S = 60.0  # a policy that was ready for so long has lasted
 LONGEST_PAUSE_S = 30.0  # before a policy that hung is loaded again
-GOOD_BATCHES_BEFORE_GROWTH = 100
+GOOD_ROUNDS_BEFORE_GROWTH = 100
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """The frames that wait, and the batches that are with the policy.
+    """The frames that wait, and those that are with the policy.
 
     `on_loaded` is called with every policy that is loaded, and may refuse it with `SettingsError`;
     `on_ready` is called when frames are taken, `on_fatal` when only a new server can help.
@@ -48,7 +48,7 @@ class Scheduler:
         self._readiness = readiness
         self._metrics = metrics
         self._numbers = itertools.count(1)
-        self._num_good_batches = 0
+        self._num_good_rounds = 0
         self._num_losses = 0
         self._loaded_s: float | None = None  # when the policy now in use, or the last, was ready
         self._settled = asyncio.Event()
@@ -88,13 +88,14 @@ class Scheduler:
     async def answer(self, frame: QueuedFrame) -> ActionChunk:
         """Wait for the answer to a frame; cancelling gives up its place.
 
-        The session's memory is handed in when the frame's batch starts, not before: a frame ahead
-        of it may change it.
+        The session's memory is handed in when the frame goes to the policy, not before: a frame
+        ahead of it may change it.
         """
         frame.answer = self._loop.create_future()
         now_s = time.monotonic()
         if self.policy is not None and self.policy.immediate is not None:
-            return self._answer_here(frame, now_s)
+            self._answer_here(frame, self.policy.immediate, now_s)
+            return await frame.answer
         superseded = self.queue.offer(frame, now_s)
         if superseded is not None:
             superseded.fail(SupersededFrameError("the session sent a newer frame"))
@@ -103,7 +104,7 @@ class Scheduler:
             timers.append(self._loop.call_later(frame.deadline_s - now_s, self._miss, frame))
         if frame.stays_until_s is not None:
             timers.append(self._loop.call_later(frame.stays_until_s - now_s, self._give_up, frame))
-        self._loop.call_soon(self._start_batches)  # what comes in this turn goes along
+        self._loop.call_soon(self._start_frames)  # what comes in this turn goes along
         try:
             return await frame.answer
         finally:
@@ -119,7 +120,7 @@ class Scheduler:
 
     async def close(self) -> None:
         """Refuse what still waits and end the policy thread, unless it hangs."""
-        is_idle = not self.queue.batches
+        is_idle = not self.queue.in_flight
         self._fail_all(NotReadyError("the server is stopping"))
         for timer in (self._hang_timer, self._restart):
             if timer is not None:
@@ -152,7 +153,7 @@ class Scheduler:
             self._loaded_s = time.monotonic()
             logger.info("ready: policy %s", policy.info.policy)
             self.on_ready()
-        self._start_batches()
+        self._start_frames()
 
     def policy_broken(self, host: PolicyHost, error: BaseException) -> None:
         """Give up: there is nothing to serve."""
@@ -165,64 +166,54 @@ class Scheduler:
         self._settled.set()
         self.on_fatal(ServerPhase.BROKEN)
 
-    def round_played(self, host: PolicyHost, ended: Sequence[ActBatch]) -> None:
+    def round_played(
+        self, host: PolicyHost, ended: Sequence[QueuedFrame], failures: Sequence[Failure]
+    ) -> None:
         """Hand out the answers that are ready, and let waiting frames have their places."""
         if host is not self._host:
             return
         now_s = time.monotonic()
-        for batch in ended:
-            self._hand_out(batch, now_s)
+        for frame in ended:
+            # One that was cut has told, too, how long it takes: longer than it had.
+            is_measure = not failures and (frame.outcome or frame.deadline_s <= now_s)
+            self.queue.finish(frame, now_s, frame.service_s if is_measure else None)
+            if frame.outcome is not None:
+                frame.queue_s = max(0.0, now_s - frame.service_s - frame.arrived_s)
+                self._hand_out(frame, frame.outcome)
+        if any(one.outcome is not None for one in ended):
+            self._note(ended, failures)
         self._watch()
-        self._start_batches()
+        self._start_frames()
 
-    def _hand_out(self, batch: ActBatch, now_s: float) -> None:
-        # One that was cut has told, too, how long it takes: longer than it had.
-        is_measure = not batch.failures and (batch.answers or batch.deadline_s <= now_s)
-        self.queue.finish(batch, now_s, batch.service_s if is_measure else None)
-        if not batch.answers:  # it was cut: nobody waits for it
-            return
-        started_s = now_s - batch.service_s
-        for frame, answer in zip(batch.frames, batch.answers, strict=True):
-            if isinstance(answer, Exception):
-                frame.fail(answer)
-            else:
-                frame.queue_s = max(0.0, started_s - frame.arrived_s)
-                frame.batch_size = batch.size
-                frame.take(answer)
-        self._note(batch)
-        self._loop.call_soon(self._metrics.count_batch, batch)
+    def _hand_out(self, frame: QueuedFrame, outcome: Answer) -> None:
+        if isinstance(outcome, Exception):
+            frame.fail(outcome)
+        else:
+            frame.take(outcome)
+        self._loop.call_soon(self._metrics.count_frame, frame)
 
-    def _answer_here(self, frame: QueuedFrame, now_s: float) -> ActionChunk:
+    def _answer_here(self, frame: QueuedFrame, policy: Policy, now_s: float) -> None:
         """Answer on the event loop, where the policy says that this takes no time."""
-        assert self.policy is not None
-        assert self.policy.immediate is not None
-        assert frame.answer is not None
         if frame.deadline_s <= now_s:
             raise DeadlineError("cannot be answered in time; nothing was computed")
-        batch = ActBatch((frame,), now_s, size=1)
-        batch.ask()
-        batch.answers, batch.failures = answer_batch(self.policy.immediate, batch.requests)
-        batch.service_s = time.monotonic() - now_s
-        self._note(batch)
-        self._loop.call_soon(self._metrics.count_batch, batch)
-        (answer,) = batch.answers
-        if isinstance(answer, Exception):
-            raise answer
-        frame.batch_size = 1
-        frame.take(answer)
-        return answer.chunk
+        frame.ask()
+        assert frame.request is not None
+        outcome, failures = answer_one(policy, frame.request)
+        frame.outcome, frame.size, frame.service_s = outcome, 1, time.monotonic() - now_s
+        self._hand_out(frame, outcome)
+        self._note([frame], failures)
 
-    def _start_batches(self) -> None:
+    def _start_frames(self) -> None:
         """Start what is to go now, and refuse what came too late for it."""
         while True:
-            now_s = time.monotonic()
-            batch, expired = self.queue.next_batch(now_s)
+            chosen, expired = self.queue.next_batch(time.monotonic())
             for frame in expired:
                 frame.fail(DeadlineError("waited too long; nothing was computed"))
-            if batch is None:
+            if not chosen:
                 return
-            batch.ask()
-            self._host.submit(batch)
+            for frame in chosen:
+                frame.ask()
+            self._host.submit(chosen)
             if self._hang_timer is None:
                 self._watch()
 
@@ -231,7 +222,7 @@ class Scheduler:
         if self._hang_timer is not None:
             self._hang_timer.cancel()
             self._hang_timer = None
-        if self.queue.batches and self._host.last_round_s is not None:
+        if self.queue.in_flight and self._host.last_round_s is not None:
             after_s = self._settings.hang_after_s
             self._hang_timer = self._loop.call_later(after_s, self._hang)
 
@@ -245,31 +236,33 @@ class Scheduler:
 
     def _fail_all(self, error: Exception) -> None:
         self._fail_waiting(error)
-        for batch in self.queue.batches:
-            batch.fail(error)
+        for frame in self.queue.in_flight:
+            frame.fail(error)
 
     def _fail_waiting(self, error: Exception) -> None:
         for frame in self.queue.frames:
             self.queue.remove(frame)
             frame.fail(error)
 
-    def _note(self, batch: ActBatch) -> None:
-        """Draw the lessons of a batch: failures, batch size, readiness."""
-        for failure in batch.failures:
+    def _note(self, ended: Sequence[QueuedFrame], failures: Sequence[Failure]) -> None:
+        """Draw the lessons of a round: failures, batch size, readiness."""
+        for failure in failures:
             self._metrics.policy_failures.labels(failure.value).inc()
-        if not batch.failures and self._settings.log_batches:
-            logger.info("a batch of %d took %.3f ms", batch.size, batch.service_s * 1000)
-        if Failure.DEVICE in batch.failures:
-            self._num_good_batches = 0
-            self._limit_batches(max(1, min(self.queue.max_batch, batch.size) // 2))
-        elif not batch.failures:
-            self._num_good_batches += 1
+        if not failures and self._settings.log_batches:
+            for frame in ended:
+                logger.info("a batch of %d took %.3f ms", frame.size, frame.service_s * 1000)
+        if Failure.DEVICE in failures:
+            self._num_good_rounds = 0
+            size = max(len(ended), *(one.size for one in ended))
+            self._limit_batches(max(1, min(self.queue.max_batch, size) // 2))
+        elif not failures:
+            self._num_good_rounds += 1
             most, allowed = self._settings.max_batch, self.queue.max_batch
-            if allowed < most and self._num_good_batches >= GOOD_BATCHES_BEFORE_GROWTH:
-                self._num_good_batches = 0
+            if allowed < most and self._num_good_rounds >= GOOD_ROUNDS_BEFORE_GROWTH:
+                self._num_good_rounds = 0
                 self._limit_batches(allowed + 1)
-        broke = {Failure.RAISED, Failure.DEVICE}.intersection(batch.failures)
-        has_failed = bool(broke) and all(isinstance(one, Exception) for one in batch.answers)
+        broke = {Failure.RAISED, Failure.DEVICE}.intersection(failures)
+        has_failed = bool(broke) and not any(isinstance(one.outcome, ActAnswer) for one in ended)
         self._readiness.note(Trouble.BATCHES, is_over=not has_failed)
 
     def _limit_batches(self, size: int) -> None:
@@ -311,8 +304,8 @@ class Scheduler:
         self.policy = None
         self._readiness.enter(ServerPhase.LOADING, f"again, because {reason}")
         self._fail_all(NotReadyError(f"the policy is lost: {reason}", max(1.0, pause_s)))
-        for batch in list(self.queue.batches):
-            self.queue.finish(batch, now_s)
+        for frame in list(self.queue.in_flight):
+            self.queue.finish(frame, now_s)
         self._watch()
         if self._readiness.phase is not ServerPhase.DRAINING:
             self._restart = self._loop.call_later(pause_s, self.start)

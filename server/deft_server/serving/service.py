@@ -25,12 +25,11 @@ from deft_client.types import (
 from deft_policies.base import ActionLimits, ActRequest
 from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
 from deft_server.errors import ServerError, UnsafeAnswerError
-from deft_server.hosting.host import HostedPolicy, LoadPolicy, RemotePolicy
-from deft_server.hosting.rounds import PolicyThread
 from deft_server.serving.access import Access, Caller, current_request_id
 from deft_server.serving.bounds import ConnectionBounds
 from deft_server.serving.decode_threads import DecodeThreads
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+from deft_server.serving.hosting import HostedPolicy, LoadPolicy, PolicyThread, RemotePolicy
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import QueuedFrame
 from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
@@ -272,7 +271,7 @@ class Service:
                 options=frame.request.options,
                 chunk=outcome if isinstance(outcome, ActionChunk) else None,
                 error=outcome if isinstance(outcome, Exception) else None,
-                batch_size=frame.batch_size,
+                batch_size=frame.size,
             )
         )
 
@@ -296,10 +295,8 @@ class ActionCheck:
     """
 
     def __init__(self, policy: HostedPolicy, action_range: ActionRange) -> None:
-        self._limits_by_key = policy.limits
-        self._action_dim = policy.info.action_dim
+        self._policy = policy
         self._range = action_range
-        self._limits: dict[str | None, ActionLimits] = {}
 
     def check(
         self,
@@ -310,18 +307,15 @@ class ActionCheck:
 
         Raises `UnsafeAnswerError` for what no robot should do.
         """
-        if actions.shape[0] < 1 or actions.shape[1] != self._action_dim:
+        if actions.shape[0] < 1 or actions.shape[1] != self._policy.info.action_dim:
             raise UnsafeAnswerError(
                 f"the policy's answer has shape {list(actions.shape)}, not "
-                f"[steps, {self._action_dim}]; it was withheld"
+                f"[steps, {self._policy.info.action_dim}]; it was withheld"
             )
         if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
             raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
-        if self._limits_by_key is None:
-            return actions
-        if statistics_key not in self._limits:
-            self._limits[statistics_key] = self._limits_by_key(statistics_key)
-        return self._in_range(actions, self._limits[statistics_key])
+        limits = self._policy.limits_of(statistics_key)
+        return actions if limits is None else self._in_range(actions, limits)
 
     def _in_range(self, actions: NDArray[np.float64], limits: ActionLimits) -> NDArray[np.float64]:
         slack = ROUNDING * (limits.high - limits.low)

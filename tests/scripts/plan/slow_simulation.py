@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import ActBatch, FrameQueue, QueuedFrame
+from deft_server.serving.queue import FrameQueue, QueuedFrame
 from scripts.plan.simulate import Capacity, Fleet
 
 STEPS = 1024
@@ -57,9 +57,9 @@ class SlowSimulation:
         except DeadlineError:
             self.fates["missed"] += 1
 
-    def returns(self, batch: ActBatch, service_s: float, now_s: float) -> None:
-        self.queue.finish(batch, now_s, service_s)
-        for frame in batch.frames:
+    def returns(self, frames: list[QueuedFrame], service_s: float, now_s: float) -> None:
+        for frame in frames:
+            self.queue.finish(frame, now_s, service_s)
             if now_s > frame.deadline_s:
                 self.fates["missed"] += 1
             else:
@@ -67,10 +67,10 @@ class SlowSimulation:
 
     def pump(self, now_s: float) -> None:
         while True:
-            batch, expired = self.queue.next_batch(now_s)
+            chosen, expired = self.queue.next_batch(now_s)
             self.fates["missed"] += len(expired)
-            if batch is None:
+            if not chosen:
                 return
-            size, drawn = len(batch.frames), self.random.integers(STEPS)
+            size, drawn = len(chosen), self.random.integers(STEPS)
             service_s = self.capacity.service.at(size, drawn / (STEPS - 1))
-            self.to_come.append((now_s + service_s, "returns", (batch, service_s)))
+            self.to_come.append((now_s + service_s, "returns", (chosen, service_s)))

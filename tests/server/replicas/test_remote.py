@@ -4,7 +4,7 @@ import asyncio
 import math
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,18 +21,16 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_server.errors import DeadlineError, NotReadyError, PolicyFailedError
-from deft_server.hosting.host import HostedPolicy, RemotePolicy
 from deft_server.replicas.host import ReplicaHangsError, ReplicaHost, ReplicaLostError
 from deft_server.replicas.ray_serve import replicas_wanted
 from deft_server.replicas.remote import (
     BACKLOG_FRESH_S,
     Backlogs,
     FrontState,
-    PolicyFacts,
     Replica,
-    ReplicaAnswers,
-    hosted,
+    ReplicaAnswer,
 )
+from deft_server.serving.hosting import HostedPolicy, RemotePolicy
 from deft_server.serving.queue import Failure
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
@@ -57,11 +55,15 @@ def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequ
 
 
 def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Exception]:
-    """Answer a batch as a replica far away would: everything crosses as bytes."""
+    """Answer frames as a replica far away would: everything crosses as bytes."""
     state = FrontState("front", "1", 0)
-    returned = asyncio.run(replica.answer(pickle.loads(pickle.dumps(requests)), state))
-    unpacked: list[ActAnswer | Exception] = pickle.loads(pickle.dumps(returned)).unpacked()
-    return unpacked
+
+    async def answers() -> list[ReplicaAnswer]:
+        asked = pickle.loads(pickle.dumps(requests))
+        return await asyncio.gather(*(replica.answer(one, state) for one in asked))
+
+    returned = pickle.loads(pickle.dumps(asyncio.run(answers())))
+    return [one.unpacked() for one in returned]
 
 
 def number_of(answer: ActAnswer | Exception) -> float:
@@ -124,11 +126,13 @@ def test_a_frame_that_the_policy_refuses_names_its_field_and_does_not_touch_the_
 
 
 def test_the_server_knows_info_and_limits_without_the_policy():
-    policy = hosted(pickle.loads(pickle.dumps(replica_of(LimitedFake()).facts)))
+    policy: HostedPolicy = pickle.loads(pickle.dumps(replica_of(LimitedFake()).facts))
+    assert policy.here is None
     assert policy.info == ConstantPolicy().info
-    assert policy.limits is not None
-    assert policy.limits(None).high.tolist() == [1.0] * 7
-    assert hosted(replica_of(FakePolicy()).facts).limits is None
+    limits = policy.limits_of(None)
+    assert limits is not None
+    assert limits.high.tolist() == [1.0] * 7
+    assert replica_of(FakePolicy()).facts.limits_of(None) is None
     with pytest.raises(UnknownStatisticsKeyError):
         policy.check(frame(), ActOptions(statistics_key="elsewhere"))
 
@@ -151,10 +155,10 @@ class FakeCluster:
     def connect(self) -> None:
         self.on_connect()
 
-    async def look(self) -> tuple[str, PolicyFacts]:
+    async def look(self) -> tuple[str, HostedPolicy]:
         return self.replicas[0].version, self.replicas[0].facts
 
-    async def answer(self, frames: Sequence[ActRequest], state: FrontState) -> ReplicaAnswers:
+    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
         self.num_answers += 1
         self.states.append(state)
         self._at_once += 1
@@ -164,7 +168,7 @@ class FakeCluster:
                 await self.gate.wait()
             if self.events:
                 raise self.events.pop(0)
-            return await self.replicas[self.num_answers % len(self.replicas)].answer(frames, state)
+            return await self.replicas[self.num_answers % len(self.replicas)].answer(request, state)
         finally:
             self._at_once -= 1
 
@@ -202,11 +206,11 @@ async def until(holds: Callable[[], bool]) -> None:
 def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_their_deadlines():
     policy = SteppedFake()
 
-    async def story() -> list[ReplicaAnswers]:
+    async def story() -> list[ReplicaAnswer]:
         replica = replica_of(policy)
         asked = [("4 long", math.inf), ("1 short", math.inf), ("900 late", 0.02)]
         calls = [
-            replica.answer([request(SessionMemory(), name)], FrontState("front", "1", 0, left_s))
+            replica.answer(request(SessionMemory(), name), FrontState("front", "1", 0, left_s))
             for name, left_s in asked
         ]
         return await asyncio.gather(*calls)
@@ -214,8 +218,8 @@ def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_thei
     long, short, late = asyncio.run(story())
     assert policy.rounds[:2] == [["4 long", "1 short", "900 late"], ["4 long", "900 late"]]
     assert len(policy.rounds) < 900
-    assert [number_of(one.unpacked()[0]) for one in (long, short)] == [1, 1]
-    assert isinstance(late.unpacked()[0], DeadlineError)
+    assert [number_of(one.unpacked()) for one in (long, short)] == [1, 1]
+    assert isinstance(late.unpacked(), DeadlineError)
     assert (long.size, short.size) == (3, 3)
 
 
@@ -416,7 +420,7 @@ def test_a_new_version_is_guarded_by_its_own_limits():
         await service.close()
         return policy
 
-    assert asyncio.run(story()).limits is not None
+    assert asyncio.run(story()).limits
 
 
 def test_replicas_that_do_not_start_end_the_server_with_the_reason():
@@ -442,7 +446,7 @@ def test_while_two_versions_answer_each_is_guarded_by_its_own_limits():
         seen = []
         for _ in range(4):
             await ask(service)
-            seen.append(service.policy.limits is not None)
+            seen.append(bool(service.policy.limits))
         await service.close()
         return seen
 

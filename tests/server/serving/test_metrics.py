@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, strategies
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from deft_server.errors import NotReadyError
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.queue import ActBatch
+from deft_server.serving.queue import QueuedFrame
 
 BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
@@ -29,6 +28,6 @@ def test_values_are_counted_as_the_library_counts_them(sizes: list[int]):
 @pytest.mark.parametrize(("num_frames", "size", "busy_s"), [(1, 4, 0.5), (4, 4, 2.0), (1, 1, 2.0)])
 def test_frames_that_a_replica_answers_at_the_same_time_share_its_time(num_frames, size, busy_s):
     metrics = Metrics()
-    answers = [NotReadyError("whatever")] * num_frames
-    metrics.count_batch(ActBatch((), answers=[*answers], service_s=2.0, size=size))
+    for number in range(num_frames):
+        metrics.count_frame(QueuedFrame(number, "a", 0.0, service_s=2.0, size=size))
     assert f'deft_replica_seconds_total{{replica="0"}} {busy_s}\n' in metrics.page().decode()

@@ -7,7 +7,7 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import ActBatch, FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import FrameQueue, QueuedFrame, QueueRules
 
 RULES = QueueRules(max_batch=2, max_waiting=6, patience_s=0.2)
 
@@ -23,7 +23,7 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = FrameQueue(self.rules_in_force)
-        self.flying: list[ActBatch] = []
+        self.flying: list[QueuedFrame] = []
         self.now_s = 100.0
         self.count = 0
         self.waiting: dict[int, QueuedFrame] = {}
@@ -73,22 +73,24 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        was_busy = len(self.flying) == self.rules_in_force.num_replicas
-        aloft = {one.flow for batch in self.flying for one in batch.frames if one.is_session}
-        batch, expired = self.queue.next_batch(self.now_s)
+        rules = self.rules_in_force
+        num_free = rules.max_batch * rules.num_replicas - len(self.flying)
+        was_busy = num_free < (1 if self.queue.is_stepped else rules.max_batch)
+        aloft = {one.flow for one in self.flying if one.is_session}
+        chosen, expired = self.queue.next_batch(self.now_s)
         for frame in expired:
             assert frame.deadline_s < math.inf
             assert self.waiting.pop(frame.number) is frame
-        if batch is None:
+        if not chosen:
             assert was_busy or not {one.flow for one in self.waiting.values()} - aloft
             return
         assert not was_busy
-        assert 0 < len(batch.frames) <= RULES.max_batch
-        for frame in batch.frames:
+        assert len(chosen) <= min(num_free, RULES.max_batch)
+        for frame in chosen:
             assert self.waiting.pop(frame.number) is frame
             assert frame.deadline_s > self.now_s
             assert frame.flow not in aloft
-        self.flying.append(batch)
+        self.flying += chosen
 
     @precondition(lambda self: self.flying)
     @rule(
@@ -100,8 +102,8 @@ class Traffic(RuleBasedStateMachine):
         self, service_s: float, was_answered_in_one_go: bool, data: strategies.DataObject
     ) -> None:
         self.now_s += service_s
-        batch = self.flying.pop(data.draw(strategies.integers(0, len(self.flying) - 1)))
-        self.queue.finish(batch, self.now_s, service_s if was_answered_in_one_go else None)
+        frame = self.flying.pop(data.draw(strategies.integers(0, len(self.flying) - 1)))
+        self.queue.finish(frame, self.now_s, service_s if was_answered_in_one_go else None)
 
     @precondition(lambda self: self.waiting)
     @rule(data=strategies.data())
@@ -132,7 +134,17 @@ class ReplicatedTraffic(Traffic):
     rules_in_force = replace(RULES, num_replicas=3)
 
 
+class SteppedTraffic(Traffic):
+    """The same where frames join while others are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue.is_stepped = True
+
+
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestReplicatedTraffic = ReplicatedTraffic.TestCase
 TestReplicatedTraffic.settings = TestTraffic.settings
+TestSteppedTraffic = SteppedTraffic.TestCase
+TestSteppedTraffic.settings = TestTraffic.settings

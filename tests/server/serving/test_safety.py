@@ -5,7 +5,7 @@ import pytest
 
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import UnsafeAnswerError
-from deft_server.hosting.host import HostedPolicy
+from deft_server.serving.hosting import HostedPolicy
 from deft_server.serving.service import ActionCheck
 from deft_server.settings import ActionRange
 from tests.standins.policies import LimitedFake

@@ -22,7 +22,7 @@ from deft_server.errors import (
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
 from deft_server.serving.readiness import ServerPhase
-from deft_server.serving.scheduler import GOOD_BATCHES_BEFORE_GROWTH
+from deft_server.serving.scheduler import GOOD_ROUNDS_BEFORE_GROWTH
 from deft_server.serving.service import Service
 from deft_server.settings import OnHang, Settings
 from tests.standins.policies import (
@@ -238,7 +238,7 @@ async def test_batches_grow_back_slowly_after_memory_ran_out():
     assert service.scheduler.queue.max_batch < 4
     policy.error = lambda batch: None
     shrunk = service.scheduler.queue.max_batch
-    for _ in range(GOOD_BATCHES_BEFORE_GROWTH):
+    for _ in range(GOOD_ROUNDS_BEFORE_GROWTH):
         await send(service, "a")
     assert service.scheduler.queue.max_batch == shrunk + 1
     await service.close()

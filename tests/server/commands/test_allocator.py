@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_server.hosting.allocator import give_back_freed_memory, keep_freed_memory
+from deft_server.commands.serve import give_back_freed_memory, keep_freed_memory
 
 PIECE, NUM_PIECES = 100_000, 400
 

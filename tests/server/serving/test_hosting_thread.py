@@ -11,7 +11,7 @@ import pytest
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
 from deft_server.errors import PolicyFailedError
-from deft_server.hosting.host import PolicyRecipe
+from deft_server.serving.hosting import PolicyRecipe
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings

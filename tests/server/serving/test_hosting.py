@@ -1,0 +1,315 @@
+"""A policy played round by round: who is in which round, who is cut, and who fails for whom."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings, strategies
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_policies.errors import DeviceError, RequestError
+from deft_policies.memory import SessionMemory
+from deft_server.errors import PolicyFailedError
+from deft_server.serving.hosting import Rounds
+from deft_server.serving.queue import Failure, FrameQueue, QueuedFrame, QueueRules
+from tests.standins.policies import (
+    FakePolicy,
+    PickyPolicy,
+    RaisingPolicy,
+    SteppedFake,
+    dislikes,
+    fails_times,
+    frame,
+    out_of_memory_above,
+)
+
+
+def asked(instruction: str) -> QueuedFrame:
+    return QueuedFrame(0, "a", 0.0, request=ActRequest(frame(instruction=instruction)))
+
+
+def played(rounds: Rounds, *joining: QueuedFrame) -> list[QueuedFrame]:
+    ended, failures = rounds.play(joining)
+    assert not failures
+    return ended
+
+
+def names(frames: Sequence[QueuedFrame]) -> list[str]:
+    return [one.request.observation.instruction for one in frames if one.request]
+
+
+def test_each_leaves_when_it_is_done_and_others_join_in_between():
+    policy = SteppedFake()
+    rounds = Rounds(policy)
+    long, short, late = asked("5 long"), asked("1 short"), asked("2 late")
+    assert names(played(rounds, long, short)) == ["1 short"]
+    assert names(played(rounds)) == []
+    assert names(played(rounds, late)) == []
+    assert names(played(rounds)) == ["2 late"]
+    assert names(played(rounds)) == ["5 long"]
+    assert policy.rounds == [
+        ["5 long", "1 short"], ["5 long"], ["5 long", "2 late"], ["5 long", "2 late"], ["5 long"],
+    ]  # fmt: skip
+    assert [one.size for one in (long, short, late)] == [2, 2, 2]
+    assert rounds.num_running == 0
+    assert all(isinstance(one.outcome, ActAnswer) for one in (long, short, late))
+
+
+def test_what_nobody_waits_for_is_cut_and_disturbs_no_other():
+    policy = SteppedFake()
+    rounds = Rounds(policy)
+    kept, gone = asked("3 kept"), asked("9 gone")
+    played(rounds, kept, gone)
+    gone.deadline_s = 0.0
+    assert played(rounds) == [gone]
+    assert gone.outcome is None
+    assert played(rounds) == [kept]
+    assert policy.rounds == [["3 kept", "9 gone"], ["3 kept"], ["3 kept"]]
+
+
+def test_a_frame_that_the_policy_does_not_take_fails_alone():
+    policy = SteppedFake()
+    rounds = Rounds(policy)
+    before, bad, good = asked("2 before"), asked("refuse"), asked("1 good")
+    played(rounds, before)
+    ended, failures = rounds.play([bad, good])
+    assert set(failures) == {Failure.REQUEST}
+    assert names(ended) == ["refuse", "1 good"]
+    assert isinstance(bad.outcome, RequestError)
+    assert isinstance(good.outcome, ActAnswer)
+    assert played(rounds) == [before]
+    assert isinstance(before.outcome, ActAnswer)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [(DeviceError("no memory"), Failure.DEVICE), (ValueError("a bug"), Failure.RAISED)],
+)
+def test_where_a_round_fails_each_is_answered_once_more_alone(error, failure):
+    policy = SteppedFake(error=lambda names: error if len(names) > 1 else None)
+    rounds = Rounds(policy)
+    both = [asked("2 a"), asked("2 b")]
+    assert rounds.play(both) == (both, [failure])
+    assert all(isinstance(one.outcome, ActAnswer) for one in both)
+    assert policy.sizes == [1, 1]
+    assert rounds.num_running == 0
+
+
+def test_one_that_fails_alone_is_not_tried_again_and_what_is_over_neither():
+    policy = SteppedFake(error=lambda names: ValueError("a bug"))
+    rounds = Rounds(policy)
+    alone = asked("2 alone")
+    assert rounds.play([alone]) == ([alone], [Failure.RAISED])
+    assert isinstance(alone.outcome, PolicyFailedError)
+    assert policy.batches == []
+
+
+def test_an_answer_that_means_nothing_fails_alone():
+    class Broken(SteppedFake):
+        def step(self):
+            for one in self.left:
+                if one.request.observation.instruction.endswith("broken"):
+                    one.error = RequestError("instruction", "nothing came of it")
+            return super().step()
+
+    rounds = Rounds(Broken())
+    broken, good = asked("3 broken"), asked("1 good")
+    ended, failures = rounds.play([good, broken])
+    assert set(ended) == {good, broken}
+    assert failures == [Failure.REQUEST]
+    assert isinstance(broken.outcome, RequestError)
+    assert isinstance(good.outcome, ActAnswer)
+
+
+def test_a_policy_that_cannot_be_stepped_answers_in_one_round():
+    policy = FakePolicy()
+    rounds = Rounds(policy)
+    both = [asked("a"), asked("b")]
+    assert played(rounds, *both) == both
+    assert (policy.sizes, both[0].size, rounds.num_running) == ([2], 2, 0)
+
+
+def batch_of(*instructions: str) -> list[ActRequest]:
+    return [ActRequest(frame(instruction=instruction)) for instruction in instructions]
+
+
+def attempted(
+    policy: Policy, batch: Sequence[ActRequest]
+) -> tuple[list[ActAnswer | Exception | None], list[Failure]]:
+    """Play frames to their end in one round; return what became of each, and what failed."""
+    frames = [QueuedFrame(0, "a", 0.0, request=one) for one in batch]
+    ended, failures = Rounds(policy).play(frames)
+    assert ended == frames
+    return [one.outcome for one in frames], failures
+
+
+def test_a_good_batch_is_answered_in_one_call():
+    policy = FakePolicy()
+    answers, failures = attempted(policy, batch_of("a", "b", "c"))
+    assert [type(one) for one in answers] == [ActAnswer] * 3
+    assert failures == []
+    assert policy.sizes == [3]
+
+
+def test_a_policy_that_raises_once_answers_everybody_on_the_second_try():
+    policy = RaisingPolicy(error=fails_times(1, ValueError("hiccup")))
+    answers, failures = attempted(policy, batch_of("a", "b"))
+    assert [type(one) for one in answers] == [ActAnswer] * 2
+    assert failures == [Failure.RAISED]
+
+
+def test_one_bad_frame_fails_alone():
+    policy = RaisingPolicy(error=dislikes("bad", ValueError("no")))
+    answers, failures = attempted(policy, batch_of("a", "bad", "c"))
+    kinds = [type(one) for one in answers]
+    assert kinds == [ActAnswer, PolicyFailedError, ActAnswer]
+    assert policy.sizes == [3, 1, 1, 1]
+
+
+def test_a_frame_that_fails_alone_is_not_tried_again():
+    policy = RaisingPolicy(error=dislikes("bad", ValueError("no")))
+    answers, failures = attempted(policy, batch_of("bad"))
+    assert isinstance(answers[0], PolicyFailedError)
+    assert "no" not in str(answers[0]), "the text of an unexpected error stays in the log"
+    assert policy.sizes == [1]
+
+
+def test_when_memory_runs_out_each_is_tried_once_more_alone():
+    policy = RaisingPolicy(error=out_of_memory_above(4))
+    answers, failures = attempted(policy, batch_of(*"abcdefg"))
+    assert [type(one) for one in answers] == [ActAnswer] * 7
+    assert policy.sizes == [7] + [1] * 7
+    assert failures == [Failure.DEVICE]
+
+
+def test_when_there_is_no_memory_for_one_either_it_fails():
+    policy = RaisingPolicy(error=out_of_memory_above(0))
+    answers, failures = attempted(policy, batch_of("a", "b"))
+    assert [type(one) for one in answers] == [DeviceError] * 2
+    assert policy.sizes == [2, 1, 1]
+
+
+def test_a_single_frame_gets_a_second_chance_when_memory_runs_out():
+    policy = RaisingPolicy(error=fails_times(1, DeviceError("CUDA out of memory")))
+    answers, failures = attempted(policy, batch_of("a"))
+    assert isinstance(answers[0], ActAnswer)
+
+
+def test_a_frame_the_policy_refuses_late_is_its_callers_fault_only():
+    policy = PickyPolicy()
+    answers, failures = attempted(policy, batch_of("a", "refuse"))
+    assert isinstance(answers[0], ActAnswer)
+    assert isinstance(answers[1], RequestError)
+
+
+class Forgetful(FakePolicy):
+    def act(self, batch):
+        return super().act(batch)[1:]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_too_few_answers_are_never_given_to_the_wrong_robot(size: int):
+    policy = Forgetful()
+    answers, failures = attempted(policy, batch_of(*"abc"[:size]))
+    assert [type(one) for one in answers] == [PolicyFailedError] * size
+
+
+def test_answers_stay_in_order():
+    batch = [ActRequest(frame(), SessionMemory(num_steps=count)) for count in (1, 0)]
+    answers, _ = attempted(FakePolicy(), batch)
+    assert [one.chunk.actions[0, 0] for one in answers] == [2.0, 1.0]  # type: ignore[union-attr]
+
+
+class BareChunks(FakePolicy):
+    """A policy that was written for an earlier interface: actions, and no memory with them."""
+
+    def act(self, batch):
+        return [answer.chunk for answer in super().act(batch)]
+
+
+def test_answers_of_another_kind_are_the_policys_fault_and_nobody_waits_for_them():
+    answers, failures = attempted(BareChunks(), batch_of("a", "b"))
+    assert [type(one) for one in answers] == [PolicyFailedError] * 2
+    assert "ActionChunk" in str(answers[0])
+
+
+PLACES = 3
+
+
+class SteppedTraffic(RuleBasedStateMachine):
+    """Frames of sessions join, are answered, hang up and run late, in any order.
+
+    Whatever happens, each is answered once, for its own session and in its order, or cut because
+    nobody waited for it any more; and a place is never empty while a frame could have it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = SteppedFake()
+        self.rounds = Rounds(self.policy)
+        self.queue = FrameQueue(QueueRules(max_batch=PLACES, max_waiting=64))
+        self.queue.is_stepped = True
+        self.now_s = 100.0
+        self.count = 0
+        self.flying: list[QueuedFrame] = []
+        self.joining: list[QueuedFrame] = []
+        self.dropped: set[QueuedFrame] = set()
+        self.memories: dict[str, SessionMemory] = {}
+
+    @rule(flow=strategies.sampled_from("abcdef"), num_rounds=strategies.integers(1, 5))
+    def send(self, flow: str, num_rounds: int) -> None:
+        self.count += 1
+        request = ActRequest(frame(instruction=f"{num_rounds} of {flow}"))
+        self.queue.offer(QueuedFrame(self.count, flow, self.now_s, request=request), self.now_s)
+        self.start()
+
+    def start(self) -> None:
+        chosen, _ = self.queue.next_batch(self.now_s)
+        for one in chosen:
+            assert one.request is not None
+            memory = self.memories.get(one.flow, SessionMemory())
+            one.request = ActRequest(one.request.observation, memory)
+        self.flying += chosen
+        self.joining += chosen
+
+    @precondition(lambda self: self.flying)
+    @rule(data=strategies.data())
+    def give_up(self, data: strategies.DataObject) -> None:
+        dropped = data.draw(strategies.sampled_from(self.flying))
+        dropped.deadline_s = 0.0
+        self.dropped.add(dropped)
+
+    @rule(step_s=strategies.floats(0.001, 0.05))
+    def play(self, step_s: float) -> None:
+        self.now_s += step_s
+        joining, self.joining = self.joining, []
+        for one in played(self.rounds, *joining):
+            self.flying.remove(one)
+            self.queue.finish(one, self.now_s, one.service_s)
+            if one.outcome is None:
+                assert one in self.dropped
+                continue
+            assert isinstance(one.outcome, ActAnswer)
+            known = self.memories.get(one.flow, SessionMemory())
+            assert one.outcome.memory.num_steps == known.num_steps + 1
+            self.memories[one.flow] = one.outcome.memory
+        self.start()
+
+    @invariant()
+    def every_place_is_taken_that_can_be(self) -> None:
+        flows = {one.flow for one in self.flying}
+        assert len(flows) == len(self.flying) <= PLACES
+        could_go = {one.flow for one in self.queue.frames} - flows
+        assert not could_go or len(self.flying) == PLACES
+        assert self.rounds.num_running == len(self.flying) - len(self.joining)
+        assert len(self.policy.left) == self.rounds.num_running
+
+    def teardown(self) -> None:
+        for _ in range(6 * 12):
+            self.play(0.01)
+        assert not self.flying
+        assert not len(self.queue)
+
+
+TestSteppedTraffic = SteppedTraffic.TestCase
+TestSteppedTraffic.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
