@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from deft_client.libero.policies.profiles import EpisodePolicy
+from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.types import ActionChunk, Observation
 
 

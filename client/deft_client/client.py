@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from types import TracebackType
 from typing import Any, cast
 
 import httpx
@@ -174,12 +173,7 @@ class PolicyClient:
     def __enter__(self) -> "PolicyClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def _gives_up_at(self, options: ActOptions) -> float:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -144,12 +143,7 @@ class ControlLoop:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.stop()
 
     def reset(self) -> None:

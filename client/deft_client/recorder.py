@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from deft_client.files import append_whole
@@ -93,13 +92,8 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._close("closed" if error is None else f"stopped by {type(error).__name__}")
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
+        self._close("closed" if kind is None else f"stopped by {kind.__name__}")
 
     def _close(self, reason: str) -> None:
         atexit.unregister(self.close)

@@ -93,16 +93,6 @@ class RecordedStep:
     chunk: ActionChunk
 
 
-@dataclass(frozen=True, eq=False)
-class Episode:
-    """A whole recording in memory."""
-
-    path: Path
-    header: EpisodeHeader
-    steps: tuple[RecordedStep, ...]
-    ending: Ending
-
-
 def encode_header(header: EpisodeHeader) -> bytes:
     """Return the start of a file: signature and header record."""
     return SIGNATURE + _record({"kind": "header", **vars(header), "details": dict(header.details)})
@@ -138,21 +128,6 @@ def find_episodes(root: Path) -> list[Path]:
     return sorted(root.rglob(f"*{SUFFIX}"))
 
 
-def read_episode(path: Path) -> Episode:
-    """Read a recording up to its last whole step."""
-    with path.open("rb") as file:
-        header = _read_header(file, path)
-        reader = StepReader(file, path)
-        return Episode(path, header, tuple(reader), reader.ending)
-
-
-def iterate_steps(path: Path) -> Iterator[RecordedStep]:
-    """Yield the steps of a recording one by one, for files larger than memory."""
-    with path.open("rb") as file:
-        _read_header(file, path)
-        yield from StepReader(file, path)
-
-
 def read_header(path: Path) -> EpisodeHeader:
     """Read only the header of a recording."""
     with path.open("rb") as file:
@@ -160,24 +135,22 @@ def read_header(path: Path) -> EpisodeHeader:
 
 
 class StepReader:
-    """Iterates over the steps that follow a header; `ending` is known when it is exhausted."""
+    """Iterates over a recording's steps; `ending` is known when it is exhausted."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.ending = Ending.CUT_OFF
-        self._file = file
         self._path = path
 
     def __iter__(self) -> Iterator[RecordedStep]:
-        while True:
-            payload = _read_payload(self._file)
-            if isinstance(payload, Ending):
-                self.ending = payload
-                return
-            step = _read_step(_entries(payload, self._path), self._path)
-            if step is None:
-                self.ending = Ending.CLOSED
-                return
-            yield step
+        with self._path.open("rb") as file:
+            _read_header(file, self._path)
+            while not isinstance(payload := _read_payload(file), Ending):
+                step = _read_step(_entries(payload, self._path), self._path)
+                if step is None:
+                    self.ending = Ending.CLOSED
+                    return
+                yield step
+            self.ending = payload
 
 
 def _record(entries: Mapping[str, object]) -> bytes:

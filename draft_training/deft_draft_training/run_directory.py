@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,18 +33,8 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-class Board(Protocol):
-    """Where the numbers of a step are shown."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Show one number."""
-
-    def flush(self) -> None:
-        """Write what was shown so far."""
-
-
-def open_board(directory: Path, first_step: int) -> Board:
-    """Return a board that goes on at a step; what it showed of later ones is taken back."""
+def open_board(directory: Path, first_step: int) -> Any:
+    """Return a writer that goes on at a step; what TensorBoard showed of later ones is void."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -52,8 +42,7 @@ def open_board(directory: Path, first_step: int) -> Board:
             "--tensorboard needs TensorBoard: pip install tensorboard, or leave the flag out "
             "and plot metrics.jsonl"
         ) from None
-    board: Board = SummaryWriter(str(directory), purge_step=first_step)
-    return board
+    return SummaryWriter(str(directory), purge_step=first_step)
 
 
 STATE_FILE = "state.pt"
@@ -72,7 +61,7 @@ class RunDirectory:
     ) -> None:
         self.path, self.writes = path, writes
         self._with_board = with_board and writes
-        self._board: Board | None = None
+        self._board: Any = None
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path, os.O_RDONLY)

@@ -22,7 +22,7 @@ from deft_client.libero.evaluation import point_world
 from deft_client.libero.evaluation.episode import BackgroundCalls, Clock, EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import Pacing, RunConfig
 from deft_client.libero.evaluation.selection import select_episodes
-from deft_client.libero.policies.profiles import EpisodePolicy
+from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.report.summary import largest_seams
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.statistics import mcnemar_exact

@@ -7,7 +7,7 @@ episodes can succeed, and what the simulator alone costs.
 """
 
 from deft_client.libero.errors import SelectionError
-from deft_client.libero.policies.profiles import EpisodePolicy
+from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.simulator.environment import Environment, LiberoEnvironment
 from deft_client.types import ActionChunk, Observation
 from scripts.tiny_libero.expert.expert import Expert, Watch

@@ -12,10 +12,11 @@ import pytest
 
 from deft_client.files import append_whole
 from deft_client.recorder import MAX_WAITING, Recorder
-from deft_client.recordings import Ending, find_episodes, read_episode
+from deft_client.recordings import Ending, find_episodes
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.images import ImageEncoding
 from tests.client.samples import frame, full_answer
+from tests.recorded_episodes import read_episode
 
 
 class CountingPolicy:

@@ -15,16 +15,16 @@ from deft_client.recordings import (
     EpisodeHeader,
     RecordedStep,
     RecordingError,
+    StepReader,
     encode_end,
     encode_header,
     encode_step,
     find_episodes,
-    iterate_steps,
-    read_episode,
     read_header,
 )
 from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, PassTrace
 from deft_client.wire.images import ImageEncoding
+from tests.recorded_episodes import read_episode
 
 HEADER = EpisodeHeader("arm-1", 1_700_000_000.5, "constant", "lab", 0, {"version": "0.1.0"})
 
@@ -73,7 +73,7 @@ def test_a_closed_episode_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert episode.ending is Ending.CLOSED
     for read, written in zip(episode.steps, steps, strict=True):
         assert_same_step(read, written)
-    assert [step.index for step in iterate_steps(path)] == [0, 1, 2]
+    assert [step.index for step in StepReader(path)] == [0, 1, 2]
 
 
 def test_jpeg_frames_are_smaller_and_close_while_raw_ones_are_exact(tmp_path: Path) -> None:

@@ -49,13 +49,13 @@ def test_overrides_win_over_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("steps = 3\nstepz = 4\n", "stepz.*'steps'"),
-        ("steps = 3\n[inner]\nrat = 1\n", "unknown key inner.rat"),
-        ("steps = 'three'\n", "steps .* 'three'"),
-        ("steps = true\n", "steps .* True"),
-        ("colour = 'red'\n", "missing key steps"),
-        ("steps = 3\ncolour = 'green'\n", "'red', 'blue', got 'green'"),
-        ("steps = 3\ninner = 4\n", "inner .* table"),
+        ("steps = 3\nstepz = 4\n", "stepz.*did you mean steps"),
+        ("steps = 3\n[inner]\nrat = 1\n", "inner.rat: unknown field"),
+        ("steps = 'three'\n", "steps: .* 'three'"),
+        ("steps = true\n", "steps: .* True"),
+        ("colour = 'red'\n", "steps: missing"),
+        ("steps = 3\ncolour = 'green'\n", "red, blue, got text 'green'"),
+        ("steps = 3\ninner = 4\n", "inner: must be a map"),
         ("steps = \n", "is not TOML"),
     ],
 )

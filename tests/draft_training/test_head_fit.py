@@ -16,10 +16,16 @@ import pytest
 import torch
 
 from deft_draft_training.errors import DataError, ResumeError, StorageError, TrainingError
-from deft_draft_training.heads.data import RecordedSamples, split_by_episode
 from deft_draft_training.heads.evaluate import DraftSetup, evaluate, held_out_frames
 from deft_draft_training.heads.export import export_head, load_any_head
-from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, HeadTrainer, choose_steps
+from deft_draft_training.heads.fit import (
+    HeadFitConfig,
+    HeadKind,
+    HeadTrainer,
+    RecordedSamples,
+    choose_steps,
+    split_by_episode,
+)
 from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
@@ -226,9 +232,9 @@ def test_an_exported_head_reads_back_and_is_never_overwritten(tmp_path, shards, 
 
 def test_no_episode_is_in_both_parts_of_a_split():
     episodes = np.repeat(np.arange(7), 3)
-    split = split_by_episode(episodes, 0.3, seed=0)
-    assert set(episodes[split.train]).isdisjoint(episodes[split.held_out])
-    assert len(split.train) + len(split.held_out) == 21
+    train, held_out = split_by_episode(episodes, 0.3, seed=0)
+    assert set(episodes[train]).isdisjoint(episodes[held_out])
+    assert len(train) + len(held_out) == 21
     with pytest.raises(DataError, match="two episodes"):
         split_by_episode(np.zeros(4), 0.5, seed=0)
 

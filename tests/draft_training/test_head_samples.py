@@ -34,9 +34,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def samples(folder):
     found = list(EpisodeSource((folder,)).observations())[:5]
-    return tiny_target().sample(
-        [one.observation for one in found], [one.episode for one in found], torch.float32
-    )
+    return tiny_target().sample([one for _, one in found], [one for one, _ in found], torch.float32)
 
 
 def test_the_targets_own_head_reads_its_answer_off_the_recorded_states(samples):
@@ -79,8 +77,7 @@ def test_a_head_goes_on_from_its_own_guesses_as_it_does_in_a_tree(samples):
     head = EagleHead(HeadSizes(target.width, 48, 2, 2)).requires_grad_(False)
     guesses = [batch.at_guesses(head(batch.embeds, batch.hidden))]
     for step in (1, 2, 3):
-        inputs = batch.going_on(guesses)
-        told = head(inputs.embeds, inputs.hidden, inputs.mask, inputs.positions)
+        told = head(*batch.going_on(guesses))
         guesses.append(told[:, -batch.num_guesses :])
         for row in range(len(samples)):
             for place in range(step, batch.num_guesses):

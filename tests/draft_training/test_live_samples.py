@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from deft_client.types import Observation
-from deft_draft_training.heads.data import LiveSamples
-from deft_draft_training.heads.samples import EpisodeSource, SourcedObservation
+from deft_draft_training.heads.fit import LiveSamples
+from deft_draft_training.heads.samples import EpisodeSource
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 
@@ -18,11 +18,11 @@ class Watched(EpisodeSource):
 
     frames: list[weakref.ref[np.ndarray]] = []
 
-    def observations(self) -> Iterator[SourcedObservation]:
+    def observations(self) -> Iterator[tuple[int, Observation]]:
         for number in range(9):
             frame = np.full((8, 8, 3), number, np.uint8)
             self.frames.append(weakref.ref(frame))
-            yield SourcedObservation(number, number // 3, Observation(frame, "lift the cup"))
+            yield number // 3, Observation(frame, "lift the cup")
 
 
 def test_frames_of_live_samples_are_not_held_in_memory():
@@ -36,8 +36,8 @@ def test_live_samples_are_those_of_the_frames_in_any_order(tmp_path: Path):
     source = EpisodeSource((write_demonstrations(tmp_path, episodes=2, steps=2),))
     frames = list(source.observations())
     for number, sample in zip((3, 0), LiveSamples(tiny_target(), source).get([3, 0]), strict=True):
-        one = frames[number]
-        (fresh,) = tiny_target().sample([one.observation], [one.episode], torch.float32)
-        assert sample.episode == one.episode
+        episode, observation = frames[number]
+        (fresh,) = tiny_target().sample([observation], [episode], torch.float32)
+        assert sample.episode == episode
         assert torch.equal(sample.tokens, fresh.tokens)
         torch.testing.assert_close(sample.hidden, fresh.hidden, rtol=1e-4, atol=1e-4)

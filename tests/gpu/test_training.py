@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from deft_draft_training.heads.data import RecordedSamples
 from deft_draft_training.heads.export import load_any_head
-from deft_draft_training.heads.fit import HeadKind, HeadTrainer
+from deft_draft_training.heads.fit import HeadKind, HeadTrainer, RecordedSamples
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import TrainingPrecision

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from deft_client.errors import ServerUnreachableError
 from deft_client.libero.errors import GraphicsError, UnstableError
 from deft_client.libero.evaluation import point_world
-from deft_client.libero.policies.profiles import EpisodePolicy
+from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.simulator.conventions import WAIT_STEPS
 from deft_client.libero.simulator.environment import (
     Environment,

@@ -9,7 +9,7 @@ import numpy as np
 from deft_client.datasets.demonstrations import find_demonstrations, load_demonstration
 from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep
 from deft_client.libero.errors import DemonstrationError
-from deft_client.recordings import find_episodes, iterate_steps, read_header
+from deft_client.recordings import StepReader, find_episodes, read_header
 from deft_client.types import Observation
 
 
@@ -49,7 +49,7 @@ def _refuse(cameras: Sequence[str], path: Path) -> None:
 
 def _recorded(parts: Sequence[Path]) -> Iterator[StoredStep]:
     for path in parts:
-        for step in iterate_steps(path):
+        for step in StepReader(path):
             yield StoredStep(
                 step.observation,
                 step.chunk.actions[0],

@@ -117,7 +117,9 @@ def openvla_request(fields: Mapping[str, object], limits: WireLimits) -> ActMess
     return ActMessage(Observation(image, instruction), ActOptions(statistics_key=key))
 
 
-def openvla_fields(observation: Observation, statistics_key: str | None) -> dict[str, object]:
+def openvla_fields(
+    observation: Observation, statistics_key: str | None = None
+) -> dict[str, object]:
     """Return an observation as OpenVLA's server takes it."""
     key = {} if statistics_key is None else {"unnorm_key": statistics_key}
     image = encode_array(observation.image)

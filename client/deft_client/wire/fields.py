@@ -247,6 +247,8 @@ def _kind_of(hint: Any) -> Kind[Any]:
         return _SCALARS[hint]
     if is_dataclass(hint):
         return record_of(hint)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return word(hint)
     if typing.get_origin(hint) in (tuple, Sequence):
         return list_of(_kind_of(inner[0]))
     if typing.get_origin(hint) is Mapping:

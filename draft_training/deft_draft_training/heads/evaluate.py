@@ -112,9 +112,9 @@ def held_out_frames(
     """The frames of some episodes by number, or of all; `DataError` if there are none."""
     found: dict[int, list[Observation]] = {}
     frames = tqdm(source.observations(), "read", unit="frame", file=sys.stderr, leave=False)
-    for one in frames:
-        if episodes is None or one.episode in episodes:
-            found.setdefault(one.episode, []).append(one.observation)
+    for episode, observation in frames:
+        if episodes is None or episode in episodes:
+            found.setdefault(episode, []).append(observation)
     if not found:
         raise DataError(
             f"the data sets hold no episode {', '.join(map(str, sorted(episodes or ())))}; "

@@ -5,27 +5,27 @@ functions of the seed and the step's number. Several processes share each batch,
 processes with half the batch each take the steps that one takes with all of it.
 """
 
+import pickle
 import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_draft_training.config import load_config, plain
-from deft_draft_training.heads.data import (
-    LiveSamples,
-    RecordedSamples,
-    SampleStore,
-    Split,
-    split_by_episode,
-)
+from deft_draft_training.errors import DataError
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
-from deft_draft_training.heads.samples import EpisodeSource, HeadBatch, collate
+from deft_draft_training.heads.record import iterate_shards
+from deft_draft_training.heads.samples import EpisodeSource, HeadBatch, HeadSample, collate
 from deft_draft_training.heads.target import (
     FeatureTarget,
     add_target_flags,
@@ -33,7 +33,7 @@ from deft_draft_training.heads.target import (
 )
 from deft_draft_training.heads.workers import Workers
 from deft_draft_training.optimizer import computing_in
-from deft_draft_training.run_directory import RunDirectory
+from deft_draft_training.run_directory import RunDirectory, explained
 from deft_draft_training.trainer import FitConfig, Trainer, chosen_at
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
@@ -62,6 +62,66 @@ class HeadFitConfig(FitConfig):
     held_out_share: float = 0.05
 
 
+class RecordedSamples:
+    """Samples of a folder of shards, read from there when they are used."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        shards = iterate_shards(folder, fingerprint)
+        self._samples = [sample for shard in shards for sample in shard]
+        if not self._samples:
+            raise DataError(f"{folder} holds no samples; run `deft train record` into it")
+        self.episodes = np.array([one.episode for one in self._samples])
+
+    def get(self, numbers: Sequence[int]) -> list[HeadSample]:
+        """The named samples."""
+        return [self._samples[number] for number in numbers]
+
+
+class LiveSamples:
+    """Samples computed when they are asked for: the target runs along.
+
+    Decoded frames may be more than memory holds. They lie in a temporary file without a name.
+    """
+
+    def __init__(self, target: FeatureTarget, source: EpisodeSource) -> None:
+        self._target = target
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        weakref.finalize(self, self._file.close)
+        self._places: list[int] = []
+        episodes: list[int] = []
+        with explained(Path(tempfile.gettempdir())):
+            for episode, observation in source.observations():
+                self._places.append(self._file.tell())
+                pickle.dump(observation, self._file)
+                episodes.append(episode)
+        self.episodes = np.array(episodes)
+
+    def get(self, numbers: Sequence[int]) -> list[HeadSample]:
+        """The named samples, freshly computed."""
+        observations = []
+        for number in numbers:
+            self._file.seek(self._places[number])
+            observations.append(pickle.load(self._file))
+        episodes = [int(self.episodes[number]) for number in numbers]
+        return self._target.sample(observations, episodes, torch.float32)
+
+
+SampleStore = RecordedSamples | LiveSamples
+
+
+def split_by_episode(
+    episodes: NDArray[np.int64], held_out_share: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers of the samples to train on, and of those held out: whole episodes, at least one."""
+    names = np.unique(episodes)
+    if len(names) < 2:
+        raise DataError(f"a split needs at least two episodes, got {len(names)}")
+    number = min(max(1, round(held_out_share * len(names))), len(names) - 1)
+    chosen = np.random.default_rng(seed).permutation(names)[:number]
+    is_held_out = np.isin(episodes, chosen)
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+
+
 class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
     """Everything one run needs, built once; `run` goes on from wherever the directory stands."""
 
@@ -74,8 +134,10 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
     ) -> None:
         self.target, self.store = target, store
         self.workers = workers or Workers.alone()
-        self.split: Split = split_by_episode(store.episodes, config.held_out_share, config.seed)
-        config = self.config = choose_steps(config, len(self.split.train))
+        self.numbers, self.held_out = split_by_episode(
+            store.episodes, config.held_out_share, config.seed
+        )
+        config = self.config = choose_steps(config, len(self.numbers))
         super().__init__(config, build_head(config, target).to(target.weight.device))
 
     def run(self, directory: Path, with_board: bool = False) -> nn.Module:
@@ -86,8 +148,8 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
 
     def _step(self, step: int) -> dict[str, float]:
         config = self.config
-        chosen = chosen_at(len(self.split.train), config.batch_size, config.seed, step)
-        own = self.split.train[self.workers.share(chosen)]
+        chosen = chosen_at(len(self.numbers), config.batch_size, config.seed, step)
+        own = self.numbers[self.workers.share(chosen)]
         samples = self.store.get([int(number) for number in own])
         batch = collate(samples, self.target.table)
         with computing_in(config.precision, batch.hidden.device):
@@ -181,7 +243,7 @@ def main(arguments: list[str]) -> int:
     finally:
         workers.close()
     if workers.rank == 0:
-        held_out = sorted({int(store.episodes[one]) for one in trainer.split.held_out})
+        held_out = sorted({int(store.episodes[one]) for one in trainer.held_out})
         numbers = ",".join(map(str, held_out))
         sys.stdout.write(
             f"{given.out}: {trainer.config.steps} steps; held-out episodes {numbers}\n"

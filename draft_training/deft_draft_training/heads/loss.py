@@ -9,9 +9,8 @@
 All are means over the guesses that lead to action tokens; no other position carries loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,24 +33,10 @@ class HeadLossConfig:
     noise: float = 0.2  # width of the uniform noise on hidden inputs at a length of 512
 
 
-class Logits(Protocol):
-    """The target's head: hidden states [..., width] to logits of the action tokens."""
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return [..., token]."""
-
-
-class Guess(Protocol):
-    """A draft head: embeddings and hidden states of whole sequences to guesses."""
-
-    def __call__(
-        self,
-        embeds: Tensor,
-        hidden: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Return the guess of the next hidden state at every position; causal without a mask."""
+Logits = Callable[[Tensor], Tensor]  # the target's head: [..., width] to [..., token]
+# A draft head: embeddings and hidden states of whole sequences, and, where it is not causal, a mask
+# and positions, to the guess of the next hidden state at every position.
+Guess = Callable[..., Tensor]
 
 
 def head_losses(
@@ -73,8 +58,7 @@ def head_losses(
     first = _terms(guesses[0], wanted, logits, truth, config)
     total, weight = first["loss"], 1.0
     for step in range(1, min(config.test_steps, batch.num_guesses)):
-        inputs = batch.going_on(guesses)
-        told = guess(inputs.embeds, inputs.hidden, inputs.mask, inputs.positions)
+        told = guess(*batch.going_on(guesses))
         guesses.append(told[:, -batch.num_guesses :])
         weight *= config.step_decay
         # The first guesses of a step have nothing to go on from.

@@ -213,9 +213,8 @@ def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
     total = sum(1 for _ in counted)
     if not total:
         raise DataError("none of the episodes has a step, so there is nothing to record")
-    first = next(config.source.observations())
-    sample = target.sample([first.observation], [first.episode], config.dtype)[0]
-    return total, _bytes([sample])
+    episode, observation = next(config.source.observations())
+    return total, _bytes(target.sample([observation], [episode], config.dtype))
 
 
 def record(
@@ -238,13 +237,12 @@ def record(
     size, last, held_bytes = min(config.batch_size, config.samples_per_shard), start - 1, 0
     with tqdm(desc="record", unit="action", initial=start, total=total, file=sys.stderr) as bar:
         for batch in iter(lambda: list(islice(rest, size)), []):
-            fresh = target.sample(
-                [one.observation for one in batch], [one.episode for one in batch], config.dtype
-            )
+            episodes, observations = zip(*batch, strict=True)
+            fresh = target.sample(observations, episodes, config.dtype)
             bar.update(len(batch))
             samples += fresh
             held_bytes += _bytes(fresh)
-            last = batch[-1].number
+            last += len(batch)
             if len(samples) >= config.samples_per_shard or held_bytes >= _SHARD_BYTES:
                 writer.append(samples, last)
                 samples, held_bytes = [], 0

@@ -62,8 +62,11 @@ class HeadBatch:
         index = (self.first[:, None] + steps)[:, :, None]
         return values.gather(1, index.expand(-1, -1, values.shape[2]))
 
-    def going_on(self, guesses: Sequence[Tensor]) -> "HeadInputs":
+    def going_on(self, guesses: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a head reads when it goes on from its own guesses, as it does inside a tree.
+
+        Embeddings and hidden states [row, position, width], who sees whom [row, 1, query, key],
+        and rotary positions [row, position].
 
         `guesses` [row, guess, width] are those of each step so far, made at the positions that
         carry the loss. Behind the true sequence stand as many blocks of those positions as there
@@ -77,11 +80,11 @@ class HeadBatch:
         told = [torch.cat((one[:, :1], one[:, :-1]), dim=1).to(self.hidden) for one in guesses]
         embeds = self.at_guesses(self.embeds)
         every = torch.arange(self.hidden.shape[1], device=places.device)
-        return HeadInputs(
-            embeds=torch.cat((self.embeds, *[embeds] * num), dim=1),
-            hidden=torch.cat((self.hidden, *told), dim=1),
-            positions=torch.cat((every.expand(len(places), -1), *[places] * num), dim=1),
-            mask=self._chains(num, places, every),
+        return (
+            torch.cat((self.embeds, *[embeds] * num), dim=1),
+            torch.cat((self.hidden, *told), dim=1),
+            self._chains(num, places, every),
+            torch.cat((every.expand(len(places), -1), *[places] * num), dim=1),
         )
 
     def _chains(self, num: int, places: Tensor, every: Tensor) -> Tensor:
@@ -97,16 +100,6 @@ class HeadBatch:
                 there = slice(width + (other - 1) * count, width + other * count)
                 mask[:, here, there] = steps == steps[:, None] - (block - other)
         return mask[:, None]
-
-
-@dataclass(frozen=True)
-class HeadInputs:
-    """What a head reads at every position of sequences, and who sees whom."""
-
-    embeds: Tensor  # [row, position, width]
-    hidden: Tensor  # [row, position, width]
-    positions: Tensor  # [row, position], rotary
-    mask: Tensor  # [row, 1, query, key]
 
 
 def collate(samples: Sequence[HeadSample], table: Tensor) -> HeadBatch:
@@ -133,15 +126,6 @@ def _lay_out(sample: HeadSample, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class SourcedObservation:
-    """One observation, its number among all and the episode it belongs to."""
-
-    number: int
-    episode: int
-    observation: Observation
-
-
-@dataclass(frozen=True)
 class EpisodeSource:
     """Data sets whose frames the target answers, and which frames of them."""
 
@@ -149,11 +133,9 @@ class EpisodeSource:
     stride: int = 1  # every how many steps
     cameras: tuple[str, ...] = ()  # as in `read_dataset`
 
-    def observations(self) -> Iterator[SourcedObservation]:
-        """Every `stride`-th step of all episodes, numbered in order."""
-        number = 0
+    def observations(self) -> Iterator[tuple[int, Observation]]:
+        """Every `stride`-th step of all episodes, in order, each with its episode's number."""
         episodes = (one for path in self.datasets for one in read_dataset(path, self.cameras))
         for episode, stored in enumerate(episodes):
             for step in islice(stored.steps(), 0, None, self.stride):
-                yield SourcedObservation(number, episode, step.observation)
-                number += 1
+                yield episode, step.observation

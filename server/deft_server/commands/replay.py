@@ -22,7 +22,7 @@ from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import find_format, read_dataset
 from deft_client.datasets.own import find_parts, read_recordings
-from deft_client.recordings import RecordedStep, iterate_steps
+from deft_client.recordings import RecordedStep, StepReader
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command, target_flags
@@ -124,7 +124,7 @@ def read_steps(data: Path, cameras: Sequence[str] = ()) -> Iterator[PastStep]:
     """Yield every step of every episode, and all that is known of it."""
     if find_format(data).read is read_recordings:
         for parts in tqdm(find_parts(data), unit="episode", disable=None):  # on a terminal alone
-            for step in (step for part in parts for step in iterate_steps(part)):
+            for step in (step for part in parts for step in StepReader(part)):
                 yield PastStep(
                     episode=str(parts[0]),
                     index=step.index,

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from deft_client.libero.policies.profiles import EpisodePolicy
+from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.simulator.environment import Environment
 from deft_client.types import ActionChunk, Observation
 

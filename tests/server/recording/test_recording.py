@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deft_client.recordings import Ending, RecordedStep, find_episodes, read_episode
+from deft_client.recordings import Ending, RecordedStep, find_episodes
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
@@ -28,6 +28,7 @@ from deft_server.recording.files import (
 )
 from deft_server.recording.writer import MAX_WAITING_BYTES, RecordingMetrics, SessionRecording
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+from tests.recorded_episodes import read_episode
 
 
 def answered(session_id: str | None = "arm", step: int = 0, caller: str = "lab") -> FinishedAction:

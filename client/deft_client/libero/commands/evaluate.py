@@ -26,15 +26,15 @@ from deft_client.libero.evaluation.runs import (
     warnings_of,
 )
 from deft_client.libero.evaluation.selection import LIBERO, TRAINED
-from deft_client.libero.policies.profiles import (
+from deft_client.libero.policies.source import (
     PROFILES,
     ClientChain,
     GripperConvention,
+    PolicySource,
     Profile,
-    Protocol,
     check_chain,
+    describe_server,
 )
-from deft_client.libero.policies.source import PolicySource, describe_server
 from deft_client.libero.processes import limit_threads
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import terminal_table
@@ -202,7 +202,7 @@ def _source(options: argparse.Namespace) -> PolicySource:
         statistics_key=options.statistics_key, radius=options.radius, want_trace=True
     )
     profile = _profile(options)
-    if profile.protocol is Protocol.OPENPI and options.url.startswith("ws"):
+    if profile.name == "openpi" and options.url.startswith("ws"):
         options.url = "http" + options.url.removeprefix("ws")  # as openpi's own clients write it
     return PolicySource(
         url=options.url,
@@ -211,7 +211,6 @@ def _source(options: argparse.Namespace) -> PolicySource:
         settings=connection_settings(options),
         stream=options.stream,
         factory=options.policy or "",
-        name=(options.policy or "").rpartition(":")[2],
         network_delay_ms=options.network_delay_ms,
     )
 

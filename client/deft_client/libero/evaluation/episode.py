@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from deft_client.chunks import ActionQueue
 from deft_client.errors import NoActionError
 from deft_client.libero.evaluation.runs import Pacing, RunConfig, VideoChoice
-from deft_client.libero.policies.profiles import EpisodePolicy
+from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.results.records import AnswerRecord, SeamSizes
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import Environment

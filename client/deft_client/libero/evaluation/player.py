@@ -26,8 +26,7 @@ from deft_client.libero.evaluation import selection
 from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig, VideoChoice
 from deft_client.libero.evaluation.video import Caption, write_video
-from deft_client.libero.policies.profiles import EpisodePolicy
-from deft_client.libero.policies.source import build_policy
+from deft_client.libero.policies.source import EpisodePolicy, build_policy
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.simulator.environment import Environment
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.libero.errors import SelectionError
-from deft_client.libero.policies.profiles import EpisodePolicy
+from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.simulator.environment import (
     Environment,
     EnvironmentSettings,

@@ -1,35 +1,196 @@
-"""Where an evaluation's answers come from: a server of some profile, or a policy in the process.
+"""Where an evaluation's answers come from: a server with its profile's conventions around it, or a
+policy in the process. Simulator frames in, robosuite actions out.
 
 A `PolicySource` is plain data, so that it can be handed to worker processes; each of them builds
 its own connection from it.
 """
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as PillowImage
 
 from deft_client.client import PolicyClient, transport_error
 from deft_client.errors import DeftError, ServerUnreachableError
+from deft_client.image_chain import ImageChain
+from deft_client.libero.errors import PeerAnswerError, SelectionError
 from deft_client.libero.evaluation.selection import load_function
-from deft_client.libero.policies.openpi import OpenPiPolicy
-from deft_client.libero.policies.openvla import OftServerPolicy, OpenVlaPolicy
-from deft_client.libero.policies.profiles import (
-    PROFILES,
-    EpisodePolicy,
-    Profile,
-    ProfilePolicy,
-    Protocol,
-)
+from deft_client.libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
+from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import Environment
+from deft_client.peers.openvla import oft_fields, openvla_fields
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.stream import StreamClient
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_client.types import ActionChunk, ActOptions, Image, Observation, ServerInfo
 
 PROBE_TIMEOUT_S = 2.0
+OPENPI_SIZE = 224
 
-PolicyFactory = Callable[[Environment], EpisodePolicy]
+
+class GripperConvention(Enum):
+    """What the last number of an answered action means."""
+
+    DATASET = "dataset"  # 1 open, 0 close: what OpenVLA's policies were trained on
+    ROBOSUITE = "robosuite"  # -1 open, +1 close: what the simulator takes
+
+
+class ClientChain(Enum):
+    """What the client does to a frame before it sends it."""
+
+    NONE = "none"
+    LIBERO = "libero"  # JPEG round trip, lanczos3 to 224, centre crop: OpenVLA's evaluation
+    LIBERO_UNCROPPED = "libero-uncropped"  # the same for fine-tunes without image augmentation
+    RESIZE_WITH_PAD = "resize-with-pad"  # bilinear to 224, black bars: openpi's evaluation
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The conventions of one project's server.
+
+    `executed_steps` is how many actions of an answer are executed before the next observation is
+    sent; None means all of them.
+    """
+
+    name: str
+    gripper: GripperConvention = GripperConvention.DATASET
+    client_chain: ClientChain = ClientChain.NONE
+    executed_steps: int | None = None
+    wrist_camera: bool = False
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("deft"),
+        Profile("openvla", client_chain=ClientChain.LIBERO, executed_steps=1),
+        Profile("oft", wrist_camera=True),
+        Profile(
+            "openpi",
+            GripperConvention.ROBOSUITE,
+            ClientChain.RESIZE_WITH_PAD,
+            executed_steps=5,
+            wrist_camera=True,
+        ),
+    )
+}
+
+
+def check_chain(profile: Profile, info: ServerInfo | None) -> None:
+    """Raise SelectionError if frames would go through an image chain on both sides.
+
+    `info` is what a Deft server says about itself; None for the servers of other projects, which
+    say nothing and leave the chain to their clients.
+    """
+    if info is None or profile.client_chain is ClientChain.NONE:
+        return
+    if info.image_chain != ClientChain.NONE.value:
+        raise SelectionError(
+            f"the server applies the image chain {info.image_chain!r} itself, and so would this "
+            f"client with profile {profile.name!r}; start the server with another chain, or leave "
+            "the frames alone here with --image-chain none"
+        )
+
+
+class EpisodePolicy(Protocol):
+    """Who answers during an episode. Actions are in robosuite's units."""
+
+    def start(self, session_id: str) -> None:
+        """Begin an episode: what was remembered of another one is void."""
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """Answer an observation."""
+
+    def close(self) -> None:
+        """Free connections."""
+
+
+class ProfilePolicy:
+    """A policy with its profile's conventions around it, at the far end of a network.
+
+    Applies the client's share of the image chain, and turns answers into robosuite's units. A
+    policy of this process has no profile: it answers in those units, and a call is its round trip.
+    """
+
+    def __init__(
+        self, peer: EpisodePolicy, profile: Profile | None, network_delay_ms: float = 0.0
+    ) -> None:
+        self._peer = peer
+        self._profile = profile
+        self._delay_ms = network_delay_ms  # half before and half after the call
+
+    def start(self, session_id: str) -> None:
+        """Begin an episode."""
+        self._peer.start(session_id)
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """The actions that follow a simulator frame; the client's own work counts as preparing."""
+        started = time.perf_counter()
+        own_ms = 0.0
+        if self._profile is not None and self._profile.client_chain is not ClientChain.NONE:
+            observation = _prepared(observation, self._profile.client_chain)
+            own_ms = 1000 * (time.perf_counter() - started)
+        time.sleep(self._delay_ms / 2000)
+        asked = time.perf_counter()
+        chunk = self._peer.act(observation)
+        trip_ms = chunk.timings.round_trip_ms
+        if self._profile is None:
+            trip_ms = 1000 * (time.perf_counter() - asked)
+        time.sleep(self._delay_ms / 2000)
+        timings = replace(
+            chunk.timings,
+            prepare_ms=chunk.timings.prepare_ms + own_ms,
+            round_trip_ms=trip_ms + own_ms + self._delay_ms,
+        )
+        actions = chunk.actions
+        if self._profile is not None:
+            actions = _in_robosuite_units(actions, self._profile.gripper)
+        return replace(chunk, actions=actions, timings=timings)
+
+    def close(self) -> None:
+        """Free connections."""
+        self._peer.close()
+
+
+def _prepared(observation: Observation, chain: ClientChain) -> Observation:
+    cameras = {name: apply_chain(chain, image) for name, image in observation.cameras.items()}
+    return replace(observation, image=apply_chain(chain, observation.image), cameras=cameras)
+
+
+def _in_robosuite_units(
+    actions: NDArray[np.float64], gripper: GripperConvention
+) -> NDArray[np.float64]:
+    if actions.shape[1] != conventions.ACTION_DIM:
+        raise PeerAnswerError(
+            f"the server answers actions of {actions.shape[1]} numbers; LIBERO's robot takes "
+            f"{conventions.ACTION_DIM}: is this the right policy?"
+        )
+    if gripper is GripperConvention.ROBOSUITE:
+        return actions
+    return np.stack([conventions.to_robosuite(action) for action in actions])
+
+
+def apply_chain(chain: ClientChain, image: Image) -> Image:
+    """One frame as the server expects it."""
+    if chain is ClientChain.RESIZE_WITH_PAD:
+        return resize_with_pad(image, OPENPI_SIZE)
+    return ImageChain(chain.value).apply(image)
+
+
+def resize_with_pad(image: Image, size: int) -> Image:
+    """Scale to fit a square without distortion, bilinear, black bars around it."""
+    height, width = image.shape[:2]
+    scale = size / max(height, width)
+    shape = (max(1, round(width * scale)), max(1, round(height * scale)))
+    resized = PillowImage.fromarray(image).resize(shape, PillowImage.Resampling.BILINEAR)
+    square = PillowImage.new("RGB", (size, size))
+    square.paste(resized, ((size - shape[0]) // 2, (size - shape[1]) // 2))
+    return np.asarray(square)
 
 
 @dataclass(frozen=True)
@@ -37,8 +198,7 @@ class PolicySource:
     """How to reach the policy and what to ask of it.
 
     `stream` sends observations to a Deft server through its WebSocket.
-    `factory` names a policy in the worker's own process (see `load_function`), empty for a server;
-    `name` is what reports call that policy.
+    `factory` names a policy in the worker's own process (see `load_function`), empty for a server.
     `network_delay_ms` is added to every round trip, half before and half after.
     """
 
@@ -48,25 +208,29 @@ class PolicySource:
     settings: ClientSettings = field(default_factory=ClientSettings)
     stream: bool = False
     factory: str = ""
-    name: str = ""
     network_delay_ms: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What reports call a policy of the worker's own process; empty for a server."""
+        return self.factory.rpartition(":")[2]
 
 
 def build_policy(source: PolicySource, environment: Environment) -> EpisodePolicy:
     """Connect; nothing is sent before the first episode starts."""
     if source.factory:
-        factory: PolicyFactory = load_function(source.factory, "--policy")
-        return ProfilePolicy(factory(environment), None, source.network_delay_ms)
+        peer: EpisodePolicy = load_function(source.factory, "--policy")(environment)
+        return ProfilePolicy(peer, None, source.network_delay_ms)
     return ProfilePolicy(_build_peer(source), source.profile, source.network_delay_ms)
 
 
 def _build_peer(source: PolicySource) -> EpisodePolicy:
     settings, key = source.settings, source.options.statistics_key
-    if source.profile.protocol is Protocol.OPENVLA:
-        return OpenVlaPolicy(source.url, key, settings)
-    if source.profile.protocol is Protocol.OFT:
-        return OftServerPolicy(source.url, None, settings)
-    if source.profile.protocol is Protocol.OPENPI:
+    if source.profile.name == "openvla":
+        return OpenVlaPolicy(source.url, lambda one: openvla_fields(one, key), settings)
+    if source.profile.name == "oft":
+        return OpenVlaPolicy(source.url, oft_fields, settings)
+    if source.profile.name == "openpi":
         return OpenPiPolicy(source.url, settings)
     # An episode whose connection broke is played again: frames of its session may be lost, or two.
     retries = replace(source.settings.retries, only_when_overloaded=True)
@@ -84,13 +248,11 @@ def describe_server(source: PolicySource) -> ServerInfo | None:
         load_function(source.factory, "--policy")  # better now than in every worker
         return None
     with PolicyClient(source.url, source.settings) as client:
-        if source.profile.protocol is Protocol.DEFT:
-            return client.info()
         try:
             return client.info()
-        except ServerUnreachableError:
-            raise
-        except DeftError:
+        except DeftError as error:
+            if source.profile.name == "deft" or isinstance(error, ServerUnreachableError):
+                raise
             return None
 
 
@@ -98,7 +260,7 @@ def check_server(source: PolicySource) -> None:
     """Return if the server would answer an observation now; raise DeftError otherwise."""
     if source.factory:
         return
-    if source.profile.protocol is Protocol.DEFT:
+    if source.profile.name == "deft":
         timeouts = replace(
             source.settings.timeouts, connect_s=PROBE_TIMEOUT_S, answer_s=PROBE_TIMEOUT_S
         )

@@ -189,67 +189,44 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
         ) from error
 
 
+# What is kept of each answer, and what stands for it where nothing is written.
+_COLUMNS = {
+    one.name: one.default
+    for one in (*fields(AnswerRecord), *fields(StageTimings))
+    if one.name not in ("asked_step", "timings")
+}
+
+
 def _encode_answers(answers: tuple[AnswerRecord, ...]) -> dict[str, Any]:
     """Columns; one that holds nothing but its default is left out."""
-    columns: dict[str, Any] = {"asked_step": [one.asked_step for one in answers]}
-    if any(one.used_step != one.asked_step for one in answers):
-        columns["used_step"] = [one.used_step for one in answers]
-    for stage in STAGES:
-        values = [round(getattr(one.timings, stage), _MS_DECIMALS) for one in answers]
-        if any(values):
-            columns[stage] = values
-    if any(one.accepted for one in answers):
-        columns["accepted"] = [list(one.accepted) for one in answers]
-        columns["num_tokens"] = [one.num_tokens for one in answers]
-        columns["num_relaxed"] = [one.num_relaxed for one in answers]
-        methods = [one.method for one in answers]
-        columns["guesses"] = [list(one.guesses) for one in answers]
-        columns["method"] = methods[0] if len(set(methods)) == 1 else methods
-    if any(one.reasoning for one in answers):
-        columns["reasoning"] = [one.reasoning for one in answers]
-        columns["text_passes"] = [one.text_passes for one in answers]
-        for name in ("text_ms", "action_ms"):
-            columns[name] = [round(getattr(one, name), _MS_DECIMALS) for one in answers]
+    rows = [{**vars(one), **vars(one.timings)} for one in answers]
+    columns: dict[str, Any] = {"asked_step": [row["asked_step"] for row in rows]}
+    for name, default in _COLUMNS.items():
+        values = [row[name] for row in rows]
+        if name.endswith("_ms"):
+            values = [round(value, _MS_DECIMALS) for value in values]
+        if any(value != default for value in values):
+            columns[name] = values
+    if columns.get("used_step") == columns["asked_step"]:
+        del columns["used_step"]
+    if len(set(columns.get("method", ()))) == 1:
+        columns["method"] = columns["method"][0]
     return columns
 
 
 def _decode_answers(columns: dict[str, Any]) -> tuple[AnswerRecord, ...]:
-    asked = columns["asked_step"]
-    count = len(asked)
-    method = columns.get("method", "")
-    stages = [stage for stage in STAGES if stage in columns]
-    rows = zip(
-        asked,
-        columns.get("used_step", asked),
-        columns.get("accepted", [()] * count),
-        columns.get("num_tokens", [0] * count),
-        columns.get("num_relaxed", [0] * count),
-        [method] * count if isinstance(method, str) else method,
-        columns.get("guesses", [()] * count),
-        columns.get("reasoning", [""] * count),
-        columns.get("text_passes", [0] * count),
-        columns.get("text_ms", [0.0] * count),
-        columns.get("action_ms", [0.0] * count),
-        *(columns[stage] for stage in stages),
-        strict=True,
-    )
-    return tuple(
-        AnswerRecord(
-            asked_step=row[0],
-            used_step=row[1],
-            timings=StageTimings(**dict(zip(stages, row[11:], strict=True))),
-            accepted=tuple(row[2]),
-            num_tokens=row[3],
-            num_relaxed=row[4],
-            method=row[5],
-            guesses=tuple(row[6]),
-            reasoning=row[7],
-            text_passes=row[8],
-            text_ms=row[9],
-            action_ms=row[10],
-        )
-        for row in rows
-    )
+    columns = {"used_step": columns["asked_step"], **columns}
+    if isinstance(columns.get("method"), str):
+        columns["method"] = [columns["method"]] * len(columns["asked_step"])
+    stages = [name for name in STAGES if name in columns]
+    lists = [name for name in ("accepted", "guesses") if name in columns]
+    answers = []
+    for values in zip(*columns.values(), strict=True):
+        row = dict(zip(columns, values, strict=True))
+        timings = StageTimings(**{name: row.pop(name) for name in stages})
+        row.update({name: tuple(row[name]) for name in lists})
+        answers.append(AnswerRecord(timings=timings, **row))
+    return tuple(answers)
 
 
 def _encode_actions(actions: NDArray[np.float64]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 
-from deft_client.files import sync, write_atomically
+from deft_client.files import append_whole, sync, write_atomically
 from deft_client.libero.errors import ResultsError, ResultsMismatchError, ResultsWriteError
 from deft_client.libero.results.records import (
     EpisodeRecord,
@@ -206,12 +207,11 @@ class ResultsStore:
         """Create the run, or go on with the one that is there if its header agrees."""
         self.folder = folder
         self._lock = _lock_folder(folder)
-        self._file = -1
+        self._file: FileIO | None = None
         try:
             self.header, finished = self._open_run(header)
             self.resumed = tuple(finished)
-            self._file = os.open(folder / EPISODES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            self._num_bytes = os.fstat(self._file).st_size
+            self._file = FileIO(folder / EPISODES_FILE, "ab")
             sync(folder)
         except BaseException:
             self.close()
@@ -247,13 +247,11 @@ class ResultsStore:
         """Write one episode and wait until the disk has it. On failure nothing is left of it."""
         if record.key in self._keys:
             raise ResultsError(f"{record.key} has a result already; this is a defect, report it")
+        assert self._file is not None
         try:
-            _write_all(self._file, encode_record(record, self.header.run))
+            append_whole(self._file, encode_record(record, self.header.run))
             os.fsync(self._file)
-            self._num_bytes = os.fstat(self._file).st_size
         except OSError as error:
-            with suppress(OSError):  # a disk that is gone; opening the run again cuts the line off
-                os.ftruncate(self._file, self._num_bytes)
             raise ResultsWriteError(
                 f"cannot write to {self.folder / EPISODES_FILE}: {error.strerror or error}. "
                 f"The {len(self._keys)} episodes before are safe; make room on the disk and run "
@@ -263,10 +261,11 @@ class ResultsStore:
 
     def close(self) -> None:
         """Let others write to the folder."""
-        for descriptor in (self._file, self._lock):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._file = self._lock = -1
+        if self._file is not None:
+            self._file.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
 
 def check_same_run(folder: Path, found: RunHeader, wanted: RunHeader) -> None:
@@ -300,12 +299,6 @@ def _replace(path: Path, content: bytes) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise ResultsWriteError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]
 
 
 def _lock_folder(folder: Path) -> int:

@@ -6,7 +6,7 @@ from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.errors import SelectionError
 from deft_client.libero.evaluation.runs import RunConfig, choose_statistics_key, plan_runs
 from deft_client.libero.evaluation.selection import parse_numbers, select_episodes
-from deft_client.libero.policies.profiles import ClientChain, GripperConvention
+from deft_client.libero.policies.source import ClientChain, GripperConvention
 from deft_client.libero.simulator.suites import find_suite
 from tests.standins.tiny_server import INFO
 

@@ -8,8 +8,7 @@ from deft_client.chunks import Seam
 from deft_client.errors import ServerUnreachableError
 from deft_client.libero.evaluation.episode import BackgroundCalls, Clock, EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import Pacing, RunConfig
-from deft_client.libero.policies.profiles import PROFILES
-from deft_client.libero.policies.source import PolicySource
+from deft_client.libero.policies.source import PROFILES, PolicySource
 from deft_client.types import ActionChunk, Observation
 from tests.standins.environments import (
     TASK,

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import msgpack
@@ -19,15 +20,14 @@ from deft_client.errors import (
     ServerUnreachableError,
 )
 from deft_client.libero.errors import PeerAnswerError, SelectionError
-from deft_client.libero.policies.openpi import OpenPiPolicy
-from deft_client.libero.policies.openvla import OftServerPolicy, OpenVlaPolicy
-from deft_client.libero.policies.profiles import (
+from deft_client.libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
+from deft_client.libero.policies.source import (
     PROFILES,
     ProfilePolicy,
     check_chain,
     resize_with_pad,
 )
-from deft_client.peers.openvla import encode_array
+from deft_client.peers.openvla import encode_array, oft_fields, openvla_fields
 from deft_client.settings import ClientSettings, Timeouts
 from deft_client.types import Observation, ServerInfo
 from deft_client.wire.fields import WireLimits
@@ -62,7 +62,11 @@ def _array(value: object) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
 
 def test_openvla_gets_image_instruction_and_statistics_key_and_nothing_else() -> None:
     bodies: list[dict[str, object]] = []
-    policy = OpenVlaPolicy("http://peer", "libero_object", transport=_transport("error", bodies))
+    policy = OpenVlaPolicy(
+        "http://peer",
+        partial(openvla_fields, statistics_key="libero_object"),
+        transport=_transport("error", bodies),
+    )
     with pytest.raises(PeerAnswerError):
         policy.act(_observation())
     assert set(bodies[0]) == {"image", "instruction", "unnorm_key"}
@@ -72,7 +76,9 @@ def test_openvla_gets_image_instruction_and_statistics_key_and_nothing_else() ->
 
 
 def test_openvla_answers_with_one_bare_array() -> None:
-    policy = OpenVlaPolicy("http://peer", transport=_transport(encode_array(ACTION), []))
+    policy = OpenVlaPolicy(
+        "http://peer", openvla_fields, transport=_transport(encode_array(ACTION), [])
+    )
     chunk = policy.act(_observation())
     assert chunk.actions.tolist() == [ACTION.tolist()]
     assert chunk.timings.round_trip_ms > 0
@@ -81,7 +87,7 @@ def test_openvla_answers_with_one_bare_array() -> None:
 def test_oft_gets_both_cameras_and_the_state_and_answers_with_a_list() -> None:
     bodies: list[dict[str, object]] = []
     chunk = [encode_array(ACTION), encode_array(ACTION + 1)]
-    policy = OftServerPolicy("http://peer", transport=_transport(chunk, bodies))
+    policy = OpenVlaPolicy("http://peer", oft_fields, transport=_transport(chunk, bodies))
     actions = policy.act(_observation()).actions
     assert list(bodies[0]) == ["full_image", "wrist_image", "state", "instruction"]
     assert _array(bodies[0]["state"]).tolist() == list(range(8))
@@ -101,7 +107,7 @@ def test_oft_gets_both_cameras_and_the_state_and_answers_with_a_list() -> None:
     ],
 )
 def test_what_is_no_action_is_an_error(answer: object, expected: str) -> None:
-    policy = OpenVlaPolicy("http://peer", transport=_transport(answer, []))
+    policy = OpenVlaPolicy("http://peer", openvla_fields, transport=_transport(answer, []))
     with pytest.raises(PeerAnswerError, match=expected):
         policy.act(_observation())
 
@@ -109,12 +115,12 @@ def test_what_is_no_action_is_an_error(answer: object, expected: str) -> None:
 def test_a_status_of_a_peer_is_an_error_of_its_own() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(503, text="warming up"))
     with pytest.raises(NotReadyError, match="warming up"):
-        OpenVlaPolicy("http://peer", transport=transport).act(_observation())
+        OpenVlaPolicy("http://peer", openvla_fields, transport=transport).act(_observation())
 
 
 def test_a_peer_that_is_not_there_is_unreachable() -> None:
     with pytest.raises(ServerUnreachableError, match="server running"):
-        OpenVlaPolicy("http://127.0.0.1:9").act(_observation())
+        OpenVlaPolicy("http://127.0.0.1:9", openvla_fields).act(_observation())
     with pytest.raises(ServerUnreachableError, match="server running"):
         OpenPiPolicy("http://127.0.0.1:9").act(_observation())
 
@@ -124,7 +130,7 @@ def test_an_openvla_server_that_drips_its_answer_is_given_up_in_time() -> None:
     hasty = ClientSettings(timeouts=Timeouts(answer_s=0.1))
     with holding_up(dripping) as server:
         with pytest.raises(AnswerTimeoutError):
-            OpenVlaPolicy(server.url, settings=hasty).act(_observation())
+            OpenVlaPolicy(server.url, openvla_fields, settings=hasty).act(_observation())
         assert not server.let_go.is_set()
 
 
@@ -137,11 +143,15 @@ def test_an_openvla_answer_is_neither_inflated_nor_read_without_end() -> None:
         return httpx.Response(200, headers=packed, stream=httpx.ByteStream(answer))
 
     with pytest.raises(PeerAnswerError, match="expected an action"):
-        OpenVlaPolicy("http://peer", transport=httpx.MockTransport(bomb)).act(_observation())
+        OpenVlaPolicy("http://peer", openvla_fields, transport=httpx.MockTransport(bomb)).act(
+            _observation()
+        )
     little = ClientSettings(limits=WireLimits(max_bytes=100))
     transport = httpx.MockTransport(lambda request: httpx.Response(200, content=b" " * 101))
     with pytest.raises(MessageTooLargeError):
-        OpenVlaPolicy("http://peer", settings=little, transport=transport).act(_observation())
+        OpenVlaPolicy("http://peer", openvla_fields, settings=little, transport=transport).act(
+            _observation()
+        )
 
 
 def test_an_openpi_answer_beyond_the_limit_is_refused() -> None:
@@ -281,6 +291,6 @@ def test_no_frame_goes_through_an_image_chain_twice() -> None:
 
 def test_an_answer_for_another_robot_is_an_error() -> None:
     answered = encode_array(np.zeros(14))
-    peer = OpenVlaPolicy("http://peer", transport=_transport(answered, []))
+    peer = OpenVlaPolicy("http://peer", openvla_fields, transport=_transport(answered, []))
     with pytest.raises(PeerAnswerError, match="takes 7"):
         ProfilePolicy(peer, PROFILES["oft"]).act(_observation())

@@ -227,11 +227,13 @@ def test_a_disk_that_is_gone_is_said_so_and_keeps_what_it_has(tmp_path: Path) ->
     """Not even the half line can be taken back then; opening the run again does that."""
     store = ResultsStore(tmp_path, header())
     store.append(record(0, 0))
-    kept = os.dup(store._file)
-    os.close(store._file)  # as if the file system had been taken away
+    assert store._file is not None
+    descriptor = store._file.fileno()
+    kept = os.dup(descriptor)
+    os.close(descriptor)  # as if the file system had been taken away
     with pytest.raises(ResultsWriteError, match="1 episodes"):
         store.append(record(0, 1))
-    os.dup2(kept, store._file)
+    os.dup2(kept, descriptor)
     os.close(kept)
     store.close()
     assert [one.key.trial for one in load_run(tmp_path).records] == [0]

@@ -1,32 +1,90 @@
-"""Client of openpi's policy server: a WebSocket, one msgpack frame out, one back.
+"""Clients of other projects' servers. They have no sessions: `start` has nothing to tell them."""
 
-The connection is opened when it is needed and thrown away after any trouble, so that the next
-episode starts on a fresh one.
-"""
-
+import json
 import math
 import struct
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from socket import SO_SNDTIMEO, SOL_SOCKET
 
+import httpx
+import numpy as np
+from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
+from deft_client.client import HttpRequest, PolicyClient
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, WireError
 from deft_client.libero.errors import PeerAnswerError
+from deft_client.peers import openpi, openvla
 from deft_client.peers.arrays import pack, unpack
-from deft_client.peers.openpi import observation_fields, read_answer
 from deft_client.settings import ClientSettings
-from deft_client.types import ActionChunk, Observation
+from deft_client.types import ActionChunk, Observation, StageTimings
 
 _CONNECT_TIMEOUT_S = 5.0
-_SHOWN_CHARACTERS = 500
+_SHOWN_OF_ANSWER, _SHOWN_OF_ERROR = 200, 500  # characters
+
+
+class OpenVlaPolicy:
+    """A server of OpenVLA or OpenVLA-OFT: `POST /act`, JSON that carries arrays.
+
+    Both answer `"error"` with status 200 when anything goes wrong; here that is an exception.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        fields: Callable[[Observation], dict[str, object]],
+        settings: ClientSettings | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._client = PolicyClient(url, settings, transport)  # its deadlines and limits
+        self._fields = fields  # of a request
+
+    def start(self, session_id: str) -> None:
+        """Nothing to do: the server remembers nothing."""
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """Ask for the actions that follow an observation."""
+        started = time.perf_counter()
+        actions = self._actions(self._post(self._fields(observation)))
+        round_trip_ms = 1000 * (time.perf_counter() - started)
+        return ActionChunk(actions, StageTimings(round_trip_ms=round_trip_ms))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _post(self, fields: dict[str, object]) -> bytes:
+        gives_up_at = time.monotonic() + self._client.settings.timeouts.answer_s
+        headers = {"content-type": "application/json"}
+        body = json.dumps(fields).encode()
+        return self._client.ask(HttpRequest("POST", "/act", gives_up_at, body, headers)).body
+
+    def _actions(self, reply: bytes) -> NDArray[np.float64]:
+        place = f"{self._client.url}/act"
+        if reply.strip() == b'"error"':
+            raise PeerAnswerError(
+                f'{place} answered "error" and keeps the reason to itself; its log has it. Often '
+                "the statistics key is missing or unknown: give one with --statistics-key"
+            )
+        try:
+            return openvla.read_answer(openvla.decode_json(reply))
+        except WireError as error:
+            shown = reply[:_SHOWN_OF_ANSWER].decode("utf-8", "replace")
+            raise PeerAnswerError(
+                f"{place} answered {shown}, expected an action ({error})"
+            ) from error
 
 
 class OpenPiPolicy:
-    """An openpi server. It has no sessions: `start` has nothing to tell it."""
+    """A server of openpi: a WebSocket, one msgpack frame out, one back.
+
+    The connection is opened when it is needed and thrown away after any trouble, so that the next
+    episode starts on a fresh one.
+    """
 
     def __init__(self, url: str, settings: ClientSettings | None = None) -> None:
         settings = settings or ClientSettings()
@@ -46,7 +104,7 @@ class OpenPiPolicy:
         socket = self._socket or self._connect()
         started = time.perf_counter()
         try:
-            socket.send(pack(observation_fields(observation)))
+            socket.send(pack(openpi.observation_fields(observation)))
             reply = socket.recv(timeout=self._answer_timeout_s)
         except TimeoutError as error:
             self.close()
@@ -57,9 +115,9 @@ class OpenPiPolicy:
         round_trip_ms = 1000 * (time.perf_counter() - started)
         if isinstance(reply, str):
             self.close()
-            raise PeerAnswerError(f"{self._url} failed: {reply[-_SHOWN_CHARACTERS:]}")
+            raise PeerAnswerError(f"{self._url} failed: {reply[-_SHOWN_OF_ERROR:]}")
         try:
-            chunk = read_answer(unpack(reply))
+            chunk = openpi.read_answer(unpack(reply))
         except WireError as error:
             raise PeerAnswerError(f"{self._url} answered no actions: {error}") from error
         return replace(chunk, timings=replace(chunk.timings, round_trip_ms=round_trip_ms))
