@@ -53,6 +53,7 @@ ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(sys.path),
     "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",  # a process that aborts says where
 }
 
 

@@ -14,13 +14,11 @@ from tests.draft_training.test_head_fit import CONFIG
 
 def main() -> None:
     torch.set_num_threads(1)
-    workers = Workers.from_torchrun()
-    target = tiny_target()
-    store = RecordedSamples(Path(sys.argv[1]), target.fingerprint())
-    HeadTrainer(replace(CONFIG, steps=6, log_every=1), target, store, workers).run(
-        Path(sys.argv[2])
-    )
-    workers.close()
+    with Workers.from_torchrun() as workers:
+        target = tiny_target()
+        store = RecordedSamples(Path(sys.argv[1]), target.fingerprint())
+        config = replace(CONFIG, steps=6, log_every=1)
+        HeadTrainer(config, target, store, workers).run(Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -229,8 +229,7 @@ def main(arguments: list[str]) -> int:
             f"deft train fit: {config.steps} steps end before the {config.optimizer.warm_up_steps} "
             "of warming up do; --set optimizer.warm_up_steps=N\n"
         )
-    workers = Workers.from_torchrun()  # first: it says which GPU is this process's
-    try:
+    with Workers.from_torchrun() as workers:  # first: it says which GPU is this process's
         target = load_target(given)
         store: SampleStore
         if given.features is not None:
@@ -240,8 +239,6 @@ def main(arguments: list[str]) -> int:
             store = LiveSamples(target, episodes)
         trainer = HeadTrainer(config, target, store, workers)
         trainer.run(given.out, given.tensorboard)
-    finally:
-        workers.close()
     if workers.rank == 0:
         held_out = sorted({int(store.episodes[one]) for one in trainer.held_out})
         numbers = ",".join(map(str, held_out))

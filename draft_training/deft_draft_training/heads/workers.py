@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -66,7 +67,22 @@ class Workers:
         dist.all_reduce(flat)
         return dict(zip(values, (flat / self.count).tolist(), strict=True))
 
-    def close(self) -> None:
-        """Leave the others."""
-        if self.count > 1:
-            dist.destroy_process_group()
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the others: all at once after a run, as the first one takes the store with it.
+
+        Whoever fails leaves at once, so that the others' next exchange fails instead of waiting.
+        Left in the group, a process could abort: the group's threads outlive the interpreter.
+        """
+        if self.count == 1:
+            return
+        if kind is None:
+            dist.barrier()
+        dist.destroy_process_group()
