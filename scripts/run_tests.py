@@ -1,14 +1,24 @@
-"""`make test`, and with --all `make test-all`; where the machine cannot render, says what to do."""
+"""`make test`, and with --all `make test-all`; where the machine cannot render, says what to do.
 
+With --once-more, up to five tests that failed are run again, alone: where they pass, so did all.
+"""
+
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 from deft_client.libero.errors import GraphicsError
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
 
 DEFAULT_MARKS = "not gpu and not checkpoint"
+ONCE_MORE = "--once-more"
+FEW = 5  # failures that a busy machine may explain
+TESTS_FAILED = 1  # pytest's exit code where nothing else went wrong
 
 
 def main(flags: list[str]) -> int:
@@ -28,9 +38,30 @@ def main(flags: list[str]) -> int:
     print(notice, end="", flush=True)
     # One thread per worker: torch would otherwise start one per core in each of them.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    pytest = [sys.executable, "-m", "pytest", "-m", marks, "--dist", "worksteal", *flags]
-    code = subprocess.run(pytest, env=environment, check=False).returncode
+    pytest = [sys.executable, "-m", "pytest", "-m", marks, "--dist", "worksteal"]
+    pytest += [flag for flag in flags if flag != ONCE_MORE]
+
+    def run(*more: str) -> int:
+        return subprocess.run([*pytest, *more], env=environment, check=False).returncode
+
+    code = run_once_more(run) if ONCE_MORE in flags else run()
     print(notice, end="")
+    return code
+
+
+def run_once_more(run: Callable[..., int]) -> int:
+    """Run the tests, and those that failed alone if they are few; return the last exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = ("-o", f"cache_dir={folder}")
+        code = run(*cache)
+        if code != TESTS_FAILED:
+            return code
+        failed = list(json.loads((Path(folder) / "v/cache/lastfailed").read_text()))
+        if len(failed) > FEW:
+            return code
+        code = run(*cache, "--last-failed", "--numprocesses", "0")
+    if code == 0:
+        print("failed beside others, passed alone:", *failed, flush=True)
     return code
 
 
