@@ -30,7 +30,7 @@ from deft_client.recordings import RecordedStep, find_episodes
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_draft_training.errors import StorageError
 from deft_draft_training.run_directory import RunDirectory
-from deft_server.recording.files import EpisodeFiles, RecordedSession, RecordingRules, TimedStep
+from deft_server.recording.files import EpisodeFiles, RecordingRules, TimedStep
 from tests.client.datasets.test_demonstrations import HEADER, demonstration
 from tests.client.libero.episodes import header, record
 from tests.recorded_episodes import read_episode
@@ -86,7 +86,7 @@ class Robot:
 
 
 class Server:
-    key = RecordedSession("lab", "arm")
+    key = ("lab", "arm")
 
     def __init__(self, folder: Path) -> None:
         self.files = EpisodeFiles(RecordingRules(folder, min_free_bytes=0))

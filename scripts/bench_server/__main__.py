@@ -31,7 +31,7 @@ from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy, SleepingPolicy
 from deft_server.app import create_app
 from deft_server.commands import serve
-from deft_server.settings import LogFormat, LogLevel, Settings
+from deft_server.settings import Settings
 from scripts.bench_server.load import (
     Load,
     frame,
@@ -123,7 +123,7 @@ def serving(policy: str, **settings: int) -> Iterator[Server]:
 
 def serve_policy(policy: str, settings: dict[str, int]) -> int:
     """Be the server."""
-    chosen = Settings(port=0, log_format=LogFormat.TEXT, log_level=LogLevel.INFO, **settings)  # type: ignore[arg-type]
+    chosen = Settings(port=0, log_format="text", log_level="info", **settings)  # type: ignore[arg-type]
     return serve.run(create_app(POLICIES[policy](), chosen))
 
 

@@ -1,9 +1,9 @@
 """Builds the app from its settings: a service, its protocols, and what runs beside them."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -15,7 +15,6 @@ from deft_server.compat.act_route import build_config_router, build_peer_act_rou
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_routes
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
-from deft_server.http.frame_bodies import FrameDecoder
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
 from deft_server.http.problems import answer_http_exception
@@ -26,20 +25,14 @@ from deft_server.http.routes import (
     build_router,
     build_stream_route,
 )
-from deft_server.recording.writer import build_recording, build_recording_router
+from deft_server.recording.writer import (
+    SessionRecording,
+    build_recording,
+    build_recording_router,
+)
 from deft_server.serving.hosting import LoadPolicy, RemotePolicy
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
-
-
-class Companion(Protocol):
-    """What runs beside a service: started on the event loop, stopped on another thread."""
-
-    def start(self) -> None:
-        """Begin; must not wait."""
-
-    def stop(self) -> None:
-        """End; may wait."""
 
 
 class DeftApp(FastAPI):
@@ -48,23 +41,22 @@ class DeftApp(FastAPI):
     def __init__(
         self,
         service: Service,
-        companions: Iterable[Companion],
+        recording: SessionRecording | None,
         starts_loaded: bool,
     ) -> None:
         self.service = service
-        self.companions = tuple(companions)
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             service.start()
-            for one in self.companions:
-                one.start()
+            if recording is not None:
+                recording.start()
             if starts_loaded:
                 await service.scheduler.settled()
             yield
             await service.close()
-            for one in self.companions:
-                await run_in_threadpool(one.stop)
+            if recording is not None:
+                await run_in_threadpool(recording.stop)
 
         super().__init__(
             title="Deft", version=service.version, lifespan=lifespan, docs_url=None, redoc_url=None
@@ -93,13 +85,11 @@ def create_app(
         policy if isinstance(policy, RemotePolicy) or callable(policy) else lambda: policy
     )
     service = Service(load, settings)
-    decoder = FrameDecoder(service.threads, settings.wire_limits)
     recording = build_recording(service)
-    companions = [one for one in (decoder, recording) if one is not None]
-    app = DeftApp(service, companions, starts_loaded=load is not policy)
+    app = DeftApp(service, recording, starts_loaded=load is not policy)
     app.router.routes += [
-        build_act_route(service, decoder),
-        build_stream_route(service, decoder),
+        build_act_route(service),
+        build_stream_route(service),
         build_peer_act_route(service),
         *build_socket_routes(service),
         *build_document_routes("/dashboard" if settings.dashboard else "/docs"),

@@ -5,14 +5,12 @@ ServerError
 │   ├── WrongHostError          the name by which we were called is not ours
 │   ├── MissingKeyError         no API key, or one we do not know
 │   └── ForbiddenError          a known caller, but this door is not theirs
-├── BodyError                   the bytes of the request, before anybody reads their meaning
-│   ├── BodyTooLargeError
-│   └── BodyTooSlowError
-├── RefusedFrameError           a good frame that will not be answered
-│   ├── SupersededFrameError    the session sent a newer one, or was reset
-│   ├── OverloadedError         no room in the line, or over the caller's rate
-│   ├── DeadlineError           it cannot be, or was not, answered in time
-│   └── NotReadyError           loading, stopping, stuck or broken
+├── BodyTooLargeError           the bytes of the request, before anybody reads their meaning
+├── BodyTooSlowError
+├── SupersededFrameError        the session sent a newer frame, or was reset
+├── OverloadedError             no room in the queue, or over the caller's rate
+├── DeadlineError               a frame cannot be, or was not, answered in time
+├── NotReadyError               loading, stopping, stuck or broken
 ├── UnsafeAnswerError           the policy answered with something no robot should do
 ├── PolicyFailedError           the policy broke while it answered
 └── CallerGoneError             the caller hung up before the answer
@@ -56,31 +54,25 @@ class ForbiddenError(AccessError):
     """The caller is known, but this is not theirs to do."""
 
 
-class BodyError(ServerError):
-    """The body of a request could not be taken in."""
+class BodyTooLargeError(ServerError):
+    """More bytes than the server takes."""
 
     field = "body"
 
 
-class BodyTooLargeError(BodyError):
-    """More bytes than the server takes."""
-
-
-class BodyTooSlowError(BodyError):
+class BodyTooSlowError(ServerError):
     """The body did not arrive in the time given to it."""
 
-
-class RefusedFrameError(ServerError):
-    """A well-formed frame that will not be answered."""
+    field = "body"
 
 
-class SupersededFrameError(RefusedFrameError):
+class SupersededFrameError(ServerError):
     """The session sent a newer frame, or was reset, while this one waited."""
 
     field = "session_id"
 
 
-class OverloadedError(RefusedFrameError):
+class OverloadedError(ServerError):
     """There is more work than time; `retry_after_s` says when there may be room."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -88,13 +80,13 @@ class OverloadedError(RefusedFrameError):
         self.retry_after_s = retry_after_s
 
 
-class DeadlineError(RefusedFrameError):
+class DeadlineError(ServerError):
     """An answer could not be had before the deadline."""
 
     field = "deadline_ms"
 
 
-class NotReadyError(RefusedFrameError):
+class NotReadyError(ServerError):
     """The policy is loading, stopping, stuck or broken."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:

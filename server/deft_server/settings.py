@@ -3,10 +3,9 @@ the business of `settings_sources`.
 """
 
 import math
-from enum import Enum
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -16,48 +15,12 @@ from deft_client.wire.images import ImageEncoding
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+ActionRange = Literal["clamp", "peer"]
+ActProfile = Literal["openvla", "oft"]
 
 
 class SettingsError(Exception):
     """A setting has an unknown name or an unusable value; the message says which and why."""
-
-
-class OnHang(Enum):
-    """What to do about a policy that does not come back."""
-
-    EXIT = "exit"
-    RELOAD = "reload"
-
-
-class ActionRange(Enum):
-    """What to do about an answer beyond the statistics, of a policy that may exceed them."""
-
-    CLAMP = "clamp"  # go to the end of the range
-    PEER = "peer"  # send it as it is, as other projects' servers do
-
-
-class ActProfile(Enum):
-    """Which of OpenVLA's two servers `POST /act` stands in for."""
-
-    OPENVLA = "openvla"  # one bare array per reply
-    OFT = "oft"  # a list of arrays, one per action of the chunk
-
-
-class LogFormat(Enum):
-    """How log lines look; `auto` is text on a terminal and JSON anywhere else."""
-
-    AUTO = "auto"
-    JSON = "json"
-    TEXT = "text"
-
-
-class LogLevel(Enum):
-    """Which log lines are written; `debug` has one for every request."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def is_loopback(host: str) -> bool:
@@ -89,7 +52,9 @@ class Settings(BaseModel):
     )
 
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")
-    on_hang: OnHang = Field(default=OnHang.EXIT, description="what to do about a policy that hangs")
+    on_hang: Literal["exit", "reload"] = Field(
+        default="exit", description="what to do about a policy that hangs"
+    )
     unready_after_failures: Count = Field(
         default=5,
         description="batches that fail, or unsafe answers, in a row before /readyz gives 503",
@@ -123,7 +88,7 @@ class Settings(BaseModel):
     max_sessions: Count = Field(default=1024, description="most sessions; the oldest goes")
 
     range: ActionRange = Field(
-        default=ActionRange.CLAMP,
+        default="clamp",
         description="answers beyond the statistics, where a policy may exceed them: clamp or peer",
     )
 
@@ -178,7 +143,7 @@ class Settings(BaseModel):
     )
 
     profile: ActProfile = Field(
-        default=ActProfile.OPENVLA, description="whose POST /act to answer: OpenVLA's or OFT's"
+        default="openvla", description="whose POST /act to answer: OpenVLA's or OFT's"
     )
     act_image_chain: ImageChain = Field(
         default=ImageChain.NONE, description="what to do to frames of POST /act before the policy"
@@ -199,13 +164,15 @@ class Settings(BaseModel):
         default=512 * 1024**2, ge=0, description="recording stops before less than this is free"
     )
 
-    log_level: LogLevel = Field(default=LogLevel.INFO, description="which log lines are written")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="which log lines are written"
+    )
     log_batches: bool = Field(
         default=False,
         description="log size and time of every batch (for scripts.plan --log)",
     )
-    log_format: LogFormat = Field(
-        default=LogFormat.AUTO,
+    log_format: Literal["auto", "json", "text"] = Field(
+        default="auto",
         description="how log lines look; auto: text on a terminal, else JSON",
     )
 

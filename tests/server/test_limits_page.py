@@ -8,7 +8,7 @@ from deft_client.wire.fields import WireLimits
 from deft_server.commands import logs, serve
 from deft_server.dashboard import pages
 from deft_server.http import connections
-from deft_server.serving import bounds, decode_threads, queue, service
+from deft_server.serving import bounds, queue, service
 from deft_server.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
@@ -17,7 +17,6 @@ MODULES = (
     *(
         bounds,
         connections,
-        decode_threads,
         fields,
         images,
         service,

@@ -8,7 +8,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import AnyStr, TypeVar
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, Problem, WireError
 from deft_client.types import ActionChunk, ServerInfo
@@ -39,6 +39,7 @@ from deft_client.wire.msgpack_codec import check_bytes
 CONTENT_TYPE = "application/json"
 # A problem has a dozen short members. Reading a megabyte of lists would hold up the control loop.
 _OF_PROBLEMS = WireLimits(max_bytes=64 * 1024, max_lists=64, max_entries=1024)
+_FEW = 100
 _SHORT_BYTES = 262_144  # nothing in so short a body takes long to read; most frames are shorter
 T = TypeVar("T")
 
@@ -140,15 +141,23 @@ def check_json(data: bytes | str, limits: WireLimits, where: str = "body") -> No
         (",", limits.max_entries, "entries"),
         (":.", limits.max_entries, "names or fractions"),
     ):
-        count = sum(_count(data, sign) for sign in signs)
+        if isinstance(data, str):
+            count = sum(count_of(data, sign) for sign in signs)
+        else:
+            count = sum(count_of(data, sign.encode()) for sign in signs)
         if count > most:
             raise MessageTooLargeError(
                 where, f"{count} {what}; at most {most} are taken: send images in base64"
             )
 
 
-def _count(data: bytes | str, sign: str) -> int:
-    return data.count(sign) if isinstance(data, str) else data.count(sign.encode())
+def count_of(data: AnyStr, sign: AnyStr) -> int:
+    """Return what `data.count(sign)` does, much sooner where there are few of them in much data:
+    `find` leaps from one to the next, `count` looks at every character."""
+    at, found = data.find(sign), 0
+    while at >= 0 and found < _FEW:
+        at, found = data.find(sign, at + 1), found + 1
+    return found if at < 0 else found + data.count(sign, at)
 
 
 def _answer_fields(chunk: ActionChunk, message_id: str | None) -> Json:

@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any, TextIO
 
 from deft_server.serving.access import current_request_id
-from deft_server.settings import LogFormat, Settings
+from deft_server.settings import Settings
 
 MAX_LINES = 10_000  # that wait to be written
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s [%(request_id)s] %(message)s"
@@ -83,17 +83,13 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     """Send all log lines of the process to `stream` (stderr); stop the listener to flush them."""
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
-    is_text = settings.log_format is LogFormat.TEXT
-    if settings.log_format is LogFormat.AUTO:
-        is_text = stream.isatty()
-    if not is_text:
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(TextFormatter(_TEXT))
+    auto = "text" if stream.isatty() else "json"
+    is_text = (auto if settings.log_format == "auto" else settings.log_format) == "text"
+    handler.setFormatter(TextFormatter(_TEXT) if is_text else JsonFormatter())
     queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
     root = logging.getLogger()
     root.handlers = [_Tagged(queue)]
-    level = settings.log_level.value.upper()
+    level = settings.log_level.upper()
     root.setLevel(level)
     # What uvicorn says at level info, we say ourselves.
     logging.getLogger("uvicorn").setLevel("DEBUG" if level == "DEBUG" else "WARNING")

@@ -67,22 +67,6 @@ class StepComparison:
         return max(self.differences)
 
 
-@dataclass(frozen=True)
-class ReplaySummary:
-    """All frames of a replay."""
-
-    episodes: int
-    steps: int
-    identical_share: float
-    same_tokens_share: float | None
-    same_text_share: float | None
-    largest: tuple[float, ...]  # [action_dim]
-    mean: tuple[float, ...]  # [action_dim]
-    recorded_p50_ms: float | None
-    replayed_p50_ms: float
-    passes_per_action: float | None
-
-
 def main(arguments: list[str]) -> int:
     """Replay; return 0, or 1 where a difference is larger than allowed."""
     parser = CommandParser(
@@ -110,11 +94,11 @@ def main(arguments: list[str]) -> int:
         compared = list(_write(islice(frames, given.limit), given.output))
         if not compared:
             raise ReplayError(f"{given.data}: no whole step in its episodes")
-        summary = summarise(compared)
         following = f"deft bench --recording {given.data} {target_flags(given)}"
-        sys.stdout.write(f"{describe(summary)}\nnext: {following}\n")
+        sys.stdout.write(f"{describe(compared)}\nnext: {following}\n")
+        differences = np.array([one.differences for one in compared])
         allowed = given.max_difference
-        is_near = allowed is None or all(one <= allowed for one in summary.largest)  # NaN is not
+        is_near = allowed is None or bool((differences <= allowed).all())  # NaN is not
         return int(not is_near)
 
     return run_command(PROG, run)
@@ -183,44 +167,30 @@ def compare(step: PastStep, chunk: ActionChunk, spent_ms: float) -> StepComparis
     )
 
 
-def summarise(compared: Sequence[StepComparison]) -> ReplaySummary:
-    """Add up the comparisons of a replay."""
+def describe(compared: Sequence[StepComparison]) -> str:
+    """Return what a replay came to, for people."""
     differences = np.array([one.differences for one in compared])  # [step, action_dim]
-    tokens = [one.same_tokens for one in compared if one.same_tokens is not None]
-    texts = [one.same_text for one in compared if one.same_text is not None]
-    recorded_ms = [one.recorded_ms for one in compared if one.recorded_ms is not None]
-    passes = [one.passes for one in compared if one.passes is not None]
-    return ReplaySummary(
-        episodes=len({one.episode for one in compared}),
-        steps=len(compared),
-        identical_share=float((differences.max(axis=1) == 0).mean()),
-        same_tokens_share=float(np.mean(tokens)) if tokens else None,
-        same_text_share=float(np.mean(texts)) if texts else None,
-        largest=tuple(differences.max(axis=0).tolist()),
-        mean=tuple(differences.mean(axis=0).tolist()),
-        recorded_p50_ms=float(np.median(recorded_ms)) if recorded_ms else None,
-        replayed_p50_ms=float(np.median([one.replayed_ms for one in compared])),
-        passes_per_action=float(np.mean(passes)) if passes else None,
-    )
-
-
-def describe(summary: ReplaySummary) -> str:
-    """Return a summary for people."""
+    identical = (differences.max(axis=1) == 0).mean()
     lines = [
-        f"{summary.steps} frames of {summary.episodes} episodes; "
-        f"{summary.identical_share:.1%} answered with identical actions"
+        f"{len(compared)} frames of {len({one.episode for one in compared})} episodes; "
+        f"{identical:.1%} answered with identical actions"
     ]
-    if summary.same_tokens_share is not None:
-        lines.append(f"same tokens: {summary.same_tokens_share:.1%} of the frames")
-    if summary.same_text_share is not None:
-        lines.append(f"same text: {summary.same_text_share:.1%} of the frames")
-    lines.append("largest difference:  " + "  ".join(f"{one:.4g}" for one in summary.largest))
-    lines.append("mean difference:     " + "  ".join(f"{one:.4g}" for one in summary.mean))
-    recorded = summary.recorded_p50_ms
-    then = "" if recorded is None else f", {recorded:.1f} ms when recorded"
-    lines.append(f"policy time, median: {summary.replayed_p50_ms:.1f} ms now{then}")
-    if summary.passes_per_action is not None:
-        lines.append(f"passes per action: {summary.passes_per_action:.2f}")
+    same_tokens = [one.same_tokens for one in compared if one.same_tokens is not None]
+    if same_tokens:
+        lines.append(f"same tokens: {np.mean(same_tokens):.1%} of the frames")
+    same_text = [one.same_text for one in compared if one.same_text is not None]
+    if same_text:
+        lines.append(f"same text: {np.mean(same_text):.1%} of the frames")
+    largest, mean = differences.max(axis=0), differences.mean(axis=0)
+    lines.append("largest difference:  " + "  ".join(f"{one:.4g}" for one in largest))
+    lines.append("mean difference:     " + "  ".join(f"{one:.4g}" for one in mean))
+    recorded_ms = [one.recorded_ms for one in compared if one.recorded_ms is not None]
+    then = f", {np.median(recorded_ms):.1f} ms when recorded" if recorded_ms else ""
+    replayed_ms = np.median([one.replayed_ms for one in compared])
+    lines.append(f"policy time, median: {replayed_ms:.1f} ms now{then}")
+    passes = [one.passes for one in compared if one.passes is not None]
+    if passes:
+        lines.append(f"passes per action: {np.mean(passes):.2f}")
     return "\n".join(lines)
 
 

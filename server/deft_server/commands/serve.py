@@ -28,7 +28,7 @@ from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.http.connections import build_http_protocol, build_websocket_protocol
 from deft_server.replicas.host import ReplicaHost
-from deft_server.replicas.ray_serve import Deployment, RayCluster, import_ray
+from deft_server.replicas.ray_serve import RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.hosting import PolicyRecipe, RemotePolicy
 from deft_server.serving.readiness import ServerPhase
@@ -84,21 +84,8 @@ def build_app(command: ServeCommand) -> DeftApp:
     recipe = PolicyRecipe("deft_policies.commands.parse:load_by_words", command.policy.words)
     if settings.replicas is None and settings.ray is None:
         return create_app(recipe, settings)
-    deployment = None
-    if settings.replicas is not None:
-        deployment = Deployment(
-            recipe,
-            _version(command.policy),
-            settings.replicas,
-            settings.most_replicas,
-            settings.replica_cpus,
-            settings.replica_gpus,
-            settings.hang_after_s,
-            settings.max_batch,
-            settings.replica_surge,
-        )
     import_ray()
-    cluster = RayCluster(settings.ray, deployment, settings.hang_after_s)
+    cluster = RayCluster(settings, recipe, _version(command.policy))
     return create_app(RemotePolicy(partial(ReplicaHost, cluster)), settings)
 
 

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -145,6 +145,8 @@ def _metavar(info: FieldInfo) -> str:
     kind = info.annotation
     if get_origin(kind) in (Union, UnionType):
         kind = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "{" + ",".join(str(one.value) for one in kind) + "}"
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from deft_client.peers.openvla import (
 )
 from deft_client.types import ActionChunk
 from deft_client.wire.fields import WireLimits
+from deft_client.wire.json_codec import count_of
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
@@ -74,7 +75,7 @@ _ECHOED_CHARS = 200
 # A picture in base64 is one value and read within a millisecond, less than a thread costs to ask.
 _QUICK_BYTES = 1024 * 1024
 _QUICK_VALUES = 1000
-_READERS = {ActProfile.OPENVLA: openvla_request, ActProfile.OFT: oft_request}
+_READERS = {"openvla": openvla_request, "oft": oft_request}
 
 
 def build_peer_act_route(service: Service) -> PlainRoute:
@@ -127,7 +128,7 @@ def _decode(body: bytes, profile: ActProfile, limits: WireLimits) -> tuple[ActBo
 
 def _is_quick(body: bytes) -> bool:
     """Whether reading it holds nobody up: what takes long is a list of very many numbers."""
-    return len(body) < _QUICK_BYTES and body.count(b",") < _QUICK_VALUES
+    return len(body) < _QUICK_BYTES and count_of(body, b",") < _QUICK_VALUES
 
 
 def _require_json(content_type: str, body: bytes) -> None:
@@ -145,7 +146,7 @@ def _wants_problems(request: Request) -> bool:
 
 def _reply(chunk: ActionChunk, profile: ActProfile, is_encoded: bool) -> bytes:
     actions = in_convention(chunk.actions, ACT_PROFILES[profile])
-    if profile is ActProfile.OFT:
+    if profile == "oft":
         return encode_reply(list(actions), is_encoded)
     return encode_reply(actions[0], is_encoded)
 

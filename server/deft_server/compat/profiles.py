@@ -18,7 +18,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ServerInfo
 from deft_client.wire.messages import ActMessage
 from deft_server.serving.access import Caller
-from deft_server.settings import ActProfile, Settings
+from deft_server.settings import Settings
 
 
 class Gripper(Enum):
@@ -75,7 +75,7 @@ VLA_EVAL = PeerProfile(
     gripper=Gripper.ROBOSUITE,
     reply="one array [action_dim] per observation, float64, executed as it is",
 )
-ACT_PROFILES = {ActProfile.OPENVLA: OPENVLA, ActProfile.OFT: OFT}
+ACT_PROFILES = {"openvla": OPENVLA, "oft": OFT}
 
 
 def conventions(settings: Settings, info: ServerInfo) -> dict[str, str]:

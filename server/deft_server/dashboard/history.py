@@ -11,7 +11,7 @@ from itertools import islice
 
 from deft_client.types import DecodeTrace, Image, Observation, PassTrace
 from deft_policies.errors import NoActionError
-from deft_server.serving.events import Event, FinishedAction, SessionEnded
+from deft_server.serving.service import Event, FinishedAction, SessionEnded
 
 MAX_POINTS = 240
 MAX_SESSIONS = 64
@@ -77,11 +77,11 @@ class _Finish:
 
     at_s: float
     total_ms: float
-    speculation: "Speculation"
+    counts: "PassCounts"
 
 
 @dataclass(frozen=True)
-class Speculation:
+class PassCounts:
     """Counts over target passes, addable. What the explorer calls alpha, K and c follows."""
 
     actions: int = 0
@@ -96,13 +96,13 @@ class Speculation:
     tokens: int = 0
     relaxed: int = 0
 
-    def __add__(self, other: "Speculation") -> "Speculation":
+    def __add__(self, other: "PassCounts") -> "PassCounts":
         mine, theirs = vars(self), vars(other)
-        return Speculation(**{name: mine[name] + theirs[name] for name in mine})
+        return PassCounts(**{name: mine[name] + theirs[name] for name in mine})
 
-    def __sub__(self, other: "Speculation") -> "Speculation":
+    def __sub__(self, other: "PassCounts") -> "PassCounts":
         mine, theirs = vars(self), vars(other)
-        return Speculation(**{name: mine[name] - theirs[name] for name in mine})
+        return PassCounts(**{name: mine[name] - theirs[name] for name in mine})
 
     @property
     def acceptance(self) -> float:
@@ -122,9 +122,9 @@ class Speculation:
         return (self.draft_ms / self.levels) / (self.decode_pass_ms / self.decode_passes)
 
 
-def speculation_of(trace: DecodeTrace) -> Speculation:
+def counts_of(trace: DecodeTrace) -> PassCounts:
     """Count what one decode trace says about speculation."""
-    total = Speculation(
+    total = PassCounts(
         actions=1,
         passes=len(trace.passes),
         tokens=len(trace.tokens),
@@ -133,11 +133,11 @@ def speculation_of(trace: DecodeTrace) -> Speculation:
     return sum(map(_count_pass, trace.passes), total)
 
 
-def _count_pass(one: PassTrace) -> Speculation:
+def _count_pass(one: PassTrace) -> PassCounts:
     levels = _depth(one.parents)
     kept = one.accepted_length
     decodes = not one.is_prefill
-    return Speculation(
+    return PassCounts(
         drafting_passes=int(levels > 0),
         tries=min(kept + 1, levels),
         kept=kept,
@@ -162,7 +162,7 @@ class History:
         self.version = 0  # grows with every event: tells a viewer whether there is news
         self.sessions: dict[str, SessionHistory] = {}  # in the order in which they came
         self._window: deque[_Finish] = deque()
-        self._counts = Speculation()  # summed over the window
+        self._counts = PassCounts()  # summed over the window
 
     def note(self, event: Event, now_s: float) -> None:
         """Remember an event."""
@@ -178,7 +178,7 @@ class History:
             session.num_errors += 1
             if isinstance(event.error, NoActionError):
                 _see(session, event, event.error.reasoning)
-            self._enter(_Finish(now_s, math.nan, Speculation()))
+            self._enter(_Finish(now_s, math.nan, PassCounts()))
             return
         session.num_answers += 1
         _see(session, event, event.chunk.reasoning)
@@ -187,7 +187,7 @@ class History:
             session.trace = trace
         point = _point(event, session.num_answers, now_s)
         session.points.append(point)
-        counts = speculation_of(trace) if trace is not None else Speculation()
+        counts = counts_of(trace) if trace is not None else PassCounts()
         self._enter(_Finish(now_s, point.total_ms, counts))
 
     def overview(self, now_s: float) -> dict[str, float]:
@@ -214,14 +214,14 @@ class History:
 
     def _enter(self, finish: _Finish) -> None:
         self._window.append(finish)
-        self._counts += finish.speculation
+        self._counts += finish.counts
         if len(self._window) > _MAX_WINDOW:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self._counts -= self._window.popleft().speculation
+        self._counts -= self._window.popleft().counts
         if not self._window:
-            self._counts = Speculation()  # and with it what rounding has left
+            self._counts = PassCounts()  # and with it what rounding has left
 
     def _session(self, event: FinishedAction) -> SessionHistory:
         key = _key(event)

@@ -29,11 +29,10 @@ from deft_client.reasoning import ACTION, Part, parse_reasoning, part_costs
 from deft_client.types import DecodeTrace, Image
 from deft_client.wire.messages import trace_fields
 from deft_server.dashboard.history import PICTURE_SIDE, History, SessionHistory, Thought
-from deft_server.errors import AccessError, ForbiddenError
+from deft_server.errors import AccessError, ForbiddenError, OverloadedError
 from deft_server.serving.access import Caller
 from deft_server.serving.bounds import SMALL_BODY_BYTES
-from deft_server.serving.events import Event
-from deft_server.serving.service import Service
+from deft_server.serving.service import Event, Service
 
 MAX_VIEWERS = 16
 PUSH_S = 0.1
@@ -74,7 +73,7 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
             await _serve_feed(websocket, service, feed)
         except AccessError as error:  # from the start, or because its key was taken out of the file
             await websocket.close(WRONG_KEY, str(error)[:120])
-        except TooManyViewersError as error:
+        except OverloadedError as error:
             await websocket.close(TOO_MANY, str(error))
         except (WebSocketDisconnect, asyncio.TimeoutError):
             return
@@ -181,10 +180,6 @@ def _load_static() -> dict[str, Response]:
     return static
 
 
-class TooManyViewersError(Exception):
-    """As many pages as the server feeds are open already."""
-
-
 class Feed:
     """The history, listening only while there are viewers, and what all of them are sent alike."""
 
@@ -201,7 +196,7 @@ class Feed:
     def enter(self) -> "Viewer":
         """Add a viewer; the first one starts the listening."""
         if self._num_viewers >= MAX_VIEWERS:
-            raise TooManyViewersError(f"{MAX_VIEWERS} dashboards are open already; close one")
+            raise OverloadedError(f"{MAX_VIEWERS} dashboards are open already; close one", _QUIET_S)
         if self._num_viewers == 0:
             self._stop_listening = self.service.events.listen(self._note)
         self._num_viewers += 1

@@ -18,10 +18,15 @@ from websockets.frames import CloseCode, Frame
 from websockets.protocol import CONNECTING
 
 from deft_server.errors import OverloadedError
-from deft_server.serving.bounds import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES, ConnectionBounds
+from deft_server.serving.bounds import (
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MAX_URL_BYTES,
+    STOP_PINGS,
+    ConnectionBounds,
+)
 
 MAX_FRAGMENTS = 4096  # of one message
-STOP_PINGS = "deft.stop_pings"  # the extension by which an app has no more keep-alive pings sent
 IDLE_BEFORE_PROBES_S = 60  # of TCP, where there are no pings
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
 PARSED_BYTES = 8192  # of WebSockets at a time: the smallest frames in it take 20 ms
@@ -85,7 +90,7 @@ class _CountedConnection:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         address = _peer_of(transport)
-        if not self.bounds.connections.enter(address):
+        if not self.bounds.enter(address):
             transport.write(_TOO_MANY_CONNECTIONS)
             transport.close()
             return
@@ -98,7 +103,7 @@ class _CountedConnection:
             return
         self._stop_clock()
         super().connection_lost(error)  # type: ignore[misc]
-        self.bounds.connections.leave(self._address)
+        self.bounds.leave(self._address)
 
     def data_received(self, data: bytes) -> None:
         if self._address is None:
@@ -115,7 +120,9 @@ class _CountedConnection:
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def _start_clock(self) -> None:
-        self._timer = self.loop.call_later(self.bounds.header_timeout_s, self.transport.close)
+        self._timer = self.loop.call_later(
+            self.bounds.settings.header_timeout_s, self.transport.close
+        )
 
     def _stop_clock(self) -> None:
         if self._timer is not None:
@@ -142,7 +149,10 @@ class _BoundedHeaders:
         super().data_received(data)  # type: ignore[misc]
         self._num_idle_bytes = 0 if self._has_progressed else self._num_idle_bytes + len(data)
         # The parser tells of a header when it is complete, so one without an end is counted here.
-        if self._num_idle_bytes > self.bounds.max_header_bytes and not self.transport.is_closing():
+        if (
+            self._num_idle_bytes > self.bounds.settings.max_header_bytes
+            and not self.transport.is_closing()
+        ):
             try:
                 self._refuse_headers()
             except BeyondBoundsError as error:
@@ -164,7 +174,7 @@ class _BoundedHeaders:
         self._num_headers += 1
         self._num_header_bytes += len(name) + len(value)
         if self._num_headers > MAX_HEADERS or (
-            self._num_header_bytes > self.bounds.max_header_bytes
+            self._num_header_bytes > self.bounds.settings.max_header_bytes
         ):
             self._refuse_headers()
         super().on_header(name, value)  # type: ignore[misc]
@@ -190,7 +200,7 @@ class _BoundedHeaders:
         self.transport.close()
 
     def _refuse_headers(self) -> None:
-        most = self.bounds.max_header_bytes
+        most = self.bounds.settings.max_header_bytes
         self._refusal = _refusal(
             "431 Request Header Fields Too Large",
             f"at most {MAX_HEADERS} headers and {most} bytes of them are taken",
@@ -225,7 +235,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._unparsed = memoryview(b"")
         self._arriving_bytes = self._taken_bytes = 0
         self._waiting_bytes.clear()
-        self.bounds.connections.leave(self._address)
+        self.bounds.leave(self._address)
         super().connection_lost(error)
 
     async def run_asgi(self) -> None:
@@ -328,7 +338,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         now_s = self.loop.time()
         if now_s > self._controls_until_s:
             self._num_controls = 0
-            self._controls_until_s = now_s + self.bounds.message_timeout_s
+            self._controls_until_s = now_s + self.bounds.settings.body_timeout_s
         self._num_controls += 1
         if self._num_controls > MAX_CONTROLS:
             self._fail(CloseCode.POLICY_VIOLATION, f"more than {MAX_CONTROLS} pings and pongs")
@@ -342,12 +352,12 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         if not is_partial or self.read_paused:
             self._stop_clock()
         elif self._clock is None:
-            self._clock = self.loop.call_later(self.bounds.message_timeout_s, self._time_out)
+            self._clock = self.loop.call_later(self.bounds.settings.body_timeout_s, self._time_out)
 
     def _time_out(self) -> None:
         self._fail(
             CloseCode.POLICY_VIOLATION,
-            f"a message did not arrive within {self.bounds.message_timeout_s:g} s",
+            f"a message did not arrive within {self.bounds.settings.body_timeout_s:g} s",
         )
 
     def _stop_clock(self) -> None:

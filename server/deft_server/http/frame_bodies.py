@@ -5,11 +5,9 @@ files are `image`, and `camera.NAME` for each further camera, PNG or JPEG; texts
 the options by their names, and `state` as a JSON list.
 """
 
-import asyncio
 from collections.abc import Sequence
 from email.message import Message
 from functools import partial
-from importlib import import_module
 from io import BytesIO
 
 from python_multipart.exceptions import FormParserError
@@ -35,8 +33,7 @@ from deft_client.wire.messages import (
     has_pictures,
     read_request,
 )
-from deft_server.serving.bounds import MAX_CONTENT_TYPE_CHARS
-from deft_server.serving.decode_threads import DecodeThreads
+from deft_server.serving.bounds import MAX_CONTENT_TYPE_CHARS, DecodeThreads
 
 FORM = "multipart/form-data"
 _CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
@@ -110,39 +107,19 @@ def encode_answers(
     return json_codec.encode_answers(answers, ids, message_id), json_codec.CONTENT_TYPE
 
 
-class FrameDecoder:
-    """Decodes raw frames at once, all else on threads."""
+async def decode_frame(
+    threads: DecodeThreads, limits: WireLimits, content_type: str, body: bytes
+) -> ActMessage | ActMessages:
+    """Return the frame in a body, or the frames: raw ones at once, all else is read on threads.
 
-    def __init__(self, threads: DecodeThreads, limits: WireLimits) -> None:
-        self._threads = threads
-        self._limits = limits
-
-    async def decode(self, content_type: str, body: bytes) -> ActMessage | ActMessages:
-        """Return the frame in a body, or the frames.
-
-        Raises `WireError`, or `OverloadedError` if too many wait for a thread.
-        """
-        if content_type != msgpack_codec.CONTENT_TYPE:
-            decode = partial(decode_body, content_type, body, self._limits)
-            return await self._threads.run(decode)
-        entries = msgpack_codec.unpack(body, self._limits)
-        del body  # what is in it was copied, and may have to wait for long
-        read = partial(read_request, entries, Terms(self._limits))
-        return await self._threads.run(read) if has_pictures(entries) else read()
-
-    def start(self) -> None:
-        """Load the image library before the first picture needs it."""
-        loop = asyncio.get_running_loop()
-        self._loading = loop.create_task(self._threads.run(_load_image_library))
-
-    def stop(self) -> None:
-        """Let the threads end."""
-        self._threads.stop()
-
-
-def _load_image_library() -> None:
-    for name in ("PIL.PngImagePlugin", "PIL.JpegImagePlugin"):
-        import_module(name)
+    Raises `WireError`, or `OverloadedError` if too many wait for a thread.
+    """
+    if content_type != msgpack_codec.CONTENT_TYPE:
+        return await threads.run(partial(decode_body, content_type, body, limits))
+    entries = msgpack_codec.unpack(body, limits)
+    del body  # what is in it was copied, and may have to wait for long
+    read = partial(read_request, entries, Terms(limits))
+    return await threads.run(read) if has_pictures(entries) else read()
 
 
 CAMERA_PREFIX = "camera."

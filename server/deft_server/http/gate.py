@@ -52,14 +52,14 @@ class BoundedBody:
         if self._timer is None:
             self._cancellation = Cancellation()
             loop = asyncio.get_running_loop()
-            timeout_s = self._bounds.message_timeout_s
+            timeout_s = self._bounds.settings.body_timeout_s
             self._timer = loop.call_later(timeout_s, self._cancellation.cancel)
         try:
             message = await self._receive()
         except asyncio.CancelledError:
             if self._cancellation.was_ours():
                 raise BodyTooSlowError(
-                    f"the body did not arrive within {self._bounds.message_timeout_s:g} s"
+                    f"the body did not arrive within {self._bounds.settings.body_timeout_s:g} s"
                 ) from None
             raise
         self._take(len(message.get("body", b"")))
@@ -133,12 +133,12 @@ class Gate:
         started_s = time.perf_counter()
         most = self._max_body_bytes(scope["path"])
         body = BoundedBody(receive, self._bounds, most, _address_of(scope))
+        self._service.num_in_hand += 1
         try:
             self._admit(scope, headers)
             if scope["path"] in FRAME_PATHS:  # others may not exist, which is said of any body
                 _check_length(headers.get(b"content-length", b""), most)
-            with self._service.in_hand():
-                await self._app(scope, body, reply)
+            await self._app(scope, body, reply)
         except (CallerGoneError, ClientDisconnect):
             reply.status = 499  # nobody is left to be told
         except Exception as error:
@@ -147,6 +147,7 @@ class Gate:
             problem = describe(error, HTTPConnection(scope))
             await problem_response(problem)(scope, receive, reply)
         finally:
+            self._service.num_in_hand -= 1
             body.close()
             self._count(scope, reply.status, started_s)
 

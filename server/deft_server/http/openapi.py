@@ -5,7 +5,6 @@ bytes must be is added here, from the kinds that read them.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from deft_client.wire.fields import SENTENCE, Json, WireLimits
 from deft_client.wire.messages import (
@@ -36,57 +35,47 @@ _ERRORS = {
 _REFUSALS = ("400", "401", "403", "408", "413", "415", "422", "429", "500", "503")
 
 
-@dataclass(frozen=True)
-class _Operation:
-    path: str
-    method: str
-    answer: str | None  # the schema of a JSON answer; None where it is plain text
-    errors: tuple[str, ...] = _REFUSALS
-    body: Json | None = None
-    summary: str = ""  # where FastAPI does not know the route
-
-
 def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) -> None:
     """Add the bodies of our routes to a document that FastAPI made, and the plain routes to it."""
     _child(_child(document, "components"), "schemas").update(_schemas(limits))
-    reset_body = _body({"application/json": _reference("Reset")})
-    switch_body = _body({"application/json": _reference("RecordingSwitch")})
-    operations = [
-        _Operation("/v1/act", "post", "ActAnswer", tuple(_ERRORS), _act_body(), _ACT),
-        _Operation("/act", "post", "Anything", ("401", "413"), _legacy_body(), _LEGACY_ACT),
-        _Operation("/v1/reset", "post", "WasReset", body=reset_body),
-        _Operation("/v1/info", "get", "ServerInfo"),
-        _Operation("/v1/admin/reset_all", "post", "Ended"),
-        _Operation("/v1/admin/recording", "get", "RecordingStatus"),
-        _Operation("/v1/admin/recording", "post", "RecordingStatus", body=switch_body),
-        _Operation("/healthz", "get", None, ()),
-        _Operation("/readyz", "get", None, ("503",)),
-        _Operation("/metrics", "get", None, ("401",)),
-    ]
     paths = _child(document, "paths")
-    for operation in operations:
-        if operation.path not in paths and operation.path not in plain:
-            continue
-        _describe(_child(_child(paths, operation.path), operation.method), operation)
 
+    def describe(
+        path: str,
+        method: str,
+        answer: Json,
+        errors: Collection[str] = _REFUSALS,
+        body: Json | None = None,
+        summary: str = "",  # where FastAPI does not know the route
+    ) -> None:
+        if path not in paths and path not in plain:
+            return
+        described = _child(_child(paths, path), method)
+        if body is not None:
+            described["requestBody"] = body
+        if summary:
+            described["summary"] = summary
+        problem: Json = {"application/problem+json": {"schema": _reference("Problem")}}
+        responses: Json = {"200": {"description": "done", "content": answer}}
+        for status in errors:
+            responses[status] = {"description": _ERRORS[status], "content": problem}
+        described["responses"] = responses
 
-def _describe(described: Json, operation: _Operation) -> None:
-    if operation.body is not None:
-        described["requestBody"] = operation.body
-    if operation.summary:
-        described["summary"] = operation.summary
-    content: Json = {"text/plain": {"schema": _TEXT}}
-    if operation.answer is not None:
-        content = {"application/json": {"schema": _reference(operation.answer)}}
-    if operation.answer == "ActAnswer":
-        either = {"anyOf": [_reference("ActAnswer"), _reference("ActAnswers")]}
-        content = {"application/json": {"schema": either}}
-        content["application/msgpack"] = {"schema": _BINARY}
-    problem: Json = {"application/problem+json": {"schema": _reference("Problem")}}
-    responses: Json = {"200": {"description": "done", "content": content}}
-    for status in operation.errors:
-        responses[status] = {"description": _ERRORS[status], "content": problem}
-    described["responses"] = responses
+    text = _content({"text/plain": _TEXT})
+    either = {"anyOf": [_reference("ActAnswer"), _reference("ActAnswers")]}
+    answers = _content({"application/json": either, "application/msgpack": _BINARY})
+    status, switch = _json("RecordingStatus"), _body(_json("RecordingSwitch"))
+    describe("/v1/act", "post", answers, _ERRORS, _act_body(), _ACT)
+    legacy = _body(_json("LegacyAct"))
+    describe("/act", "post", _json("Anything"), ("401", "413"), legacy, _LEGACY_ACT)
+    describe("/v1/reset", "post", _json("WasReset"), body=_body(_json("Reset")))
+    describe("/v1/info", "get", _json("ServerInfo"))
+    describe("/v1/admin/reset_all", "post", _json("Ended"))
+    describe("/v1/admin/recording", "get", status)
+    describe("/v1/admin/recording", "post", status, body=switch)
+    describe("/healthz", "get", text, ())
+    describe("/readyz", "get", text, ("503",))
+    describe("/metrics", "get", text, ("401",))
 
 
 _ACT = "Answer one observation, or several, with the actions that follow."
@@ -97,26 +86,28 @@ _COUNT: Json = {"type": "integer"}
 
 
 def _act_body() -> Json:
-    body = _body(
+    content = _content(
         {
             "application/json": {"anyOf": [_reference("ActRequest"), _reference("ActRequests")]},
             "multipart/form-data": _reference("ActForm"),
             "application/msgpack": _BINARY,
         }
     )
-    content = _child(body, "content")
     form = _child(content, "multipart/form-data")
     form["encoding"] = {"image": {"contentType": "image/png, image/jpeg"}}
-    return body
+    return _body(content)
 
 
-def _legacy_body() -> Json:
-    return _body({"application/json": _reference("LegacyAct")})
-
-
-def _body(schemas: dict[str, Json]) -> Json:
-    content = {media_type: {"schema": schema} for media_type, schema in schemas.items()}
+def _body(content: Json) -> Json:
     return {"required": True, "content": content}
+
+
+def _json(schema: str) -> Json:
+    return _content({"application/json": _reference(schema)})
+
+
+def _content(schemas: dict[str, Json]) -> Json:
+    return {media_type: {"schema": schema} for media_type, schema in schemas.items()}
 
 
 def _schemas(limits: WireLimits) -> Json:

@@ -7,8 +7,10 @@ stream are plain ASGI, because every frame comes one of these ways.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
@@ -25,7 +27,7 @@ from deft_client.wire.msgpack_codec import CONTENT_TYPE as MSGPACK_CONTENT_TYPE
 from deft_server.errors import CallerGoneError
 from deft_server.http.cancelling import CallerWatch
 from deft_server.http.frame_bodies import (
-    FrameDecoder,
+    decode_frame,
     encode_answer,
     encode_answers,
     read_body,
@@ -80,8 +82,9 @@ def build_health_router(service: Service) -> APIRouter:
     return router
 
 
-def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
+def build_act_route(service: Service) -> PlainRoute:
     """Return the route of `POST /v1/act`."""
+    limits = service.settings.wire_limits
 
     async def act(request: Request) -> Response:
         """Answer one observation, or several, with the actions that follow."""
@@ -94,7 +97,7 @@ def build_act_route(service: Service, decoder: FrameDecoder) -> PlainRoute:
 
         async def answer() -> tuple[bytes, str]:
             await service.admit(caller)
-            asked = await decoder.decode(content_type, received.pop())
+            asked = await decode_frame(service.threads, limits, content_type, received.pop())
             return await _answered(service, asked, request, arrived_s, as_msgpack)
 
         content, media_type = await CallerWatch(request.receive).run(answer())
@@ -163,49 +166,112 @@ def build_router(
 
 
 STREAM_PATH = "/v1/stream"
+_CLOSE_REASON = "Internal server error. Details in the previous frame."
 
 
-def build_stream_route(service: Service, decoder: FrameDecoder) -> WebSocketRoute:
+def build_stream_route(service: Service) -> WebSocketRoute:
     """Return the route around a service."""
-    return WebSocketRoute(STREAM_PATH, _Stream(service, decoder))
+    return WebSocketRoute(STREAM_PATH, partial(_Stream, service))
 
 
-class _Stream:
-    """The route, as an ASGI application: called once per connection."""
+class RobotSocket:
+    """A robot's WebSocket: messages in and answers out, strictly alternating, until it leaves.
 
-    def __init__(self, service: Service, decoder: FrameDecoder) -> None:
-        self._service = service
-        self._decoder = decoder
+    Made and awaited once per connection, as routes do with a class. What is answered, and how an
+    error is told, is each protocol's own.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer frames until the robot leaves."""
-        await receive()  # websocket.connect
-        await send({"type": "websocket.accept"})
-        watch = CallerWatch(receive)
+    where = "frame"  # what a message is called in errors
+    survives_errors = True
+
+    def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+        self.service = service
+        self.limits = service.settings.wire_limits
+        self.connection = HTTPConnection(scope)
+        self.caller = caller_of(scope)
+        self._receive = receive
+        self._send = send
+
+    async def greeting(self) -> bytes | None:
+        """Return what is said first, if anything is; where it raises, the connection ends."""
+        return None
+
+    async def answer(self, data: bytes, arrived_s: float) -> bytes | None:
+        """Return the answer to a message, if it has one."""
+        raise NotImplementedError
+
+    async def tell(self, problem: Problem) -> None:
+        """Say what went wrong with a message."""
+        raise NotImplementedError
+
+    def end_episode(self) -> None:
+        """Forget what is known of the robot; called when the connection ends, too."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Serve the connection."""
+        return self._serve().__await__()
+
+    async def _serve(self) -> None:
+        await self._receive()  # websocket.connect
+        await self._send({"type": "websocket.accept"})
+        watch = CallerWatch(self._receive)
         try:
-            while (message := await watch.next_message())["type"] != "websocket.disconnect":
-                with self._service.in_hand():
-                    await send(await self._answer(message, watch, scope))
-        except (CallerGoneError, OSError):  # OSError: the robot left while we sent
-            return
-
-    async def _answer(self, message: Message, watch: CallerWatch, scope: Scope) -> Message:
-        """Return the message to send back."""
-        try:
-            answer = await watch.run(self._act(message, HTTPConnection(scope)))
-            return {"type": "websocket.send", "bytes": answer}
+            goes_on = await self._exchange(self.greeting())
+            while goes_on:
+                message = await watch.next_message()
+                if message["type"] == "websocket.disconnect":
+                    return
+                self.service.num_in_hand += 1
+                try:
+                    is_answered = await self._exchange(watch.run(self._answer(message)))
+                finally:
+                    self.service.num_in_hand -= 1
+                goes_on = is_answered or self.survives_errors
+            await self.send({"type": "websocket.close", "code": 1011, "reason": _CLOSE_REASON})
         except CallerGoneError:
-            raise
-        except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
-            problem = encode_problem(describe(error, HTTPConnection(scope)))
-            return {"type": "websocket.send", "text": problem.decode()}
+            return
+        finally:
+            self.end_episode()
 
-    async def _act(self, message: Message, connection: HTTPConnection) -> bytes:
+    async def _answer(self, message: Message) -> bytes | None:
         arrived_s = time.monotonic()
         data = message.get("bytes")
         if data is None:
-            raise MalformedMessageError("body", "send binary frames, got text")
-        await self._service.admit(caller_of(connection.scope))
-        asked = await self._decoder.decode(MSGPACK_CONTENT_TYPE, data)
-        answer, _ = await _answered(self._service, asked, connection, arrived_s, as_msgpack=True)
+            raise MalformedMessageError(self.where, "send binary frames, got text")
+        return await self.answer(data, arrived_s)
+
+    async def _exchange(self, answering: Awaitable[bytes | None]) -> bool:
+        """Send an answer, or say why there is none; return whether there was one."""
+        try:
+            answer = await answering
+        except CallerGoneError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
+            await self.tell(describe(error, self.connection))
+            return False
+        if answer is not None:
+            await self.send({"type": "websocket.send", "bytes": answer})
+        return True
+
+    async def send(self, message: Message) -> None:
+        """Send a message, or raise `CallerGoneError`."""
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise CallerGoneError("the caller left while we sent") from error
+
+
+class _Stream(RobotSocket):
+    """Our own protocol: the messages of `POST /v1/act`."""
+
+    where = "body"
+
+    async def answer(self, data: bytes, arrived_s: float) -> bytes:
+        await self.service.admit(self.caller)
+        threads = self.service.threads
+        asked = await decode_frame(threads, self.limits, MSGPACK_CONTENT_TYPE, data)
+        answer, _ = await _answered(self.service, asked, self.connection, arrived_s, True)
         return answer
+
+    async def tell(self, problem: Problem) -> None:
+        await self.send({"type": "websocket.send", "text": encode_problem(problem).decode()})

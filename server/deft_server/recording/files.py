@@ -10,7 +10,7 @@ import shutil
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from io import FileIO
 from pathlib import Path
@@ -46,12 +46,8 @@ class RecordingRules:
     max_open_files: int = 64
 
 
-@dataclass(frozen=True)
-class RecordedSession:
-    """Whose episode it is. Frames without a session of one caller count as one episode."""
-
-    caller: str
-    session_id: str
+# Whose episode it is: caller and session. Frames of a caller without one count as one episode.
+SessionKey = tuple[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +57,7 @@ class TimedStep:
     The step's index is that of its session; in the file it becomes that of the episode.
     """
 
-    key: RecordedSession
+    key: SessionKey
     step: RecordedStep
     wall_s: float
     monotonic_s: float
@@ -81,14 +77,6 @@ class _OpenEpisode:
     num_bytes: int = 0
 
 
-@dataclass
-class Written:
-    """What has been written since the start."""
-
-    steps: int = 0
-    bytes: int = 0
-
-
 def open_new(path: Path) -> FileIO:
     """Open a file that must not exist yet, unbuffered: what is written survives a kill."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,8 +90,9 @@ class EpisodeFiles:
     rules: RecordingRules
     info: ServerInfo | None = None
     open_file: Callable[[Path], FileIO] = open_new
-    written: Written = field(default_factory=Written)
-    _open: OrderedDict[RecordedSession, _OpenEpisode] = field(default_factory=OrderedDict)
+    num_steps: int = 0  # written since the start
+    num_bytes: int = 0
+    _open: OrderedDict[SessionKey, _OpenEpisode] = field(default_factory=OrderedDict)
     _total_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -128,20 +117,15 @@ class EpisodeFiles:
             self._finish(timed.key, "continued")
             episode = self._begin(timed, part=episode.header.part + 1, before=episode)
         self._open.move_to_end(timed.key)
-        step = RecordedStep(
-            index=episode.num_steps,
-            at_s=timed.monotonic_s - episode.started_s,
-            observation=timed.step.observation,
-            options=timed.step.options,
-            chunk=timed.step.chunk,
-        )
+        at_s = timed.monotonic_s - episode.started_s
+        step = replace(timed.step, index=episode.num_steps, at_s=at_s)
         self._append(episode, encode_step(step, self.rules.encoding))
         episode.num_steps += 1
-        self.written.steps += 1
-        if self.written.steps % _CHECK_DISK_EVERY == 0:
+        self.num_steps += 1
+        if self.num_steps % _CHECK_DISK_EVERY == 0:
             self._make_room()
 
-    def end(self, key: RecordedSession, reason: str) -> None:
+    def end(self, key: SessionKey, reason: str) -> None:
         """Close an episode, if it has a file."""
         if key in self._open:
             self._finish(key, reason)
@@ -161,15 +145,18 @@ class EpisodeFiles:
         self._make_room()
         while len(self._open) >= self.rules.max_open_files:
             self._finish(next(iter(self._open)), "idle")
+        caller, session_id = timed.key
         header = EpisodeHeader(
-            session_id=timed.key.session_id,
+            session_id=session_id,
             started_at=timed.wall_s,
             policy="" if self.info is None else self.info.policy,
-            caller=timed.key.caller,
+            caller=caller,
             part=part,
             details={} if self.info is None else _details(self.info),
         )
-        path, file = self._create(header)
+        self._number += 1
+        path = self.rules.directory / _file_name(header, self._number)
+        file = self.open_file(path)
         started_s = timed.monotonic_s if before is None else before.started_s
         num_steps = 0 if before is None else before.num_steps
         episode = _OpenEpisode(file, path, header, started_s, num_steps)
@@ -182,19 +169,14 @@ class EpisodeFiles:
         self._open[timed.key] = episode
         return episode
 
-    def _create(self, header: EpisodeHeader) -> tuple[Path, FileIO]:
-        self._number += 1
-        path = self.rules.directory / _file_name(header, self._number)
-        return path, self.open_file(path)
-
     def _append(self, episode: _OpenEpisode, record: bytes) -> None:
         """Write a record whole or not at all."""
         append_whole(episode.file, record)
         episode.num_bytes += len(record)
         self._total_bytes += len(record)
-        self.written.bytes += len(record)
+        self.num_bytes += len(record)
 
-    def _finish(self, key: RecordedSession, reason: str) -> None:
+    def _finish(self, key: SessionKey, reason: str) -> None:
         episode = self._open.pop(key)
         with episode.file:
             self._append(episode, encode_end(reason))
@@ -260,7 +242,7 @@ def _num_bytes(path: Path) -> int:
 
 def _starts_anew(timed: TimedStep) -> bool:
     """Is this the first frame of a session that the server had forgotten meanwhile?"""
-    return timed.step.index == 0 and timed.key.session_id != ""
+    return timed.step.index == 0 and timed.key[1] != ""
 
 
 def _details(info: ServerInfo) -> dict[str, str]:

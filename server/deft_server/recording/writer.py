@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from queue import Full, Queue
 from threading import Lock, Thread
 
@@ -25,35 +26,19 @@ from deft_server.errors import NotReadyError
 from deft_server.http.gate import ADMIN_PREFIX
 from deft_server.recording.files import (
     EpisodeFiles,
-    RecordedSession,
     RecordingRules,
+    SessionKey,
     TimedStep,
     locked,
 )
-from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
-from deft_server.serving.service import Service
+from deft_server.serving.service import Event, EventBus, FinishedAction, Service, SessionEnded
 from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # steps between the event loop and the disk
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # of their decoded pictures
-_Job = TimedStep | RecordedSession | None
-
-
-class RecordingMetrics:
-    """What Prometheus sees of a recording."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.is_on = Gauge("deft_recording", "1 while frames are recorded", registry=registry)
-        self.steps = Counter("deft_recorded_steps", "Steps written to disk", registry=registry)
-        self.bytes = Counter("deft_recorded_bytes", "Bytes written to disk", registry=registry)
-        self.dropped = Counter(
-            "deft_recording_dropped_steps", "Steps the disk was too slow for", registry=registry
-        )
-        self.stops = Counter(
-            "deft_recording_stops", "Times the recording stopped", ("reason",), registry=registry
-        )
+_Job = TimedStep | SessionKey
 
 
 @dataclass(frozen=True)
@@ -76,20 +61,26 @@ class SessionRecording:
         self,
         rules: RecordingRules,
         events: EventBus,
-        metrics: RecordingMetrics,
+        registry: CollectorRegistry,
         info: Callable[[], ServerInfo] | None = None,
     ) -> None:
         self._rules = rules
         self._events = events
-        self._metrics = metrics
         self._info = info
         self._files: EpisodeFiles | None = None
-        self._queue: Queue[_Job] = Queue(_MAX_WAITING)
+        self._queue: Queue[_Job | None] = Queue(_MAX_WAITING)
         self._thread: Thread | None = None
         self._stop_listening: Callable[[], None] = lambda: None
         self._reason = "never started"
         self._lock = Lock()
         self._waiting_bytes = 0  # under the lock
+        counter = partial(Counter, registry=registry)
+        gauge = Gauge("deft_recording", "1 while frames are recorded", registry=registry)
+        gauge.set_function(lambda: self._is_on)
+        self._steps = counter("deft_recorded_steps", "Steps written to disk")
+        self._bytes = counter("deft_recorded_bytes", "Bytes written to disk")
+        self._dropped = counter("deft_recording_dropped_steps", "Steps the disk was too slow for")
+        self._stops = counter("deft_recording_stops", "Times the recording stopped", ("reason",))
 
     @property
     def status(self) -> RecordingStatus:
@@ -98,8 +89,8 @@ class SessionRecording:
         return RecordingStatus(
             is_on=self._is_on,
             reason="" if self._is_on else self._reason,
-            steps=files.written.steps if files else 0,
-            bytes_written=files.written.bytes if files else 0,
+            steps=files.num_steps if files else 0,
+            bytes_written=files.num_bytes if files else 0,
             bytes_kept=files.total_bytes if files else 0,
         )
 
@@ -120,7 +111,6 @@ class SessionRecording:
             target=self._write_all, args=(files, queue), name="recording", daemon=True
         )
         self._thread.start()
-        self._metrics.is_on.set(1)
         self._stop_listening = self._events.listen(self._note)
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -137,7 +127,6 @@ class SessionRecording:
         if thread.is_alive():
             self._thread = None
             self._reason = f"the disk did not take what waited within {timeout_s:g} s"
-            self._metrics.is_on.set(0)
             logger.error("recording stopped: %s", self._reason)
 
     def _note(self, event: Event) -> None:
@@ -154,11 +143,11 @@ class SessionRecording:
                 raise Full
             self._queue.put_nowait(job)
         except Full:
-            self._metrics.dropped.inc()
+            self._dropped.inc()
             if fits:
                 self._release(num_bytes)
 
-    def _write_all(self, files: EpisodeFiles, queue: Queue[_Job]) -> None:
+    def _write_all(self, files: EpisodeFiles, queue: Queue[_Job | None]) -> None:
         reason = "switched off"
         try:
             while (job := queue.get()) is not None:
@@ -177,8 +166,7 @@ class SessionRecording:
             files.close(reason)
             if files is self._files and self._thread is not None:  # and was not left behind
                 self._reason = reason
-                self._metrics.is_on.set(0)
-            self._metrics.stops.labels(reason.partition(" failed")[0]).inc()
+            self._stops.labels(reason.partition(" failed")[0]).inc()
 
     def _release(self, num_bytes: int) -> None:
         with self._lock:
@@ -190,31 +178,31 @@ class SessionRecording:
         except NotReadyError:
             return None  # stopping; the episode is recorded without
 
-    def _write(self, files: EpisodeFiles, job: TimedStep | RecordedSession) -> None:
-        if isinstance(job, RecordedSession):
+    def _write(self, files: EpisodeFiles, job: _Job) -> None:
+        if isinstance(job, tuple):
             files.end(job, "reset")
             return
-        before = files.written.bytes
+        before = files.num_bytes
         files.write(job)
-        self._metrics.steps.inc()
-        self._metrics.bytes.inc(files.written.bytes - before)
+        self._steps.inc()
+        self._bytes.inc(files.num_bytes - before)
 
 
-def _num_bytes(job: TimedStep | RecordedSession) -> int:
+def _num_bytes(job: _Job) -> int:
     """Return what a job holds in memory, but for small change."""
-    if isinstance(job, RecordedSession):
+    if isinstance(job, tuple):
         return 0
     seen = job.step.observation
     return sum(one.nbytes for one in (seen.image, *seen.cameras.values()))
 
 
-def _job_of(event: Event) -> TimedStep | RecordedSession | None:
+def _job_of(event: Event) -> _Job | None:
     if isinstance(event, SessionEnded):
-        return RecordedSession(event.caller, event.session_id)
+        return event.caller, event.session_id
     if not isinstance(event, FinishedAction) or event.chunk is None:
         return None
     step = RecordedStep(event.step, 0.0, event.observation, event.options, event.chunk)
-    key = RecordedSession(event.caller, event.session_id or "")
+    key = event.caller, event.session_id or ""
     return TimedStep(key, step, time.time(), time.monotonic())
 
 
@@ -233,8 +221,8 @@ def build_recording(service: Service) -> SessionRecording | None:
         locked(settings.record).close()
     except OSError as error:
         raise SettingsError(f"cannot record to {settings.record}: {error}") from error
-    metrics = RecordingMetrics(service.metrics.registry)
-    return SessionRecording(rules, service.events, metrics, lambda: service.last_info)
+    registry = service.metrics.registry
+    return SessionRecording(rules, service.events, registry, lambda: service.last_info)
 
 
 def build_recording_router(recording: SessionRecording | None) -> APIRouter:

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from deft_policies.base import ActRequest
@@ -18,7 +17,7 @@ from deft_server.errors import NotReadyError
 from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
 from deft_server.replicas.remote import Backlogs, FrontState, Replica, ReplicaAnswer
 from deft_server.serving.hosting import HostedPolicy, LoadPolicy
-from deft_server.settings import SettingsError
+from deft_server.settings import Settings, SettingsError
 
 APPLICATION = "deft"
 DEPLOYMENT = "PolicyReplica"
@@ -93,50 +92,37 @@ def replicas_wanted(context: Any) -> tuple[int, dict[str, object]]:
     return math.ceil((busy + waiting) / BUSY_SHARE), {}
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """What to start, and with how much of a machine for each replica."""
-
-    load: LoadPolicy
-    version: str
-    num_replicas: int
-    most_replicas: int | None = None  # as many as this while frames wait
-    cpus: float = 1.0
-    gpus: float = 0.0
-    hang_after_s: float = 60.0
-    max_batch: int = 8  # that a replica takes at a time
-    surge: bool = False  # in an update a replica stops when its successor runs, not before
-
-
-def build_application(deployment: Deployment) -> Any:
+def build_application(load: LoadPolicy, version: str, settings: Settings) -> Any:
     """Return the Serve application; `serve.run` and Serve's own configuration take it."""
     from ray import serve
 
-    size: dict[str, object] = {"num_replicas": deployment.num_replicas}
-    if deployment.most_replicas is not None:
-        size = {"autoscaling_config": scaling(deployment.num_replicas, deployment.most_replicas)}
+    least = settings.replicas or 1
+    size: dict[str, object] = {"num_replicas": least}
+    if settings.most_replicas is not None:
+        size = {"autoscaling_config": scaling(least, settings.most_replicas)}
     options = serve.deployment(
         name=DEPLOYMENT,
         **size,
-        max_ongoing_requests=deployment.max_batch,
-        max_surge_percent=int(deployment.surge),  # rounded up: one replica more
+        max_ongoing_requests=settings.max_batch,
+        max_surge_percent=int(settings.replica_surge),  # rounded up: one replica more
         health_check_period_s=HEALTH_EVERY_S,
-        ray_actor_options={"num_cpus": deployment.cpus, "num_gpus": deployment.gpus},
+        ray_actor_options={
+            "num_cpus": settings.replica_cpus,
+            "num_gpus": settings.replica_gpus,
+        },
     )
-    return options(PolicyReplica).bind(
-        deployment.load, deployment.version, deployment.hang_after_s, deployment.max_batch
-    )
+    return options(PolicyReplica).bind(load, version, settings.hang_after_s, settings.max_batch)
 
 
-@dataclass(eq=False)
 class RayCluster:
-    """A `Cluster`: replicas that were there already, or those of `deployment`."""
+    """A `Cluster`: replicas that were there already, or so many of a policy as the settings say."""
 
-    address: str | None
-    deployment: Deployment | None
-    hang_after_s: float = 60.0
-    _handle: Any = None
-    _errors: tuple[type[Exception], ...] = field(default=())
+    def __init__(self, settings: Settings, load: LoadPolicy, version: str) -> None:
+        self._settings = settings
+        self._load = load
+        self._version = version
+        self._handle: Any = None
+        self._errors: tuple[type[Exception], ...] = ()
 
     def connect(self) -> None:
         """Reach the cluster, or start one here, and have the replicas run."""
@@ -145,7 +131,7 @@ class RayCluster:
         try:
             self._start(ray, serve)
         except (ConnectionError, RuntimeError, ValueError, *self._errors) as error:
-            where = self.address or "this machine"
+            where = self._settings.ray or "this machine"
             raise SettingsError(f"no replicas on {where}: {_reason(error)}") from error
 
     async def look(self) -> tuple[str, HostedPolicy]:
@@ -159,10 +145,11 @@ class RayCluster:
     async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
         """Have a replica that has a place answer."""
         response = self._handle.answer.remote(request, state)
+        hang_after_s = self._settings.hang_after_s
         try:
-            answer: ReplicaAnswer = await asyncio.wait_for(response, self.hang_after_s)
+            answer: ReplicaAnswer = await asyncio.wait_for(response, hang_after_s)
         except asyncio.TimeoutError as error:
-            raise ReplicaHangsError(f"no answer within {self.hang_after_s:g} s") from error
+            raise ReplicaHangsError(f"no answer within {hang_after_s:g} s") from error
         except self._errors as error:
             raise ReplicaLostError(_first_line(error)) from error
         return answer
@@ -180,25 +167,24 @@ class RayCluster:
         import_ray()[0].shutdown()
 
     def _start(self, ray: Any, serve: Any) -> None:
-        cpus = None
-        if self.address is None and self.deployment is not None:
-            most = self.deployment.most_replicas or self.deployment.num_replicas
-            wanted = most * self.deployment.cpus
-            cpus = max(os.cpu_count() or 1, int(wanted + 1))
+        settings, cpus = self._settings, None
+        most = settings.most_replicas or settings.replicas
+        if settings.ray is None and most is not None:
+            cpus = max(os.cpu_count() or 1, int(most * settings.replica_cpus + 1))
         if not ray.is_initialized():
             ray.init(
-                address=self.address or "local",
+                address=settings.ray or "local",
                 num_cpus=cpus,
-                include_dashboard=None if self.address else False,
+                include_dashboard=None if settings.ray else False,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
                 configure_logging=False,
             )
         serve.start(proxy_location="Disabled")
-        if self.deployment is None:
+        if settings.replicas is None:
             self._handle = serve.get_app_handle(APPLICATION)
         else:
-            application = build_application(self.deployment)
+            application = build_application(self._load, self._version, settings)
             self._handle = serve.run(application, name=APPLICATION, route_prefix=None)
 
 
@@ -239,6 +225,5 @@ def application(arguments: Mapping[str, str]) -> Any:
     given = dict(arguments)
     version = given.pop("version", "")
     command = policy_of_flags(given)
-    return build_application(
-        Deployment(command.load, f"{version} {sorted(given.items())}".strip(), 1)
-    )
+    version = f"{version} {sorted(given.items())}".strip()
+    return build_application(command.load, version, Settings())

@@ -75,16 +75,8 @@ class KeyFileError(Exception):
     """The file of API keys cannot be used; the message says why."""
 
 
-@dataclass(frozen=True)
-class KeyEntry:
-    """One caller of the key file."""
-
-    caller: Caller
-    digest: bytes  # SHA-256 of the key
-
-
-def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """Read a key file, or raise `KeyFileError`."""
+def read_keys(path: Path) -> tuple[tuple[bytes, Caller], ...]:
+    """Return the SHA-256 of every key in a file and its caller, or raise `KeyFileError`."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -94,7 +86,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
     return tuple(_entry(name, row, path) for name, row in table.items())
 
 
-def _entry(name: str, row: object, path: Path) -> KeyEntry:
+def _entry(name: str, row: object, path: Path) -> tuple[bytes, Caller]:
     if not isinstance(row, dict):
         raise KeyFileError(f"{path}: [{name}] must be a table")
     unknown = set(row) - {"key", "sha256", "rate_per_s", "burst", "admin"}
@@ -111,7 +103,7 @@ def _entry(name: str, row: object, path: Path) -> KeyEntry:
         rate_per_s=_number(row, "rate_per_s", name, path),
         burst=_number(row, "burst", name, path),
     )
-    return KeyEntry(caller, digest)
+    return digest, caller
 
 
 def _number(row: Mapping[str, object], entry: str, name: str, path: Path) -> float | None:
@@ -173,7 +165,7 @@ class Access:
         self._origins = frozenset(origins)
         self._hosts = ("localhost", "*.localhost", *(one.lower() for one in hosts))
         self._buckets: OrderedDict[tuple[str, str, float], TokenBucket] = OrderedDict()
-        self._entries: tuple[KeyEntry, ...] = ()
+        self._entries: tuple[tuple[bytes, Caller], ...] = ()
         self._checked_s = 0.0
         self._stamp: tuple[int, int, int] | None = None
         if keys_file is not None:
@@ -194,9 +186,9 @@ class Access:
             raise MissingKeyError("send your API key as `Authorization: Bearer KEY`")
         digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
         found = None
-        for entry in self._entries:  # all of them, so that the time taken tells nothing
-            if hmac.compare_digest(entry.digest, digest):
-                found = entry.caller
+        for known, caller in self._entries:  # all of them, so that the time taken tells nothing
+            if hmac.compare_digest(known, digest):
+                found = caller
         if found is None:
             raise MissingKeyError("this API key is not known here")
         return found
@@ -237,8 +229,7 @@ class Access:
         if self._path is None:
             return caller
         self._reload_if_changed(self._path)
-        for entry in self._entries:
-            known = entry.caller
+        for _, known in self._entries:
             if (known.name, known.fingerprint) == (caller.name, caller.fingerprint):
                 return known  # with the rates that the file gives now
         raise MissingKeyError("this API key is not known here any more")

@@ -1,11 +1,18 @@
-"""What all connections of a server share: how many there may be, and how many bytes they hold.
+"""What all connections of a server share, and how much of it there is: how many of them may be
+open, the bytes they hold, and threads for what would hold the event loop up.
 
-Pure counting: knows nothing of sockets or messages.
+Knows nothing of sockets or messages.
 """
 
+import asyncio
 import ipaddress
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TypeVar
 
 from deft_server.errors import OverloadedError
 from deft_server.settings import Settings
@@ -17,6 +24,12 @@ MAX_PIPELINED = 16  # requests that arrive before the one in hand is answered
 SMALL_BODY_BYTES = 2048  # of requests that are not frames: a name, at most, however escaped
 MAX_CONTENT_TYPE_CHARS = 256  # with the longest boundary there may be
 BUSY_FOR_S = 1.0
+NUM_THREADS = 2
+MAX_PENDING = 64  # that are on a thread or wait for one
+DECODING_FOR_S = 0.1
+STOP_PINGS = "deft.stop_pings"  # the extension by which an app has no more keep-alive pings sent
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False)
@@ -49,51 +62,78 @@ class HeldBytes:
             del self.by_address[address]
 
 
-@dataclass(eq=False)
-class ConnectionCounts:
-    """How many connections are open, in all and from every address."""
+class DecodeThreads:
+    """Runs what would hold the event loop up on a few threads, in the order in which it comes."""
 
-    most: int
-    most_per_address: int
-    proxies: tuple[str, ...] = ()  # addresses that stand for many callers
-    total: int = 0
-    by_address: Counter[str] = field(default_factory=Counter)
+    def __init__(self, num_threads: int = NUM_THREADS, max_pending: int = MAX_PENDING) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
+        self._max_pending = max_pending
+        self._num_pending = 0
+
+    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+        """Return what `work` returns; raise `OverloadedError` where too much of it waits.
+
+        Cancelling gives up the place; work that has begun counts until it ends.
+        """
+        if self._num_pending >= self._max_pending:
+            raise OverloadedError("too many pictures wait to be decoded", DECODING_FOR_S)
+        self._num_pending += 1
+        loop = asyncio.get_running_loop()
+
+        def ended(_: "Future[ResultT]") -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody counts any more
+                loop.call_soon_threadsafe(self._leave)
+
+        submitted = self._threads.submit(work)
+        submitted.add_done_callback(ended)
+        return await asyncio.wrap_future(submitted)
+
+    def start(self) -> None:
+        """Load the image library before the first picture needs it."""
+        for name in ("PIL.PngImagePlugin", "PIL.JpegImagePlugin"):
+            self._threads.submit(import_module, name)
+
+    def stop(self) -> None:
+        """Let the threads end; may be called on any of them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _leave(self) -> None:
+        self._num_pending -= 1
+
+
+class ConnectionBounds:
+    """The bounds of every connection, how many are open, and what they hold together."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.held = HeldBytes(settings.max_total_bytes)
+        self.num_open = 0  # connections
+        self._open: Counter[str] = Counter()  # of each address
+        self._most = settings.max_connections + SPARE_CONNECTIONS
+        self._proxies = [ipaddress.ip_network(one) for one in settings.trusted_proxies]
 
     def enter(self, address: str) -> bool:
         """Count one more connection, or return False: there are enough."""
-        if self.total >= self.most + SPARE_CONNECTIONS:
+        if self.num_open >= self._most:
             return False
-        if self.by_address[address] >= self.most_per_address and not self._is_proxy(address):
+        most = self.settings.max_connections_per_address
+        if self._open[address] >= most and not self._is_proxy(address):
             return False
-        self.total += 1
-        self.by_address[address] += 1
+        self.num_open += 1
+        self._open[address] += 1
         return True
 
     def leave(self, address: str) -> None:
         """Count one connection less."""
-        self.total -= 1
-        self.by_address[address] -= 1
-        if not self.by_address[address]:
-            del self.by_address[address]
+        self.num_open -= 1
+        self._open[address] -= 1
+        if not self._open[address]:
+            del self._open[address]
 
     def _is_proxy(self, address: str) -> bool:
+        """Whether an address stands for many callers."""
         try:
             ip = ipaddress.ip_address(address)
         except ValueError:
             return False
-        return any(ip in ipaddress.ip_network(one) for one in self.proxies)
-
-
-class ConnectionBounds:
-    """The bounds of every single connection, and the counts that all of them share."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.max_header_bytes = settings.max_header_bytes
-        self.header_timeout_s = settings.header_timeout_s
-        self.message_timeout_s = settings.body_timeout_s
-        self.held = HeldBytes(settings.max_total_bytes)
-        self.connections = ConnectionCounts(
-            settings.max_connections,
-            settings.max_connections_per_address,
-            settings.trusted_proxies,
-        )
+        return any(ip in one for one in self._proxies)

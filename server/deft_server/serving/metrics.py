@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 
 from prometheus_client import (
@@ -41,11 +42,13 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
         self._children: dict[tuple[object, ...], Counter] = {}
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
-        self.requests = Counter(
-            "deft_requests", "Requests by route and status", ("route", "status"), registry=registry
+        self.requests = counter(
+            "deft_requests", "Requests by route and status", ("route", "status")
         )
         self.act_seconds = self._histogram(
             "deft_act_seconds", "Seconds from a frame's last byte to its answer", _SECONDS
@@ -58,51 +61,32 @@ class Metrics:
         )
         self.batch_size = self._histogram("deft_batch_size", "Frames in a batch", _SIZES)
         self.passes = self._histogram("deft_passes", "Target passes per action", _PASSES)
-        self.max_batch = Gauge(
-            "deft_max_batch", "Most frames in a batch, as memory allows now", registry=registry
-        )
-        self.replicas = Gauge("deft_replicas", "Replicas that take batches", registry=registry)
-        self.replica_batches = Counter(
-            "deft_replica_batches", "Batches by replica", ("replica",), registry=registry
-        )
-        self.replica_seconds = Counter(
+        self.max_batch = gauge("deft_max_batch", "Most frames in a batch, as memory allows now")
+        self.replicas = gauge("deft_replicas", "Replicas that take batches")
+        self.replica_batches = counter("deft_replica_batches", "Batches by replica", ("replica",))
+        self.replica_seconds = counter(
             "deft_replica_seconds",
             "Seconds a replica had a batch, with the way there and back",
             ("replica",),
-            registry=registry,
         )
-        self.stage_seconds = Counter(
-            "deft_stage_seconds", "Seconds of policy time by stage", ("stage",), registry=registry
+        self.stage_seconds = counter(
+            "deft_stage_seconds", "Seconds of policy time by stage", ("stage",)
         )
-        self.accepted = Counter(
-            "deft_accepted_tokens", "Drafted tokens that were accepted", registry=registry
+        self.accepted = counter("deft_accepted_tokens", "Drafted tokens that were accepted")
+        self.relaxed = counter(
+            "deft_relaxed_tokens", "Executed tokens that differ from the target's own choice"
         )
-        self.relaxed = Counter(
-            "deft_relaxed_tokens",
-            "Executed tokens that differ from the target's own choice",
-            registry=registry,
+        self.unanswered = counter("deft_unanswered_frames", "Frames not answered", ("reason",))
+        self.unsafe = counter("deft_unsafe_answers", "Answers withheld: not finite or out of range")
+        self.interventions = counter("deft_interventions", "Answers changed for safety", ("kind",))
+        self.policy_failures = counter(
+            "deft_policy_failures", "Calls of the policy that failed", ("kind",)
         )
-        self.unanswered = Counter(
-            "deft_unanswered_frames", "Frames not answered", ("reason",), registry=registry
-        )
-        self.unsafe = Counter(
-            "deft_unsafe_answers", "Answers withheld: not finite or out of range", registry=registry
-        )
-        self.interventions = Counter(
-            "deft_interventions", "Answers changed for safety", ("kind",), registry=registry
-        )
-        self.policy_failures = Counter(
-            "deft_policy_failures", "Calls of the policy that failed", ("kind",), registry=registry
-        )
-        self.ready = Gauge("deft_ready", "1 where frames are answered", registry=registry)
-        self.waiting = Gauge("deft_waiting_frames", "Frames waiting", registry=registry)
-        self.in_flight = Gauge(
-            "deft_frames_with_policy", "Frames in the batch in hand", registry=registry
-        )
-        self.in_hand = Gauge(
-            "deft_requests_in_hand", "Requests not answered yet", registry=registry
-        )
-        self.sessions = Gauge("deft_sessions", "Sessions remembered", registry=registry)
+        self.ready = gauge("deft_ready", "1 where frames are answered")
+        self.waiting = gauge("deft_waiting_frames", "Frames waiting")
+        self.in_flight = gauge("deft_frames_with_policy", "Frames in the batch in hand")
+        self.in_hand = gauge("deft_requests_in_hand", "Requests not answered yet")
+        self.sessions = gauge("deft_sessions", "Sessions remembered")
 
     def _histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
         return _LoopHistogram(name, about, buckets=bounds, registry=self.registry)

@@ -3,6 +3,7 @@
 from collections import Counter
 from enum import Enum
 from operator import itemgetter
+from typing import Literal
 
 from deft_server.errors import NotReadyError
 
@@ -18,11 +19,8 @@ class ServerPhase(Enum):
     DRAINING = "draining"  # stopping: frames in hand are finished, new ones refused
 
 
-class Trouble(Enum):
-    """What, a few times in a row, makes a server not ready; frames are still tried."""
-
-    BATCHES = "batches failed"
-    ANSWERS = "answers were unsafe"
+# What, a few times in a row, makes a server not ready; frames are still tried.
+Trouble = Literal["batches failed", "answers were unsafe"]
 
 
 _SENTENCES = {
@@ -74,7 +72,7 @@ class Readiness:
             worst, count = max(self._in_a_row.items(), key=itemgetter(1), default=(trouble, 0))
             is_failing = count >= self._unready_after
             self._phase = ServerPhase.FAILING if is_failing else ServerPhase.READY
-            self._detail = f"{count} {worst.value} in a row" if is_failing else ""
+            self._detail = f"{count} {worst} in a row" if is_failing else ""
 
     def require(self) -> None:
         """Raise `NotReadyError` where no frame can be taken."""

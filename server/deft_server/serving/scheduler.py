@@ -16,8 +16,8 @@ from deft_server.errors import DeadlineError, NotReadyError, SupersededFrameErro
 from deft_server.serving.hosting import HostedPolicy, NewHost, PolicyHost, answer_one
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import Answer, Failure, FrameQueue, QueuedFrame, QueueRules
-from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
-from deft_server.settings import OnHang, Settings, SettingsError
+from deft_server.serving.readiness import Readiness, ServerPhase
+from deft_server.settings import Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0
 STEADY_S = 60.0  # a policy that was ready for so long has lasted
@@ -263,7 +263,7 @@ class Scheduler:
                 self._limit_batches(allowed + 1)
         broke = {Failure.RAISED, Failure.DEVICE}.intersection(failures)
         has_failed = bool(broke) and not any(isinstance(one.outcome, ActAnswer) for one in ended)
-        self._readiness.note(Trouble.BATCHES, is_over=not has_failed)
+        self._readiness.note("batches failed", is_over=not has_failed)
 
     def _limit_batches(self, size: int) -> None:
         """Have batches smaller after the device gave up, larger again after many good ones."""
@@ -283,7 +283,7 @@ class Scheduler:
         detail = f"a batch of {size} took over {after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
-        if self._settings.on_hang is OnHang.RELOAD:
+        if self._settings.on_hang == "reload":
             self._loop.run_in_executor(None, self._host.stop, 0.0)
             self._load_again("it did not come back")
             return

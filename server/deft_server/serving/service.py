@@ -5,9 +5,11 @@ exceptions they raise (see `errors`) into its own way of saying so.
 """
 
 import asyncio
+import logging
 import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 
@@ -25,14 +27,12 @@ from deft_client.types import (
 from deft_policies.base import ActionLimits, ActRequest
 from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
 from deft_server.errors import ServerError, UnsafeAnswerError
-from deft_server.serving.access import Access, Caller, current_request_id
-from deft_server.serving.bounds import ConnectionBounds
-from deft_server.serving.decode_threads import DecodeThreads
-from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+from deft_server.serving.access import Access, Caller
+from deft_server.serving.bounds import ConnectionBounds, DecodeThreads
 from deft_server.serving.hosting import HostedPolicy, LoadPolicy, PolicyThread, RemotePolicy
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import QueuedFrame
-from deft_server.serving.readiness import Readiness, ServerPhase, Trouble
+from deft_server.serving.readiness import Readiness, ServerPhase
 from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.settings import ActionRange, Settings
@@ -40,17 +40,64 @@ from deft_server.settings import ActionRange, Settings
 LARGE_FRAME_BYTES = 1024 * 1024  # of its pictures, decoded; what is smaller counts as its message
 
 
-class _InHand:
-    """Counts what is between `with` and its end. One for all: it knows only how many."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedAction:
+    """One frame and what became of it: an answer, or the error its caller was told of."""
+
+    caller: str
+    session_id: str | None
+    step: int  # answers of this session before this one
+    observation: Observation
+    options: ActOptions
+    chunk: ActionChunk | None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """A session was reset or forgotten: the next frame under its id is another episode."""
+
+    caller: str
+    session_id: str
+
+
+Event = FinishedAction | SessionEnded
+Listen = Callable[[Event], None]
+
+
+class EventBus:
+    """Tells whoever listens of every finished action; costs nothing when nobody does.
+
+    Recording and the dashboard listen. A listener runs on the event loop and must be quick.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self._listeners: tuple[Listen, ...] = ()
 
-    def __enter__(self) -> None:
-        self.count += 1
+    @property
+    def has_listeners(self) -> bool:
+        """Is it worth building an event?"""
+        return bool(self._listeners)
 
-    def __exit__(self, *_: object) -> None:
-        self.count -= 1
+    def listen(self, listener: Listen) -> Callable[[], None]:
+        """Call `listener` with every event until the returned function is called."""
+        self._listeners = (*self._listeners, listener)
+
+        def stop() -> None:
+            self._listeners = tuple(one for one in self._listeners if one is not listener)
+
+        return stop
+
+    def publish(self, event: Event) -> None:
+        """Tell every listener; one that raises does not disturb the others, nor the robot."""
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener failed on %s", type(event).__name__)
 
 
 class Service:
@@ -76,8 +123,7 @@ class Service:
             self.metrics,
         )
         self.scheduler.on_loaded = self._prepare
-        self._in_hand = _InHand()
-        self._action_check: ActionCheck
+        self.num_in_hand = 0  # requests that were begun and not answered: stopping waits for them
         self.last_info: ServerInfo  # of the policy that is served, or was until it was lost
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
@@ -96,15 +142,6 @@ class Service:
         """What is served, or `NotReadyError`."""
         self.readiness.require()
         return self.last_info
-
-    def in_hand(self) -> "_InHand":
-        """Mark a request as in hand, from its first byte to its answer's last: stopping waits."""
-        return self._in_hand
-
-    @property
-    def num_in_hand(self) -> int:
-        """How many requests were begun and not answered."""
-        return self._in_hand.count
 
     async def admit(self, caller: Caller) -> None:
         """Count a frame of a caller before anything is done about it, and wait for its turn.
@@ -125,7 +162,7 @@ class Service:
     ) -> ActionChunk:
         """Answer one admitted frame; `arrived_s`, monotonic, is when its last byte was here.
 
-        Raises `RequestError` for what the policy cannot do, `RefusedFrameError` for what it will
+        Raises `RequestError` for what the policy cannot do, a `ServerError` for what it will
         not do now, and `UnsafeAnswerError` or `PolicyFailedError` where it fails. Cancelling the
         call gives up the frame's place in the line.
         """
@@ -143,7 +180,9 @@ class Service:
         try:
             if num_bytes:
                 self.bounds.held.hold(num_bytes, caller.address)
-            chunk = self._checked(await self.scheduler.answer(frame), options.statistics_key)
+            chunk = await self.scheduler.answer(frame)
+            # Replicas may have another policy by now, and the answer is then that one's.
+            chunk = self._checked(chunk, self.scheduler.policy or policy, options.statistics_key)
         except (ServerError, PolicyError) as error:
             self.metrics.unanswered.labels(type(error).__name__).inc()
             self._publish(frame, error)
@@ -168,6 +207,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
+        self.threads.start()
         self.scheduler.start()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -182,6 +222,7 @@ class Service:
         """Refuse what is left and end the threads."""
         self.readiness.enter(ServerPhase.DRAINING)
         await self.scheduler.close()
+        self.threads.stop()
 
     def reset_all(self) -> int:
         """End every session of every caller; returns how many there were."""
@@ -191,7 +232,6 @@ class Service:
         return len(ended)
 
     def _prepare(self, policy: HostedPolicy) -> None:
-        self._action_check = ActionCheck(policy, self.settings.range)
         versions = {**self._versions, **policy.info.versions}
         self.last_info = replace(policy.info, versions=versions)
 
@@ -225,15 +265,20 @@ class Service:
             session=session,
         )
 
-    def _checked(self, chunk: ActionChunk, statistics_key: str | None) -> ActionChunk:
+    def _checked(
+        self, chunk: ActionChunk, policy: HostedPolicy, statistics_key: str | None
+    ) -> ActionChunk:
         """Return an answer that is safe to execute, or raise `UnsafeAnswerError`."""
         try:
-            actions = self._action_check.check(chunk.actions, statistics_key)
+            limits = policy.limits_of(statistics_key)
+            actions = checked_actions(
+                chunk.actions, policy.info.action_dim, limits, self.settings.range
+            )
         except UnsafeAnswerError:
-            self.readiness.note(Trouble.ANSWERS, is_over=False)
+            self.readiness.note("answers were unsafe", is_over=False)
             self.metrics.unsafe.inc()
             raise
-        self.readiness.note(Trouble.ANSWERS, is_over=True)
+        self.readiness.note("answers were unsafe", is_over=True)
         if actions is chunk.actions:
             return chunk
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
@@ -266,12 +311,10 @@ class Service:
                 caller=frame.session.caller,
                 session_id=frame.session.session_id,
                 step=frame.session.num_answers,
-                request_id=current_request_id.get(),
                 observation=frame.request.observation,
                 options=frame.request.options,
                 chunk=outcome if isinstance(outcome, ActionChunk) else None,
                 error=outcome if isinstance(outcome, Exception) else None,
-                batch_size=frame.size,
             )
         )
 
@@ -287,48 +330,36 @@ def _large_bytes(observation: Observation) -> int:
 ROUNDING = 1e-6
 
 
-class ActionCheck:
-    """Stands between a policy's answers and the robots: finite, of the right shape, in range.
+def checked_actions(
+    actions: NDArray[np.float64],  # [step, action_dim]
+    action_dim: int,
+    limits: ActionLimits | None,
+    beyond: ActionRange,
+) -> NDArray[np.float64]:
+    """Return what robots may execute of a policy's answer, the same array if nothing was clamped.
 
-    What the range is, the policy says. Limits on the change from one action to the next are the
-    robot's, which alone knows what was executed.
+    Finite, of the right shape, in the range that the policy says; raises `UnsafeAnswerError` for
+    what no robot should do. Limits on the change from one action to the next are the robot's, which
+    alone knows what was executed.
     """
-
-    def __init__(self, policy: HostedPolicy, action_range: ActionRange) -> None:
-        self._policy = policy
-        self._range = action_range
-
-    def check(
-        self,
-        actions: NDArray[np.float64],  # [step, action_dim]
-        statistics_key: str | None,
-    ) -> NDArray[np.float64]:
-        """Return what may be executed, the same array where nothing was clamped.
-
-        Raises `UnsafeAnswerError` for what no robot should do.
-        """
-        if actions.shape[0] < 1 or actions.shape[1] != self._policy.info.action_dim:
-            raise UnsafeAnswerError(
-                f"the policy's answer has shape {list(actions.shape)}, not "
-                f"[steps, {self._policy.info.action_dim}]; it was withheld"
-            )
-        if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
-            raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
-        limits = self._policy.limits_of(statistics_key)
-        return actions if limits is None else self._in_range(actions, limits)
-
-    def _in_range(self, actions: NDArray[np.float64], limits: ActionLimits) -> NDArray[np.float64]:
-        slack = ROUNDING * (limits.high - limits.low)
-        outside = (actions < limits.low - slack) | (actions > limits.high + slack)
-        if not outside.any():
-            return actions
-        if not limits.may_exceed:
-            step, dimension = np.argwhere(outside)[0]
-            raise UnsafeAnswerError(
-                f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} "
-                f"of step {step}; the statistics allow {limits.low[dimension]:.6g} to "
-                f"{limits.high[dimension]:.6g}; it was withheld"
-            )
-        if self._range is ActionRange.PEER:
-            return actions
-        return np.clip(actions, limits.low, limits.high)
+    if actions.shape[0] < 1 or actions.shape[1] != action_dim:
+        raise UnsafeAnswerError(
+            f"the policy's answer has shape {list(actions.shape)}, not [steps, {action_dim}]; it "
+            "was withheld"
+        )
+    if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
+        raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
+    if limits is None:
+        return actions
+    slack = ROUNDING * (limits.high - limits.low)
+    outside = (actions < limits.low - slack) | (actions > limits.high + slack)
+    if not outside.any():
+        return actions
+    if not limits.may_exceed:
+        step, dimension = np.argwhere(outside)[0]
+        raise UnsafeAnswerError(
+            f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} "
+            f"of step {step}; the statistics allow {limits.low[dimension]:.6g} to "
+            f"{limits.high[dimension]:.6g}; it was withheld"
+        )
+    return actions if beyond == "peer" else np.clip(actions, limits.low, limits.high)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies
 
 from deft_client.errors import (
     MalformedMessageError,
@@ -203,3 +204,12 @@ def test_a_problem_of_very_many_lists_is_not_read():
     problem = json_codec.decode_problem(429, body)
     assert problem.title == "HTTP 429"
     assert problem.detail.startswith('{"title":"Busy"')
+
+
+@given(
+    gaps=strategies.lists(strategies.integers(0, 9), max_size=300), tail=strategies.integers(0, 9)
+)
+def test_signs_are_counted_as_the_slow_way_counts_them(gaps: list[int], tail: int):
+    text = "".join("x" * gap + "," for gap in gaps) + "x" * tail
+    assert json_codec.count_of(text, ",") == text.count(",")
+    assert json_codec.count_of(text.encode(), b",") == text.count(",")

@@ -20,7 +20,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
 from deft_server.commands import doctor
-from deft_server.commands.image_chains import EVERY, judge_chain, judge_statistics
+from deft_server.commands.doctor import EVERY, judge_chain, judge_statistics
 from tests.client.samples import frame
 
 FLAGS = ("--checkpoint", str(CHECKPOINT), "--statistics-key", STATISTICS_KEY, "--port", "0")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from deft_server.commands.logs import start_logging
-from deft_server.settings import LogFormat, Settings
+from deft_server.settings import Settings
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_any_other_exception_does(lines):
 FORGED = "lift\n2026-01-01 00:00:00,000 INFO    deft [x] forged\r\x1b[2J\u2028forged\x85forged"
 
 
-@pytest.mark.parametrize("kind", [LogFormat.TEXT, LogFormat.JSON])
-def test_nothing_that_a_stranger_says_becomes_a_line_of_its_own(lines, kind: LogFormat):
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_nothing_that_a_stranger_says_becomes_a_line_of_its_own(lines, kind: str):
     lines.stop()
     terminal = Terminal()
     listener = start_logging(Settings(log_format=kind), terminal)

@@ -30,7 +30,6 @@ from deft_server.commands.replay import (
     main,
     read_steps,
     replay,
-    summarise,
 )
 from tests import golden
 from tests.draft_training.made_up import write_demonstrations
@@ -65,12 +64,11 @@ def test_differences_are_per_dimension_and_in_robot_units(tmp_path: Path) -> Non
     action = np.zeros(7)
     action[2] = 0.5
     record(tmp_path, action)
-    summary = summarise(list(replay(ConstantPolicy(), read_steps(tmp_path))))
-    assert (summary.episodes, summary.steps) == (1, 3)
-    np.testing.assert_allclose(summary.largest, [0.02, 0.02, 0.52, 0.02, 0.02, 0.02, 0.02])
-    np.testing.assert_allclose(summary.mean, [0.01, 0.01, 0.51, 0.01, 0.01, 0.01, 0.01])
-    assert summary.identical_share == 0
-    assert summary.same_tokens_share is None
+    said = describe(list(replay(ConstantPolicy(), read_steps(tmp_path))))
+    assert said.startswith("3 frames of 1 episodes; 0.0% answered with identical actions\n")
+    assert "\nlargest difference:  0.02  0.02  0.52  0.02  0.02  0.02  0.02\n" in said
+    assert "\nmean difference:     0.01  0.01  0.51  0.01  0.01  0.01  0.01\n" in said
+    assert "same tokens" not in said
 
 
 def test_texts_are_compared_and_one_without_an_action_is_as_different_as_can_be() -> None:
@@ -80,15 +78,15 @@ def test_texts_are_compared_and_one_without_an_action_is_as_different_as_can_be(
     none = compare(was, ActionChunk(np.empty((0, 7)), reasoning="go"), 1.0)
     assert [one.same_text for one in (same, other, none)] == [True, False, False]
     assert [one.largest for one in (same, other, none)] == [0.0, 0.0, np.inf]
-    assert "same text: 50.0% of the frames" in describe(summarise([same, other]))
+    assert "same text: 50.0% of the frames" in describe([same, other])
     assert compare(past(ActionChunk(np.zeros((1, 7)))), was.recorded.chunk, 1.0).same_text is None
 
 
 def test_a_policy_that_does_the_same_again_is_identical(tmp_path: Path) -> None:
     step = past(ActionChunk(np.zeros((1, 7))))
-    summary = summarise([compare(step, ActionChunk(np.zeros((1, 7))), 1.0)])
-    assert summary.identical_share == 1
-    assert max(summary.largest) == 0
+    compared = compare(step, ActionChunk(np.zeros((1, 7))), 1.0)
+    assert compared.largest == 0
+    assert "100.0% answered with identical actions" in describe([compared])
 
 
 def test_tokens_are_compared_where_both_sides_have_them() -> None:
@@ -124,9 +122,8 @@ def test_demonstrations_are_compared_by_their_clean_actions(tmp_path: Path) -> N
     shown = load_demonstration(episode_path(tmp_path, 0, 0)).labels
     assert len(compared) == 6
     assert compared[1].differences == tuple(abs(shown[1].astype(np.float64)).tolist())
-    summary = summarise(compared)
-    assert (summary.episodes, summary.recorded_p50_ms) == (2, None)
-    assert "when recorded" not in describe(summary)
+    assert "6 frames of 2 episodes" in describe(compared)
+    assert "when recorded" not in describe(compared)
 
 
 def test_recorded_options_are_used_on_request(tmp_path: Path) -> None:
@@ -162,10 +159,9 @@ def test_a_relaxed_run_is_repeated_to_the_bit(tmp_path: Path) -> None:
         parts.append(encode_step(RecordedStep(index, 0.1 * index, seen, asked, chunk)))
     (tmp_path / "episode-0.deftrec").write_bytes(b"".join([*parts, encode_end("reset")]))
     assert relaxed > 0
-    again = replay(load_policy(options), read_steps(tmp_path), with_recorded_options=True)
-    summary = summarise(list(again))
-    assert summary.steps == 24
-    assert (summary.identical_share, summary.same_tokens_share) == (1.0, 1.0)
+    again = list(replay(load_policy(options), read_steps(tmp_path), with_recorded_options=True))
+    assert len(again) == 24
+    assert all(one.largest == 0 and one.same_tokens for one in again)
 
 
 def test_the_command_prints_a_summary_and_writes_lines(

@@ -17,8 +17,8 @@ from deft_client.wire.fields import WireLimits
 from deft_server.compat import act_route
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
 from deft_server.errors import OverloadedError
-from deft_server.serving.events import Event, FinishedAction
-from deft_server.settings import ActProfile, Settings
+from deft_server.serving.service import Event, FinishedAction
+from deft_server.settings import Settings
 from tests.client.peers.captures import ActCapture, act_capture, act_captures
 from tests.server.running import client_of
 from tests.standins.peers import ThreeDatasets, build_app
@@ -149,7 +149,7 @@ def test_the_oft_profile_takes_its_fields_and_replies_with_a_list() -> None:
     policy = ThreeDatasets(default_key="bridge", steps=8)
     image = json.loads(act_capture("plain").request)["image"]
     fields = {"full_image": image, "left_wrist_image": image, "instruction": "x"}
-    with client_of(build_app(policy, Settings(profile=ActProfile.OFT))) as client:
+    with client_of(build_app(policy, Settings(profile="oft"))) as client:
         plain = client.post("/act", json=fields)
         encoded = client.post("/act", json={"encoded": json.dumps(fields)})
     actions = [np.frombuffer(base64.b64decode(one["__numpy__"])) for one in plain.json()]

@@ -33,7 +33,7 @@ from deft_policies.model.formats import Precision
 from deft_server.app import create_app
 from deft_server.compat.act_route import REASON_HEADER
 from deft_server.compat.profiles import OPENPI, in_convention
-from deft_server.settings import ActionRange, ActProfile, Settings
+from deft_server.settings import Settings
 from tests import golden_oft
 from tests.golden_oft import OFT, OftCase
 from tests.server.running import client_of
@@ -69,7 +69,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> VlaPolicy:
 
 @pytest.fixture(scope="module")
 def client(policy: VlaPolicy) -> Iterator[TestClient]:
-    settings = Settings(profile=ActProfile.OFT, range=ActionRange.PEER)
+    settings = Settings(profile="oft", range="peer")
     with client_of(create_app(policy, settings)) as client:
         yield client
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from deft_server.compat.profiles import OPENPI, VLA_EVAL, in_convention
-from deft_server.settings import ActProfile, Settings
+from deft_server.settings import Settings
 from tests.peer_environment import peer_python
 from tests.server.running import running
 from tests.standins.peers import ThreeDatasets, build_app
@@ -64,7 +64,7 @@ def test_json_numpy_and_requests_drive_act(python: str) -> None:
 
 def test_they_drive_act_of_oft_too(python: str) -> None:
     policy = ThreeDatasets(default_key="bridge", steps=8)
-    with running(build_app(policy, Settings(profile=ActProfile.OFT))) as address:
+    with running(build_app(policy, Settings(profile="oft"))) as address:
         told = drive(python, "oft", address)
     assert np.array(told["actions"]).shape == (8, 7)
     assert list(policy.seen[0].cameras) == ["wrist_image"]

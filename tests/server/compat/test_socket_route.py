@@ -23,11 +23,10 @@ from websockets.uri import parse_uri
 from deft_client.peers.arrays import pack, unpack
 from deft_client.peers.vla_eval import Message, MessageType, read_message
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import WireLimits
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp
 from deft_server.compat.profiles import OPENPI, in_convention
-from deft_server.compat.socket_route import PLAN_LASTS_S, VlaEvalDialect, greeting
+from deft_server.compat.socket_route import PLAN_LASTS_S, ActionPlan, greeting
 from deft_server.http.connections import build_websocket_protocol
 from deft_server.settings import Settings
 from tests.client.peers.captures import frame
@@ -220,12 +219,12 @@ def test_another_instruction_drops_the_plan(client: TestClient, policy: ThreeDat
 
 
 def test_a_plan_does_not_outlast_a_long_pause() -> None:
-    dialect = VlaEvalDialect(WireLimits())
+    plan = ActionPlan()
     message = read_message(unpack(vla_observation(1)))
-    assert dialect.planned_action(message, 0.0) is None
-    dialect.plan(ActionChunk(np.zeros((3, 7))))
-    assert dialect.planned_action(message, PLAN_LASTS_S) is not None
-    assert dialect.planned_action(message, 2.1 * PLAN_LASTS_S) is None
+    assert plan.next_action(message, 0.0) is None
+    plan.follow(ActionChunk(np.zeros((3, 7))))
+    assert plan.next_action(message, PLAN_LASTS_S) is not None
+    assert plan.next_action(message, 2.1 * PLAN_LASTS_S) is None
 
 
 def test_vla_evals_benchmarks_are_asked_for_what_its_own_servers_ask_for() -> None:

@@ -25,11 +25,11 @@ from deft_server.dashboard.history import (
     UNNAMED,
     WINDOW_S,
     History,
-    Speculation,
-    speculation_of,
+    PassCounts,
+    counts_of,
 )
 from deft_server.dashboard.pages import thought_fields
-from deft_server.serving.events import FinishedAction, SessionEnded
+from deft_server.serving.service import FinishedAction, SessionEnded
 from tests.server.dashboard.talkative import TalkativePolicy
 
 FRAME = Observation(np.zeros((4, 4, 3), np.uint8), "lift")
@@ -47,7 +47,6 @@ def finished(
         caller="lab",
         session_id=session_id,
         step=0,
-        request_id="",
         observation=observation,
         options=ActOptions(),
         chunk=None if error else ActionChunk(np.ones((1, 7)), timings, trace),
@@ -76,7 +75,7 @@ def trace_of(*passes: PassTrace) -> DecodeTrace:
 
 def test_acceptance_counts_only_drafts_that_were_judged() -> None:
     # Kept 2 of 4: the third was judged and refused, the fourth never was. Kept 4 of 4: four judged.
-    counts = speculation_of(trace_of(chain(0, 0, is_prefill=True), chain(2, 4), chain(4, 4)))
+    counts = counts_of(trace_of(chain(0, 0, is_prefill=True), chain(2, 4), chain(4, 4)))
     assert counts.tries == 3 + 4
     assert counts.acceptance == pytest.approx(6 / 7)
     assert counts.draft_length == 4
@@ -89,11 +88,11 @@ def test_the_depth_of_a_tree_is_its_longest_branch() -> None:
     tree = PassTrace(
         False, (0, 1, 2, 3, 4), (-1, 0, 0, 2, 3), ("", "a", "a", "a", "a"), (0,) * 5, (1,), 0
     )
-    assert speculation_of(trace_of(tree)).draft_length == 3
+    assert counts_of(trace_of(tree)).draft_length == 3
 
 
 def test_without_drafts_nothing_is_claimed_about_them() -> None:
-    counts = speculation_of(trace_of(chain(0, 0)))
+    counts = counts_of(trace_of(chain(0, 0)))
     assert math.isnan(counts.acceptance)
     assert math.isnan(counts.draft_length)
     assert math.isnan(counts.draft_cost)
@@ -103,7 +102,7 @@ def test_counts_agree_with_an_independent_walk_over_random_traces() -> None:
     policy = TalkativePolicy(seed=3)
     for _ in range(50):
         trace = policy._decode("relaxed")
-        counts = speculation_of(trace)
+        counts = counts_of(trace)
         kept = tries = 0
         for one in trace.passes:
             longest = max(_ancestors(one, node) for node in range(len(one.tokens)))
@@ -199,8 +198,8 @@ def test_running_sums_agree_with_sums_over_the_window(monkeypatch: pytest.Monkey
         trace = policy._decode("relaxed")
         notes = [*notes, (now_s, trace)][-40:]
         history.note(finished(trace=trace), now_s)
-        inside = [speculation_of(one) for at_s, one in notes if now_s - at_s <= WINDOW_S]
-        counts = sum(inside, Speculation())
+        inside = [counts_of(one) for at_s, one in notes if now_s - at_s <= WINDOW_S]
+        counts = sum(inside, PassCounts())
         figures = history.overview(now_s)
         assert figures["actions"] == len(inside)
         assert figures["acceptance"] == counts.acceptance
@@ -213,10 +212,10 @@ def test_looking_adds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         history.note(finished(trace=trace_of(chain(2, 4))), now_s=number / 10)
 
-    def refuse(*_: Speculation) -> Speculation:
+    def refuse(*_: PassCounts) -> PassCounts:
         raise AssertionError("summed again")
 
-    monkeypatch.setattr(Speculation, "__add__", refuse)
+    monkeypatch.setattr(PassCounts, "__add__", refuse)
     assert history.overview(now_s=6.0)["actions"] == 50
 
 

@@ -10,7 +10,8 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from deft_server.http.connections import MAX_CONTROLS, MAX_FRAGMENTS
-from deft_server.serving.bounds import MAX_HEADERS, MAX_PIPELINED, ConnectionCounts
+from deft_server.serving.bounds import MAX_HEADERS, MAX_PIPELINED, ConnectionBounds
+from deft_server.settings import Settings
 from tests.server.process import ServerProcess, serving
 from tests.standins.policies import MSGPACK, packed
 
@@ -175,9 +176,10 @@ def test_one_address_has_so_many_connections_and_no_more(server: ServerProcess):
 
 
 def test_connections_are_counted_by_address_but_for_proxies():
-    counts = ConnectionCounts(most=100, most_per_address=2, proxies=("10.0.0.0/8",))
+    settings = Settings(max_connections_per_address=2, trusted_proxies=("10.0.0.0/8",))
+    counts = ConnectionBounds(settings)
     assert [counts.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
     assert [counts.enter("10.0.0.7") for _ in range(3)] == [True, True, True]
     counts.leave("192.0.2.1")
     assert counts.enter("192.0.2.1")
-    assert counts.total == 5
+    assert counts.num_open == 5

@@ -18,8 +18,7 @@ from deft_client.wire.messages import ActMessage
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp, create_app
 from deft_server.http.frame_bodies import decode_body
-from deft_server.serving.bounds import SMALL_BODY_BYTES
-from deft_server.serving.decode_threads import NUM_THREADS
+from deft_server.serving.bounds import NUM_THREADS, SMALL_BODY_BYTES
 from tests.server.running import client_of
 from tests.server.serving.test_service import on_a_loop
 from tests.standins.policies import PATIENCE_S, frame

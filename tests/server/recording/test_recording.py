@@ -21,13 +21,12 @@ from deft_client.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
 from deft_server.recording.files import (
     EpisodeFiles,
-    RecordedSession,
     RecordingRules,
     TimedStep,
     open_new,
 )
-from deft_server.recording.writer import MAX_WAITING_BYTES, RecordingMetrics, SessionRecording
-from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+from deft_server.recording.writer import MAX_WAITING_BYTES, SessionRecording
+from deft_server.serving.service import EventBus, FinishedAction, SessionEnded
 from tests.recorded_episodes import read_episode
 
 
@@ -37,7 +36,6 @@ def answered(session_id: str | None = "arm", step: int = 0, caller: str = "lab")
         caller=caller,
         session_id=session_id,
         step=step,
-        request_id="r",
         observation=Observation(image, "lift the cup"),
         options=ActOptions(session_id=session_id),
         chunk=ActionChunk(np.full((1, 7), float(step))),
@@ -50,9 +48,8 @@ class Server:
     def __init__(self, rules: RecordingRules) -> None:
         self.registry = CollectorRegistry()
         self.events = EventBus()
-        metrics = RecordingMetrics(self.registry)
         self.recording = SessionRecording(
-            rules, self.events, metrics, lambda: ConstantPolicy().info
+            rules, self.events, self.registry, lambda: ConstantPolicy().info
         )
 
     def metric(self, name: str, **labels: str) -> float:
@@ -168,7 +165,7 @@ def test_a_clock_set_back_does_not_make_the_newest_recordings_the_oldest(tmp_pat
             frame = answered(session, number)
             assert frame.chunk is not None
             step = RecordedStep(number, 0.0, frame.observation, frame.options, frame.chunk)
-            files.write(TimedStep(RecordedSession("lab", session), step, wall_s, float(number)))
+            files.write(TimedStep(("lab", session), step, wall_s, float(number)))
         files.close("stopped")
     files = EpisodeFiles(rules(tmp_path, max_total_bytes=2_500))
     files._make_room()
@@ -324,7 +321,7 @@ def test_what_only_looks_like_a_recording_does_not_stop_the_next_one(tmp_path: P
 
 def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: Path) -> None:
     files = EpisodeFiles(rules(tmp_path))
-    key = RecordedSession("lab", "arm")
+    key = ("lab", "arm")
     for number, wall_s in enumerate((1000.0, 5.0, 1000.0, 1000.0)):
         frame = answered("arm", number)
         assert frame.chunk is not None
@@ -349,14 +346,14 @@ def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None
         server.events.publish(answered(session))
     server.recording.stop()
     assert len(find_episodes(tmp_path)) == 3
-    files.end(RecordedSession("lab", "a"), "reset")
+    files.end(("lab", "a"), "reset")
 
 
 _ENDLESS_WRITER = """
 import sys
 from pathlib import Path
 from deft_policies.constant import ConstantPolicy
-from deft_server.serving.events import EventBus
+from deft_server.serving.service import EventBus
 from prometheus_client import CollectorRegistry
 from tests.server.recording.test_recording import Server, answered, rules
 server = Server(rules(Path(sys.argv[1])))

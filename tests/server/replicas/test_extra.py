@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from deft_policies.constant import ConstantPolicy
 from deft_server.replicas import ray_serve
-from deft_server.settings import SettingsError
+from deft_server.settings import Settings, SettingsError
 from tests.repository import ROOT
 
 if sys.version_info >= (3, 11):
@@ -50,6 +51,6 @@ def test_a_cluster_that_wants_its_token_says_where_it_goes(monkeypatch):
     exceptions = SimpleNamespace(RayError=Authentication, RayServeException=ZeroDivisionError)
     ray = SimpleNamespace(init=init, is_initialized=lambda: False, exceptions=exceptions)
     monkeypatch.setattr(ray_serve, "import_ray", lambda: (ray, ray))
-    cluster = ray_serve.RayCluster("10.0.0.5:6379", None)
+    cluster = ray_serve.RayCluster(Settings(ray="10.0.0.5:6379"), ConstantPolicy, "1")
     with pytest.raises(SettingsError, match=r"10\.0\.0\.5.*~/\.ray/auth_token or RAY_AUTH_TOKEN"):
         cluster.connect()

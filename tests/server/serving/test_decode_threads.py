@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from deft_server.errors import OverloadedError
-from deft_server.serving.decode_threads import DecodeThreads
+from deft_server.serving.bounds import DecodeThreads
 from tests.server.serving.test_service import on_a_loop
 from tests.standins.policies import PATIENCE_S
 

@@ -20,11 +20,10 @@ from deft_server.errors import (
     UnsafeAnswerError,
 )
 from deft_server.serving.access import Caller
-from deft_server.serving.events import Event, FinishedAction, SessionEnded
 from deft_server.serving.readiness import ServerPhase
 from deft_server.serving.scheduler import GOOD_ROUNDS_BEFORE_GROWTH
-from deft_server.serving.service import Service
-from deft_server.settings import OnHang, Settings
+from deft_server.serving.service import Event, FinishedAction, Service, SessionEnded
+from deft_server.settings import Settings
 from tests.standins.policies import (
     CALLER,
     FakePolicy,
@@ -277,7 +276,7 @@ async def test_a_policy_that_hangs_is_given_up():
 async def test_a_policy_that_hangs_is_loaded_again_where_that_is_wanted():
     stuck, fresh = GatedPolicy(), FakePolicy()
     policies = [fresh, stuck]
-    service = Service(policies.pop, Settings(hang_after_s=0.05, on_hang=OnHang.RELOAD))
+    service = Service(policies.pop, Settings(hang_after_s=0.05, on_hang="reload"))
     service.start()
     await service.scheduler.settled()
     with pytest.raises(NotReadyError):
@@ -295,8 +294,11 @@ async def test_stopping_finishes_what_is_in_hand_and_refuses_what_comes():
     service = await started(policy)
 
     async def in_hand() -> ActionChunk:
-        with service.in_hand():
+        service.num_in_hand += 1
+        try:
             return await send(service, "a")
+        finally:
+            service.num_in_hand -= 1
 
     task = asyncio.create_task(in_hand())
     await entered(policy)
