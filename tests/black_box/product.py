@@ -90,7 +90,9 @@ def serving(*flags: str) -> Iterator[Server]:
 def wait_until_ready(server: Server, log: list[str]) -> None:
     until_s = time.monotonic() + START_S
     while time.monotonic() < until_s:
-        with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        with contextlib.closing(
+            HTTPConnection("127.0.0.1", server.port, timeout=START_S)
+        ) as connection:
             connection.request("GET", "/readyz")
             if connection.getresponse().status == 200:
                 return

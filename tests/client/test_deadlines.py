@@ -86,7 +86,7 @@ def test_retries_end_at_the_deadline():
     settings = ClientSettings(retries=Retries(attempts=1_000_000, first_pause_s=0.0))
     with holding_up(refusing) as server:
         with pytest.raises(ENDS):
-            act(PolicyClient, server.url, settings, OBSERVATION, OPTIONS)
+            act(PolicyClient, server.url, settings, OBSERVATION, ActOptions(deadline_ms=1000))
         assert server.num_connections > 1
         assert not server.let_go.is_set()
 
@@ -98,7 +98,7 @@ def test_threads_that_take_turns_do_not_wait_beyond_their_deadline():
 
         def wait_long() -> None:
             with pytest.raises(AnswerTimeoutError):
-                policy.act(OBSERVATION, ActOptions(deadline_ms=300))
+                policy.act(OBSERVATION, ActOptions(deadline_ms=3000))
             ended.set()
 
         first = threading.Thread(target=wait_long)

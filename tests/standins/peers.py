@@ -55,7 +55,7 @@ class ThreeDatasets:
 
     def _answer(self, request: ActRequest) -> ActionChunk:
         if self.gate is not None:
-            self.gate.wait(10)
+            self.gate.wait(60)
         if request.observation.instruction == "fail":
             raise ValueError("deliberate failure")
         self.seen.append(request.observation)

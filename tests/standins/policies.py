@@ -20,7 +20,7 @@ from deft_policies.memory import SessionMemory
 from deft_server.serving.access import Caller
 
 MSGPACK = {"content-type": msgpack_codec.CONTENT_TYPE}
-PATIENCE_S = 10.0  # how long a fake waits for its test before it gives up
+PATIENCE_S = 60.0  # how long a fake waits for its test before it gives up
 CALLER = Caller()
 _CONSTANT = ConstantPolicy()
 

@@ -23,9 +23,9 @@ def openvla(address: str) -> dict[str, Any]:
 
     url = f"http://{address}/act"
     asked = {"image": picture(), "instruction": "lift the cup", "unnorm_key": "bridge"}
-    plain = requests.post(url, json=asked, timeout=10).json()
-    encoded = requests.post(url, json={"encoded": json_numpy.dumps(asked)}, timeout=10).json()
-    wrong = requests.post(url, json={**asked, "unnorm_key": "nothing"}, timeout=10)
+    plain = requests.post(url, json=asked, timeout=60).json()
+    encoded = requests.post(url, json={"encoded": json_numpy.dumps(asked)}, timeout=60).json()
+    wrong = requests.post(url, json={**asked, "unnorm_key": "nothing"}, timeout=60)
     return {
         "plain": [type(plain).__name__, str(plain.dtype), plain.tolist()],
         "encoded": json_numpy.loads(encoded).tolist(),
@@ -45,7 +45,7 @@ def oft(address: str) -> dict[str, Any]:
         "state": np.arange(8.0),
         "instruction": "lift the cup",
     }
-    chunk = requests.post(f"http://{address}/act", json=asked, timeout=10).json()
+    chunk = requests.post(f"http://{address}/act", json=asked, timeout=60).json()
     return {"actions": [action.tolist() for action in chunk]}
 
 
@@ -89,7 +89,7 @@ def vla_eval(address: str) -> dict[str, Any]:
     )
 
     async def episode() -> dict[str, Any]:
-        async with Connection(f"ws://{address}/", timeout=10, max_retries=1) as connection:
+        async with Connection(f"ws://{address}/", timeout=60, max_retries=1) as connection:
             info = connection.server_info
             await connection.start_episode({"task": {"name": "lift the cup"}})
             actions = []

@@ -208,7 +208,7 @@ def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_thei
 
     async def story() -> list[ReplicaAnswer]:
         replica = replica_of(policy)
-        asked = [("4 long", math.inf), ("1 short", math.inf), ("900 late", 0.02)]
+        asked = [("4 long", math.inf), ("1 short", math.inf), ("900000 late", 0.5)]
         calls = [
             replica.answer(request(SessionMemory(), name), FrontState("front", "1", 0, left_s))
             for name, left_s in asked
@@ -216,8 +216,8 @@ def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_thei
         return await asyncio.gather(*calls)
 
     long, short, late = asyncio.run(story())
-    assert policy.rounds[:2] == [["4 long", "1 short", "900 late"], ["4 long", "900 late"]]
-    assert len(policy.rounds) < 900
+    assert policy.rounds[:2] == [["4 long", "1 short", "900000 late"], ["4 long", "900000 late"]]
+    assert len(policy.rounds) < 900_000
     assert [number_of(one.unpacked()) for one in (long, short)] == [1, 1]
     assert isinstance(late.unpacked(), DeadlineError)
     assert (long.size, short.size) == (3, 3)

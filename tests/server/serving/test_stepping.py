@@ -78,7 +78,7 @@ async def test_an_answer_is_cut_at_its_deadline_and_its_session_is_as_before():
     policy, turnstile = stepped()
     service = await started(policy)
     kept = ask(service, "4 kept", "a")
-    late = ask(service, "900 late", "b", deadline_ms=30)
+    late = ask(service, "900 late", "b", deadline_ms=1000)
     await with_policy(service, 2)
     turnstile.release()
     with pytest.raises(DeadlineError):
@@ -111,7 +111,7 @@ async def test_a_caller_that_goes_away_is_not_computed_for_any_more():
 async def test_a_flow_that_was_cut_is_known_to_take_long_and_no_other_is():
     policy, turnstile = stepped()
     service = await started(policy)
-    late = ask(service, "900 late", "slow", deadline_ms=40)
+    late = ask(service, "900 late", "slow", deadline_ms=2000)
     await with_policy(service, 1)
     with pytest.raises(DeadlineError):
         await late
@@ -120,7 +120,7 @@ async def test_a_flow_that_was_cut_is_known_to_take_long_and_no_other_is():
     turnstile.release(100)
     with pytest.raises(DeadlineError, match="nothing was computed"):
         await ask(service, "900 late", "slow", deadline_ms=20)
-    assert (await ask(service, "1 quick", "other", deadline_ms=1000)).actions[0, 0] == 1
+    assert (await ask(service, "1 quick", "other", deadline_ms=1900)).actions[0, 0] == 1
     await service.close()
 
 

@@ -130,7 +130,7 @@ class _GatedPolicy(EchoPolicy):
         self.gate = threading.Event()
 
     def act(self, observation: Observation) -> ActionChunk:
-        assert self.gate.wait(timeout=10)
+        assert self.gate.wait(timeout=60)
         return echo(observation)
 
 
