@@ -11,7 +11,7 @@ from tests.black_box import files, helps, protocols
 from tests.black_box.product import GOLDEN
 
 FOLDER = GOLDEN / "black_box"
-TOLERANCE = 1e-6
+TOLERANCE = 1e-4  # logits differ by 2e-5 from one kind of processor to another; a bin is 8e-3 wide
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 Recording = dict[str, Any] | list[Any] | str
 
