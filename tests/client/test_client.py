@@ -349,7 +349,7 @@ def test_a_server_that_never_answers_runs_into_the_timeout():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        settings = ClientSettings(timeouts=Timeouts(answer_s=0.05))
+        settings = ClientSettings(timeouts=Timeouts(answer_s=0.5))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with PolicyClient(url, settings) as client, pytest.raises(AnswerTimeoutError):
             client.act(OBSERVATION)

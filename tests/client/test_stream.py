@@ -25,7 +25,7 @@ from tests.standins.policy_server import ANSWER, PING, repeating_id, streaming
 
 OBSERVATION = full_message().observation
 SETTINGS = ClientSettings(retries=Retries(first_pause_s=0.0), timeouts=Timeouts(answer_s=5))
-HASTY = ClientSettings(timeouts=Timeouts(answer_s=0.05))
+HASTY = ClientSettings(timeouts=Timeouts(answer_s=1.0))
 
 
 UNASKED = ActionChunk(np.full((1, 3), 9.0))

@@ -84,8 +84,8 @@ def test_openpi_client_infers_and_hears_of_errors(python: str) -> None:
 def test_openpi_client_waits_for_a_slow_policy_through_many_pings(python: str) -> None:
     gate = threading.Event()
     policy = ThreeDatasets(default_key="bridge", gate=gate)
-    timer = threading.Timer(1.5, gate.set)
-    with running(build_app(policy), ping_s=0.3) as address:
+    timer = threading.Timer(3.5, gate.set)
+    with running(build_app(policy), ping_s=1.0) as address:
         timer.start()
         told = drive(python, "openpi", address)
     assert len(told["actions"]) == 1

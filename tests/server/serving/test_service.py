@@ -276,7 +276,7 @@ async def test_a_policy_that_hangs_is_given_up():
 async def test_a_policy_that_hangs_is_loaded_again_where_that_is_wanted():
     stuck, fresh = GatedPolicy(), FakePolicy()
     policies = [fresh, stuck]
-    service = Service(policies.pop, Settings(hang_after_s=0.05, on_hang="reload"))
+    service = Service(policies.pop, Settings(hang_after_s=0.5, on_hang="reload"))
     service.start()
     await service.scheduler.settled()
     with pytest.raises(NotReadyError):

@@ -127,7 +127,7 @@ def test_a_peer_that_is_not_there_is_unreachable() -> None:
 
 def test_an_openvla_server_that_drips_its_answer_is_given_up_in_time() -> None:
     """A timeout of 2 s took 12 s."""
-    hasty = ClientSettings(timeouts=Timeouts(answer_s=0.1))
+    hasty = ClientSettings(timeouts=Timeouts(answer_s=0.5))
     with holding_up(dripping) as server:
         with pytest.raises(AnswerTimeoutError):
             OpenVlaPolicy(server.url, openvla_fields, settings=hasty).act(_observation())
@@ -230,7 +230,7 @@ def test_openpi_tells_what_went_wrong_and_the_next_observation_calls_again() -> 
 
 def test_openpi_that_stays_silent_is_a_timeout() -> None:
     with _openpi_server(lambda fields: None) as url:
-        policy = OpenPiPolicy(url, ClientSettings(timeouts=Timeouts(answer_s=0.05)))
+        policy = OpenPiPolicy(url, ClientSettings(timeouts=Timeouts(answer_s=0.5)))
         with pytest.raises(AnswerTimeoutError):
             policy.act(_observation())
 
