@@ -4,13 +4,17 @@ Measured while an episode is played: the first method acts, the others answer wh
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, median
+from itertools import chain
+from statistics import fmean
 
 import numpy as np
 
+from deft_client.commands.table import markdown_table
 from deft_client.libero.policies.source import EpisodePolicy
+from deft_client.libero.report.speed import speed_up
 from deft_client.types import ActionChunk, Observation
+
+Answers = Mapping[str, Sequence[ActionChunk]]  # of one episode, by method; each with a trace
 
 
 class InterleavedPolicy:
@@ -42,85 +46,42 @@ class InterleavedPolicy:
             policy.close()
 
 
-@dataclass(frozen=True)
-class MethodSpeed:
-    """What a method did on the frames that all answered; ratios are to the first method."""
+def describe(episodes: Sequence[Answers], doubts: Sequence[str] = ()) -> str:
+    """A table of the methods, and how much faster each is than the first one.
 
-    method: str
-    actions_per_s: float
-    times_faster: float
-    predicted: float  # times faster, if only the number of passes made the difference
-    passes: float  # per action, the prefill included
-    share_behind_prefill: float  # of its round trips
-    identical_actions: float  # share of them
-    largest_difference: float  # of a number of an action, in robot units
-
-
-def compare_methods(
-    answers: Mapping[str, Sequence[ActionChunk]], num_runs: int = 5
-) -> list[MethodSpeed]:
-    """Rates and ratios are medians over the frames cut into `num_runs` runs.
-
-    Every answer needs a trace. The prediction leaves the time up to the end of the prefill as it
-    is and shortens the rest by the passes saved: what drafting costs is what it misses by.
+    `doubts` say why times of this machine tell nothing; then there is no ratio.
     """
-    plain = next(iter(answers.values()))
-    share, passes = _share_behind_prefill(plain), _passes(plain)
-    own_rates = _rates(plain, num_runs)
-    found = []
-    for name, chunks in answers.items():
-        rates = _rates(chunks, num_runs)
-        ratios = [rate / own for rate, own in zip(rates, own_rates, strict=True)]
-        saved = (passes - _passes(chunks)) / (passes - 1)
-        pairs = list(zip(chunks, plain, strict=True))
-        found.append(
-            MethodSpeed(
-                method=name,
-                actions_per_s=median(rates),
-                times_faster=median(ratios),
-                predicted=1 / (1 - share * saved),
-                passes=_passes(chunks),
-                share_behind_prefill=_share_behind_prefill(chunks),
-                identical_actions=fmean(np.array_equal(a.actions, b.actions) for a, b in pairs),
-                largest_difference=max(
-                    float(np.abs(a.actions - b.actions).max()) for a, b in pairs
-                ),
-            )
-        )
-    return found
-
-
-def speed_table(speeds: Sequence[MethodSpeed]) -> str:
-    """The comparison for people, with the share that drafting can shorten below it."""
-    head = f"{'method':<16}{'actions/s':>10}{'faster':>9}{'by formula':>12}{'passes':>8}  identical"
-    lines = [
-        f"{one.method:<16}{one.actions_per_s:>10.1f}{one.times_faster:>8.2f}x"
-        f"{one.predicted:>11.2f}x{one.passes:>8.2f}  {_identical(one)}"
-        for one in speeds
+    plain, *others = episodes[0]
+    rows = [
+        [
+            name,
+            f"{fmean(_round_trips(episodes, name)):.1f}",
+            f"{fmean(chunk.trace.num_passes for chunk in _all(episodes, name) if chunk.trace):.2f}",
+            _identical(_all(episodes, name), _all(episodes, plain)),
+        ]
+        for name in (plain, *others)
     ]
-    told = (
-        f"{100 * speeds[0].share_behind_prefill:.0f}% of {speeds[0].method}'s time lies behind the "
-        "prefill: only that can drafting shorten."
-    )
-    return "\n".join([head, *lines, told]) + "\n"
+    columns = ["method", "ms an answer", "passes", f"as {plain}"]
+    lines = [markdown_table(columns, rows, aligned=True)]
+    baseline = [_round_trips([one], plain) for one in episodes]
+    for name in others:
+        own = [_round_trips([one], name) for one in episodes]
+        lines.append(f"{speed_up(baseline, own, doubts).sentence(name, plain)}\n")
+    return "".join(lines)
 
 
-def _identical(one: MethodSpeed) -> str:
-    if one.identical_actions == 1:
+def _all(episodes: Sequence[Answers], name: str) -> list[ActionChunk]:
+    return list(chain.from_iterable(one[name] for one in episodes))
+
+
+def _round_trips(episodes: Sequence[Answers], name: str) -> list[float]:
+    return [chunk.timings.round_trip_ms for chunk in _all(episodes, name)]
+
+
+def _identical(chunks: Sequence[ActionChunk], plain: Sequence[ActionChunk]) -> str:
+    pairs = list(zip(chunks, plain, strict=True))
+    share = fmean(np.array_equal(own.actions, other.actions) for own, other in pairs)
+    if share == 1:
         return "all actions"
-    return f"{100 * one.identical_actions:.0f}%, others by at most {one.largest_difference:.3f}"
-
-
-def _rates(chunks: Sequence[ActionChunk], num_runs: int) -> list[float]:
-    runs = np.array_split([chunk.timings.round_trip_ms for chunk in chunks], num_runs)
-    return [1000 / float(run.mean()) for run in runs]
-
-
-def _passes(chunks: Sequence[ActionChunk]) -> float:
-    return fmean(chunk.trace.num_passes for chunk in chunks if chunk.trace)
-
-
-def _share_behind_prefill(chunks: Sequence[ActionChunk]) -> float:
-    times = [chunk.timings for chunk in chunks]
-    behind_ms = sum(one.draft_ms + one.verify_ms + one.commit_ms for one in times)
-    return behind_ms / sum(one.round_trip_ms for one in times)
+    most = max(float(np.abs(own.actions - other.actions).max()) for own, other in pairs)
+    return f"{100 * share:.0f}% of the actions, others by at most {most:.3f}"

@@ -50,8 +50,8 @@ PROG = "python -m scripts.reproduce"
 ALL = "all"
 _STRIP_FRAMES = 6
 _QUICK_EPISODES, _QUICK_TIMES = 1, 10
+_QUICK_FRAMES = 60
 _STEPS_PER_EPISODE = 60  # an episode has more, so that there are frames enough
-_WEIGHTS = {"--checkpoint", "--random-weights"}
 
 
 def main(arguments: list[str]) -> int:
@@ -147,9 +147,6 @@ def _policy_words(name: str, *arguments: str) -> PolicyWords:
 def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     out: Path = given.out
     studies = _load([text.partition("/")[0] for text in given.studies], out)
-    if studies[0].flags and not _WEIGHTS & {word.partition("=")[0] for word in words.flags}:
-        flags = (*studies[0].flags, *words.flags)
-        words = PolicyWords(catalog.default_for(flags), flags)
     rows = _rows(given, studies)
     unpack(out)
     episodes = Played(words, out, given.suite, _evaluation_flags(given), given.host)
@@ -164,8 +161,7 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
             episodes.play(rows, _QUICK_EPISODES if given.quick else None)
     finally:
         _write_facts(out / FACTS, replays, _facts(frames))
-        if studies[0].frames == "recorded":
-            _write_strip(frames, out / STRIP)
+        _write_strip(frames, out / STRIP)
         write(out)
     sys.stdout.write(f"wrote {out / PAGE}\nnext: python -m scripts.reproduce --check {out}\n")
     return 0
@@ -186,19 +182,17 @@ def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
 
 def _load(names: Sequence[str], out: Path) -> list[Study]:
     """The studies asked for; their files go with the results, which mean what they say."""
-    paths = {name: FOLDER / f"{name}{SUFFIX}" for name in study_names()}
-    known = {name: load_study(path) for name, path in paths.items()}
+    known = study_names()
     if ALL in names:
-        names = [name for name, study in known.items() if not study.flags]
+        names = known
     unknown = set(names) - set(known)
     if unknown:
         raise ReproductionError(f"unknown study {min(unknown)!r}; known: {', '.join(known)}, {ALL}")
-    if len({(known[name].frames, known[name].flags) for name in names}) > 1:
-        raise ReproductionError(f"{', '.join(names)}: of different policies; one --out for each")
     (out / STUDIES).mkdir(parents=True, exist_ok=True)
-    for name in names:
-        shutil.copyfile(paths[name], out / STUDIES / paths[name].name)
-    return [known[name] for name in names]
+    paths = [FOLDER / f"{name}{SUFFIX}" for name in names]
+    for path in paths:
+        shutil.copyfile(path, out / STUDIES / path.name)
+    return [load_study(path) for path in paths]
 
 
 def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:
@@ -210,10 +204,8 @@ def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameSet:
-    """Those given, those that plain decoding sees when it plays, or generated ones."""
-    limit: int = given.frames or (study.quick_frames if given.quick else study.num_frames)
-    if study.frames == "generated":
-        return FrameSet(None, limit)
+    """Those given, or those that plain decoding sees when it plays."""
+    limit: int = given.frames or (_QUICK_FRAMES if given.quick else study.num_frames)
     if given.recording is not None:
         return FrameSet(given.recording, limit, read_cameras(given))
     return FrameSet(episodes.record_frames(math.ceil(limit / _STEPS_PER_EPISODE)), limit)

@@ -358,18 +358,6 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             "passes in {}", "passes for an action while the arm is about to do that", _phase_passes
         ),
         "p50": _of_times("ms", "a whole answer" + _A_MEDIAN, lambda one: one.round_trip.p50, ".1f"),
-        "prefill-ms": _of_times(
-            "prefill ms", "the first pass" + _A_MEDIAN, lambda one: _stage(one, "prefill_ms"), ".0f"
-        ),
-        "vision-ms": _of_times(
-            "vision ms", "the towers" + _A_MEDIAN, lambda one: _stage(one, "vision_ms"), ".0f"
-        ),
-        "later-ms": _of_times(
-            "later passes ms",
-            "all passes behind the prefill" + _A_MEDIAN,
-            lambda one: _stage(one, "verify_ms"),
-            ".0f",
-        ),
         "judge-ms": Measure(
             "acceptance, ms a pass", "choosing which guesses stand", _judging, is_time=True
         ),

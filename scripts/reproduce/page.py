@@ -1,13 +1,12 @@
-"""From recorded lines to a page, its sheet and its plots; and whether they still say the same.
+"""From recorded lines to a page and its plots; and whether they still say the same.
 
 The same lines give the same bytes. A page of prose quotes by a block, which begins with
-`<!-- from DIR#STUDY/TABLE -->` (or `DIR#facts`, `DIR#legend`) and ends with `<!-- end -->`; its
-content is made from the lines in DIR, a path beside the page.
+`<!-- from DIR#STUDY/TABLE -->` (or `DIR#facts`, `DIR#legend`; of an evaluation's runs, packed or
+not, `PATH#runs`, `PATH#tasks`) and ends with `<!-- end -->`; its content is made from the lines in
+DIR, a path beside the page.
 """
 
-import csv
 import difflib
-import io
 import json
 import re
 import shutil
@@ -32,7 +31,8 @@ from scripts.reproduce.measures import (
     heading_of,
     legend_of,
 )
-from scripts.reproduce.plots import lane_plot, line_plot
+from scripts.reproduce.plots import line_plot
+from scripts.reproduce.runs import table_of
 from scripts.reproduce.study import (
     PLAIN,
     SUFFIX,
@@ -43,9 +43,7 @@ from scripts.reproduce.study import (
     load_study,
 )
 
-PAGE, SHEET, FACTS, STUDIES, STRIP = (
-    "page.md", "tables.csv", "environment.json", "studies", "plots/frames.png"
-)  # fmt: skip
+PAGE, FACTS, STUDIES, STRIP = "page.md", "environment.json", "studies", "plots/frames.png"
 PACKED = ".jsonl.gz"
 _KINDS = (record.FRAMES, record.TIMED, played.FOLDER)
 _STEP = "step"  # the x of a plot over one episode
@@ -184,19 +182,11 @@ def _on_same_starts(rows: Sequence[RowResults]) -> list[RowResults]:
 def outputs(results: ResultsFolder) -> dict[str, str]:
     """Everything that is derived, by its path below the folder."""
     found = {PAGE: "\n\n".join(_page(results)) + "\n"}
-    sheet = io.StringIO()
-    writer = csv.writer(sheet, lineterminator="\n")
-    writer.writerow(["table", "row", "method", "flags", "column", "value"])
     for name, study in results.studies.items():
         for table in study.table:
             rows = results.rows_of(table)
-            for one in rows:
-                own = (f"{name}/{table.key}", one.row.name, one.row.method, " ".join(one.row.flags))
-                cells = ((heading_of(key), cell_of(key, one)[0]) for key in table.measures)
-                writer.writerows([*own, *cell] for cell in cells if cell[1] != NOTHING)
             if rows and table.plot_x:
                 found[f"plots/{name}-{table.key}.svg"] = _plot(table, rows)
-    found[SHEET] = sheet.getvalue()
     return found
 
 
@@ -297,7 +287,7 @@ def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
 def _plot(table: Table, rows: Sequence[RowResults]) -> str:
     if table.plot_x == _STEP:
         lanes = [(one.row.name, _passes_by_step(one)) for one in rows]
-        return lane_plot(table.title, "step of the first episode", "passes", lanes)
+        return line_plot(table.title, "step of the first episode", "passes", lanes, apart=True)
     lines = []
     for name in table.plot:
         points = [
@@ -319,7 +309,13 @@ def _passes_by_step(one: RowResults) -> list[tuple[float, float]]:
 
 
 def pack(folder: Path) -> None:
-    """Put the lines of all rows into one file for each kind, as the repository keeps them."""
+    """Put the lines of all rows into one file for each kind, as the repository keeps them.
+
+    The runs of an evaluation, which has no rows, into one file beside its folder.
+    """
+    if not (folder / FACTS).exists():
+        pack_runs(folder.with_name(folder.name + PACKED), load_runs(folder))
+        return
     unpack(folder)
     for kind in _KINDS:
         if (folder / kind).is_dir():
@@ -390,6 +386,8 @@ def fill(text: str, folder: Path) -> str:
 
 
 def _block(results: ResultsFolder, key: str) -> str:
+    if not (results.folder / FACTS).exists():
+        return table_of(results.folder, key)
     if key == "facts":
         return _facts(results)
     if key == "legend":

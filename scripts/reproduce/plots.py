@@ -13,31 +13,29 @@ _MARKERS = ("M-3-3h6v6h-6z", "M0-4l4 7h-8z", "M0-4l4 4-4 4-4-4z", "M-4 0a4 4 0 1
 Points = Sequence[tuple[float, float]]
 
 
-def line_plot(title: str, x_name: str, y_name: str, lines: Sequence[tuple[str, Points]]) -> str:
-    """An SVG of lines by name in one field; those without a point are left out."""
-    kept = [(name, points) for name, points in lines if points]
-    x = axis_of(x_name, [across for _, points in kept for across, _ in points])
-    y = axis_of(y_name, [up for _, points in kept for _, up in points], from_zero=True)
-    body = [*_field(x, y, _TOP, HEIGHT - _BOTTOM), *_x_axis(x, HEIGHT - _BOTTOM)]
-    for number, (name, points) in enumerate(kept):
-        body += _line(number, points, x, y, _TOP, HEIGHT - _BOTTOM)
-        across, up = _LEFT + 190 * (number % 3), HEIGHT - 30 + 18 * (number // 3)
-        body += [_marker(number, across + 8, up - 4), _text(across + 20, up, name)]
-    return _svg(title, HEIGHT, body)
+def line_plot(
+    title: str, x_name: str, y_name: str, lines: Sequence[tuple[str, Points]], apart: bool = False
+) -> str:
+    """An SVG of lines by name; those without a point are left out.
 
-
-def lane_plot(title: str, x_name: str, y_name: str, lines: Sequence[tuple[str, Points]]) -> str:
-    """The same with a field for each line, so that none hides another."""
+    All are drawn in one field, or `apart`, each in one of its own, so that none hides another.
+    """
     kept = [(name, points) for name, points in lines if points]
     x = axis_of(x_name, [across for _, points in kept for across, _ in points])
     y = axis_of(y_name, [up for _, points in kept for _, up in points], from_zero=True)
     body: list[str] = []
+    top, bottom = _TOP, HEIGHT - _BOTTOM
     for number, (name, points) in enumerate(kept):
-        top = _TOP + number * _LANE
-        body += [*_field(x, y, top, top + _LANE - 24), _text(_LEFT + 6, top + 10, name)]
-        body += _line(number, points, x, y, top, top + _LANE - 24)
-    bottom = _TOP + len(kept) * _LANE - 24
-    return _svg(title, bottom + 48, [*body, *_x_axis(x, bottom)])
+        if apart:
+            top, bottom = _TOP + number * _LANE, _TOP + (number + 1) * _LANE - 24
+            body += [*_field(x, y, top, bottom), _text(_LEFT + 6, top + 10, name)]
+        else:
+            body += _field(x, y, top, bottom) if number == 0 else ()
+            across, up = _LEFT + 190 * (number % 3), HEIGHT - 30 + 18 * (number // 3)
+            body += [_marker(number, across + 8, up - 4), _text(across + 20, up, name)]
+        body += _line(number, points, x, y, top, bottom)
+    height = bottom + 48 if apart else HEIGHT
+    return _svg(title, height, [*body, *_x_axis(x, bottom)])
 
 
 def _svg(title: str, height: int, body: Sequence[str]) -> str:

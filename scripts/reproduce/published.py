@@ -1,11 +1,9 @@
 """What the tables of Spec-VLA say, and what a loop would show for given chances of acceptance.
 
 Position p of its Table 3 (0 to 5) is a pass that starts with p + 1 tokens known, so that its first
-draft stands for token p + 2 of 7; lengths leave the bonus out. `python -m
-scripts.reproduce.published` prints how far the tables are from the loop that made them.
+draft stands for token p + 2 of 7; lengths leave the bonus out.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -78,25 +76,3 @@ def _shares(chances: Tensor, loop: Loop) -> Tensor:
             alive = alive * stays
     every = torch.stack(counted)
     return every / every.sum()
-
-
-def main() -> None:
-    """Print each strict row beside what the two loops can make of it."""
-    worst = 0.0
-    for suite, shares in PUBLISHED_SHARES.items():
-        deviations = []
-        for loop in Loop:
-            chances, deviation = fit_acceptance(shares, loop)
-            deviations.append(f"{loop.value} {100 * deviation:.2f}")
-            if loop is Loop.PUBLISHED:
-                worst = max(worst, deviation)
-                fitted = " ".join(f"{chance:.2f}" for chance in chances)
-        sys.stdout.write(
-            f"{suite}: largest deviation in percentage points: {', '.join(deviations)}; "
-            f"chances of tokens 2 to 7: {fitted}\n"
-        )
-    sys.stdout.write(f"largest deviation of the published loop: {100 * worst:.2f} points\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ from deft_client.libero.results.store import ResultsStore, RunHeader
 from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.types import ActionChunk, Observation, StageTimings
 from deft_policies.base import ActRequest
-from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, generate_frames, replay
+from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.commands.parse import load_by_words
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import PLAIN, DraftKind
@@ -66,7 +66,7 @@ class FrameSet:
     last. Read anew each time they are iterated over: thousands of frames do not stay in memory.
     """
 
-    data: Path | None  # None: generated
+    data: Path
     limit: int
     cameras: tuple[str, ...] = ()
     stretch: int | None = None
@@ -98,15 +98,17 @@ class FrameSet:
             for one in seen:
                 digest.update(one.image.tobytes())
                 digest.update(one.instruction.encode())
-        kind = "generated" if self.data is None else "recorded"
-        return f"{sum(counts)} {kind} frames of {len(counts)} episodes ({digest.hexdigest()[:12]})"
+        told = f"{sum(counts)} recorded frames of {len(counts)} episodes"
+        return f"{told} ({digest.hexdigest()[:12]})"
 
     @cached_property
     def _in_order(self) -> list[tuple[TrialKey, Callable[[], list[Observation]]]]:
         """Keys number instructions and their episodes; frames are read when they are called for."""
         by_instruction: dict[str, list[Callable[[], list[Observation]]]] = {}
-        for instruction, read in self._stored():
-            by_instruction.setdefault(instruction, []).append(read)
+        for stored in read_dataset(self.data, self.cameras):
+            if (first := next(iter(stored.steps()), None)) is not None:
+                episodes = by_instruction.setdefault(first.observation.instruction, [])
+                episodes.append(partial(_read, stored))
         if not by_instruction:
             raise ReproductionError(f"{self.data}: none of its episodes has a step")
         keys = [
@@ -115,18 +117,6 @@ class FrameSet:
             for number, read in enumerate(by_instruction[text])
         ]
         return sorted(keys, key=lambda one: (one[0].trial, one[0].task))
-
-    def _stored(self) -> Iterator[tuple[str, Callable[[], list[Observation]]]]:
-        """The instruction of every episode, and what reads its frames."""
-        if self.data is not None:
-            for stored in read_dataset(self.data, self.cameras):
-                if (first := next(iter(stored.steps()), None)) is not None:
-                    yield first.observation.instruction, partial(_read, stored)
-            return
-        num = self.limit if self.stretch is None else max(self.limit, 10 * LEAST_EPISODES)
-        for _, frames in groupby(generate_frames(num), key=lambda one: one.episode):
-            seen = [one.observation for one in frames]
-            yield seen[0].instruction, partial(list, seen)
 
 
 def _read(stored: StoredEpisode) -> list[Observation]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -105,16 +104,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Study:
-    """The tables of one paper, and which frames their rows answer: generated ones are blobs."""
+    """The tables of one paper, and how many recorded frames their rows answer."""
 
     __pydantic_config__ = _STRICT
     title: str
     about: str
     table: tuple[Table, ...]
-    frames: Literal["recorded", "generated"] = "recorded"
-    quick_frames: int = 60
     num_frames: int = 2000
-    flags: tuple[str, ...] = ()  # of the policy, where the command line names none
 
     def rows(self, key: str = "", names: Collection[str] = ()) -> list[Row]:
         """Rows with their baselines, in order; some answer alike (`distinct`).

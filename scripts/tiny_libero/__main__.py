@@ -10,8 +10,6 @@ COMMANDS = {
     "demos": Command(_HERE + "demos", "record demonstrations with the scripted expert"),
     "train": Command(_HERE + "train", "clone demonstrations into a small OpenVLA"),
     "correct": Command(_HERE + "correct", "let a policy play, and store the expert's answers"),
-    "check": Command(_HERE + "check", "play a policy in held-out states, by several methods"),
-    "check-expert": Command(_HERE + "check_expert", "how often the expert succeeds, by task"),
 }
 
 

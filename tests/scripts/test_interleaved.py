@@ -1,25 +1,18 @@
 """Methods that answer the same frames in turn, and what is told of them."""
 
-from dataclasses import replace
-
 import numpy as np
-import pytest
 
 from deft_client.libero.evaluation.episode import EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
-from scripts.interleaved import (
-    InterleavedPolicy,
-    compare_methods,
-    speed_table,
-)
+from scripts.interleaved import InterleavedPolicy, describe
 from tests.standins.environments import CountingEnvironment, EchoPolicy
 
 
-def chunk(value: float, num_passes: int, round_trip_ms: float, verify_ms: float) -> ActionChunk:
+def chunk(value: float, num_passes: int, round_trip_ms: float) -> ActionChunk:
     one = PassTrace(True, (0,), (-1,), ("",), (1,), (), 1)
     trace = DecodeTrace("x", (1,), (1,), (1.0,), (one,) * num_passes)
-    timings = StageTimings(verify_ms=verify_ms, round_trip_ms=round_trip_ms)
+    timings = StageTimings(round_trip_ms=round_trip_ms)
     return ActionChunk(np.full((1, 7), value), timings, trace)
 
 
@@ -52,34 +45,28 @@ def test_who_is_asked_first_changes_from_frame_to_frame() -> None:
     assert asked == list("abcbcacab")
 
 
-def test_ratios_are_medians_over_runs_so_that_a_busy_moment_does_not_count() -> None:
-    plain = [chunk(0.0, 7, 40.0, 20.0) for _ in range(50)]
-    fast = [chunk(0.0, 3, 25.0, 5.0) for _ in range(50)]
-    fast[7] = replace(fast[7], timings=StageTimings(verify_ms=5.0, round_trip_ms=5000.0))
-    first, second = compare_methods({"autoregressive": plain, "lossless": fast})
-    assert (first.times_faster, first.predicted) == (1.0, 1.0)
-    assert first.actions_per_s == pytest.approx(25)
-    assert second.times_faster == pytest.approx(1.6)
-    assert second.identical_actions == 1.0
+def episodes(**methods: ActionChunk) -> list[dict[str, list[ActionChunk]]]:
+    return [{name: [chunk] * 10 for name, chunk in methods.items()} for _ in range(5)]
 
 
-def test_the_formula_shortens_what_lies_behind_the_prefill_alone() -> None:
-    plain = [chunk(0.0, 7, 40.0, 30.0) for _ in range(5)]  # three quarters behind the prefill
-    drafted = [chunk(0.0, 3, 30.0, 20.0) for _ in range(5)]
-    _, second = compare_methods({"plain": plain, "drafted": drafted})
-    assert second.predicted == pytest.approx(1 / (1 / 4 + 3 / 4 * 2 / 6))
-    assert second.passes == 3
+def test_a_ratio_is_one_of_sums_over_the_same_frames_with_its_interval() -> None:
+    found = episodes(plain=chunk(0.0, 7, 40.0), fast=chunk(0.0, 3, 25.0))
+    found[0]["fast"] = [chunk(0.0, 3, 50.0)] * 10
+    text = describe(found)
+    assert "| plain  |         40.0 |   7.00 | all actions |" in text
+    assert "| fast   |         30.0 |   3.00 | all actions |" in text
+    assert "fast answers 1.33 times as fast as plain (95%: " in text
 
 
-def test_the_table_tells_identical_actions_from_those_that_differ() -> None:
-    plain = [chunk(0.0, 7, 40.0, 20.0) for _ in range(10)]
-    same = [chunk(0.0, 3, 30.0, 10.0) for _ in range(10)]
-    near = [*same[:9], chunk(0.02, 2, 30.0, 10.0)]
-    text = speed_table(compare_methods({"autoregressive": plain, "lossless": same, "deft": near}))
-    head, _, lossless, deft, share = text.splitlines()
-    assert head.split() == [
-        "method", "actions/s", "faster", "by", "formula", "passes", "identical"
-    ]  # fmt: skip
-    assert lossless.split() == ["lossless", "33.3", "1.33x", "1.50x", "3.00", "all", "actions"]
-    assert "90%, others by at most 0.020" in deft
-    assert share.startswith("50% of autoregressive's time")
+def test_actions_that_differ_are_counted_with_the_largest_difference() -> None:
+    found = episodes(plain=chunk(0.0, 7, 40.0), deft=chunk(0.0, 2, 30.0))
+    found[0]["deft"][:5] = [chunk(0.02, 2, 30.0)] * 5
+    assert "90% of the actions, others by at most 0.020" in describe(found)
+
+
+def test_no_ratio_is_told_on_a_busy_machine_or_of_few_episodes() -> None:
+    found = episodes(plain=chunk(0.0, 7, 40.0), fast=chunk(0.0, 3, 20.0))
+    assert "No speed-up of fast over plain is told: the machine was busy." in describe(
+        found, ["the machine was busy"]
+    )
+    assert "times of 2 episodes, 5 are needed" in describe(found[:2])

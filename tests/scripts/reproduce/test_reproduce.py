@@ -45,6 +45,7 @@ from scripts.reproduce.study import (
     study_names,
 )
 from tests.client.libero.episodes import header, record
+from tests.draft_training.made_up import write_demonstrations
 from tests.repository import ROOT
 from tests.standins import stand_ins
 from tests.typed import next_command
@@ -70,13 +71,19 @@ WORDS = PolicyWords("tiny-libero", ("--threads", "1"))
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Path:
-    """The study's rows over six generated frames."""
+def data(tmp_path_factory) -> Path:
+    """Six episodes of ten frames."""
+    return write_demonstrations(tmp_path_factory.mktemp("data"), episodes=6, steps=10)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, data) -> Path:
+    """The study's rows over six frames of one episode."""
     out = tmp_path_factory.mktemp("reproduced")
     study_in(out)
     replays = Replays(WORDS, out)
     rows = distinct(load_study(out / "studies" / "made-up.toml").rows())
-    replays.record(rows, FrameSet(None, 6))
+    replays.record(rows, FrameSet(data, 6))
     facts = {"environment": replays.told, "left_out": replays.left_out}
     (out / "environment.json").write_text(json.dumps(facts))
     write(out)
@@ -129,10 +136,10 @@ def test_a_field_that_a_study_does_not_have_is_refused_by_name(tmp_path):
         load_study(path)
 
 
-def test_cells_say_what_asking_the_policy_frame_by_frame_says(recorded):
+def test_cells_say_what_asking_the_policy_frame_by_frame_says(recorded, data):
     """The slow twin: no lines, no summary, no pairs."""
     rows, policy = rows_of(recorded), WORDS.load()
-    _, seen = next(FrameSet(None, 6).episodes())
+    _, seen = next(FrameSet(data, 6).episodes())
     actions, passes, checked = {}, {}, []
     for method in (PLAIN, RELAXED):
         memory, actions[method], passes[method] = SessionMemory(), [], []
@@ -168,8 +175,8 @@ def test_a_row_that_this_policy_cannot_answer_is_left_out_and_the_page_says_why(
     assert "--draft-head" in page
 
 
-def test_a_killed_replay_goes_on_and_ends_with_the_same_numbers(folder):
-    before, frames = outputs(ResultsFolder(folder)), FrameSet(None, 6)
+def test_a_killed_replay_goes_on_and_ends_with_the_same_numbers(folder, data):
+    before, frames = outputs(ResultsFolder(folder)), FrameSet(data, 6)
     lines = folder / "frames" / "autoregressive" / "episodes.jsonl"
     lines.write_bytes(lines.read_bytes()[:-20])  # as a kill leaves it: a torn line
     study = load_study(folder / "studies" / "made-up.toml")
@@ -182,10 +189,10 @@ def test_a_killed_replay_goes_on_and_ends_with_the_same_numbers(folder):
     assert not load_run(lines.parent).has_torn_line
 
 
-def test_lines_of_other_frames_are_never_mixed(folder):
+def test_lines_of_other_frames_are_never_mixed(folder, data):
     with pytest.raises(Exception, match="made differently"):
         Replays(WORDS, folder).record(
-            distinct(load_study(folder / "studies" / "made-up.toml").rows()), FrameSet(None, 5)
+            distinct(load_study(folder / "studies" / "made-up.toml").rows()), FrameSet(data, 5)
         )
 
 
@@ -234,8 +241,8 @@ def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     assert set(rows_of(folder)) == {"plain", "half right"}
 
 
-def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder):
-    """One episode of generated frames; the batch of copies is for its times alone."""
+def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, data):
+    """Of one episode; the batch of copies is for its times alone."""
     study = folder / "studies" / "made-up.toml"
     text = study.read_text().replace('"passes", "committed"', '"passes", "speedup", "p50"', 1)
     text = text.replace('  { name = "half', '  { name = "four", batch = 4 },\n  { name = "half')
@@ -244,9 +251,9 @@ def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder):
 
     replays = Replays(WORDS, folder)
     rows = distinct(load_study(study).rows())
-    replays.record(rows, FrameSet(None, 6))
+    replays.record(rows, FrameSet(data, 6))
     assert not (folder / "frames" / "autoregressive-batch4").exists()
-    replays.time(rows, FrameSet(None, 3))
+    replays.time(rows, FrameSet(data, 3))
 
     found = rows_of(folder)
     assert {name for name, one in found.items() if one.timed} == {*found}
@@ -257,14 +264,14 @@ def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder):
     assert len(answers_of(found["plain"].timed)) == 3
     assert found["plain"].timed.records[0].worked_s > 0
     page = outputs(ResultsFolder(folder))[PAGE]
-    assert "Times are of 3 generated frames of 1 episodes" in page
+    assert "Times are of 3 recorded frames of 1 episodes" in page
     assert "No speed-up here is told of relaxed" in page
     assert "times of 1 episodes, 5 are needed" in page
     assert cell_of("speedup", found["relaxed"]) == ("–", None)
 
 
-def test_frames_to_be_timed_are_stretches_of_five_episodes_from_start_to_end():
-    frames = FrameSet(None, 60)
+def test_frames_to_be_timed_are_stretches_of_five_episodes_from_start_to_end(data):
+    frames = FrameSet(data, 60)
     whole = dict(frames.episodes())
     parts = list(frames.for_times(25).episodes())
     assert [len(seen) for _, seen in parts] == [5] * 5
@@ -308,13 +315,13 @@ def test_packed_lines_say_the_same_and_go_on_once_they_are_unpacked(folder):
     assert sorted(run.folder.name for run in load_runs(folder / "frames")) == names
 
 
-def test_what_rows_share_of_a_frame_changes_no_line(folder, tmp_path):
+def test_what_rows_share_of_a_frame_changes_no_line(folder, data, tmp_path):
     """The slow twin: every row by itself, nothing remembered."""
     study = load_study(folder / "studies" / "made-up.toml")
     rows = distinct(row for row in study.rows() if row.acceptance is None)
     replays = Replays(WORDS, tmp_path / "apart")
     for row in rows:
-        replays.time([row], FrameSet(None, 6))
+        replays.time([row], FrameSet(data, 6))
     for row in (one for one in rows if one.slug not in replays.left_out):
         apart = load_run(tmp_path / "apart" / "timed" / row.slug).records
         together = load_run(folder / "frames" / row.slug).records
@@ -376,6 +383,29 @@ def test_a_row_of_fewer_starts_says_so_and_is_not_compared(folder):
     assert rows["other"].played_apart.comparison.num_pairs == 20
 
 
+def test_a_page_quotes_an_evaluation_that_belongs_to_no_study(folder, tmp_path):
+    play(tmp_path, PLAIN, "s" * 9 + "f", passes=7)
+    play(tmp_path, RELAXED, "s" * 8 + "ff", passes=2)
+    pack(tmp_path / "played")
+    assert (tmp_path / "played.jsonl.gz").is_file()
+    page = tmp_path / "card.md"
+    page.write_text(
+        "<!-- from played.jsonl.gz#runs -->\n<!-- end -->\n"
+        "<!-- from played#tasks -->\n<!-- end -->\n"
+    )
+    assert check(page)
+    write(page)
+    assert check(page) == []
+    text = page.read_text()
+    assert "90.0% (9/10)" in text
+    assert "(10 starts) | 2.00 |" in text
+    assert "| 80.0% (8/10) |" in text
+    page.write_text(text.replace("9/10", "10/10"))
+    assert check(page)
+    with pytest.raises(ReproductionError, match="it has runs, tasks"):
+        fill("<!-- from played#speeds -->\n<!-- end -->", tmp_path)
+
+
 def test_full_size_milliseconds_are_those_of_the_limits():
     """As docs/performance.md computes them: seven passes, and one pass for everything."""
     assert action_ms((0,) * 7, (0,) * 7, 0) == pytest.approx(23.8, abs=0.05)
@@ -384,15 +414,15 @@ def test_full_size_milliseconds_are_those_of_the_limits():
     assert drafted == pytest.approx(5 * 0.11, abs=0.01)
 
 
-def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, capsys):
+def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1"]
-    arguments = ["full-size", "--no-episodes", "--out", str(out)]
-    arguments += ["--frames", "2", "--time", "1"]
+    arguments = ["lesson/length-and-acceptance", "--row", "scripted, a = 1, K = 5", "--no-episodes"]
+    arguments += ["--recording", str(data), "--frames", "2", "--time", "1", "--out", str(out)]
     assert main([*arguments, *flags]) == 0
     assert main(next_command(capsys.readouterr().out)[3:]) == 0
-    assert "| scripted head, every draft right | 2.00 |" in (out / "page.md").read_text()
-    assert "Times are of 1 generated frames of 1 episodes" in (out / "page.md").read_text()
+    assert "| scripted, a = 1, K = 5 | " in (out / "page.md").read_text()
+    assert "Times are of 1 recorded frames of 1 episodes" in (out / "page.md").read_text()
     assert len(load_run(out / "frames" / PLAIN).header.server["weights"]) == 64
     assert check(out) == []
     assert main(["nothing", "--out", str(out)]) == 1

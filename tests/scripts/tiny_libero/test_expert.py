@@ -6,7 +6,6 @@ import pytest
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.simulator.conventions import CLOSE, OPEN
 from deft_client.libero.simulator.suites import find_suite, find_task
-from scripts.tiny_libero import check_expert
 from scripts.tiny_libero.expert.expert import Expert, Watch, read_goals
 from scripts.tiny_libero.expert.motion import Manner
 from scripts.tiny_libero.expert.pick import Phase
@@ -124,11 +123,3 @@ def test_recording_what_the_expert_cannot_do_is_refused_before_the_first_episode
     for what in ("task 33", "close(microwave_1)", "task 39", "turnoff(flat_stove_1)"):
         assert what in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("tasks", "told"), [("8,9", "task 9 of libero_10"), ("10", "--tasks")])
-def test_checking_what_cannot_be_played_is_refused_before_the_first_episode(tmp_path, tasks, told):
-    lines = tmp_path / "lines.jsonl"
-    with pytest.raises(SystemExit, match=f"check_expert: .*{told}"):
-        check_expert.main(["libero_10", "--tasks", tasks, "--trials", "0", "--out", str(lines)])
-    assert not lines.exists()

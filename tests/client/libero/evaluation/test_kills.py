@@ -1,4 +1,4 @@
-"""The short version of `python -m scripts.kill_test`: every kind of target is killed once."""
+"""Every kind of process of an evaluation is killed once, by kill -9."""
 
 import os
 import random
