@@ -5,7 +5,6 @@ python -m scripts.fuzz_wire --count 10000 [--seed 7]
 
 import argparse
 import random
-import re
 import socket
 import time
 from collections import Counter
@@ -23,14 +22,13 @@ from deft_client.types import ActOptions, Observation
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ActMessage
-from scripts.local_server import local_server
+from scripts.local_server import local_server, resident_mb
 from tests.client.peers.captures import act_captures, frames
 from tests.client.peers.mutations import mutate
 
 PATIENCE_S = 10.0
 PAUSE_S = 0.02  # after half a frame a server has nothing to say, and rightly
 MOST_GROWTH_MB = 16.0  # pools and caches may still fill; each message may not leave anything
-RESIDENT = re.compile(rb"^process_resident_memory_bytes (\S+)", re.MULTILINE)
 RESET = msgpack.packb({"endpoint": "reset"})
 FORM = "multipart/form-data; boundary=xyz"
 DONE = msgpack.packb({"status": "reset successful"})
@@ -183,11 +181,6 @@ def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]
     }
 
 
-def _resident_mb(url: str) -> float:
-    match = RESIDENT.search(httpx.get(f"{url}/metrics").content)
-    return float(match[1]) / 2**20 if match else float("nan")
-
-
 def _fuzz(name: str, count: int, url: str, seed: int) -> bool:
     originals, opened = _originals()[name]
     rng = random.Random(f"{seed} {name}")
@@ -196,12 +189,12 @@ def _fuzz(name: str, count: int, url: str, seed: int) -> bool:
     with opened(url) as send:  # type: ignore[attr-defined]
         for _ in range(200):  # fills caches and pools, so that growth afterwards is growth
             send(mutate(rng.choice(originals), rng))
-        before_mb, started_s = _resident_mb(url), time.perf_counter()
+        before_mb, started_s = resident_mb(url), time.perf_counter()
         for _ in range(count):
             sent_s = time.perf_counter()
             outcomes[send(mutate(rng.choice(originals), rng))] += 1
             worst_s = max(worst_s, time.perf_counter() - sent_s)
-    grown_mb = _resident_mb(url) - before_mb
+    grown_mb = resident_mb(url) - before_mb
     failed = sum(times for outcome, times in outcomes.items() if outcome.startswith("5"))
     told = ", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common())
     print(f"{name}: {count} in {time.perf_counter() - started_s:.0f} s; {told}", flush=True)

@@ -1,4 +1,4 @@
-"""Runs `deft serve` on a free port of this machine for as long as a block lasts."""
+"""Runs `deft serve` on a free port of this machine for as long as a block lasts, and asks it."""
 
 import re
 import subprocess
@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import httpx
 
 from deft_client import ClientSettings, PolicyClient
 from deft_client.errors import NotReadyError, TransportError
@@ -24,15 +26,18 @@ class ServerDidNotStartError(Exception):
 
 @contextmanager
 def local_server(
-    *flags: str, settings: ClientSettings | None = None, log: deque[str] | None = None
+    *flags: str,
+    settings: ClientSettings | None = None,
+    log: deque[str] | None = None,
+    program: str = "deft_server",
 ) -> Iterator[str]:
     """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it.
 
     If it ends earlier, its last words are told: whoever asked it saw no more than refusals. All it
-    logs goes into `log`.
+    logs goes into `log`. `program` is a module that knows `serve`.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
+        [sys.executable, "-m", program, "serve", "--port", "0", *flags],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -91,3 +96,24 @@ def _is_ready(url: str, settings: ClientSettings | None) -> bool:
     except (TransportError, NotReadyError):
         return False
     return True
+
+
+def port_of(url: str) -> int:
+    """The port of a local server's URL."""
+    return int(url.rsplit(":", 1)[1])
+
+
+def read_metric(text: str, name: str) -> float:
+    """A number of /metrics, such as `process_resident_memory_bytes`; NaN where it is not there."""
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else float("nan")
+
+
+def ask_metric(url: str, name: str) -> float:
+    """The same of a server."""
+    return read_metric(httpx.get(f"{url}/metrics").text, name)
+
+
+def resident_mb(url: str) -> float:
+    """How much memory a server holds."""
+    return ask_metric(url, "process_resident_memory_bytes") / 2**20

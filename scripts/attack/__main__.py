@@ -1,6 +1,6 @@
 """Floods servers of this machine over real sockets, and tells what held.
 
-python -m scripts.attack [--seconds 5] [--only pings] [--seed 0] [--json]
+python -m scripts.attack [--seconds 5] [--only pings] [--seed 0]
 
 Floods come from another address, each from a process of its own: for every one of them how much the
 server's memory grew, the worst answer of /healthz, and the worst answer to a robot that sends a
@@ -10,9 +10,7 @@ are in the tests. Ends with 1 if one was not borne.
 """
 
 import argparse
-import json
 import multiprocessing
-import re
 import shutil
 import ssl
 import sys
@@ -32,7 +30,7 @@ from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from scripts.attack.floods import FLOODS, PROXY_FLOODS, TLS_FLOODS, run_flood
-from scripts.local_server import local_server
+from scripts.local_server import local_server, port_of, read_metric
 from tests.server.nginx import nginx_before
 
 WARM_S, CALM_S = 2.0, 3.0
@@ -40,7 +38,6 @@ MOST = {"growth_mb": 100.0, "health_ms": 500.0, "robot_ms": 2000.0}
 ROBOT_PERIOD_S, HEALTH_PERIOD_S = 0.1, 0.05
 PATIENCE_S = 30.0
 AFTERMATH_S = 0.3  # in which an attack is still felt
-RESIDENT = re.compile(r"^process_resident_memory_bytes (\S+)", re.MULTILINE)
 
 
 @dataclass
@@ -72,15 +69,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="attacks whose name holds this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", default="constant", help="constant: only the server is tried")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     options = parser.parse_args()
     verdicts = []
     for name, figures, faults in _outcomes(options):
         verdict = "FAIL" if faults else "PASS" if figures else "SKIP"
         told = "  ".join(f"{key} {value:g}" for key, value in figures.items())
         line = f"{verdict}  {name:38} {told}  {'; '.join(faults[:2])}".rstrip()
-        if options.json:
-            line = json.dumps({"verdict": verdict, "name": name, **figures, "faults": faults})
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         verdicts.append(verdict)
@@ -102,7 +96,7 @@ def _outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
         with (
             local_server(*flags, "--trusted-proxies", "127.0.0.1") as url,
             tempfile.TemporaryDirectory() as folder,
-            nginx_before(int(url.rsplit(":", 1)[1]), Path(folder)) as proxy,
+            nginx_before(port_of(url), Path(folder)) as proxy,
         ):
             tls = ssl.create_default_context(cafile=proxy.certificate)
             yield from _flooded(proxy.url, None, list(PROXY_FLOODS), options)
@@ -144,7 +138,7 @@ def _measure(
         return noticed
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(2)  # starting a process takes a core for a second
-    port = int(url.rsplit(":", 1)[1])
+    port = port_of(url)
     attacker = context.Process(target=run_flood, args=(name, port, seconds, seed, start))
     attacker.start()
     start.wait(PATIENCE_S)
@@ -176,9 +170,8 @@ def _watched(url: str, tls: ssl.SSLContext | None) -> Iterator[Noticed]:
     def ask() -> None:
         while not ended.wait(HEALTH_PERIOD_S):
             noticed.timed(lambda: probe.get("/healthz"), noticed.health_ms)
-            found = RESIDENT.search(probe.get("/metrics").text)
-            assert found is not None
-            noticed.resident_mb.append(float(found[1]) / 2**20)
+            resident = read_metric(probe.get("/metrics").text, "process_resident_memory_bytes")
+            noticed.resident_mb.append(resident / 2**20)
 
     threads = [threading.Thread(target=work) for work in (act, ask)]
     with robot, probe:

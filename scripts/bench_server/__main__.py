@@ -1,8 +1,9 @@
 """What the server adds to a policy's own time, alone, in company and under overload.
 
 `python -m scripts.bench_server` runs everything (about two minutes), naming sections runs those:
-added, health, idle, sessions, overload. Every line ends in PASS or FAIL; those without a limit are
-there to compare. Prints the load of the machine, because nothing here means much on a busy one.
+added, health, idle, sessions, overload, several. Every line ends in PASS or FAIL; those without a
+limit are there to compare. Prints the load of the machine, because nothing here means much on a
+busy one.
 """
 
 import argparse
@@ -11,27 +12,19 @@ import http.client
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import websockets.sync.client
 
-from deft_client import PolicyClient
+from deft_client import ActionChunk, ActOptions, DeftError, Observation, PolicyClient
 from deft_client.peers.arrays import pack
 from deft_client.stream import StreamClient
-from deft_policies.base import ActAnswer, ActRequest
-from deft_policies.constant import ConstantPolicy, SleepingPolicy
-from deft_server.app import create_app
-from deft_server.commands import serve
-from deft_server.settings import Settings
+from deft_policies.tiny_libero import STATISTICS_KEY
 from scripts.bench_server.load import (
     Load,
     frame,
@@ -42,36 +35,14 @@ from scripts.bench_server.load import (
     sessions,
 )
 from scripts.bench_server.peers import FASTAPI, WEBSOCKETS, openvla_body, peer
+from scripts.local_server import ask_metric, local_server, port_of, resident_mb
 
 SIZE = 256  # pixels: 196,608 bytes a frame
 POLICY_MS = 20.0
 WARM_UP = 50
-MEGABYTE = 1024 * 1024
-
-
-class HandedOverPolicy(ConstantPolicy):
-    """Takes no time either, but does not say so: it is called on the policy thread."""
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        return super().act(batch)
-
-
-class SpinningPolicy(ConstantPolicy):
-    """Computes for a second in Python, and so holds the interpreter whenever it can."""
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        until_s = time.perf_counter() + 1.0
-        while time.perf_counter() < until_s:
-            pass
-        return super().act(batch)
-
-
-POLICIES = {
-    "constant": ConstantPolicy,
-    "handed over": HandedOverPolicy,
-    "sleeping": partial(SleepingPolicy, sleep_s=POLICY_MS / 1000),
-    "spinning": SpinningPolicy,
-}
+CPU = "process_cpu_seconds_total"
+SEVERAL, SEVERAL_STEPS = 8, 20
+INSTRUCTION = "pick up the butter and place it in the basket"
 
 
 @dataclass(frozen=True)
@@ -84,47 +55,9 @@ class Result:
     is_met: bool
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server in a process of its own."""
-
-    port: int
-    process: psutil.Process
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def resident_mb(self) -> float:
-        return float(self.process.memory_info().rss) / MEGABYTE
-
-
-@contextmanager
-def serving(policy: str, **settings: int) -> Iterator[Server]:
-    command = [sys.executable, "-m", "scripts.bench_server", "--serve", policy]
-    command += ["--settings", json.dumps(settings)]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    for line in child.stderr:
-        if "listening on" in line:
-            break
-    port = int(line.strip().rsplit(":", 1)[1])
-    server = Server(port, psutil.Process(child.pid))
-    try:
-        with PolicyClient(server.url) as client:
-            client.info()
-        yield server
-    finally:
-        child.terminate()
-        child.wait()
-        child.stderr.close()
-
-
-def serve_policy(policy: str, settings: dict[str, int]) -> int:
-    """Be the server."""
-    chosen = Settings(port=0, log_format="text", log_level="info", **settings)  # type: ignore[arg-type]
-    return serve.run(create_app(POLICIES[policy](), chosen))
+def serving(policy: str, *flags: str) -> AbstractContextManager[str]:
+    """Run a policy of `policies`; the block has the URL."""
+    return local_server("--policy", policy, *flags, program="scripts.bench_server.policies")
 
 
 def times_ms(work: Callable[[], object], count: int) -> np.ndarray:
@@ -158,17 +91,18 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
         bare = time_stream(f"ws://127.0.0.1:{port}/", openpi_body, greets=False)
     with peer(FASTAPI) as port:
         peers_act = time_posts(port, "/act", legacy_body, "application/json")
-    with serving("constant") as server:
-        stream = time_stream(f"ws://127.0.0.1:{server.port}/v1/stream", body, greets=False)
-        openpi = time_stream(f"ws://127.0.0.1:{server.port}/", openpi_body, greets=True)
-        legacy = time_posts(server.port, "/act", legacy_body, "application/json")
-        act = time_posts(server.port, "/v1/act", body, "application/msgpack", 2000)
-        with PolicyClient(server.url) as client:
+    with serving("constant") as url:
+        port = port_of(url)
+        stream = time_stream(f"ws://127.0.0.1:{port}/v1/stream", body, greets=False)
+        openpi = time_stream(f"ws://127.0.0.1:{port}/", openpi_body, greets=True)
+        legacy = time_posts(port, "/act", legacy_body, "application/json")
+        act = time_posts(port, "/v1/act", body, "application/msgpack", 2000)
+        with PolicyClient(url) as client:
             sdk = times_ms(lambda: client.act(observation), 2000)
-        with StreamClient(server.url) as client:
+        with StreamClient(url) as client:
             sdk_stream = times_ms(lambda: client.act(observation), 1000)
-    with serving("handed over") as server:
-        handed = time_stream(f"ws://127.0.0.1:{server.port}/v1/stream", body, greets=False)
+    with serving("handed-over") as url:
+        handed = time_stream(f"ws://127.0.0.1:{port_of(url)}/v1/stream", body, greets=False)
     return [
         added_line("/v1/stream, 1,000 in a row", stream, 0.4, np.inf),
         added_line("openpi WebSocket, 1,000 in a row", openpi, 0.4, np.inf),
@@ -220,8 +154,8 @@ def time_stream(url: str, body: bytes, greets: bool) -> np.ndarray:
 def bench_health(_: argparse.Namespace) -> list[Result]:
     results = []
     for policy in ("sleeping", "spinning"):
-        with serving(policy) as server:
-            connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        with serving(policy) as url:
+            connection = http.client.HTTPConnection("127.0.0.1", port_of(url))
 
             def get(using: http.client.HTTPConnection = connection) -> None:
                 using.request("GET", "/healthz")
@@ -229,7 +163,7 @@ def bench_health(_: argparse.Namespace) -> list[Result]:
 
             idle = times_ms(get, 100)
             request = http_request(message(SIZE))
-            with socket.create_connection(("127.0.0.1", server.port)) as caller:
+            with socket.create_connection(("127.0.0.1", port_of(url))) as caller:
                 caller.sendall(request)
                 time.sleep(0.01)
                 busy = times_ms(get, 100)
@@ -240,21 +174,20 @@ def bench_health(_: argparse.Namespace) -> list[Result]:
 
 
 def bench_idle(options: argparse.Namespace) -> list[Result]:
-    with serving("constant") as server:
-        before = server.process.cpu_times()
+    with serving("constant") as url:
+        before_s = ask_metric(url, CPU)
         time.sleep(options.seconds / 3)
-        after = server.process.cpu_times()
-    spent_s = after.user + after.system - before.user - before.system
-    share = spent_s / (options.seconds / 3)
+        share = (ask_metric(url, CPU) - before_s) / (options.seconds / 3)
     what = "a core, while nobody asks and nobody looks at the dashboard"
     return [Result(what, f"{share:.2%}", "< 2%", share < 0.02)]
 
 
 def bench_sessions(options: argparse.Namespace) -> list[Result]:
-    with serving("sleeping", max_batch=1) as server:
-        alone = run_sessions(server, 1, options.seconds / 6)
-    with serving("sleeping", max_batch=8) as server:
-        together = run_sessions(server, 16, options.seconds / 6)
+    sleeping = ("--sleep-ms", str(POLICY_MS), "--max-batch")
+    with serving("sleeping", *sleeping, "1") as url:
+        alone = run_sessions(url, 1, options.seconds / 6)
+    with serving("sleeping", *sleeping, "8") as url:
+        together = run_sessions(url, 16, options.seconds / 6)
     rate_alone, rate = (
         sum(load.count(200) for load in loads) * 6 / options.seconds for loads in (alone, together)
     )
@@ -279,25 +212,30 @@ def bench_sessions(options: argparse.Namespace) -> list[Result]:
     ]
 
 
-def run_sessions(server: Server, count: int, seconds: float) -> list[Load]:
+def run_sessions(url: str, count: int, seconds: float) -> list[Load]:
     bodies = [message(SIZE, f"robot-{number}") for number in range(count)]
-    return asyncio.run(sessions(server.port, bodies, seconds))
+    return asyncio.run(sessions(port_of(url), bodies, seconds))
 
 
 def bench_overload(options: argparse.Namespace) -> list[Result]:
     max_batch = 2
     capacity_per_s = max_batch * 1000 / POLICY_MS
     request = http_request(message(64))
-    with serving("sleeping", max_batch=max_batch) as server:
-        unloaded = asyncio.run(sequential(server.port, request, 200)).took_ms(200)
-        memory = asyncio.run(watched(server, request, 3 * capacity_per_s, options.seconds))
-        load, resident_mb = memory
-        time.sleep(max(0.0, 2.0 - load.replies[-1].took_s))
-        recovered = asyncio.run(sequential(server.port, request, 50)).took_ms(200)
+    flags = ("--sleep-ms", str(POLICY_MS), "--max-batch", str(max_batch))
+    with serving("sleeping", *flags) as url:
+        port = port_of(url)
+        unloaded = asyncio.run(sequential(port, request, 200)).took_ms(200)
+        rate_per_s = 3 * capacity_per_s
+        settling = asyncio.run(open_loop(port, [request], rate_per_s, options.seconds / 6))
+        before_mb = resident_mb(url)
+        load = asyncio.run(open_loop(port, [request], rate_per_s, options.seconds))
+        after_mb = resident_mb(url)
+        time.sleep(2.0)
+        recovered = asyncio.run(sequential(port, request, 50)).took_ms(200)
     accepted, refused = load.took_ms(200), load.took_ms(429)
     others = len(load.replies) - len(accepted) - len(refused)
     p99, unloaded_p99 = np.percentile(accepted, 99), np.percentile(unloaded, 99)
-    growth = max(resident_mb[10:]) / resident_mb[10] - 1 if len(resident_mb) > 10 else 0.0
+    growth = after_mb / before_mb - 1
     back = float(np.median(recovered) / np.median(unloaded))
     return [
         Result(
@@ -315,8 +253,8 @@ def bench_overload(options: argparse.Namespace) -> list[Result]:
         ),
         Result("... any other status", str(others), "0", others == 0),
         Result(
-            "... memory after the first 10 s",
-            f"{growth:+.1%} ({resident_mb[-1]:.0f} MB)",
+            f"... memory after the first {len(settling.replies)} frames",
+            f"{growth:+.1%} ({after_mb:.0f} MB)",
             "<= +5%",
             growth <= 0.05,
         ),
@@ -329,21 +267,48 @@ def bench_overload(options: argparse.Namespace) -> list[Result]:
     ]
 
 
-async def watched(
-    server: Server, request: bytes, rate_per_s: float, seconds: float
-) -> tuple[Load, list[float]]:
-    """Run the overload and take the server's memory every second."""
-    resident_mb = []
+def bench_several(_: argparse.Namespace) -> list[Result]:
+    """A step of eight robots in one message and in eight, in turn, by the shipped policy."""
+    results = []
+    flags = ("--policy", "tiny-libero", "--threads", "1", "--statistics-key", STATISTICS_KEY)
+    with local_server(*flags) as url, PolicyClient(url) as client:
+        for method in ("autoregressive", "lossless"):
+            alone_ms, together_ms, different = time_several(client, method)
+            what = f"{SEVERAL} observations in one message, {method}"
+            measured = (
+                f"{sum(together_ms) / sum(alone_ms):.2f} of the time of {SEVERAL} messages, sums "
+                f"of {len(alone_ms)} steps; {different} answers differ"
+            )
+            results.append(Result(what, measured, "none differ", different == 0))
+    return results
 
-    async def watch() -> None:
-        while True:
-            resident_mb.append(server.resident_mb)
-            await asyncio.sleep(1)
 
-    watcher = asyncio.create_task(watch())
-    load = await open_loop(server.port, [request], rate_per_s, seconds)
-    watcher.cancel()
-    return load, resident_mb
+def time_several(client: PolicyClient, method: str) -> tuple[list[float], list[float], int]:
+    """Milliseconds of every step one by one and at once, and how many answers differ."""
+    spent_ms: dict[str, list[float]] = {"alone": [], "together": []}
+    different = 0
+    for step in range(SEVERAL_STEPS):
+        seen = [
+            Observation(np.roll(frame(SIZE).image, 2 * step + 11 * one, axis=1), INSTRUCTION)
+            for one in range(SEVERAL)
+        ]
+        answers: dict[str, list[ActionChunk | DeftError]] = {}
+        for way in ("alone", "together") if step % 2 else ("together", "alone"):
+            named = {f"{method} {way} {at}": one for at, one in enumerate(seen)}
+            options = ActOptions(decoding=method)
+            started_s = time.perf_counter()
+            if way == "together":
+                answers[way] = list(client.act_all(named, options).values())
+            else:
+                answers[way] = [
+                    client.act(one, replace(options, session_id=name))
+                    for name, one in named.items()
+                ]
+            spent_ms[way].append((time.perf_counter() - started_s) * 1000)
+        for pair in zip(*answers.values(), strict=True):
+            actions = [one.actions for one in pair if isinstance(one, ActionChunk)]
+            different += len(actions) < 2 or not np.array_equal(*actions)
+    return spent_ms["alone"], spent_ms["together"], different
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
@@ -352,6 +317,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
     "idle": bench_idle,
     "sessions": bench_sessions,
     "overload": bench_overload,
+    "several": bench_several,
 }
 
 
@@ -360,11 +326,7 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--seconds", type=float, default=60, help="length of the overload [60]")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--serve", choices=list(POLICIES), help=argparse.SUPPRESS)
-    parser.add_argument("--settings", type=json.loads, default={}, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        return serve_policy(options.serve, options.settings)
     unknown = set(options.sections) - set(SECTIONS)
     if unknown:
         parser.error(f"unknown section {sorted(unknown)[0]!r}; there are {', '.join(SECTIONS)}")

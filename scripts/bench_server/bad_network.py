@@ -26,7 +26,7 @@ from deft_client.errors import DeftError
 from deft_client.stream import StreamClient
 from deft_client.types import ActionChunk, ActOptions, Observation
 from scripts.bench_server.load import frame
-from scripts.local_server import local_server
+from scripts.local_server import local_server, port_of
 
 DELAY_S = (0.005, 0.06)
 CUT_SHARE = 0.01
@@ -166,7 +166,7 @@ def run(kind: type[PolicyClient], options: argparse.Namespace) -> bool:
     period_s, num_periods = 1 / options.hz, int(options.seconds * options.hz)
     with (
         local_server("--policy", "sleeping", "--sleep-ms", "20") as url,
-        behind(network := BadNetwork(int(url.rsplit(":", 1)[1]), options.seed)) as proxy,
+        behind(network := BadNetwork(port_of(url), options.seed)) as proxy,
         ThreadPoolExecutor(options.robots) as threads,
     ):
         robots = [Robot(kind(proxy)) for _ in range(options.robots)]

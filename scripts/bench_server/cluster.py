@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import logging
 import os
-import re
 import tempfile
 import threading
 import time
@@ -19,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 import psutil
 import websockets.asyncio.client
@@ -41,7 +39,7 @@ from scripts.bench_server.load import (
     open_loop,
     sessions,
 )
-from scripts.local_server import local_server
+from scripts.local_server import ask_metric, local_server, port_of
 from scripts.plan.service_times import read_log
 from scripts.plan.simulate import Capacity, Fleet, Forecast, simulate
 
@@ -63,23 +61,11 @@ class RayPlace:
 
     def flags(self, num_replicas: int, *policy: str) -> list[str]:
         """Return the flags of a server with so many replicas."""
-        return [
-            "--replicas",
-            str(num_replicas),
-            "--ray",
-            self.ray,
-            "--replica-cpus",
-            "0.1",
-            *policy,
-        ]
+        return ["--replicas", str(num_replicas), "--ray", self.ray, "--replica-cpus=0.1", *policy]
 
 
 def sleeping(sleep_ms: float) -> list[str]:
     return ["--policy", "sleeping", "--sleep-ms", str(sleep_ms), "--max-batch", "1"]
-
-
-def port_of(url: str) -> int:
-    return int(url.rsplit(":", 1)[1])
 
 
 def throughput(place: RayPlace) -> None:
@@ -141,9 +127,9 @@ def forecast(place: RayPlace) -> None:
     ]
     with local_server(*place.flags(4, *sleeping(50)), "--log-batches", log=log) as url:
         wait_for_replicas(url, 4)
-        spent_s = metric(url, CPU)
+        spent_s = ask_metric(url, CPU)
         load = asyncio.run(open_loop(port_of(url), requests, ROBOTS * HZ, FORECAST_S))
-        front_s = (metric(url, CPU) - spent_s) / len(load.replies)
+        front_s = (ask_metric(url, CPU) - spent_s) / len(load.replies)
     statuses = Counter(one.status for one in load.replies)
     print(f"{ROBOTS} robots at {HZ:g} Hz, 4 replicas: {len(load.replies)} replies by status:")
     print(f"  {dict(statuses)}, load average {os.getloadavg()[0]:.1f}")
@@ -245,16 +231,10 @@ def is_replica(process: psutil.Process) -> bool:
 def wait_for_replicas(url: str, count: int) -> None:
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s:
-        if metric(url, "deft_replicas") == count:
+        if ask_metric(url, "deft_replicas") == count:
             return
         time.sleep(0.1)
     raise SystemExit(f"{url} never had {count} replicas")
-
-
-def metric(url: str, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
-    assert found is not None, name
-    return float(found[1])
 
 
 MEASUREMENTS: dict[str, Callable[[RayPlace], None]] = {

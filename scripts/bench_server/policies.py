@@ -1,0 +1,41 @@
+"""`deft serve` with two policies more, which only benches ask for: `handed-over` and `spinning`."""
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+
+from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_policies.catalog import CATALOG, CatalogEntry
+from deft_policies.constant import ConstantPolicy
+from deft_server.__main__ import main
+
+
+class HandedOverPolicy(ConstantPolicy):
+    """Takes no time either, but does not say so: it is called on the policy thread."""
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        return super().act(batch)
+
+
+class SpinningPolicy(ConstantPolicy):
+    """Computes for a second in Python, and so holds the interpreter whenever it can."""
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        until_s = time.perf_counter() + 1.0
+        while time.perf_counter() < until_s:
+            pass
+        return super().act(batch)
+
+
+def entry(kind: type[ConstantPolicy]) -> CatalogEntry:
+    def load(_: Namespace) -> Policy:
+        return kind()
+
+    return CatalogEntry(kind.__doc__ or "", lambda _: None, load)
+
+
+if __name__ == "__main__":
+    CATALOG["handed-over"] = entry(HandedOverPolicy)
+    CATALOG["spinning"] = entry(SpinningPolicy)
+    raise SystemExit(main(sys.argv[1:]))
