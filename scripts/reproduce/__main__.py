@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,7 @@ from PIL import Image
 from deft_client.commands.program import CommandParser, distribution_version
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
-from deft_policies import catalog
-from deft_policies.commands.parse import parse_command, run_command
+from deft_policies.commands.parse import parse_command, run_command, target_flags
 from scripts.local_server import ServerDidNotStartError
 from scripts.reproduce.page import (
     FACTS,
@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
 
     def run() -> int:
         command = parse_command(parser, arguments)
-        given, words = command.namespace, _policy_words(*command.words)
+        given = command.namespace
+        words = PolicyWords(given.policy, tuple(shlex.split(target_flags(given))))
         if given.write is not None:
             write(given.write)
             return 0
@@ -128,20 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--host", metavar="ADDRESS", help="of this machine, as workers elsewhere "
                        "reach it; meanwhile anyone else who does may ask, too")  # fmt: skip
     return parser
-
-
-def _policy_words(name: str, *arguments: str) -> PolicyWords:
-    """Those of the arguments that are the policy's."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    catalog.find(name).add_flags(parser.add_argument_group(name))
-    others = parser.parse_known_args(arguments)[1]  # in order, as the arguments are
-    flags = []
-    for word in arguments:
-        if others and word == others[0]:
-            del others[0]
-        else:
-            flags.append(word)
-    return PolicyWords(name, tuple(flags))
 
 
 def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:

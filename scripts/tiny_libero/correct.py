@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch._dynamo  # noqa: F401  (Triton's LLVM before Mesa's: the other way round crashes)
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import SelectionError, SimulationError
@@ -32,8 +31,8 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.formats import Precision
 from scripts.tiny_libero.demos import add_recording_flags, read_recording_flags
 from scripts.tiny_libero.expert.expert import Label
-from scripts.tiny_libero.play import Actor, DemoKey, DemosSettings, episode_keys, random_numbers
-from scripts.tiny_libero.pool import DemoResult, DemosJob, missing_keys, record
+from scripts.tiny_libero.play import Actor, DemoKey, DemosSettings, random_numbers
+from scripts.tiny_libero.pool import DemosJob, record_visibly
 
 
 @dataclass(frozen=True)
@@ -170,16 +169,7 @@ def _job(given: argparse.Namespace) -> DemosJob:
 
 
 def _record(job: DemosJob, checkpoint: Path) -> None:
-    total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
-    results: list[DemoResult] = []
-    with tqdm(total=total, initial=total - missing, unit="episode", file=sys.stderr) as bar:
-
-        def report(result: DemoResult) -> None:
-            results.append(result)
-            bar.update()
-            bar.set_postfix(succeeded=f"{sum(one.succeeded for one in results)}/{len(results)}")
-
-        record(job, report)
+    results = record_visibly(job)
     steps = sum(one.num_steps for one in results)
     succeeded = sum(one.succeeded for one in results)
     sys.stdout.write(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.demonstrations import (
@@ -24,8 +23,8 @@ from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite, find_task
 from scripts.tiny_libero.expert.motion import NoiseSettings
-from scripts.tiny_libero.play import DemosSettings, episode_keys
-from scripts.tiny_libero.pool import DemoResult, DemosJob, missing_keys, record
+from scripts.tiny_libero.play import DemosSettings
+from scripts.tiny_libero.pool import DemosJob, record_visibly
 
 
 def main(arguments: list[str]) -> int:
@@ -33,7 +32,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         job = _job(options)
-        _record(job)
+        record_visibly(job)
+        _summarise(job)
         if options.hdf5 is not None:
             _convert(job, options.hdf5)
     except SelectionError as error:
@@ -154,22 +154,6 @@ def _job(options: argparse.Namespace) -> DemosJob:
     job = read_recording_flags(options)
     noise = NoiseSettings(options.noise, options.pushes, slip_chance=options.slips)
     return replace(job, settings=replace(job.settings, noise=noise, encoding=options.encoding))
-
-
-def _record(job: DemosJob) -> None:
-    total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
-    with tqdm(total=total, initial=total - missing, unit="episode", smoothing=0) as bar:
-
-        def report(result: DemoResult) -> None:
-            outcome = "succeeded" if result.succeeded else "failed"
-            bar.write(
-                f"task {result.key.task} episode {result.key.episode} {outcome} in "
-                f"{result.num_steps} steps, {result.num_bytes / 2**20:.2f} MB"
-            )
-            bar.update()
-
-        record(job, report)
-    _summarise(job)
 
 
 def _summarise(job: DemosJob) -> None:

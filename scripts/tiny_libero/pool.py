@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from deft_client.datasets.demonstrations import save_demonstration
 from deft_client.files import write_atomically
 from deft_client.libero.errors import DemonstrationError
@@ -87,6 +89,21 @@ def record(job: DemosJob, report: Callable[[DemoResult], None]) -> None:
             finally:
                 for future in futures:
                     future.cancel()
+
+
+def record_visibly(job: DemosJob) -> list[DemoResult]:
+    """The same with a bar on the terminal; what became of the new episodes."""
+    total, missing = len(episode_keys(job.settings)), len(missing_keys(job))
+    results: list[DemoResult] = []
+    with tqdm(total=total, initial=total - missing, unit="episode", smoothing=0) as bar:
+
+        def report(result: DemoResult) -> None:
+            results.append(result)
+            bar.update()
+            bar.set_postfix(succeeded=f"{sum(one.succeeded for one in results)}/{len(results)}")
+
+        record(job, report)
+    return results
 
 
 def _record_one(job: DemosJob, key: DemoKey) -> DemoResult:

@@ -33,7 +33,7 @@ from deft_client.types import ActionChunk, ActOptions
 from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
-from scripts.hostile_servers import holding_up
+from tests.client.hostile_servers import holding_up
 from tests.client.samples import full_answer, full_message
 from tests.standins.policy_server import ANSWER, INFO, FakeServer, refusal
 

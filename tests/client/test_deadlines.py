@@ -23,7 +23,7 @@ from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import StreamClient
 from deft_client.types import ActOptions, Observation
 from deft_client.wire.fields import WireLimits
-from scripts.hostile_servers import (
+from tests.client.hostile_servers import (
     HTTP_MANNERS,
     STREAM_MANNERS,
     HostileServer,

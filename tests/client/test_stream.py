@@ -19,7 +19,7 @@ from deft_client.types import ActionChunk
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.fields import WireLimits
 from deft_client.wire.msgpack_codec import decode_request, encode_answer
-from scripts.hostile_servers import holding_up, open_stream
+from tests.client.hostile_servers import holding_up, open_stream
 from tests.client.samples import full_answer, full_message
 from tests.standins.policy_server import ANSWER, PING, repeating_id, streaming
 

@@ -31,7 +31,7 @@ from deft_client.peers.openvla import encode_array, oft_fields, openvla_fields
 from deft_client.settings import ClientSettings, Timeouts
 from deft_client.types import Observation, ServerInfo
 from deft_client.wire.fields import WireLimits
-from scripts.hostile_servers import dripping, holding_up
+from tests.client.hostile_servers import dripping, holding_up
 from tests.standins.environments import EchoPolicy
 
 ACTION = np.array([0.1, -0.2, 0.3, 0.0, 0.5, -0.6, 0.996])

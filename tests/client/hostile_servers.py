@@ -1,7 +1,6 @@
 """Servers that hold their callers up in every way a socket allows, over real sockets.
 
-Each manner is a function that is given one connection and goes on until the server lets go. They
-are what `tests/client/test_deadlines.py` and `scripts/check_deadlines.py` call.
+Each manner is a function that is given one connection and goes on until the server lets go.
 """
 
 import base64
