@@ -19,8 +19,8 @@ from deft_client import PolicyClient, control_loop
 from deft_client.libero.results.store import ResultsStore
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
 from deft_server.commands.serve import EXAMPLE
-from tests.client.hostile_servers import dripping, frozen, holding_up, withholding
 from scripts.local_server import local_server
+from tests.client.hostile_servers import dripping, frozen, holding_up, withholding
 from tests.client.libero.episodes import header
 from tests.client.libero.episodes import record as episode
 from tests.client.samples import frame
