@@ -1,8 +1,7 @@
 """Measures replicas behind one front on a Ray of its own, in some minutes.
 
 `python -m scripts.bench_server.cluster` runs it all, naming measurements runs those: throughput,
-added time, the forecast of `scripts.plan` beside what is, and what becomes of frames while a
-replica dies.
+added time, and the forecast of `scripts.plan` beside what is.
 """
 
 import argparse
@@ -10,7 +9,6 @@ import asyncio
 import logging
 import os
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,20 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import websockets.asyncio.client
 
-from deft_client import PolicyClient
 from deft_client.types import ActOptions
 from deft_client.wire.images import ImageEncoding
-from deft_client.wire.json_codec import decode_problem
 from deft_client.wire.messages import ActMessage
-from deft_client.wire.msgpack_codec import decode_answer, encode_request
-from deft_policies.benchmark.replay import generate_frames
+from deft_client.wire.msgpack_codec import encode_request
 from deft_server.replicas.ray_serve import import_ray
 from deft_server.serving.queue import QueueRules
 from scripts.bench_server.load import (
-    Connection,
     frame,
     http_request,
     message,
@@ -45,11 +38,8 @@ from scripts.plan.simulate import Capacity, Fleet, Forecast, simulate
 
 MEGABYTE = 1024 * 1024
 CPU = "process_cpu_seconds_total"
-REPLICA_NAME = "ray::ServeReplica:deft:PolicyReplica"
 ROBOTS, HZ, FORECAST_S = 20, 5.0, 60.0
 NUM_SESSIONS = 16
-KILLED_AFTER_S = 5.0  # into the load
-LONGEST_S = 30.0  # that an answer may take
 
 
 @dataclass(frozen=True)
@@ -162,72 +152,6 @@ def line(told: Forecast) -> str:
     )
 
 
-def kill(place: RayPlace) -> None:
-    """Kill one of two replicas of the small policy under the load of sixteen sessions."""
-    steps = round(2 * place.seconds)
-    policy = ("--policy", "tiny-libero", "--threads", "1", "--max-batch", "1")
-    back_s: list[float] = []
-    with local_server(*place.flags(2, *policy)) as url:
-        wait_for_replicas(url, 2)
-        quiet, _ = talk_all(url, "quiet", steps)
-        killer = threading.Thread(target=lambda: back_s.append(kill_one(url)))
-        killer.start()
-        rough, refused = talk_all(url, "rough", steps)
-        killer.join()
-    pairs = zip(sum(quiet, []), sum(rough, []), strict=True)
-    same = sum(here.tobytes() == there.tobytes() for here, there in pairs)
-    print(f"kill -9 of a replica, lossless, {NUM_SESSIONS} sessions: refused {dict(refused)}")
-    print(f"  {same} of {NUM_SESSIONS * steps} answers to the bit as undisturbed (all of them)")
-    print(f"  both replicas back after {back_s[0]:.1f} s (at most 15)")
-
-
-def talk_all(url: str, name: str, steps: int) -> tuple[list[list[np.ndarray]], Counter[int]]:
-    """Have sessions send frames of their own until each is answered: actions, and refusals."""
-    with PolicyClient(url) as client:
-        info = client.info()
-    key = info.default_statistics_key or info.statistics_keys[0]
-    refused: Counter[int] = Counter()
-
-    async def talk(number: int) -> list[np.ndarray]:
-        options = ActOptions(session_id=f"{name} {number}", statistics_key=key)
-        answered, connection = [], Connection(port_of(url))
-        for one in generate_frames(steps, seed=number):
-            request = http_request(encode_request(ActMessage(one.observation, options)))
-            while True:
-                exchange = connection.exchange(request)
-                status, content = await asyncio.wait_for(exchange, LONGEST_S)
-                if status == 200:
-                    break
-                refused[status] += 1
-                await asyncio.sleep(decode_problem(status, content).retry_after_s or 0.0)
-            answered.append(decode_answer(content).actions)
-        connection.close()
-        return answered
-
-    async def all_of_them() -> list[list[np.ndarray]]:
-        return await asyncio.gather(*(talk(number) for number in range(NUM_SESSIONS)))
-
-    return asyncio.run(all_of_them()), refused
-
-
-def kill_one(url: str) -> float:
-    """Kill a replica a while into the load; return the seconds until there are two again."""
-    time.sleep(KILLED_AFTER_S)
-    found = [one for one in psutil.Process().children(recursive=True) if is_replica(one)]
-    start_s = time.monotonic()
-    found[0].kill()
-    wait_for_replicas(url, 1)
-    wait_for_replicas(url, 2)
-    return time.monotonic() - start_s
-
-
-def is_replica(process: psutil.Process) -> bool:
-    try:
-        return any(word.startswith(REPLICA_NAME) for word in process.cmdline()[:1])
-    except psutil.Error:
-        return False
-
-
 def wait_for_replicas(url: str, count: int) -> None:
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s:
@@ -241,7 +165,6 @@ MEASUREMENTS: dict[str, Callable[[RayPlace], None]] = {
     "throughput": throughput,
     "added": added_time,
     "forecast": forecast,
-    "kill": kill,
 }
 
 

@@ -62,18 +62,14 @@ class Connection:
 
     async def ask(self, request: bytes) -> int:
         """Send a request and return the status of its answer."""
-        return (await self.exchange(request))[0]
-
-    async def exchange(self, request: bytes) -> tuple[int, bytes]:
-        """Send a request and return the status and the body of its answer."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         writer.write(request)
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
-        body = await reader.readexactly(int(length))
-        return int(head.split(b" ", 2)[1]), body
+        await reader.readexactly(int(length))
+        return int(head.split(b" ", 2)[1])
 
     def close(self) -> None:
         if self._streams is not None:
