@@ -1,8 +1,9 @@
 """`make demo`: what Deft is for, within three minutes.
 
-First all methods answer the same frames in turn, while plain decoding plays: how much faster, and
-are the actions the same? Then plain decoding and the fastest play in real time, where the simulator
-waits for nobody and every millisecond counts.
+All methods answer the same frames in turn, while plain decoding plays: how much faster, and are the
+answers the same? First with a text before every action, where the policy was taught to write one,
+and an episode of it is filmed with its text; then at once. At last plain decoding and the fastest
+play in real time, where the simulator waits for nobody and every millisecond counts.
 """
 
 import os
@@ -29,9 +30,10 @@ from scripts.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")
 METHODS = ("autoregressive", "lossless", "deft")
+THINKING = ("autoregressive", "lossless")
 IN_REAL_TIME, IN_REAL_TIME_EPISODES = ("autoregressive", "deft"), 2
 SUITE, TRIAL = "libero_object", 40  # trials from 40 were never trained on
-MOST_STEPS = 150  # of an episode while methods are compared; most need 80 to 120
+STEPS, THINKING_STEPS = 60, 12  # of an episode while methods are compared
 MOST_LOAD = 1.2  # a core, the demonstration itself included: with more, others were at work
 
 
@@ -39,15 +41,23 @@ def main() -> int:
     """Run the demonstration; return its exit code."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     say("starting the server ...")
+    code = evaluate_command.DONE
     try:
         with local_server("--policy", "tiny-libero", "--threads", server_threads()) as url:
             with PolicyClient(url) as client:
                 info = client.info()
             say(f"ready: {info.policy}, trained on {info.assets} assets")
             tasks = choose_tasks(info)
-            say(f"\n1. {', '.join(METHODS)} answer the same frames in turn; {METHODS[0]} acts")
-            say("\n" + describe(compare(url, info, tasks), busy()))
-            code = play_in_real_time(url, tasks[:IN_REAL_TIME_EPISODES])
+            if info.max_tokens is not None:
+                say(f"\nIt thinks aloud: {' and '.join(THINKING)} answer the same frames in turn")
+                say("\n" + describe(compare(url, tasks, THINKING, aloud=True), busy()))
+                flags = ("--decoding", THINKING[-1], "--reasoning")
+                code = play(url, tasks[:1], *flags)
+            say(f"\nIt acts at once: {', '.join(METHODS)} answer the same frames in turn")
+            say("\n" + describe(compare(url, tasks, METHODS), busy()))
+            say("In real time: the simulator goes on at 20 steps a second, answer or no answer")
+            flags = ("--decoding", *IN_REAL_TIME, "--real-time")
+            code = code or play(url, tasks[:IN_REAL_TIME_EPISODES], *flags)
     except ServerDidNotStartError as error:
         print(error, file=sys.stderr)
         return 1
@@ -77,37 +87,40 @@ def choose_tasks(info: ServerInfo) -> list[int]:
     return list(known[::step][:LEAST_EPISODES])
 
 
-def compare(url: str, info: ServerInfo, tasks: list[int]) -> list[Answers]:
+def compare(
+    url: str, tasks: list[int], methods: tuple[str, ...], aloud: bool = False
+) -> list[Answers]:
     """Every episode's answers to the frames that the first method's actions lead to."""
-    config = RunConfig(SUITE, step_limit=MOST_STEPS)
+    config = RunConfig(SUITE, step_limit=THINKING_STEPS if aloud else STEPS)
     episodes: list[Answers] = []
     for number in tasks:
         environment = open_environment(find_suite(SUITE).task(number), config.environment)
+        options = {
+            name: ActOptions(decoding=name, want_trace=True, want_reasoning=aloud)
+            for name in methods
+        }
         policy = InterleavedPolicy(
-            {name: build_policy(source(url, name), environment) for name in METHODS}
+            {
+                name: build_policy(PolicySource(url, options=asked, stream=True), environment)
+                for name, asked in options.items()
+            }
         )
-        log = EpisodePlayer(environment, policy, config).play(TRIAL, f"demo-{number}")
+        log = EpisodePlayer(environment, policy, config).play(TRIAL, f"demo-{aloud}-{number}")
         policy.close()
         environment.close()
         episodes.append(policy.answers)
-        ended = "succeeded" if log.has_succeeded else "not done"
-        say(f"   {environment.task.instruction}: {ended} after {len(log.actions)} steps")
+        say(f"   {environment.task.instruction}: {len(log.actions)} steps")
+        if aloud:
+            say(f"      {log.answers[-1].reasoning}")
     return episodes
 
 
-def source(url: str, decoding: str) -> PolicySource:
-    """The server, asked to decode so."""
-    return PolicySource(url, options=ActOptions(decoding=decoding, want_trace=True), stream=True)
-
-
-def play_in_real_time(url: str, tasks: list[int]) -> int:
-    """Play the same trials with two methods at 20 steps a second; return the exit code."""
-    say("2. in real time: the simulator goes on at 20 steps a second, answer or no answer")
+def play(url: str, tasks: list[int], *flags: str) -> int:
+    """Play trials of tasks and film them; return the exit code."""
     return evaluate_command.main(
         [
             *(SUITE, "--tasks", ",".join(map(str, tasks)), "--trials", str(TRIAL)),
-            *("--url", url, "--stream", "--real-time"),
-            *("--decoding", *IN_REAL_TIME, "--video", "all", "--out", str(FOLDER)),
+            *("--url", url, "--stream", "--video", "all", "--out", str(FOLDER), *flags),
         ]
     )
 
@@ -116,7 +129,7 @@ def report() -> None:
     """Write the page that plots, compares and plays the episodes side by side."""
     page = FOLDER / "report.html"
     write_report(load_runs(FOLDER), page)
-    say(f"\nOpen {page.resolve()}: plots, and both methods' videos side by side at true speed.")
+    say(f"\nOpen {page.resolve()}: plots, and the videos: both methods side by side at true speed.")
     say("next: `make serve` in one terminal, `make eval-libero` in another")
 
 

@@ -80,8 +80,11 @@ def _round_trips(episodes: Sequence[Answers], name: str) -> list[float]:
 
 def _identical(chunks: Sequence[ActionChunk], plain: Sequence[ActionChunk]) -> str:
     pairs = list(zip(chunks, plain, strict=True))
-    share = fmean(np.array_equal(own.actions, other.actions) for own, other in pairs)
-    if share == 1:
-        return "all actions"
+    same = [
+        np.array_equal(own.actions, other.actions) and own.reasoning == other.reasoning
+        for own, other in pairs
+    ]
+    if all(same):
+        return "all answers"
     most = max(float(np.abs(own.actions - other.actions).max()) for own, other in pairs)
-    return f"{100 * share:.0f}% of the actions, others by at most {most:.3f}"
+    return f"{100 * fmean(same):.0f}% of the answers, actions of others by at most {most:.3f}"

@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
                         "kind, as they are committed; runs that go on unpack them")  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("results/reproduced"), metavar="DIR",
-        help="lines, page, CSV and plots (default: %(default)s)",
+        help="lines, page and plots (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="few frames and episodes: the shapes")
     group = parser.add_argument_group("frames that every row answers")

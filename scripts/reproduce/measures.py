@@ -264,29 +264,14 @@ def _rate(results: RowResults, _: str) -> Cell:
     return _number(1000 * results.row.batch * len(spent) / sum(spent) if spent else None, ".1f")
 
 
-Pick = Callable[[RunSummary], float]
+def _passes(found: RunSummary | None) -> Cell:
+    return _number(found.speculation.passes_per_action if found and found.speculation else None)
 
 
-def _of_frames(heading: str, meaning: str, pick: Pick, form: str = ".2f") -> Measure:
-    return Measure(heading, meaning, lambda one, _: _number(_maybe(pick, one.summary), form))
-
-
-def _of_times(heading: str, meaning: str, pick: Pick, form: str) -> Measure:
-    return Measure(
-        heading, meaning, lambda one, _: _number(_maybe(pick, one.timed_summary), form), True
-    )
-
-
-def _maybe(pick: Pick, found: RunSummary | None) -> float | None:
-    return None if found is None else pick(found)
-
-
-def _passes(found: RunSummary) -> float:
-    return found.speculation.passes_per_action if found.speculation else float("nan")
-
-
-def _stage(found: RunSummary, name: str) -> float:
-    return found.stages[name].p50 if name in found.stages else float("nan")
+def _stage(results: RowResults, name: str) -> Cell:
+    """A median over the frames that were timed."""
+    found = results.timed_summary
+    return _number(found.stages[name].p50 if found and name in found.stages else None, ".1f")
 
 
 def _committed(results: RowResults, _: str) -> Cell:
@@ -325,13 +310,17 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "played-passes": Measure(
             "passes, played",
             "forward passes of the model for an action in the played episodes, prefill included",
-            lambda one, _: _number(_maybe(_passes, one.played_summary)),
+            lambda one, _: _passes(one.played_summary),
         ),
-        "frames": _of_frames(
-            "frames", "how many recorded frames were answered", lambda one: one.num_answers, ".0f"
+        "frames": Measure(
+            "frames",
+            "how many recorded frames were answered",
+            lambda one, _: _number(one.summary.num_answers if one.summary else None, ".0f"),
         ),
-        "passes": _of_frames(
-            "passes", "forward passes of the model for an action, prefill included", _passes
+        "passes": Measure(
+            "passes",
+            "forward passes of the model for an action, prefill included",
+            lambda one, _: _passes(one.summary),
         ),
         "committed": Measure(
             "committed length",
@@ -357,12 +346,20 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "phase": Measure(
             "passes in {}", "passes for an action while the arm is about to do that", _phase_passes
         ),
-        "p50": _of_times("ms", "a whole answer" + _A_MEDIAN, lambda one: one.round_trip.p50, ".1f"),
+        "p50": Measure(
+            "ms",
+            "a whole answer" + _A_MEDIAN,
+            lambda one, _: _stage(one, "round_trip_ms"),
+            is_time=True,
+        ),
         "judge-ms": Measure(
             "acceptance, ms a pass", "choosing which guesses stand", _judging, is_time=True
         ),
-        "draft-ms": _of_times(
-            "drafting ms", "making guesses" + _A_MEDIAN, lambda one: _stage(one, "draft_ms"), ".1f"
+        "draft-ms": Measure(
+            "drafting ms",
+            "making guesses" + _A_MEDIAN,
+            lambda one, _: _stage(one, "draft_ms"),
+            is_time=True,
         ),
         "speedup": Measure(
             "times as fast here",

@@ -1,5 +1,7 @@
 """Methods that answer the same frames in turn, and what is told of them."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from deft_client.libero.evaluation.episode import EpisodePlayer
@@ -53,15 +55,21 @@ def test_a_ratio_is_one_of_sums_over_the_same_frames_with_its_interval() -> None
     found = episodes(plain=chunk(0.0, 7, 40.0), fast=chunk(0.0, 3, 25.0))
     found[0]["fast"] = [chunk(0.0, 3, 50.0)] * 10
     text = describe(found)
-    assert "| plain  |         40.0 |   7.00 | all actions |" in text
-    assert "| fast   |         30.0 |   3.00 | all actions |" in text
+    assert "| plain  |         40.0 |   7.00 | all answers |" in text
+    assert "| fast   |         30.0 |   3.00 | all answers |" in text
     assert "fast answers 1.33 times as fast as plain (95%: " in text
 
 
 def test_actions_that_differ_are_counted_with_the_largest_difference() -> None:
     found = episodes(plain=chunk(0.0, 7, 40.0), deft=chunk(0.0, 2, 30.0))
     found[0]["deft"][:5] = [chunk(0.02, 2, 30.0)] * 5
-    assert "90% of the actions, others by at most 0.020" in describe(found)
+    assert "90% of the answers, actions of others by at most 0.020" in describe(found)
+
+
+def test_answers_are_the_same_where_their_texts_are() -> None:
+    found = episodes(plain=chunk(0.0, 7, 40.0), fast=chunk(0.0, 3, 20.0))
+    found[1]["fast"] = [replace(one, reasoning="something else") for one in found[1]["fast"]]
+    assert "80% of the answers, actions of others by at most 0.000" in describe(found)
 
 
 def test_no_ratio_is_told_on_a_busy_machine_or_of_few_episodes() -> None:
