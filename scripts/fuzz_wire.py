@@ -5,7 +5,6 @@ python -m scripts.fuzz_wire --count 10000 [--seed 7]
 
 import argparse
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import httpx
 import msgpack
 import numpy as np
 from websockets.exceptions import ConnectionClosed
-from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from deft_client.types import ActOptions, Observation
@@ -27,7 +25,6 @@ from tests.client.peers.captures import act_captures, frames
 from tests.client.peers.mutations import mutate
 
 PATIENCE_S = 10.0
-PAUSE_S = 0.02  # after half a frame a server has nothing to say, and rightly
 MOST_GROWTH_MB = 16.0  # pools and caches may still fill; each message may not leave anything
 RESET = msgpack.packb({"endpoint": "reset"})
 FORM = "multipart/form-data; boundary=xyz"
@@ -115,51 +112,6 @@ def _websocket(url: str, path: str, has_greeting: bool) -> Iterator[Send]:
     held.close()
 
 
-class _RawSocket:
-    """Sends bytes that claim to be WebSocket frames, each time over a connection of its own."""
-
-    def __init__(self, url: str, path: str) -> None:
-        host, _, port = url.removeprefix("http://").partition(":")
-        self._address = (host, int(port))
-        self._hello = (
-            f"GET {path} HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-        ).encode()
-
-    def send(self, frames: bytes) -> str:
-        with socket.create_connection(self._address, PATIENCE_S) as connection:
-            connection.sendall(self._hello)
-            if not connection.recv(4096).startswith(b"HTTP/1.1 101"):
-                return "500"
-            try:
-                connection.sendall(frames)
-                connection.settimeout(PAUSE_S)
-                answer = connection.recv(65536)
-            except TimeoutError:
-                return "waits for more"
-            except OSError:
-                return "closed"
-        return "answer" if answer[:1] == b"\x82" else "text or close" if answer else "closed"
-
-
-@contextmanager
-def _raw_socket(url: str, path: str) -> Iterator[Send]:
-    yield _RawSocket(url, path).send
-
-
-def _frames() -> list[bytes]:
-    """Return WebSocket frames as a robot sends them: whole, in fragments, and a ping amid them."""
-    small, large = msgpack_codec.encode_request(_own_message()), _camera_frame()
-    half = len(large) // 2
-    parts = [
-        Frame(Opcode.BINARY, large[:half], fin=False),
-        Frame(Opcode.PING, b"there?"),
-        Frame(Opcode.CONT, large[half:]),
-    ]
-    whole = [Frame(Opcode.BINARY, one).serialize(mask=True) for one in (small, large)]
-    return [*whole, b"".join(whole), b"".join(one.serialize(mask=True) for one in parts)]
-
-
 def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]]]:
     act = [one.request for one in act_captures() if one.request]
     oft = [body.replace(b'"image"', b'"full_image"') for body in act]
@@ -173,7 +125,6 @@ def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]
         "POST /v1/act, JSON": ([own_json], lambda url: _http(url, "/v1/act", "application/json")),
         "POST /v1/act, form": ([_own_form()], lambda url: _http(url, "/v1/act", FORM)),
         "WebSocket /v1/stream": ([own, _camera_frame()], sockets("/v1/stream", False)),
-        "WebSocket /v1/stream, frames": (_frames(), lambda url: _raw_socket(url, "/v1/stream")),
         "POST /act": (act, lambda url: _http(url, "/act", "application/json")),
         OFT: (oft, lambda url: _http(url, "/act", "application/json")),
         "WebSocket /, openpi": (list(frames("openpi").values()), sockets("/", True)),

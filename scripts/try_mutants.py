@@ -264,14 +264,18 @@ def draw(room: str, count: int, seed: int) -> list[Mutant]:
 
 
 def mirrored_tests(module: str) -> list[str]:
-    """Test files named after a module, those that import it, the rest of the folder it mirrors."""
+    """Test files named after a module, those that import it, the rest of the folder it mirrors.
+
+    In this order: the first ones notice most.
+    """
     package, _, *folders, file = module.split("/")
     stem = file.removesuffix(".py")
     folder = ROOT.joinpath("tests", package, *folders)
     dotted = module.removesuffix(".py").partition("/")[2].replace("/", ".")
     named = sorted((ROOT / "tests" / package).rglob(f"test_{stem}.py"))
     beside = sorted(folder.glob("test_*.py"))
-    importing = [path for path in beside if f"{dotted} " in path.read_text()]
+    every = sorted((ROOT / "tests" / package).rglob("test_*.py"))
+    importing = [path for path in every if f"{dotted} " in path.read_text()]
     # A package's own folder holds the tests of everything; a room's folder those of the room.
     rest = beside if folders else []
     paths = dict.fromkeys((*named, *importing, *rest))

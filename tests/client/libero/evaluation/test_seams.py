@@ -6,8 +6,15 @@ from dataclasses import asdict
 import pytest
 
 from deft_client.chunks import Seam
-from scripts.check_seams.__main__ import CHUNKS, DELAYS_MS, SeamRow, compare, main
-from scripts.check_seams.recorded import load_chunks, replay
+from scripts.check_seams import (
+    CHUNKS,
+    DELAYS_MS,
+    SeamRow,
+    compare,
+    load_chunks,
+    main,
+    replay,
+)
 from tests.repository import ROOT
 
 RESULTS = ROOT / "docs/results/chunk_seams.jsonl"

@@ -16,22 +16,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deft_client.chunks import Seam
+from deft_client.chunks import ActionQueue, Seam
 from deft_client.libero.evaluation import point_world
-from deft_client.libero.evaluation.episode import BackgroundCalls, Clock, EpisodeLog, EpisodePlayer
+from deft_client.libero.evaluation.episode import (
+    BackgroundCalls,
+    Clock,
+    EpisodeLog,
+    EpisodePlayer,
+    largest_change,
+)
 from deft_client.libero.evaluation.runs import Pacing, RunConfig
 from deft_client.libero.evaluation.selection import select_episodes
 from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.report.summary import largest_seams
-from deft_client.libero.results.records import TrialKey
+from deft_client.libero.results.records import SeamSizes, TrialKey
 from deft_client.libero.results.statistics import mcnemar_exact
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.types import ActionChunk, Observation
-from scripts.check_seams.recorded import load_chunks, replay
 
-CHUNKS = Path(__file__).parents[2] / "tests/golden/chunks/oft_tiny.npz"
+CHUNKS = Path(__file__).parents[1] / "tests/golden/chunks/oft_tiny.npz"
 DELAYS_MS = (200.0, 201.0)
 _FRAMES = EnvironmentSettings(frame_size=8)  # the policy reads the state
 _ROUNDING_S = 1e-9
@@ -145,6 +151,33 @@ def compare(num_pairs: int, delay_s: float) -> Iterator[SeamRow]:
             largest_step=sizes.commanded,
             largest_step_inside=sizes.inside,
         )
+
+
+def load_chunks(path: Path) -> NDArray[np.float64]:
+    """Read `chunks` [frame, step, action_dim] of an .npz."""
+    with np.load(path) as arrays:
+        chunks: NDArray[np.float64] = arrays["chunks"].astype(np.float64)
+    return chunks
+
+
+def replay(chunks: NDArray[np.float64], seam: Seam, delay_periods: int) -> SeamSizes:
+    """Execute them in order, each `delay_periods` after its frame. Nothing moves the frames."""
+    queue = ActionQueue(conventions.ACTION_RULES, seam)
+    asked: int | None = None
+    actions = []  # since the last hold
+    commanded = inside = 0.0
+    for period in range(len(chunks)):
+        if asked is not None and period - asked >= delay_periods:
+            queue.refill(ActionChunk(chunks[asked]))
+            inside, asked = max(inside, largest_change(chunks[asked])), None
+        if asked is None and queue.is_due:
+            queue.ask()
+            asked = period
+        action = queue.next()
+        actions = [] if action is None else [*actions, action][-2:]
+        if len(actions) == 2:
+            commanded = max(commanded, largest_change(np.stack(actions)))
+    return SeamSizes(commanded, inside)
 
 
 def _table(lines: list[SeamRow]) -> str:
