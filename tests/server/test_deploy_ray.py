@@ -58,7 +58,8 @@ class ServeConfig(Part):
 
 class Variable(Part):
     name: str
-    value: str
+    value: str | None = None
+    valueFrom: dict[Literal["secretKeyRef"], dict[str, str]] | None = None
 
 
 class ContainerPort(Part):
@@ -139,6 +140,7 @@ class WorkerGroup(HeadGroup):
 
 class RayClusterConfig(Part):
     rayVersion: str
+    authOptions: dict[str, str]
     headGroupSpec: HeadGroup
     workerGroupSpecs: list[WorkerGroup]
 
@@ -267,6 +269,16 @@ def test_every_process_of_the_cluster_serves_for_latency(
         assert container.image == "deft/server-ray:0.1.0"
         mounted = {one.name for one in container.volumeMounts}
         assert mounted == {one.name for one in pod.spec.volumes}
+
+
+def test_the_fronts_have_the_token_of_the_cluster(
+    ray_service: RayService, front: FrontDeployment
+) -> None:
+    asked = ray_service.spec.rayClusterConfig.authOptions
+    environment = {one.name: one for one in front.spec.template.spec.containers[0].env}
+    assert environment["RAY_AUTH_MODE"].value == asked["mode"]
+    secret = {"name": asked["secretName"], "key": "auth_token"}
+    assert environment["RAY_AUTH_TOKEN"].valueFrom == {"secretKeyRef": secret}
 
 
 def test_the_front_uses_flags_and_probes_that_exist(front: FrontDeployment) -> None:

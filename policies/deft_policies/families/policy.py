@@ -387,6 +387,8 @@ class VlaPolicy:
         base, _, knobs = name.partition(":")
         if base == default.name.partition(":")[0]:
             method = turned(default, knobs) if name != default.name else default
+        elif base not in method_names():
+            raise UnknownDecodingError(base, self._methods())
         else:
             method = find_method(name)
         if radius is not None:

@@ -192,8 +192,10 @@ def test_unknown_keys_methods_and_unfitting_radii_are_refused_before_the_model_i
     with pytest.raises(UnknownStatisticsKeyError, match="unknown statistics_key 'nowhere'"):
         policy.check(observation, ActOptions(statistics_key="nowhere"))
     key = "libero_spatial"
-    with pytest.raises(UnknownDecodingError, match="unknown decoding 'fast'"):
+    with pytest.raises(UnknownDecodingError, match="unknown decoding 'fast'; known: ") as caught:
         policy.check(observation, ActOptions(statistics_key=key, decoding="fast"))
+    told = str(caught.value).partition("known: ")[2].split(", ")
+    assert told == list(policy.info.decoding_methods)  # those without their draft head are not
     with pytest.raises(RequestError, match="--draft-head"):
         policy.check(observation, ActOptions(statistics_key=key, decoding="spec-vla"))
     with pytest.raises(RequestError, match="radius"):
