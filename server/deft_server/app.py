@@ -102,19 +102,13 @@ def create_app(
         build_recording_router(recording),
     ):
         app.include_router(router)
-    _add_layers(app)
-    return app
-
-
-def _add_layers(app: DeftApp) -> None:
-    """Put around the routes what every request passes; the gate is added last: it is outermost."""
     app.add_exception_handler(HTTPException, answer_http_exception)
-    origins = app.service.settings.cors_origins
-    if origins:
+    if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
-    app.add_middleware(Gate, service=app.service)
+    app.add_middleware(Gate, service=service)  # added last: it is outermost
+    return app

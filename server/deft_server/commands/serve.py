@@ -21,7 +21,7 @@ import uvicorn
 
 from deft_client.commands.program import CommandParser
 from deft_client.types import ServerInfo
-from deft_policies.commands.parse import PolicyCommand, target_flags
+from deft_policies.commands.parse import PolicyCommand, load_by_words, target_flags
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
@@ -30,8 +30,8 @@ from deft_server.http.connections import build_http_protocol, build_websocket_pr
 from deft_server.replicas.host import ReplicaHost
 from deft_server.replicas.ray_serve import RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
-from deft_server.serving.hosting import PolicyRecipe, RemotePolicy
-from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.hosting import RemotePolicy
+from deft_server.serving.scheduler import ServerPhase
 from deft_server.settings import Settings, SettingsError, is_loopback
 
 SWITCH_INTERVAL_S = 0.0005
@@ -81,11 +81,11 @@ def main(arguments: list[str]) -> int:
 def build_app(command: ServeCommand) -> DeftApp:
     """Build the app around a policy of this machine, or around replicas of it."""
     settings = command.settings
-    recipe = PolicyRecipe("deft_policies.commands.parse:load_by_words", command.policy.words)
+    load = partial(load_by_words, *command.policy.words)
     if settings.replicas is None and settings.ray is None:
-        return create_app(recipe, settings)
+        return create_app(load, settings)
     import_ray()
-    cluster = RayCluster(settings, recipe, _version(command.policy))
+    cluster = RayCluster(settings, load, _version(command.policy))
     return create_app(RemotePolicy(partial(ReplicaHost, cluster)), settings)
 
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deft_client.errors import WireError
-from deft_client.image_chain import ImageChain
 from deft_client.peers.arrays import read_name
 from deft_client.peers.openvla import (
     ActBody,
@@ -31,11 +30,10 @@ from deft_client.wire.fields import WireLimits
 from deft_client.wire.json_codec import count_of
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepare, staying
+from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepared, staying
 from deft_server.errors import CallerGoneError, ServerError
-from deft_server.http.cancelling import CallerWatch
 from deft_server.http.frame_bodies import read_body
-from deft_server.http.gate import caller_of
+from deft_server.http.gate import CallerWatch, caller_of
 from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
 from deft_server.serving.access import Caller
@@ -88,10 +86,7 @@ def build_peer_act_route(service: Service) -> PlainRoute:
         decode = partial(_decode, body, profile, limits)
         parsed, message = decode() if _is_quick(body) else await service.threads.run(decode)
         session = read_name(request.headers.get(SESSION_HEADER), SESSION_HEADER, limits)
-        if chain is not ImageChain.NONE:
-            size = service.info.image_height
-            work = partial(prepare, message, chain, size)
-            message = await service.threads.run(work)
+        message = await prepared(message, chain, service)
         options = replace(message.options, session_id=session)
         chunk = await service.act(message.observation, options, caller, arrived_s)
         return _reply(chunk, profile, parsed.is_encoded)

@@ -10,6 +10,7 @@ this table under `details`.
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ServerInfo
 from deft_client.wire.messages import ActMessage
 from deft_server.serving.access import Caller
+from deft_server.serving.service import Service
 from deft_server.settings import Settings
 
 
@@ -103,12 +105,13 @@ def staying(caller: Caller) -> Caller:
     return replace(caller, stays_s=_STAYS_S)
 
 
-def prepare(message: ActMessage, chain: ImageChain, size: int) -> ActMessage:
-    """Return the message with its main frame as the chain leaves it, `size` pixels a side."""
+async def prepared(message: ActMessage, chain: ImageChain, service: Service) -> ActMessage:
+    """Return the message with its main frame as the chain leaves it, as large as the policy's."""
     if chain is ImageChain.NONE:
         return message
-    image = chain.apply(message.observation.image, size)
-    return replace(message, observation=replace(message.observation, image=image))
+    seen, size = message.observation, service.info.image_height
+    image = await service.threads.run(partial(chain.apply, seen.image, size))
+    return replace(message, observation=replace(seen, image=image))
 
 
 def in_convention(actions: NDArray[np.float64], profile: PeerProfile) -> NDArray[np.float64]:

@@ -19,7 +19,6 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError, Problem, UnusableValueError, WireError
-from deft_client.image_chain import ImageChain
 from deft_client.peers.arrays import PictureFoundError, pack, read_name, unpack
 from deft_client.peers.openpi import openpi_request
 from deft_client.peers.vla_eval import (
@@ -40,7 +39,7 @@ from deft_server.compat.profiles import (
     REALTIME,
     VLA_EVAL,
     in_convention,
-    prepare,
+    prepared,
     staying,
 )
 from deft_server.errors import ServerError
@@ -217,9 +216,7 @@ class _PeerSocket(RobotSocket):
         """Answer an observation."""
         await self.service.admit(self.caller)
         chain = self.service.settings.socket_image_chain
-        if chain is not ImageChain.NONE:
-            work = partial(prepare, message, chain, self.service.info.image_height)
-            message = await self.service.threads.run(work)
+        message = await prepared(message, chain, self.service)
         return await self.service.act(message.observation, self._options, self.caller, arrived_s)
 
     async def _answer_openpi(self, fields: Mapping[str, object], arrived_s: float) -> bytes:

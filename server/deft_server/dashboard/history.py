@@ -107,19 +107,22 @@ class PassCounts:
     @property
     def acceptance(self) -> float:
         """Share of judged drafted tokens that were kept (alpha), or NaN."""
-        return self.kept / self.tries if self.tries else math.nan
+        return _ratio(self.kept, self.tries)
 
     @property
     def draft_length(self) -> float:
         """Mean depth of the draft trees (K), or NaN."""
-        return self.levels / self.drafting_passes if self.drafting_passes else math.nan
+        return _ratio(self.levels, self.drafting_passes)
 
     @property
     def draft_cost(self) -> float:
         """Time to draft one level, in passes of the target that decode (c), or NaN."""
-        if not self.levels or not self.decode_passes or not self.decode_pass_ms:
-            return math.nan
-        return (self.draft_ms / self.levels) / (self.decode_pass_ms / self.decode_passes)
+        pass_ms = _ratio(self.decode_pass_ms, self.decode_passes)
+        return _ratio(_ratio(self.draft_ms, self.levels), pass_ms)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
 
 
 def counts_of(trace: DecodeTrace) -> PassCounts:
@@ -204,9 +207,9 @@ class History:
             "p99_ms": _quantile(latencies, 0.99),
             "errors": float(len(self._window) - len(latencies)),
             "actions": float(counts.actions),
-            "passes_per_action": counts.passes / counts.actions if counts.actions else math.nan,
-            "tokens_per_pass": counts.tokens / counts.passes if counts.passes else math.nan,
-            "relaxed_share": counts.relaxed / counts.tokens if counts.tokens else math.nan,
+            "passes_per_action": _ratio(counts.passes, counts.actions),
+            "tokens_per_pass": _ratio(counts.tokens, counts.passes),
+            "relaxed_share": _ratio(counts.relaxed, counts.tokens),
             "acceptance": counts.acceptance,
             "draft_length": counts.draft_length,
             "draft_cost": counts.draft_cost,

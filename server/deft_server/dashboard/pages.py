@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from io import BytesIO
 from weakref import WeakKeyDictionary
@@ -107,31 +106,21 @@ def build_document_routes(start: str) -> list[BaseRoute]:
 
 
 async def _serve_feed(websocket: WebSocket, service: Service, feed: "Feed") -> None:
+    """Send news until the page is closed; raise `MissingKeyError` once its key is gone."""
     hello = await asyncio.wait_for(_receive(websocket), _HELLO_S)
     caller = _identify(service, websocket, hello.get("key"))
     viewer = feed.enter()
     viewer.watch(_session_of(hello))
-    try:
-        await _push(websocket, viewer, partial(service.access.require_known, caller))
-    finally:
-        feed.leave()
-
-
-async def _push(
-    websocket: WebSocket, viewer: "Viewer", require_known: Callable[[], Caller]
-) -> None:
-    """Send news until the page is closed; raise `MissingKeyError` once its key is gone."""
     commands = asyncio.create_task(_follow_commands(websocket, viewer))
     try:
         while not commands.done():
-            require_known()
+            service.access.require_known(caller)
             news = await viewer.update()
             if news is not None:
                 await websocket.send_text(json.dumps(news, allow_nan=False))
             await asyncio.wait((commands,), timeout=PUSH_S)
-    except WebSocketDisconnect:
-        pass
     finally:
+        feed.leave()
         commands.cancel()
         with contextlib.suppress(asyncio.CancelledError, WebSocketDisconnect):
             await commands

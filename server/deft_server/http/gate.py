@@ -1,30 +1,64 @@
 """What every request passes before any route sees it, and every error on its way out.
 
 On the way in: a request id, the caller's key, the web origin, the limits of the body. On the way
-out: the request id again, the count, and whatever was raised as problem+json. Plain ASGI, because
-this is on the way of every frame.
+out: the request id again, the count, and whatever was raised as problem+json. Work ends for callers
+who have gone away, or whose API key was taken out of the file. Plain ASGI, because this is on the
+way of every frame.
 """
 
 import asyncio
 import logging
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
-from deft_server.http.cancelling import Cancellation, KeyWatch
 from deft_server.http.problems import describe, problem_response
 from deft_server.serving.access import (
+    RECHECK_S,
     REQUEST_ID_HEADER,
+    Access,
     Caller,
     current_request_id,
     request_id_from,
 )
 from deft_server.serving.bounds import SMALL_BODY_BYTES, ConnectionBounds
 from deft_server.serving.service import Service
+
+WATCH_AFTER_S = (
+    0.02  # watching a caller takes a task of its own, for which quick answers do not pay
+)
+
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
+
+
+class Cancellation:
+    """One task that may be cancelled by us; tells our cancellation from anybody else's."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._was_ours = False
+
+    def cancel(self) -> None:
+        """Cancel the task this was made on."""
+        self._was_ours = True
+        self._task.cancel()
+
+    def was_ours(self) -> bool:
+        """Is the `CancelledError` just caught of our making? If so the task lives on."""
+        if self._was_ours and sys.version_info >= (3, 11):
+            self._task.uncancel()
+        return self._was_ours
 
 
 class BoundedBody:
@@ -82,6 +116,89 @@ class BoundedBody:
             raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are taken here")
 
 
+class CallerWatch:
+    """Watches one connection. What it receives early is in `early`, for whoever reads next."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.early: Message | None = None
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def run(self, work: Awaitable[ResultT]) -> ResultT:
+        """Await `work`; cancel it and raise `CallerGoneError` if the caller disconnects."""
+        loop = asyncio.get_running_loop()
+        cancellation = Cancellation()
+        timer = loop.call_later(WATCH_AFTER_S, self._start, cancellation)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if cancellation.was_ours():
+                raise CallerGoneError("the caller went away") from None
+            raise
+        finally:
+            timer.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
+                self._watcher = None
+
+    async def next_message(self) -> Message:
+        """Return what arrived while we watched, or wait for it."""
+        message, self.early = self.early, None
+        return await self._receive() if message is None else message
+
+    def _start(self, cancellation: Cancellation) -> None:
+        if self.early is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch(cancellation))
+
+    async def _watch(self, cancellation: Cancellation) -> None:
+        message = await self._receive()
+        if message["type"] in _GONE:
+            cancellation.cancel()
+        else:
+            self.early = message
+
+
+class KeyWatch:
+    """Looks at the key file once a second for as long as anything is open."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._open: dict[Cancellation, Caller] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def watching(self, caller: Caller) -> Iterator[None]:
+        """Raise `MissingKeyError` out of the block as soon as the caller's key is gone."""
+        if not self._access.needs_key:
+            yield
+            return
+        cancellation = Cancellation()
+        self._open[cancellation] = caller
+        if self._timer is None:
+            self._wait()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if cancellation.was_ours():
+                self._access.require_known(caller)
+            raise
+        finally:
+            del self._open[cancellation]
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for cancellation, caller in list(self._open.items()):
+            try:
+                self._access.require_known(caller)
+            except MissingKeyError:
+                cancellation.cancel()
+        if self._open:
+            self._wait()
+
+
 ADMIN_PREFIX = "/v1/admin"
 OPEN_PATHS = frozenset(
     ("/", "/healthz", "/health", "/readyz", "/docs", "/openapi.json", "/favicon.ico")
@@ -91,9 +208,8 @@ ANY_HOST_PATHS = frozenset(("/healthz", "/readyz", METRICS_PATH))  # probes use 
 PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header
 FRAME_PATHS = frozenset(("/v1/act", "/act"))  # whose bodies may be large
 _CALLER = "deft.caller"
+_GONE = ("http.disconnect", "websocket.disconnect")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-
-logger = logging.getLogger(__name__)
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -125,14 +241,29 @@ class Gate:
         if scope["type"] == "websocket":
             await self._websocket(scope, headers, receive, send)
         else:
-            await self._http(scope, headers, receive, _Reply(send, request_id))
+            await self._http(scope, headers, request_id, receive, send)
 
     async def _http(
-        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, reply: "_Reply"
+        self,
+        scope: Scope,
+        headers: Mapping[bytes, bytes],
+        request_id: str,
+        receive: Receive,
+        send: Send,
     ) -> None:
         started_s = time.perf_counter()
         most = self._max_body_bytes(scope["path"])
         body = BoundedBody(receive, self._bounds, most, _address_of(scope))
+        status = 0
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = (REQUEST_ID_HEADER, request_id.encode("ascii"))
+                message["headers"] = [*message.get("headers", ()), own]
+            await send(message)
+
         self._service.num_in_hand += 1
         try:
             self._admit(scope, headers)
@@ -140,16 +271,16 @@ class Gate:
                 _check_length(headers.get(b"content-length", b""), most)
             await self._app(scope, body, reply)
         except (CallerGoneError, ClientDisconnect):
-            reply.status = 499  # nobody is left to be told
+            status = 499  # nobody is left to be told
         except Exception as error:
-            if reply.status:
+            if status:
                 raise
             problem = describe(error, HTTPConnection(scope))
             await problem_response(problem)(scope, receive, reply)
         finally:
             self._service.num_in_hand -= 1
             body.close()
-            self._count(scope, reply.status, started_s)
+            self._count(scope, status, started_s)
 
     async def _websocket(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
@@ -221,21 +352,6 @@ def _check_length(content_length: bytes, most: int) -> None:
     digits = content_length.lstrip(b"0")
     if digits.isdigit() and (len(digits) > len(str(most)) or int(digits) > most):
         raise BodyTooLargeError(f"{digits[:20].decode()} bytes; at most {most} are taken here")
-
-
-class _Reply:
-    """Wraps an ASGI `send`: adds the request id, remembers the status."""
-
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
-        self._header = (REQUEST_ID_HEADER, request_id.encode("ascii"))
-        self.status = 0
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), self._header]
-        await self._send(message)
 
 
 async def _refuse_handshake(scope: Scope, response: Response, receive: Receive, send: Send) -> None:

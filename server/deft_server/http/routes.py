@@ -25,7 +25,6 @@ from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info,
 from deft_client.wire.messages import ActMessage, ActMessages
 from deft_client.wire.msgpack_codec import CONTENT_TYPE as MSGPACK_CONTENT_TYPE
 from deft_server.errors import CallerGoneError
-from deft_server.http.cancelling import CallerWatch
 from deft_server.http.frame_bodies import (
     decode_frame,
     encode_answer,
@@ -33,7 +32,7 @@ from deft_server.http.frame_bodies import (
     read_body,
     wants_msgpack,
 )
-from deft_server.http.gate import ADMIN_PREFIX, caller_of
+from deft_server.http.gate import ADMIN_PREFIX, CallerWatch, caller_of
 from deft_server.http.problems import describe
 from deft_server.serving.metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
 from deft_server.serving.service import Service

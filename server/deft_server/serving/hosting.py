@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
@@ -132,20 +131,6 @@ class RemotePolicy:
 LoadPolicy = Callable[[], Policy]
 
 
-@dataclass(frozen=True)
-class PolicyRecipe:
-    """A function, as `module:name`, and its arguments; call the recipe to load the policy here."""
-
-    function: str
-    arguments: tuple[str, ...] = ()
-
-    def __call__(self) -> Policy:
-        """Load the policy."""
-        module, _, name = self.function.partition(":")
-        policy: Policy = getattr(import_module(module), name)(*self.arguments)
-        return policy
-
-
 def load_and_warm(load: LoadPolicy) -> Policy:
     """Load a policy and make it ready to answer."""
     policy = load()
@@ -254,7 +239,19 @@ class Rounds:
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, callers are told
             for one in [one for one, frame in running.items() if frame in touched]:
                 del running[one]
-            return touched, self._answer_alone(touched, error)
+            told, failure = failure_of(error, len(touched))
+            is_tried_again = len(touched) > 1 or failure is Failure.DEVICE
+            again = self._answer_alone(touched, told) if is_tried_again else []
+            lost: list[QueuedFrame] = []
+            if set(again) - {Failure.REQUEST}:  # then nothing is on its way any more
+                lost = list(running.values())
+                for one in running:
+                    self._stepped.cancel(one)
+                running.clear()
+                again += self._answer_alone(lost, told)
+            for frame in touched:
+                frame.outcome = frame.outcome or told
+            return [*touched, *lost], [failure, *again]
         for one in [one for one in running if one.has_ended]:
             frame = running.pop(one)
             frame.outcome = one.answer
@@ -272,14 +269,12 @@ class Rounds:
             self._stepped.cancel(one)
         return [self._running.pop(one) for one in over]
 
-    def _answer_alone(self, frames: Sequence[QueuedFrame], error: BaseException) -> list[Failure]:
+    def _answer_alone(self, frames: Sequence[QueuedFrame], told: Exception) -> list[Failure]:
         """Answer each once more without the others, so that only the culprit fails."""
-        told, failure = failure_of(error, len(frames))
-        failures = [failure]
-        is_tried_again = len(frames) > 1 or failure is Failure.DEVICE
+        failures = []
         for frame in frames:
             frame.outcome = told
-            if is_tried_again and not frame.is_over(time.monotonic()):
+            if not frame.is_over(time.monotonic()):
                 frame.outcome, again = answer_one(self._policy, _asked(frame))
                 failures += again
         return failures
@@ -305,7 +300,7 @@ class _OneCall:
         return joined
 
     def cancel(self, running: Running) -> None:
-        self._joined.remove(running)
+        self._joined = [one for one in self._joined if one is not running]
 
 
 def _asked(frame: QueuedFrame) -> ActRequest:

@@ -32,8 +32,7 @@ from deft_server.serving.bounds import ConnectionBounds, DecodeThreads
 from deft_server.serving.hosting import HostedPolicy, LoadPolicy, PolicyThread, RemotePolicy
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import QueuedFrame
-from deft_server.serving.readiness import Readiness, ServerPhase
-from deft_server.serving.scheduler import Scheduler
+from deft_server.serving.scheduler import Readiness, Scheduler, ServerPhase
 from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
 from deft_server.settings import ActionRange, Settings
 
@@ -193,12 +192,10 @@ class Service:
         chunk = self._timed(chunk, frame, now_s)
         self._publish(frame, chunk)
         session.num_answers += 1
-        unwanted: dict[str, object] = {}
-        if not options.want_trace and chunk.trace is not None:
-            unwanted["trace"] = None
-        if not options.want_reasoning and chunk.reasoning is not None:
+        unwanted = {} if options.want_trace else {"trace": None}
+        if not options.want_reasoning:
             unwanted["reasoning"] = None
-        return altered(chunk, unwanted) if unwanted else chunk
+        return altered(chunk, unwanted)
 
     def reset(self, session_id: str, caller: Caller) -> bool:
         """End a session; its next frame starts an episode. Returns whether there was one."""

@@ -32,7 +32,7 @@ from deft_server.replicas.remote import (
 )
 from deft_server.serving.hosting import HostedPolicy, RemotePolicy
 from deft_server.serving.queue import Failure
-from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.scheduler import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
 from tests.standins.policies import (

@@ -104,6 +104,32 @@ def test_one_that_fails_alone_is_not_tried_again_and_what_is_over_neither():
     assert policy.batches == []
 
 
+def test_what_a_policy_lost_while_it_tried_another_once_more_is_answered_alone():
+    """Once it waited for ever: a call that fails lets go of all that is on its way."""
+
+    class Small(SteppedFake):
+        def start(self, batch):
+            if any(one.observation.instruction == "1 heavy" for one in batch):
+                raise DeviceError("no memory")
+            return super().start(batch)
+
+        def act(self, batch):
+            if batch[0].observation.instruction == "1 heavy":
+                self.left.clear()
+                raise DeviceError("no memory")
+            return super().act(batch)
+
+    rounds = Rounds(Small())
+    before, heavy = asked("3 before"), asked("1 heavy")
+    played(rounds, before)
+    ended, failures = rounds.play([heavy])
+    assert ended == [heavy, before]
+    assert failures == [Failure.DEVICE, Failure.DEVICE]
+    assert isinstance(heavy.outcome, DeviceError)
+    assert isinstance(before.outcome, ActAnswer)
+    assert rounds.num_running == 0
+
+
 def test_an_answer_that_means_nothing_fails_alone():
     class Broken(SteppedFake):
         def step(self):

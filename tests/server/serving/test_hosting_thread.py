@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,11 @@ import pytest
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
 from deft_server.errors import PolicyFailedError
-from deft_server.serving.hosting import PolicyRecipe
-from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.hosting import LoadPolicy
+from deft_server.serving.scheduler import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
-from tests.standins.policies import CALLER, checksum, frame
-
-OBEDIENT = PolicyRecipe("tests.standins.policies:obedient")
+from tests.standins.policies import CALLER, broken, checksum, frame, obedient
 
 
 def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -31,8 +29,8 @@ def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def started(recipe: PolicyRecipe = OBEDIENT, **settings: Any) -> Service:
-    service = Service(recipe, Settings(**settings))
+async def started(load: LoadPolicy = obedient, **settings: Any) -> Service:
+    service = Service(load, Settings(**settings))
     service.start()
     await service.scheduler.settled()
     return service
@@ -82,8 +80,7 @@ async def test_frames_of_a_batch_fail_alone_and_for_their_own_reasons():
 )
 @on_a_loop
 async def test_a_policy_that_cannot_be_loaded_is_given_up(how: str, told: str):
-    recipe = PolicyRecipe("tests.standins.policies:broken", (how,))
-    service = await started(recipe)
+    service = await started(partial(broken, how))
     assert service.readiness.phase is ServerPhase.BROKEN
     assert told in service.readiness.sentence
     await service.close()

@@ -10,7 +10,7 @@ from deft_client.types import ActionChunk
 from deft_policies.base import ActAnswer, ActRequest, immediate, is_immediate
 from deft_policies.constant import ConstantPolicy
 from deft_server.errors import DeadlineError, PolicyFailedError, UnsafeAnswerError
-from deft_server.serving.readiness import ServerPhase
+from deft_server.serving.scheduler import ServerPhase
 from tests.server.serving.test_service import on_a_loop, send, started
 from tests.standins.policies import FakePolicy
 

@@ -20,8 +20,7 @@ from deft_server.errors import (
     UnsafeAnswerError,
 )
 from deft_server.serving.access import Caller
-from deft_server.serving.readiness import ServerPhase
-from deft_server.serving.scheduler import GOOD_ROUNDS_BEFORE_GROWTH
+from deft_server.serving.scheduler import GOOD_ROUNDS_BEFORE_GROWTH, ServerPhase
 from deft_server.serving.service import Event, FinishedAction, Service, SessionEnded
 from deft_server.settings import Settings
 from tests.standins.policies import (
