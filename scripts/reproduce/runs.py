@@ -7,7 +7,12 @@ from deft_client.commands.table import legend, markdown_table, without_empty
 from deft_client.libero.report.difference import difference
 from deft_client.libero.report.speed import baseline_of
 from deft_client.libero.report.summary import RunSummary, summarise
-from deft_client.libero.report.tables import interval_text, points_text, success_text
+from deft_client.libero.report.tables import (
+    interval_text,
+    other_starts,
+    points_text,
+    success_text,
+)
 from deft_client.libero.results.store import RunResults, load_runs
 from scripts.reproduce.measures import MARGIN, NOTHING
 from scripts.reproduce.study import ReproductionError
@@ -28,9 +33,19 @@ def runs_table(path: Path) -> str:
     """A row for every run in a folder or in a file of packed ones."""
     runs = load_runs(path)
     columns, rows = without_empty(("run", *_MEANINGS), list(_rows(runs)), NOTHING)
-    where = sorted({f"{one.header.suite}, assets {one.header.assets}" for one in runs})
-    parts = [markdown_table(columns, rows), legend(columns, _MEANINGS)]
-    return "\n".join([*parts, f"Played: {'; '.join(where)}."]).rstrip()
+    said = [*_starts(runs), *other_starts(runs, [one.header.name for one in runs])]
+    notes = "".join(f"- {one}\n" for one in said)
+    return "\n".join([markdown_table(columns, rows), legend(columns, _MEANINGS) + notes]).rstrip()
+
+
+def _starts(runs: Sequence[RunResults]) -> Iterator[str]:
+    """What was played, by suite and assets."""
+    played: dict[str, set[int]] = {}
+    for run in runs:
+        trials = played.setdefault(f"{run.header.suite}, assets {run.header.assets}", set())
+        trials.update(one.key.trial for one in run.records)
+    for what, trials in played.items():
+        yield f"{what}: initial states {min(trials)} to {max(trials)}"
 
 
 def _rows(runs: Sequence[RunResults]) -> Iterator[list[str]]:
