@@ -125,7 +125,7 @@ def _picture(stored: Mapping[str, Any], path: Path) -> Image:
     try:
         with PillowImage.open(BytesIO(content)) as picture:
             return np.asarray(picture.convert("RGB"))
-    except OSError as error:
+    except (OSError, PillowImage.DecompressionBombError) as error:
         raise DatasetError(f"{path}: a picture cannot be decoded: {error}") from error
 
 

@@ -106,7 +106,8 @@ def _steps(
                 {camera: _picture(pictures[camera][index]) for camera in further},
                 None if state is None else state[index],
             )
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow and Observation raise
+        # What Pillow and Observation raise.
+        except (OSError, SyntaxError, ValueError, PillowImage.DecompressionBombError) as error:
             raise DatasetError(f"{file}: step {index} of an episode: {error}") from error
         yield StoredStep(observation, action)
 

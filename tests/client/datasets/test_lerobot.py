@@ -114,6 +114,13 @@ def test_a_damaged_file_is_named(tmp_path):
         list(next(read_dataset(tmp_path / "set")).steps())
 
 
+def test_a_picture_that_would_fill_the_memory_is_refused_by_name(tmp_path, monkeypatch):
+    write_lerobot(episodes(), tmp_path / "set", fps=20)
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(DatasetError, match=r"a picture cannot be decoded.*pixels"):
+        list(next(read_dataset(tmp_path / "set")).steps())
+
+
 def test_frames_of_a_video_are_those_of_their_timestamps(tmp_path):
     """Two episodes in one file: each gets its own part, frame by frame."""
     av = pytest.importorskip("av")
