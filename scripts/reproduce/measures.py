@@ -20,7 +20,7 @@ from deft_client.libero.report.trace_metrics import Speculation
 from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.results.store import RunResults
 from deft_policies.benchmark.speedup import expected_speedup
-from scripts.h200 import action_ms
+from scripts.predict_gpu import action_ms
 from scripts.reproduce.study import ReproductionError, Row
 
 MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out

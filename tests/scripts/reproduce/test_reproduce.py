@@ -18,7 +18,7 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.decoding.knobs import find_method
 from deft_policies.memory import SessionMemory
-from scripts.h200 import action_ms
+from scripts.predict_gpu import action_ms
 from scripts.reproduce.__main__ import main
 from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
 from scripts.reproduce.page import (
