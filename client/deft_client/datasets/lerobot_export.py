@@ -32,12 +32,17 @@ _COUNTERS = {"timestamp": "float32"} | dict.fromkeys(
 _SAMPLED_PICTURES = 20  # per episode, for the statistics of pixels
 
 
+# What LeRobot normalises with, by feature and then by name.
+Statistics = dict[str, dict[str, NDArray[Any]]]
+
+
 @dataclass
 class _Progress:
     """What the files after the data need to know."""
 
     tasks: dict[str, int] = field(default_factory=dict)
     episodes: list[dict[str, Any]] = field(default_factory=list)
+    statistics: list[Statistics] = field(default_factory=list)  # of each episode
     num_steps: int = 0
 
 
@@ -152,9 +157,9 @@ def _table(
             "dataset_to_index": first + count,
             "meta/episodes/chunk_index": 0,
             "meta/episodes/file_index": 0,
-            **_episode_statistics(numbers, pictures),
         }
     )
+    progress.statistics.append(_episode_statistics(numbers, pictures))
     return _arrow_table(numbers, pictures)
 
 
@@ -187,20 +192,17 @@ def _png(image: Image) -> bytes:
 
 def _episode_statistics(
     numbers: Mapping[str, NDArray[Any]], pictures: Mapping[str, Sequence[Image]]
-) -> dict[str, Any]:
-    """What LeRobot normalises with, as columns `stats/<feature>/<statistic>`."""
-    found: dict[str, Any] = {}
+) -> Statistics:
+    found: Statistics = {}
     for name, values in numbers.items():
         rows = values.reshape(len(values), -1).astype(np.float64)
-        for statistic, value in _statistics(rows, len(rows)).items():
-            found[f"stats/{name}/{statistic}"] = value.tolist()
+        found[name] = _statistics(rows, len(rows))
     for name, images in pictures.items():
         stride = max(1, len(images) // _SAMPLED_PICTURES)
         chosen = np.stack(images[::stride])
-        pixels = chosen.reshape(-1, 3) / 255.0
-        for statistic, value in _statistics(pixels, len(chosen)).items():
-            shaped = value if statistic == "count" else value[:, None, None]
-            found[f"stats/{name}/{statistic}"] = shaped.tolist()
+        told = _statistics(chosen.reshape(-1, 3) / 255.0, len(chosen))
+        shaped = {key: value[:, None, None] for key, value in told.items() if key != "count"}
+        found[name] = {**told, **shaped}
     return found
 
 
@@ -224,7 +226,15 @@ def _write_meta(
     meta = root / "meta"
     episodes = meta / "episodes" / _name(0)
     episodes.parent.mkdir(parents=True)
-    parquet.write_table(arrow.Table.from_pylist(progress.episodes), episodes)
+    rows = []
+    for row, statistics in zip(progress.episodes, progress.statistics, strict=True):
+        columns = {
+            f"stats/{feature}/{name}": value.tolist()
+            for feature, told in statistics.items()
+            for name, value in told.items()
+        }
+        rows.append({**row, **columns})
+    parquet.write_table(arrow.Table.from_pylist(rows), episodes)
     parquet.write_table(_task_table(progress.tasks), meta / "tasks.parquet")
     counters = {
         name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in _COUNTERS.items()
@@ -244,8 +254,11 @@ def _write_meta(
         "video_path": None,
         "features": {**features, **counters},
     }
+    overall = {
+        name: _merged([one[name] for one in progress.statistics]) for name in progress.statistics[0]
+    }
     (meta / "info.json").write_text(json.dumps(info, indent=4), "utf-8")
-    (meta / "stats.json").write_text(json.dumps(_overall(progress.episodes), indent=4), "utf-8")
+    (meta / "stats.json").write_text(json.dumps(overall, indent=4), "utf-8")
 
 
 def _task_table(tasks: Mapping[str, int]) -> Any:
@@ -266,24 +279,8 @@ def _task_table(tasks: Mapping[str, int]) -> Any:
     return table.replace_schema_metadata({"pandas": json.dumps(described)})
 
 
-def _overall(episodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The statistics of all episodes together; quantiles are their mean, weighted by length."""
-    names = dict.fromkeys(
-        key.split("/", 1)[1].rpartition("/")[0] for key in episodes[0] if key.startswith("stats/")
-    )
-    return {name: _merged([_of(episode, name) for episode in episodes]) for name in names}
-
-
-def _of(episode: Mapping[str, Any], name: str) -> dict[str, NDArray[np.float64]]:
-    prefix = f"stats/{name}/"
-    return {
-        key.removeprefix(prefix): np.array(value, dtype=np.float64)
-        for key, value in episode.items()
-        if key.startswith(prefix)
-    }
-
-
 def _merged(parts: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, Any]:
+    """The statistics of all episodes together; quantiles are their mean, weighted by length."""
     counts = np.array([float(one["count"][0]) for one in parts])
     weights = counts / counts.sum()
 

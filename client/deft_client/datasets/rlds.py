@@ -13,7 +13,6 @@ with `libero`, and they are brought into the fine-tunes' dialect like LIBERO's H
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -35,12 +34,8 @@ _INSTRUCTIONS = ("steps/language_instruction", "steps/observation/natural_langua
 Values = list[bytes] | NDArray[np.float32] | NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class _Feature:
-    """One named list of an example: what a step of it is."""
-
-    kind: str  # image, text or tensor
-    shape: tuple[int, ...] = ()
+# What a step has, by name: the shape of its numbers, or the word that says what else it is.
+Features = Mapping[str, tuple[int, ...] | str]
 
 
 def find_versions(path: Path) -> list[Path]:
@@ -76,7 +71,7 @@ def read_example(payload: bytes) -> dict[str, Values]:
 
 
 def _steps(
-    file: Path, offset: int, features: Mapping[str, _Feature], cameras: Sequence[str]
+    file: Path, offset: int, features: Features, cameras: Sequence[str]
 ) -> Iterator[StoredStep]:
     example = _read_record(file, offset)
     actions = _rows(example, "steps/action", features, file).astype(np.float64)
@@ -85,7 +80,7 @@ def _steps(
     there = tuple(
         name.removeprefix(_OBSERVATION)
         for name, feature in sorted(features.items())
-        if feature.kind == "image" and name.startswith(_OBSERVATION)
+        if feature == "image" and name.startswith(_OBSERVATION)
     )
     if not cameras and "image" in there:
         there = ("image",)
@@ -112,7 +107,7 @@ def _steps(
         yield StoredStep(observation, action)
 
 
-def _features(folder: Path) -> dict[str, _Feature]:
+def _features(folder: Path) -> Features:
     """The features of a step by their names in an example."""
     try:
         described = json.loads((folder / "features.json").read_text("utf-8"))
@@ -123,31 +118,34 @@ def _features(folder: Path) -> dict[str, _Feature]:
         ) from error
 
 
-def _walk(name: str, described: Mapping[str, Any]) -> Iterator[tuple[str, _Feature]]:
+def _walk(name: str, described: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...] | str]]:
     if "featuresDict" in described:
         for key, inner in described["featuresDict"]["features"].items():
             yield from _walk(f"{name}/{key}" if name else key, inner)
     elif "sequence" in described:
         yield from _walk(name, described["sequence"]["feature"])
     elif "image" in described:
-        yield name, _Feature("image")
-    elif "text" in described:
-        yield name, _Feature("text")
+        yield name, "image"
     elif "tensor" in described:
         sizes = described["tensor"].get("shape", {}).get("dimensions", ())
-        yield name, _Feature("tensor", tuple(int(size) for size in sizes))
+        yield name, tuple(int(size) for size in sizes)
 
 
 def _rows(
-    example: Mapping[str, Values], name: str, features: Mapping[str, _Feature], file: Path
+    example: Mapping[str, Values], name: str, features: Features, file: Path
 ) -> NDArray[np.float32] | NDArray[np.int64]:
     """[step, size] of a list of numbers."""
-    values, feature = example.get(name), features.get(name)
-    if values is None or feature is None or isinstance(values, list) or len(feature.shape) != 1:
+    values, shape = example.get(name), features.get(name)
+    if (
+        values is None
+        or isinstance(values, list)
+        or not isinstance(shape, tuple)
+        or len(shape) != 1
+    ):
         raise DatasetError(f"{file}: no numbers called {name} with one axis per step")
-    if len(values) % feature.shape[0]:
-        raise DatasetError(f"{file}: {name} has {len(values)} numbers, {feature.shape[0]} per step")
-    return values.reshape(-1, feature.shape[0])
+    if len(values) % shape[0]:
+        raise DatasetError(f"{file}: {name} has {len(values)} numbers, {shape[0]} per step")
+    return values.reshape(-1, shape[0])
 
 
 def _contents(example: Mapping[str, Values], name: str, count: int, file: Path) -> list[bytes]:

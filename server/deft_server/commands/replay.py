@@ -20,8 +20,7 @@ from tqdm import tqdm
 from deft_client.commands.methods import with_knobs
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.datasets.formats import find_format, read_dataset
-from deft_client.datasets.own import find_parts, read_recordings
+from deft_client.datasets.formats import find_format, find_parts, read_dataset, read_recordings
 from deft_client.recordings import RecordedStep, StepReader
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy

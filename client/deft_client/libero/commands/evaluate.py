@@ -14,8 +14,6 @@ from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationStoppedError, ResultsWriteError, SelectionError
 from deft_client.libero.evaluation.evaluate import Evaluation
-from deft_client.libero.evaluation.local_workers import Processes
-from deft_client.libero.evaluation.pool import Workplace
 from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.evaluation.ray_workers import RayActors
 from deft_client.libero.evaluation.runs import (
@@ -26,6 +24,7 @@ from deft_client.libero.evaluation.runs import (
     warnings_of,
 )
 from deft_client.libero.evaluation.selection import LIBERO, TRAINED
+from deft_client.libero.evaluation.workers import Processes, Workplace
 from deft_client.libero.policies.source import (
     PROFILES,
     ClientChain,

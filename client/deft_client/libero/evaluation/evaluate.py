@@ -11,9 +11,9 @@ from collections import Counter
 from deft_client.errors import DeftError
 from deft_client.libero.errors import EvaluationStoppedError
 from deft_client.libero.evaluation.player import CannotPlay, Heartbeat, Report, Warned
-from deft_client.libero.evaluation.pool import Died, Worker, WorkerPool, Workplace
 from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.evaluation.runs import RunConfig
+from deft_client.libero.evaluation.workers import Died, Worker, WorkerPool, Workplace
 from deft_client.libero.policies.source import check_server
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import ResultsStore

@@ -16,9 +16,9 @@ from typing import Any
 
 from deft_client.libero.errors import EvaluationError, EvaluationStoppedError, VideoError
 from deft_client.libero.evaluation.player import EpisodeEnded, Player, Report
-from deft_client.libero.evaluation.pool import MAX_REASON, Died, WarningForwarder
 from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.evaluation.video import keep_video
+from deft_client.libero.evaluation.workers import MAX_REASON, Died, WarningForwarder
 from deft_client.libero.results.records import TrialKey
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import pytest
 
 from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.evaluation.player import EpisodeEnded, Heartbeat
-from deft_client.libero.evaluation.pool import Died
 from deft_client.libero.evaluation.ray_workers import ActorHandle, RemotePlayer, Sent
 from deft_client.libero.evaluation.runs import plan_runs
+from deft_client.libero.evaluation.workers import Died
 from tests.client.libero.episodes import record
 from tests.client.libero.kills import Scene, find_faults, finish, torment
 

@@ -10,8 +10,7 @@ from PIL import Image, ImageSequence
 from deft_client.libero.commands.report import main
 from deft_client.libero.evaluation.episode import EpisodeLog
 from deft_client.libero.evaluation.video import Caption, write_video
-from deft_client.libero.report.picture import FRAME_MS, draw_race
-from deft_client.libero.report.races import Racer
+from deft_client.libero.report.picture import FRAME_MS, Racer, draw_race
 from deft_client.libero.results.store import ResultsStore, load_run
 from deft_client.types import StageTimings
 from tests.client.libero.episodes import header, record
