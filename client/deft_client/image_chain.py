@@ -28,15 +28,6 @@ Floats = NDArray[np.float32]
 Columns = NDArray[np.float32]  # [column, row, channel]
 
 
-def resize_to_columns(image: Image, size: int) -> Columns:
-    """Resize to a square: float32, but whole numbers from 0 to 255.
-
-    Rows first, then columns, in float32 between them. Valid until this thread's next call.
-    """
-    height, width, _ = image.shape
-    return _find_resizer(height, width, size, threading.get_ident()).resize(image)
-
-
 def as_pixels(lines: Floats) -> NDArray[np.void]:
     """A view with one item per pixel of three channels: transposing then moves whole pixels."""
     return lines.view(np.dtype((np.void, 12)))
@@ -155,11 +146,11 @@ class _Axis:
 @lru_cache(maxsize=64)
 def _find_axis(length: int, size: int) -> _Axis:
     spans = _lanczos_spans(length, size)
-    num_taps = max(len(span.weights) for span in spans)
+    num_taps = max(len(own) for _, own in spans)
     weights = np.zeros((size, num_taps), np.float32)
-    for output, span in enumerate(spans):
-        weights[output, : len(span.weights)] = span.weights
-    starts = np.array([span.start for span in spans])
+    for output, (_, own) in enumerate(spans):
+        weights[output, : len(own)] = own
+    starts = np.array([start for start, _ in spans])
     num_chunks = math.gcd(length, size)
     chunk, per_chunk = length // num_chunks, size // num_chunks
     # Where each output's inputs start and end, counted from its own chunk.
@@ -179,15 +170,8 @@ def _find_axis(length: int, size: int) -> _Axis:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Span:
-    """The inputs that one output sums."""
-
-    start: int
-    weights: Floats  # [tap]
-
-
-def _lanczos_spans(length: int, size: int) -> list[_Span]:
+def _lanczos_spans(length: int, size: int) -> list[tuple[int, Floats]]:
+    """The first of the inputs that each output sums, and their weights [tap]."""
     inverse = _F32(1 / float(_F32(size) / _F32(length)))
     stretch = max(inverse, _F32(1))
     reach = _LANCZOS_RADIUS * stretch
@@ -202,7 +186,7 @@ def _lanczos_spans(length: int, size: int) -> list[_Span]:
         total = _F32(0)
         for one in weights:  # one after the other, like every sum here
             total += one
-        spans.append(_Span(start, weights * (_F32(1) / total)))
+        spans.append((start, weights * (_F32(1) / total)))
     return spans
 
 
@@ -300,11 +284,14 @@ def crop_centre(image: Image, size: int = MODEL_SIZE) -> Image:
 
 
 def _resize(image: Image, size: int) -> Columns:
-    """The resized frame, still float32 but whole numbers; valid until this thread's next call."""
+    """The resized frame: float32, but whole numbers from 0 to 255.
+
+    Rows first, then columns, in float32 between them; valid until this thread's next call.
+    """
     height, width, _ = image.shape
     if height == width == size:
         return image.transpose(1, 0, 2).astype(np.float32, order="C")
-    return resize_to_columns(image, size)
+    return _find_resizer(height, width, size, threading.get_ident()).resize(image)
 
 
 def _crop(columns: Columns, size: int) -> Image:

@@ -5,7 +5,7 @@ read the maps, and the server's OpenAPI document is made of them. Fields that ar
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -146,13 +146,19 @@ def trace_fields(trace: DecodeTrace) -> Json:
     return entries
 
 
-def answers_fields(answers: Sequence[Json], message_id: str | None = None) -> Json:
-    """Return the answers to several observations as a map; each is an answer or a problem."""
-    return {
-        "v": VERSION,
-        **({} if message_id is None else {"id": message_id}),
-        "answers": [*answers],
-    }
+def answers_fields(
+    answers: Sequence[ActionChunk | Problem],
+    ids: Sequence[str | None],
+    message_id: str | None = None,
+    fields_of: Callable[[ActionChunk, str | None], Json] = answer_fields,
+) -> Json:
+    """Return the answers to several observations, whose own ids those are, as a map."""
+    each = [
+        problem_fields(one) if isinstance(one, Problem) else fields_of(one, own_id)
+        for one, own_id in zip(answers, ids, strict=True)
+    ]
+    id_field = {} if message_id is None else {"id": message_id}
+    return {"v": VERSION, **id_field, "answers": each}
 
 
 def problem_fields(problem: Problem) -> Json:
