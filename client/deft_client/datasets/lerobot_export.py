@@ -8,17 +8,16 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image as PillowImage
 
 from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep, need
 from deft_client.datasets.lerobot import ACTION, STATE
 from deft_client.types import Image
+from deft_client.wire.images import ImageEncoding, encode_image
 
 CAMERA = "observation.images."
 MAIN_CAMERA = "image"
@@ -179,15 +178,9 @@ def _arrow_table(
         columns[name] = arrow.FixedSizeListArray.from_arrays(one, values.shape[1]) if wide else one
     kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
     for name, images in pictures.items():
-        rows = [{"bytes": _png(image), "path": None} for image in images]
+        rows = [{"bytes": encode_image(image, ImageEncoding.PNG), "path": None} for image in images]
         columns[name] = arrow.array(rows, type=kind)
     return arrow.table(columns)
-
-
-def _png(image: Image) -> bytes:
-    buffer = BytesIO()
-    PillowImage.fromarray(image).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 def _episode_statistics(

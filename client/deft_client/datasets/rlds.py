@@ -14,17 +14,16 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image as PillowImage
 
+from deft_client.datasets.demonstrations import decode_frame
 from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep, pick_cameras
 from deft_client.datasets.libero_hdf5 import from_robosuite
-from deft_client.types import Image, Observation
+from deft_client.types import Observation
 
 _LENGTH = struct.Struct("<QI")
 _MAX_RECORD_BYTES = 1 << 31
@@ -96,13 +95,12 @@ def _steps(
     for index, action in enumerate(actions):
         try:
             observation = Observation(
-                _picture(pictures[own][index]),
+                decode_frame(pictures[own][index]),
                 texts[index],
-                {camera: _picture(pictures[camera][index]) for camera in further},
+                {camera: decode_frame(pictures[camera][index]) for camera in further},
                 None if state is None else state[index],
             )
-        # What Pillow and Observation raise.
-        except (OSError, SyntaxError, ValueError, PillowImage.DecompressionBombError) as error:
+        except (OSError, ValueError) as error:
             raise DatasetError(f"{file}: step {index} of an episode: {error}") from error
         yield StoredStep(observation, action)
 
@@ -161,11 +159,6 @@ def _texts(example: Mapping[str, Values], count: int, file: Path) -> list[str]:
     if name is None:
         raise DatasetError(f"{file}: no instruction; looked for {', '.join(_INSTRUCTIONS)}")
     return [one.decode("utf-8", "replace") for one in _contents(example, name, count, file)]
-
-
-def _picture(content: bytes) -> Image:
-    with PillowImage.open(BytesIO(content)) as picture:
-        return np.asarray(picture.convert("RGB"))
 
 
 def _offsets(file: Path) -> Iterator[int]:

@@ -12,13 +12,7 @@ import msgpack
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, Problem, WireError
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import (
-    DEFAULT_LIMITS,
-    MAX_MAP_ENTRIES,
-    Terms,
-    WireLimits,
-    unique_map,
-)
+from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, Terms, WireLimits, unique_map
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 from deft_client.wire.messages import (
     ANSWER,

@@ -23,11 +23,7 @@ from deft_client.types import ActionChunk, DecodeTrace, Observation, StageTiming
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource
-from deft_draft_training.heads.target import (
-    FeatureTarget,
-    add_target_flags,
-    load_target,
-)
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import StageClock
@@ -51,6 +47,7 @@ class DraftSetup:
 
 
 _NO_ACTION = np.zeros((0, 0))
+_ROW = "{:<28}{:>9}{:>9}{:>9}{:>9}   {}\n"
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def main(arguments: list[str]) -> int:
     ]
     chosen = frozenset(_numbers(given.episodes)) if given.episodes else None
     scores = []
-    sys.stdout.write(_row("source", "r", "length", "passes", "relaxed", "accepted at 1..7"))
+    sys.stdout.write(_ROW.format("source", "r", "length", "passes", "relaxed", "accepted at 1..7"))
     held_out = held_out_frames(EpisodeSource(tuple(given.sources), 1, read_cameras(given)), chosen)
     for score in evaluate(target.policy, held_out, setups, _numbers(given.radii)):
         scores.append(score)
@@ -184,19 +181,8 @@ def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> D
 
 def _describe(score: DraftScore) -> str:
     shares = " ".join(f"{share:.2f}" for share in score.accepted_by_position)
-    return _row(
-        score.source,
-        str(score.radius),
-        f"{score.committed_length:.2f}",
-        f"{score.passes:.2f}",
-        f"{score.relaxed_share:.2f}",
-        shares,
-    )
-
-
-def _row(*cells: str) -> str:
-    name, *rest, last = cells
-    return f"{name:<28}" + "".join(f"{cell:>9}" for cell in rest) + f"   {last}\n"
+    numbers = (score.committed_length, score.passes, score.relaxed_share)
+    return _ROW.format(score.source, score.radius, *(f"{one:.2f}" for one in numbers), shares)
 
 
 def _numbers(text: str) -> Sequence[int]:

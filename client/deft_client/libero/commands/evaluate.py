@@ -15,12 +15,7 @@ from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationStoppedError, ResultsWriteError, SelectionError
 from deft_client.libero.evaluation.evaluate import Evaluation
 from deft_client.libero.evaluation.ray_workers import RayActors
-from deft_client.libero.evaluation.runs import (
-    RunConfig,
-    VideoChoice,
-    in_turn,
-    plan_runs,
-)
+from deft_client.libero.evaluation.runs import RunConfig, VideoChoice, in_turn, plan_runs
 from deft_client.libero.evaluation.selection import LIBERO, TRAINED
 from deft_client.libero.evaluation.workers import Processes, Workplace
 from deft_client.libero.policies.source import (

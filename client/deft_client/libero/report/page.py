@@ -20,13 +20,7 @@ from deft_client.libero.report.speed import SpeedUp, baseline_first, baseline_of
 from deft_client.libero.report.summary import RunSummary, Successes, by_task, summarise
 from deft_client.libero.report.tables import interval_text, other_starts
 from deft_client.libero.report.trace_metrics import Speculation
-from deft_client.libero.results.records import (
-    STAGES,
-    VIDEO_FPS,
-    EpisodeRecord,
-    Outcome,
-    TrialKey,
-)
+from deft_client.libero.results.records import STAGES, VIDEO_FPS, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.statistics import percentiles
 from deft_client.libero.results.store import RunResults
 

@@ -109,6 +109,10 @@ _PAIRED = {
     "McNemar p": "chance that coin tosses part the pairs that went differently as much",
     "same actions": "episodes whose actions are equal to the last bit",
 }
+_THINKING = (
+    "{.text_passes:.2f}", "{.text_ms:.2f}", "{.action_passes:.2f}", "{.action_ms:.2f}"
+)  # fmt: skip
+_LIVE = ("{.held_share:.0%}", "{.seams.commanded:.2f}", "{.seams.inside:.2f}")
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
 COMPARISON_COLUMNS = (
@@ -118,30 +122,22 @@ COMPARISON_COLUMNS = (
 
 
 def _run_cells(summary: RunSummary) -> tuple[str, ...]:
-    speculation, trip = summary.speculation, summary.round_trip
+    found, trip = summary.speculation, summary.round_trip
+    told: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (trip if trip.count else None, ("{.p50:.1f}", "{.p95:.1f}", "{.p99:.1f}")),
+        (summary if summary.control_rate else None, ("{.control_rate:.1f}",)),
+        (found, ("{.passes_per_action:.2f}",)),
+        (found.thinking if found else None, _THINKING),
+        (found, ("{.committed_length:.2f}", "{.relaxed_share:.1%}")),
+        (summary if summary.is_real_time else None, _LIVE),
+    )
     return (
         summary.header.name,
         success_text(summary.successes),
         interval_text(summary.successes),
         str(summary.successes.num_errored),
-        *(f"{value:.1f}" if trip.count else "–" for value in (trip.p50, trip.p95, trip.p99)),
-        f"{summary.control_rate:.1f}" if summary.control_rate else "–",
-        f"{speculation.passes_per_action:.2f}" if speculation else "–",
-        *_thinking_cells(summary),
-        f"{speculation.committed_length:.2f}" if speculation else "–",
-        f"{100 * speculation.relaxed_share:.1f}%" if speculation else "–",
-        f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
-        f"{summary.seams.commanded:.2f}" if summary.is_real_time else "–",
-        f"{summary.seams.inside:.2f}" if summary.is_real_time else "–",
+        *(form.format(one) if one else "–" for one, forms in told for form in forms),
     )
-
-
-def _thinking_cells(summary: RunSummary) -> tuple[str, ...]:
-    found = None if summary.speculation is None else summary.speculation.thinking
-    if found is None:
-        return ("–",) * 4
-    numbers = (found.text_passes, found.text_ms, found.action_passes, found.action_ms)
-    return tuple(f"{value:.2f}" for value in numbers)
 
 
 def _task_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:
