@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 
 from deft_client.errors import DeftError
 from deft_client.libero.errors import EvaluationStoppedError
@@ -70,7 +71,8 @@ class Evaluation:
         self._pending = [key for key in keys if key not in self._done]
         if not self._pending:
             return
-        with WorkerPool(place, self._config, min(num_workers, len(self._pending))) as pool:
+        num_workers = min(num_workers, len(self._pending))
+        with closing(WorkerPool(place, self._config, num_workers)) as pool:
             while self._pending or any(worker.key for worker in pool.workers):
                 self._look_for_server()
                 if self._server_lost_s is None:

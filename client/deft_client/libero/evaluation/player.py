@@ -17,7 +17,6 @@ from deft_client.errors import (
 )
 from deft_client.libero.errors import (
     EvaluationError,
-    PeerAnswerError,
     SimulationError,
     UnstableError,
     VideoError,
@@ -94,8 +93,6 @@ class Player:
             episode.play(key.trial, session_id)
         except UnstableError as trouble:  # of this episode's physics: others may be well
             error = str(trouble)
-        except PeerAnswerError as trouble:
-            error, may_pass = str(trouble), True
         except (SimulationError, EvaluationError, UsageError, *_REFUSED) as trouble:
             return CannotPlay(str(trouble))
         except DeftError as trouble:

@@ -77,7 +77,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Keeps `num_workers` at work. Use as a context manager."""
+    """Keeps `num_workers` at work, until it is closed."""
 
     def __init__(
         self,
@@ -90,12 +90,6 @@ class WorkerPool:
         self._config = config
         self._hang_timeout_s = hang_timeout_s
         self.workers = [self._start() for _ in range(num_workers)]
-
-    def __enter__(self) -> "WorkerPool":
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
     @property
     def idle(self) -> list[Worker]:
@@ -120,17 +114,12 @@ class WorkerPool:
                 self._replace(worker)
             if report is not None:
                 reports.append((worker, report))
-        for worker in self._silent():
+        latest_s = time.monotonic() - self._hang_timeout_s
+        for worker in [one for one in self.workers if one.key and one.heard_s < latest_s]:
             self._replace(worker)
-            reports.append((worker, Died(self._hung())))
+            silence = f"the worker was silent for {self._hang_timeout_s:.0f} s and was ended"
+            reports.append((worker, Died(silence)))
         return reports
-
-    def _silent(self) -> list[Worker]:
-        limit_s = time.monotonic() - self._hang_timeout_s
-        return [one for one in self.workers if one.key is not None and one.heard_s < limit_s]
-
-    def _hung(self) -> str:
-        return f"the worker was silent for {self._hang_timeout_s:.0f} s and was ended"
 
     def _replace(self, worker: Worker) -> None:
         """End a worker that is dead or hangs, and start another one in its place."""
