@@ -115,23 +115,18 @@ def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArra
 
 @dataclass(frozen=True)
 class Workers:
-    """This process among the others."""
+    """This process among the others; one alone by default."""
 
-    rank: int
-    count: int
+    rank: int = 0
+    count: int = 1
     device: str = "cpu"  # on which they exchange numbers
-
-    @staticmethod
-    def alone() -> "Workers":
-        """A run of one process."""
-        return Workers(0, 1)
 
     @staticmethod
     def from_torchrun() -> "Workers":
         """Join the processes that torchrun started; alone if it started none."""
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count == 1:
-            return Workers.alone()
+            return Workers()
         if not torch.cuda.is_available():
             dist.init_process_group("gloo")
             return Workers(dist.get_rank(), count)

@@ -19,7 +19,7 @@ from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.libero.report.trace_metrics import speculation_of
 from deft_client.libero.results.records import AnswerRecord
-from deft_client.types import ActionChunk, DecodeTrace, Observation, StageTimings
+from deft_client.types import ActionChunk, DecodeTrace, Observation
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource
@@ -63,22 +63,6 @@ class DraftScore:
     accepted_by_position: tuple[float, ...]  # share of actions whose token there was drafted
 
 
-def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> DraftScore:
-    """Sum up what the traces of one source and radius say."""
-    chunks = [ActionChunk(_NO_ACTION, StageTimings(), trace) for trace in traces]
-    found = speculation_of([AnswerRecord.of(chunk, 0, 0) for chunk in chunks])
-    assert found is not None
-    return DraftScore(
-        source=source,
-        radius=radius,
-        num_actions=len(traces),
-        committed_length=found.committed_length,
-        passes=found.passes_per_action,
-        relaxed_share=found.relaxed_share,
-        accepted_by_position=found.drafted_by_token,
-    )
-
-
 def evaluate(
     policy: VlaPolicy,
     held_out: Sequence[Sequence[Observation]],
@@ -94,13 +78,23 @@ def evaluate(
             if setup.shape is not None:
                 method = method.with_shape(setup.shape)
             engine = Engine(policy.token_model.target, setup.models)
-            traces: list[DecodeTrace] = []
+            answers: list[AnswerRecord] = []
             for episode in held_out:
                 for trace in _decode(policy, engine, method, episode):
-                    traces.append(trace)
+                    answers.append(AnswerRecord.of(ActionChunk(_NO_ACTION, trace=trace), 0, 0))
                     bar.update()
             bar.clear()  # for what the caller prints
-            yield score_traces(setup.name, radius, traces)
+            found = speculation_of(answers)
+            assert found is not None
+            yield DraftScore(
+                source=setup.name,
+                radius=radius,
+                num_actions=len(answers),
+                committed_length=found.committed_length,
+                passes=found.passes_per_action,
+                relaxed_share=found.relaxed_share,
+                accepted_by_position=found.drafted_by_token,
+            )
 
 
 def held_out_frames(

@@ -128,7 +128,7 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
         workers: Workers | None = None,
     ) -> None:
         self.target, self.store = target, store
-        self.workers = workers or Workers.alone()
+        self.workers = workers or Workers()
         self.numbers, self.held_out = split_by_episode(
             store.episodes, config.held_out_share, config.seed
         )

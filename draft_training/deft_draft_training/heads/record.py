@@ -208,8 +208,8 @@ class RecordConfig:
 
 def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
     """Count the observations, and measure the bytes of one sample."""
-    counted = tqdm(config.source.observations(), desc="count", unit="frame", file=sys.stderr)
-    total = sum(1 for _ in counted)
+    found = config.source.observations()
+    total = sum(1 for _ in tqdm(found, desc="count", unit="frame", file=sys.stderr))
     if not total:
         raise DataError("none of the episodes has a step, so there is nothing to record")
     episode, observation = next(config.source.observations())
