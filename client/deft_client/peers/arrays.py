@@ -145,11 +145,11 @@ def read_cameras(value: object, limits: WireLimits) -> dict[str, object]:
     return value
 
 
-def check_camera_count(count: int, limits: WireLimits, field: str = "images") -> None:
+def check_camera_count(count: int, limits: WireLimits) -> None:
     """Refuse more cameras than a main one and those that the limits allow."""
     if count > limits.max_cameras + 1:
         raise MessageTooLargeError(
-            field, f"{count} cameras; at most {limits.max_cameras + 1} are taken"
+            "images", f"{count} cameras; at most {limits.max_cameras + 1} are taken"
         )
 
 

@@ -26,6 +26,7 @@ from deft_client.libero.results.records import TrialKey
 
 _STDOUT, _STDERR = 1, 2
 _JOIN_S = 5.0
+_HANGS_AFTER_S = 300.0  # of silence
 MAX_REASON = 300  # characters
 
 
@@ -79,16 +80,9 @@ class Worker:
 class WorkerPool:
     """Keeps `num_workers` at work, until it is closed."""
 
-    def __init__(
-        self,
-        place: Workplace,
-        config: RunConfig,
-        num_workers: int,
-        hang_timeout_s: float = 300.0,
-    ) -> None:
+    def __init__(self, place: Workplace, config: RunConfig, num_workers: int) -> None:
         self._place = place
         self._config = config
-        self._hang_timeout_s = hang_timeout_s
         self.workers = [self._start() for _ in range(num_workers)]
 
     @property
@@ -114,10 +108,10 @@ class WorkerPool:
                 self._replace(worker)
             if report is not None:
                 reports.append((worker, report))
-        latest_s = time.monotonic() - self._hang_timeout_s
+        latest_s = time.monotonic() - _HANGS_AFTER_S
         for worker in [one for one in self.workers if one.key and one.heard_s < latest_s]:
             self._replace(worker)
-            silence = f"the worker was silent for {self._hang_timeout_s:.0f} s and was ended"
+            silence = f"the worker was silent for {_HANGS_AFTER_S:.0f} s and was ended"
             reports.append((worker, Died(silence)))
         return reports
 
