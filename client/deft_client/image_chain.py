@@ -299,10 +299,10 @@ def _crop(columns: Columns, size: int) -> Image:
     width, height, _ = columns.shape
     columns *= _F32(1 / 255)
     rows = _find_scratch(height, size * 3, threading.get_ident())
-    for outputs, block in _interpolate(columns.reshape(width, -1), _find_line(width, size)):
+    for outputs, block in _interpolate(columns.reshape(width, -1), _find_places(width, size)):
         as_pixels(rows)[:, outputs] = as_pixels(block).T
     cropped = np.empty((size, size * 3), np.uint8)
-    for outputs, block in _interpolate(rows, _find_line(height, size)):
+    for outputs, block in _interpolate(rows, _find_places(height, size)):
         # No clipping to [0, 1]: a blend leaves the range of its ends by a rounding error at
         # most, which the truncation swallows.
         block *= _F32(255.5)
@@ -316,37 +316,30 @@ def _find_scratch(num_lines: int, num_values: int, thread: int) -> Floats:
     return np.empty((num_lines, num_values), np.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class _Line:
-    """For each output along one axis, the two inputs it lies between and how far along."""
-
-    lower: NDArray[np.intp]  # [output]
-    upper: NDArray[np.intp]  # [output]
-    share: Floats  # [output, 1]
+# For each output along one axis: the two inputs it lies between, [output] each, and how far along,
+# [output, 1].
+_Places = tuple[NDArray[np.intp], NDArray[np.intp], Floats]
 
 
-def _interpolate(lines: Floats, line: _Line) -> Iterator[tuple[slice, Floats]]:
+def _interpolate(lines: Floats, places: _Places) -> Iterator[tuple[slice, Floats]]:
     """lower + (upper - lower) * share along the first axis: blocks of outputs, [output, value]."""
-    for first in range(0, len(line.share), _BLOCK_LINES):
+    lower, upper, share = places
+    for first in range(0, len(share), _BLOCK_LINES):
         outputs = slice(first, first + _BLOCK_LINES)
-        low = np.take(lines, line.lower[outputs], axis=0)
-        high = np.take(lines, line.upper[outputs], axis=0)
+        low = np.take(lines, lower[outputs], axis=0)
+        high = np.take(lines, upper[outputs], axis=0)
         high -= low
-        high *= line.share[outputs]
+        high *= share[outputs]
         high += low
         yield outputs, high
 
 
 @lru_cache(maxsize=64)
-def _find_line(length: int, size: int) -> _Line:
+def _find_places(length: int, size: int) -> _Places:
     side = _F32(np.sqrt(_F32(CROP_AREA)))
     low = (_F32(1) - side) / _F32(2)
     high = low + side
     step = (high - low) * _F32(length - 1) / _F32(size - 1)
     places = low * _F32(length - 1) + np.arange(size).astype(np.float32) * step
     lower = np.floor(places)
-    return _Line(
-        lower=lower.astype(np.intp),
-        upper=np.ceil(places).astype(np.intp),
-        share=(places - lower)[:, None],
-    )
+    return lower.astype(np.intp), np.ceil(places).astype(np.intp), (places - lower)[:, None]

@@ -46,9 +46,9 @@ def describe(found: Comparison) -> Iterator[str]:
     yield markdown_table(
         _MEASURE_COLUMNS,
         [
-            (one.name, f"{one.first:.2f}", f"{one.second:.2f}", f"{one.second - one.first:+.2f}",
-             f"{one.interval.low:+.2f} to {one.interval.high:+.2f}")
-            for one in found.measures
+            (name, f"{first:.2f}", f"{second:.2f}", f"{second - first:+.2f}",
+             f"{interval.low:+.2f} to {interval.high:+.2f}")
+            for name, first, second, interval in found.measures
         ],
     )  # fmt: skip
     yield markdown_table(

@@ -30,16 +30,6 @@ Sums = Callable[[EpisodeRecord], tuple[float, float]]  # what is summed, and ove
 
 
 @dataclass(frozen=True)
-class MeasureDifference:
-    """A mean in either run, and the second's minus the first's with its 95% interval."""
-
-    name: str
-    first: float
-    second: float
-    interval: Interval
-
-
-@dataclass(frozen=True)
 class PhaseDeviation:
     """How far the second's commands are from the first's in one phase, with 95% intervals."""
 
@@ -109,8 +99,9 @@ class Comparison:
         return f"{self.first if self.only_first > self.only_second else self.second} is better"
 
     @cached_property
-    def measures(self) -> tuple[MeasureDifference, ...]:
-        """What the answers of both took and brought."""
+    def measures(self) -> tuple[tuple[str, float, float, Interval], ...]:
+        """What the answers of both took and brought: a name, the mean in either run, and the 95%
+        interval of the second's minus the first's."""
         return tuple(_measures(self.pairs))
 
     @cached_property
@@ -194,7 +185,7 @@ def conclusion(one: Comparison) -> str:
     )
 
 
-def _measures(pairs: Sequence[Pair]) -> Iterator[MeasureDifference]:
+def _measures(pairs: Sequence[Pair]) -> Iterator[tuple[str, float, float, Interval]]:
     for name, sums in _SUMS.items():
         counted = np.array([[*sums(one), *sums(other)] for one, other in pairs])
         total = counted.sum(axis=0)
@@ -202,7 +193,7 @@ def _measures(pairs: Sequence[Pair]) -> Iterator[MeasureDifference]:
             interval = bootstrap_interval(
                 counted, lambda sums: sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1]
             )
-            yield MeasureDifference(name, total[0] / total[1], total[2] / total[3], interval)
+            yield name, total[0] / total[1], total[2] / total[3], interval
 
 
 def _committed(record: EpisodeRecord) -> tuple[float, float]:
