@@ -92,6 +92,7 @@ $(SIMULATOR): $(MADE) client/pyproject.toml requirements/ci.txt requirements/lib
 	@echo "installing the simulator into $(VENV); this takes about a minute, once"
 	$(PIP) --no-compile --no-deps --require-hashes --requirement requirements/libero.txt
 	$(PIP) --no-compile $(PINS) --editable "./client[simulator]"
+	@echo "Where pip says in red what LIBERO's packages miss: that is their training stack, which nothing here uses"
 	@touch $@
 
 $(LIBERO): $(SIMULATOR) requirements/assets.txt

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from deft_client.commands.table import markdown_table
 from deft_client.libero.simulator.environment import open_environment
 from deft_client.libero.simulator.suites import SUITE_NAMES, find_task
 
@@ -22,13 +23,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="measured steps per suite")
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    print("| suite | physics ms | frame ms | step ms, median | p95 | restart ms | step CPU ms |")
-    print("|---|---|---|---|---|---|---|")
-    for suite in SUITES:
-        print(step_row(suite, options.steps), flush=True)
+    columns = ["median ms", "physics", "frame", "step", "step, p95", "restart", "step's CPU time"]
+    rows = [step_row(suite, options.steps) for suite in SUITES]
+    print(markdown_table(columns, rows, aligned=True))
 
 
-def step_row(suite: str, num_steps: int) -> str:
+def step_row(suite: str, num_steps: int) -> list[str]:
     environment = open_environment(find_task(suite, 0))
     environment.reset(0)
     started = time.perf_counter()
@@ -47,11 +47,9 @@ def step_row(suite: str, num_steps: int) -> str:
         processor.append((time.process_time() - spent) * 1e3)
     environment.close()
     steps = [a + b for a, b in zip(physics, frames, strict=True)]
-    return (
-        f"| {suite} | {statistics.median(physics):.1f} | {statistics.median(frames):.1f} | "
-        f"{statistics.median(steps):.1f} | {np.percentile(steps, 95):.1f} | {restart_ms:.0f} | "
-        f"{statistics.median(processor):.1f} |"
-    )
+    medians = [statistics.median(one) for one in (physics, frames, steps)]
+    tail = [float(np.percentile(steps, 95)), restart_ms, statistics.median(processor)]
+    return [suite, *(f"{value:.1f}" for value in (*medians, *tail))]
 
 
 if __name__ == "__main__":

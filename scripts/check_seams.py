@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.chunks import ActionQueue, Seam
+from deft_client.commands.table import markdown_table
 from deft_client.libero.evaluation import point_world
 from deft_client.libero.evaluation.episode import (
     BackgroundCalls,
@@ -180,27 +181,34 @@ def replay(chunks: NDArray[np.float64], seam: Seam, delay_periods: int) -> SeamS
     return SeamSizes(commanded, inside)
 
 
+_COLUMNS: dict[str, Callable[[SeamRow], str]] = {
+    "seam": lambda one: one.seam,
+    "success": lambda one: f"{one.succeeded}/{one.pairs}",
+    "losses": lambda one: str(one.losses),
+    "wins": lambda one: str(one.wins),
+    "McNemar p": lambda one: f"{one.mcnemar_p:.3g}",
+    "steps": lambda one: f"{one.mean_steps:.1f}",
+    "held": lambda one: str(one.held_steps),
+    "largest step": lambda one: f"{one.largest_step:.3f}",
+    "inside": lambda one: f"{one.largest_step_inside:.3f}",
+    "ratio": lambda one: f"{one.largest_step / (one.largest_step_inside or math.inf):.2f}",
+}
+
+
 def _table(lines: list[SeamRow]) -> str:
-    rows = ["seam       success  losses  wins  McNemar p  steps  held  largest step  inside  ratio"]
-    for one in lines:
-        ratio = one.largest_step / one.largest_step_inside if one.largest_step_inside else 0.0
-        rows.append(
-            f"{one.seam:10} {one.succeeded:3}/{one.pairs:<3} {one.losses:7} {one.wins:5} "
-            f"{one.mcnemar_p:10.3g} {one.mean_steps:6.1f} {one.held_steps:5} "
-            f"{one.largest_step:13.3f} {one.largest_step_inside:7.3f} {ratio:6.2f}"
-        )
-    return "\n".join(rows)
+    rows = [[cell(one) for cell in _COLUMNS.values()] for one in lines]
+    return markdown_table(list(_COLUMNS), rows, aligned=True)
 
 
 def _recorded_table(path: Path, delay_s: float) -> str:
     """The same of chunks that were recorded at LIBERO's rate."""
     chunks, delay = load_chunks(path), math.ceil(delay_s * conventions.CONTROL_HZ)
-    rows = [f"{path.name}, {len(chunks)} frames  largest step  inside  ratio"]
-    for seam in Seam:
-        sizes = replay(chunks, seam, delay)
-        ratio = sizes.commanded / sizes.inside
-        rows.append(f"{seam.value:24} {sizes.commanded:13.3f} {sizes.inside:7.3f} {ratio:6.2f}")
-    return "\n".join(rows)
+    found = {seam: replay(chunks, seam, delay) for seam in Seam}
+    rows = [
+        [seam.value, f"{one.commanded:.3f}", f"{one.inside:.3f}"] for seam, one in found.items()
+    ]
+    columns = [f"{path.name}, {len(chunks)} frames", "largest step", "inside"]
+    return markdown_table(columns, rows, aligned=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

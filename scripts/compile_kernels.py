@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from deft_client.commands.table import markdown_table
 from deft_policies.model.kernels import programs
 from deft_policies.model.kernels.launch import STAGES, WARPS_OF_ROWS
 
@@ -112,15 +113,11 @@ def _assemble(ptx: str) -> str:
 def main() -> int:
     """Print one line per program; 1 where one spills."""
     print(f"sm_{CAPABILITY}, Triton {triton.__version__}")
-    print(f"{'program':22} registers  spill bytes  shared bytes")
-    worst = 0
-    for variant in variants():
-        found = compile_variant(variant)
-        worst = max(worst, found.spill_bytes)
-        print(
-            f"{variant.name:22} {found.registers:9} {found.spill_bytes:12} {found.shared_bytes:13}"
-        )
-    return int(worst > 0)
+    found = {variant.name: compile_variant(variant) for variant in variants()}
+    rows = [[name, *map(str, astuple(one))] for name, one in found.items()]
+    columns = ["program", "registers", "spill bytes", "shared bytes"]
+    print(markdown_table(columns, rows, aligned=True))
+    return int(any(one.spill_bytes for one in found.values()))
 
 
 if __name__ == "__main__":

@@ -49,13 +49,13 @@ class InterleavedPolicy:
 def describe(episodes: Sequence[Answers], doubts: Sequence[str] = ()) -> str:
     """A table of the methods, and how much faster each is than the first one.
 
-    `doubts` say why times of this machine tell nothing; then there is no ratio.
+    `doubts` say why times of this machine tell nothing; then there are none.
     """
     plain, *others = episodes[0]
     rows = [
         [
             name,
-            f"{fmean(_round_trips(episodes, name)):.1f}",
+            "–" if doubts else f"{fmean(_round_trips(episodes, name)):.1f}",
             f"{fmean(chunk.trace.num_passes for chunk in _all(episodes, name) if chunk.trace):.2f}",
             _identical(_all(episodes, name), _all(episodes, plain)),
         ]

@@ -12,6 +12,8 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="needs chromium (apt install chromium)"
 )
 WIDTHS = (1280, 390)
+PATIENCE_MS = 60_000  # of a machine that does much else
+sync_api.expect.set_options(timeout=PATIENCE_MS)
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
 
@@ -31,7 +33,7 @@ def opened(
     said: list[str] = []
     size = {"width": width, "height": 860}
     context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(str(error)))

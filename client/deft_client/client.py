@@ -106,7 +106,7 @@ class PolicyClient:
         """Return the actions that follow an observation; `round_trip_ms` is filled in."""
         started, settings = time.perf_counter(), self.settings
         options = options or ActOptions()
-        gives_up_at = self._gives_up_at(options)
+        gives_up_at = self._gives_up_at(options.deadline_ms)
         options = altered(options, {"session_id": options.session_id or self.session_id})
         message = ActMessage(observation, options, self._message_id())
         body = msgpack_codec.encode_request(message, settings.image_encoding, settings.jpeg_quality)
@@ -125,7 +125,7 @@ class PolicyClient:
         """
         started, settings = time.perf_counter(), self.settings
         options = options or ActOptions()
-        gives_up_at = self._gives_up_at(options)
+        gives_up_at = self._gives_up_at(options.deadline_ms)
         body = msgpack_codec.encode_requests(
             [
                 ActMessage(one, altered(options, {"session_id": name}))
@@ -150,11 +150,11 @@ class PolicyClient:
         """Tell the server that an episode starts: what it remembers of the last one is void."""
         body = json_codec.encode_reset(session_id or self.session_id)
         headers = {"content-type": json_codec.CONTENT_TYPE}
-        self.ask(HttpRequest("POST", "/v1/reset", self._patience_ends(), body, headers))
+        self.ask(HttpRequest("POST", "/v1/reset", self._gives_up_at(), body, headers))
 
     def info(self) -> ServerInfo:
         """Return what the server says about itself; later answers are held to it."""
-        reply = self.ask(HttpRequest("GET", "/v1/info", self._patience_ends()))
+        reply = self.ask(HttpRequest("GET", "/v1/info", self._gives_up_at()))
         info = json_codec.decode_info(reply.body, self.settings.limits)
         self._action_dim, self._chunk_length = info.action_dim, info.chunk_length
         return info
@@ -162,7 +162,7 @@ class PolicyClient:
     def ping(self) -> float:
         """Return the milliseconds of one round trip; raises where the server is not ready."""
         started = time.perf_counter()
-        self.ask(HttpRequest("GET", "/readyz", self._patience_ends()), attempts=1)
+        self.ask(HttpRequest("GET", "/readyz", self._gives_up_at()), attempts=1)
         return 1000 * (time.perf_counter() - started)
 
     def close(self) -> None:
@@ -176,11 +176,11 @@ class PolicyClient:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _gives_up_at(self, options: ActOptions) -> float:
+    def _gives_up_at(self, deadline_ms: float | None = None) -> float:
         """Return when an answer comes too late to be waited for, by time.monotonic."""
         patience_s = self.settings.timeouts.answer_s
-        if options.deadline_ms is not None:
-            patience_s = min(patience_s, max(options.deadline_ms, 0.0) / 1000 + WAY_BACK_S)
+        if deadline_ms is not None:
+            patience_s = min(patience_s, max(deadline_ms, 0.0) / 1000 + WAY_BACK_S)
         return time.monotonic() + patience_s
 
     def _post_act(self, body: bytes, gives_up_at: float) -> HttpReply:
@@ -205,9 +205,6 @@ class PolicyClient:
     def _message_id(self) -> str | None:
         """HTTP tells answers apart by its own header."""
         return None
-
-    def _patience_ends(self) -> float:
-        return time.monotonic() + self.settings.timeouts.answer_s
 
     def ask(self, request: HttpRequest, attempts: int | None = None) -> HttpReply:
         """Send a request until it is answered, or it is no use asking again."""

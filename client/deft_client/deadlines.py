@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from ipaddress import ip_address
 
@@ -138,7 +138,8 @@ def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
         else:
             found.put([str(address[0]) for *_, address in entries])
 
-    if _is_address(host):
+    with suppress(ValueError):
+        ip_address(host)
         return [host]
     threading.Thread(target=look, name="deft-client-addresses", daemon=True).start()
     try:
@@ -148,11 +149,3 @@ def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
     if isinstance(addresses, OSError):
         raise httpcore.ConnectError(str(addresses)) from addresses
     return addresses
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True

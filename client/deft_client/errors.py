@@ -142,21 +142,14 @@ class NoActionError(ProblemError):
 
 
 NO_ACTION = "urn:deft:problem:no_action"
-_ERRORS: dict[int, type[ProblemError]] = {
-    400: RefusedRequestError,
-    408: RefusedRequestError,
-    401: AccessDeniedError,
-    403: AccessDeniedError,
-    404: UnknownEndpointError,
-    405: UnknownEndpointError,
-    409: ConflictError,
-    413: RefusedRequestError,
-    415: RefusedRequestError,
-    421: UnknownEndpointError,
-    422: RefusedRequestError,
-    429: OverloadedError,
-    503: NotReadyError,
-    504: DeadlineMissedError,
+_ERRORS: dict[type[ProblemError], tuple[int, ...]] = {
+    RefusedRequestError: (400, 408, 413, 415, 422),
+    AccessDeniedError: (401, 403),
+    UnknownEndpointError: (404, 405, 421),
+    ConflictError: (409,),
+    OverloadedError: (429,),
+    NotReadyError: (503,),
+    DeadlineMissedError: (504,),
 }
 
 
@@ -164,4 +157,5 @@ def problem_error(problem: Problem) -> ProblemError:
     """Return the exception that stands for a problem."""
     if problem.type == NO_ACTION:
         return NoActionError(problem)
-    return _ERRORS.get(problem.status, ServerFaultError)(problem)
+    told = (kind for kind, statuses in _ERRORS.items() if problem.status in statuses)
+    return next(told, ServerFaultError)(problem)

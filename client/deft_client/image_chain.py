@@ -28,15 +28,6 @@ Floats = NDArray[np.float32]
 Columns = NDArray[np.float32]  # [column, row, channel]
 
 
-def resize_to_columns(image: Image, size: int) -> Columns:
-    """Resize to a square: float32, but whole numbers from 0 to 255.
-
-    Rows first, then columns, in float32 between them. Valid until this thread's next call.
-    """
-    height, width, _ = image.shape
-    return _find_resizer(height, width, size, threading.get_ident()).resize(image)
-
-
 def as_pixels(lines: Floats) -> NDArray[np.void]:
     """A view with one item per pixel of three channels: transposing then moves whole pixels."""
     return lines.view(np.dtype((np.void, 12)))
@@ -155,11 +146,11 @@ class _Axis:
 @lru_cache(maxsize=64)
 def _find_axis(length: int, size: int) -> _Axis:
     spans = _lanczos_spans(length, size)
-    num_taps = max(len(span.weights) for span in spans)
+    num_taps = max(len(own) for _, own in spans)
     weights = np.zeros((size, num_taps), np.float32)
-    for output, span in enumerate(spans):
-        weights[output, : len(span.weights)] = span.weights
-    starts = np.array([span.start for span in spans])
+    for output, (_, own) in enumerate(spans):
+        weights[output, : len(own)] = own
+    starts = np.array([start for start, _ in spans])
     num_chunks = math.gcd(length, size)
     chunk, per_chunk = length // num_chunks, size // num_chunks
     # Where each output's inputs start and end, counted from its own chunk.
@@ -179,15 +170,8 @@ def _find_axis(length: int, size: int) -> _Axis:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Span:
-    """The inputs that one output sums."""
-
-    start: int
-    weights: Floats  # [tap]
-
-
-def _lanczos_spans(length: int, size: int) -> list[_Span]:
+def _lanczos_spans(length: int, size: int) -> list[tuple[int, Floats]]:
+    """The first of the inputs that each output sums, and their weights [tap]."""
     inverse = _F32(1 / float(_F32(size) / _F32(length)))
     stretch = max(inverse, _F32(1))
     reach = _LANCZOS_RADIUS * stretch
@@ -202,7 +186,7 @@ def _lanczos_spans(length: int, size: int) -> list[_Span]:
         total = _F32(0)
         for one in weights:  # one after the other, like every sum here
             total += one
-        spans.append(_Span(start, weights * (_F32(1) / total)))
+        spans.append((start, weights * (_F32(1) / total)))
     return spans
 
 
@@ -300,11 +284,14 @@ def crop_centre(image: Image, size: int = MODEL_SIZE) -> Image:
 
 
 def _resize(image: Image, size: int) -> Columns:
-    """The resized frame, still float32 but whole numbers; valid until this thread's next call."""
+    """The resized frame: float32, but whole numbers from 0 to 255.
+
+    Rows first, then columns, in float32 between them; valid until this thread's next call.
+    """
     height, width, _ = image.shape
     if height == width == size:
         return image.transpose(1, 0, 2).astype(np.float32, order="C")
-    return resize_to_columns(image, size)
+    return _find_resizer(height, width, size, threading.get_ident()).resize(image)
 
 
 def _crop(columns: Columns, size: int) -> Image:
@@ -312,10 +299,10 @@ def _crop(columns: Columns, size: int) -> Image:
     width, height, _ = columns.shape
     columns *= _F32(1 / 255)
     rows = _find_scratch(height, size * 3, threading.get_ident())
-    for outputs, block in _interpolate(columns.reshape(width, -1), _find_line(width, size)):
+    for outputs, block in _interpolate(columns.reshape(width, -1), _find_places(width, size)):
         as_pixels(rows)[:, outputs] = as_pixels(block).T
     cropped = np.empty((size, size * 3), np.uint8)
-    for outputs, block in _interpolate(rows, _find_line(height, size)):
+    for outputs, block in _interpolate(rows, _find_places(height, size)):
         # No clipping to [0, 1]: a blend leaves the range of its ends by a rounding error at
         # most, which the truncation swallows.
         block *= _F32(255.5)
@@ -329,37 +316,30 @@ def _find_scratch(num_lines: int, num_values: int, thread: int) -> Floats:
     return np.empty((num_lines, num_values), np.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class _Line:
-    """For each output along one axis, the two inputs it lies between and how far along."""
-
-    lower: NDArray[np.intp]  # [output]
-    upper: NDArray[np.intp]  # [output]
-    share: Floats  # [output, 1]
+# For each output along one axis: the two inputs it lies between, [output] each, and how far along,
+# [output, 1].
+_Places = tuple[NDArray[np.intp], NDArray[np.intp], Floats]
 
 
-def _interpolate(lines: Floats, line: _Line) -> Iterator[tuple[slice, Floats]]:
+def _interpolate(lines: Floats, places: _Places) -> Iterator[tuple[slice, Floats]]:
     """lower + (upper - lower) * share along the first axis: blocks of outputs, [output, value]."""
-    for first in range(0, len(line.share), _BLOCK_LINES):
+    lower, upper, share = places
+    for first in range(0, len(share), _BLOCK_LINES):
         outputs = slice(first, first + _BLOCK_LINES)
-        low = np.take(lines, line.lower[outputs], axis=0)
-        high = np.take(lines, line.upper[outputs], axis=0)
+        low = np.take(lines, lower[outputs], axis=0)
+        high = np.take(lines, upper[outputs], axis=0)
         high -= low
-        high *= line.share[outputs]
+        high *= share[outputs]
         high += low
         yield outputs, high
 
 
 @lru_cache(maxsize=64)
-def _find_line(length: int, size: int) -> _Line:
+def _find_places(length: int, size: int) -> _Places:
     side = _F32(np.sqrt(_F32(CROP_AREA)))
     low = (_F32(1) - side) / _F32(2)
     high = low + side
     step = (high - low) * _F32(length - 1) / _F32(size - 1)
     places = low * _F32(length - 1) + np.arange(size).astype(np.float32) * step
     lower = np.floor(places)
-    return _Line(
-        lower=lower.astype(np.intp),
-        upper=np.ceil(places).astype(np.intp),
-        share=(places - lower)[:, None],
-    )
+    return lower.astype(np.intp), np.ceil(places).astype(np.intp), (places - lower)[:, None]

@@ -23,13 +23,7 @@ from websockets.http11 import Response
 from websockets.protocol import OPEN
 from websockets.uri import parse_uri
 
-from deft_client.client import (
-    ACT_PATH,
-    HttpReply,
-    HttpRequest,
-    PolicyClient,
-    transport_error,
-)
+from deft_client.client import ACT_PATH, HttpReply, HttpRequest, PolicyClient, transport_error
 from deft_client.deadlines import READ_SHARE, ending_at, remaining_s
 from deft_client.errors import (
     AnswerTimeoutError,

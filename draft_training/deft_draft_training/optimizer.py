@@ -81,7 +81,7 @@ class WeightAverage:
 
 # Coefficients of the quintic Newton-Schulz iteration: they drive every singular value towards 1
 # in five sweeps, without the cost of a singular value decomposition.
-_QUINTIC = (3.4445, -4.7750, 2.0315)
+_QUINTIC, _SWEEPS = (3.4445, -4.7750, 2.0315), 5
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,8 @@ class OptimizerConfig:
 class Muon(torch.optim.Optimizer):
     """Momentum whose matrix updates are orthogonalised. For 2-D weights only."""
 
-    def __init__(
-        self, weights: Iterable[Tensor], rate: float, momentum: float = 0.95, decay: float = 0.0
-    ) -> None:
-        super().__init__(list(weights), {"lr": rate, "momentum": momentum, "decay": decay})
+    def __init__(self, weights: Iterable[Tensor], rate: float, decay: float = 0.0) -> None:
+        super().__init__(list(weights), {"lr": rate, "momentum": 0.95, "decay": decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -128,7 +126,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, momentum)
 
 
-def orthogonalise(matrices: Tensor, sweeps: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices, [..., row, column]: singular values of 0.7 to 1.2."""
     a, b, c = _QUINTIC
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -136,7 +134,7 @@ def orthogonalise(matrices: Tensor, sweeps: int = 5) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     if torch.is_autocast_enabled(x.device.type):  # once, where autocast would in every product
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    for _ in range(sweeps):
+    for _ in range(_SWEEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if is_tall else x

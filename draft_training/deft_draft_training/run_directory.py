@@ -89,24 +89,17 @@ class RunDirectory:
         os.close(self._lock)
 
     def _settle(self, config: Mapping[str, Any]) -> None:
-        stored = self.path / _CONFIG
-        wanted = json.loads(json.dumps(config))
-        known = json.loads(stored.read_text()) if stored.exists() else None
-        if known is not None:
-            self._compare(known, wanted)
-        if known != wanted:
-            with explained(stored):
-                write_atomically(stored, json.dumps(wanted, indent=2).encode())
-
-    def _compare(self, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+        path, wanted = self.path / _CONFIG, json.loads(json.dumps(config))
+        stored = json.loads(path.read_text()) if path.exists() else wanted
         keys = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
-        if keys == {_STEPS} and stored[_STEPS] < wanted[_STEPS]:
-            return
-        if keys:
+        if keys - {_STEPS} or (keys and stored[_STEPS] > wanted[_STEPS]):
             raise ResumeError(
                 f"{self.path} was started with another configuration; these differ: "
                 f"{', '.join(sorted(keys))}. Choose another directory, or remove this one"
             )
+        if keys or not path.exists():
+            with explained(path):
+                write_atomically(path, json.dumps(wanted, indent=2).encode())
 
     def save(
         self,
@@ -130,23 +123,17 @@ class RunDirectory:
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> tuple[int, dict[str, Tensor]]:
         """Restore the newest state; how many steps were taken, 0 where there is none."""
-        path = self.path / STATE_FILE
-        if not path.exists():
-            self._cut_metrics(0)  # of a run that ended before its first state
-            self._open_board(1)
-            return 0, {}
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        module.load_state_dict(state["module"])
-        for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored)
-        step: int = state["step"]
+        path, step, extra = self.path / STATE_FILE, 0, {}
+        if path.exists():
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            module.load_state_dict(state["module"])
+            for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(stored)
+            step, extra = state["step"], state["extra"]
         self._cut_metrics(step)
-        self._open_board(step + 1)
-        return step, state["extra"]
-
-    def _open_board(self, first_step: int) -> None:
         if self._with_board:
-            self._board = open_board(self.path / "tensorboard", first_step)
+            self._board = open_board(self.path / "tensorboard", step + 1)
+        return step, extra
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line of metrics."""

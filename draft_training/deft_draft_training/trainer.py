@@ -1,6 +1,10 @@
-"""The loop of a training run, resumable to the bit; subclasses say what a step does."""
+"""The loop of a training run, resumable to the bit; subclasses say what a step does.
+
+`Workers` are several processes as one: who takes which samples, and how gradients become one.
+"""
 
 import math
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
-from deft_draft_training.errors import DataError, DivergedError
+from deft_draft_training.errors import ConfigError, DataError, DivergedError
 from deft_draft_training.optimizer import (
     OptimizerConfig,
     TrainingPrecision,
@@ -104,3 +111,66 @@ def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArra
     epoch, place = divmod(step, per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(num_samples)
     return order[place * batch_size : (place + 1) * batch_size]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This process among the others; one alone by default."""
+
+    rank: int = 0
+    count: int = 1
+    device: str = "cpu"  # on which they exchange numbers
+
+    @staticmethod
+    def from_torchrun() -> "Workers":
+        """Join the processes that torchrun started; alone if it started none."""
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        if count == 1:
+            return Workers()
+        if not torch.cuda.is_available():
+            dist.init_process_group("gloo")
+            return Workers(dist.get_rank(), count)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # what "cuda" means from here on
+        dist.init_process_group("nccl")
+        return Workers(dist.get_rank(), count, "cuda")
+
+    def share(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """This process's part of a batch: equal parts, so that means of means are means."""
+        if len(chosen) % self.count:
+            raise ConfigError(
+                f"batch_size {len(chosen)} cannot be shared by {self.count} processes"
+            )
+        size = len(chosen) // self.count
+        return chosen[self.rank * size : (self.rank + 1) * size]
+
+    def average_gradients(self, module: nn.Module) -> None:
+        """Replace every gradient by its mean over the processes, in one message."""
+        if self.count == 1:
+            return
+        gradients = [one.grad for one in module.parameters() if one.grad is not None]
+        flat = parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat / self.count, gradients)
+
+    def average(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The mean of each value over the processes."""
+        if self.count == 1:
+            return dict(values)
+        flat = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(flat)
+        return dict(zip(values, (flat / self.count).tolist(), strict=True))
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
+        """Leave the others: all at once after a run, as the first one takes the store with it.
+
+        Whoever fails leaves at once, so that the others' next exchange fails instead of waiting.
+        Left in the group, a process could abort: the group's threads outlive the interpreter.
+        """
+        if self.count == 1:
+            return
+        if kind is None:
+            dist.barrier()
+        dist.destroy_process_group()

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deft_client.commands.table import markdown_table
 from deft_policies.commands.parse import parse_command
 from deft_policies.errors import PolicyError
 from deft_server.serving.queue import QueueRules
@@ -183,16 +184,26 @@ def describe_service(service: ServiceTimes) -> str:
     return "ms per batch, p50 (p99), by size: " + ", ".join(parts)
 
 
+_COLUMNS: dict[str, Callable[[Forecast], str]] = {
+    "p50 ms": lambda one: f"{one.at(0.5) * 1000:.1f}",
+    "p99 ms": lambda one: f"{one.at(0.99) * 1000:.1f}",
+    "answered": lambda one: f"{one.answered_share:.2%}",
+    "superseded": lambda one: str(one.num_superseded),
+    "refused": lambda one: str(one.num_refused),
+    "missed": lambda one: str(one.num_missed),
+    "batch": lambda one: f"{one.mean_batch:.2f}",
+    "busy": lambda one: f"{one.replica_load:.0%}",
+    "front": lambda one: f"{one.front_load:.0%}",
+}
+
+
 def table(forecasts: dict[int, Forecast]) -> str:
     """Return one line per number of replicas."""
-    head = "replicas   p50 ms   p99 ms  answered  superseded  refused  missed  batch  busy  front"
-    lines = [
-        f"{count:8d} {one.at(0.5) * 1000:8.1f} {one.at(0.99) * 1000:8.1f}"
-        f" {one.answered_share:9.2%} {one.num_superseded:11d} {one.num_refused:8d}"
-        f" {one.num_missed:7d} {one.mean_batch:6.2f} {one.replica_load:5.0%} {one.front_load:6.0%}"
+    rows = [
+        [str(count), *(cell(one) for cell in _COLUMNS.values())]
         for count, one in sorted(forecasts.items())
     ]
-    return "\n".join([head, *lines])
+    return markdown_table(["replicas", *_COLUMNS], rows, aligned=True).rstrip()
 
 
 def limit_of(forecast: Forecast, goal: FleetGoal) -> str:

@@ -11,16 +11,21 @@ from types import MappingProxyType
 
 import numpy as np
 
-from deft_client.libero.report.difference import Difference, difference
-from deft_client.libero.report.phases import ArmPhase, phases_of
+from deft_client.libero.report.difference import (
+    ArmPhase,
+    Comparison,
+    compare,
+    phases_of,
+    points_text,
+)
 from deft_client.libero.report.speed import SpeedUp, speedup_of
 from deft_client.libero.report.summary import RunSummary, summarise
-from deft_client.libero.report.tables import interval_text, points_text, success_text
+from deft_client.libero.report.tables import interval_text, success_text
 from deft_client.libero.report.trace_metrics import Speculation
 from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.results.store import RunResults
 from deft_policies.benchmark.speedup import expected_speedup
-from scripts.h200 import action_ms
+from scripts.predict_gpu import action_ms
 from scripts.reproduce.study import ReproductionError, Row
 
 MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out
@@ -87,21 +92,21 @@ class RowResults:
         )
 
     @cached_property
-    def apart(self) -> Difference | None:
+    def apart(self) -> Comparison | None:
         """The replayed answers beside the baseline's."""
         return self._difference(self.replayed, self.baseline.replayed)
 
     @cached_property
-    def played_apart(self) -> Difference | None:
+    def played_apart(self) -> Comparison | None:
         """The played episodes beside the baseline's; None for the baseline, and where few were."""
         plain = self.plain.played if self.plain and not self.few else None
         found = self._difference(self.played, plain)
-        return found if found is not None and found.comparison.num_pairs else None
+        return found if found is not None and found.num_pairs else None
 
-    def _difference(self, own: RunResults | None, plain: RunResults | None) -> Difference | None:
+    def _difference(self, own: RunResults | None, plain: RunResults | None) -> Comparison | None:
         if own is None or plain is None:
             return None
-        return difference(plain, own, (self.baseline.row.name, self.row.name), MARGIN)
+        return compare(plain, own, (self.baseline.row.name, self.row.name), MARGIN)
 
 
 Cell = tuple[str, float | None]  # what a reader sees, and the number that a plot takes
@@ -170,9 +175,8 @@ def _points(results: RowResults, _: str) -> Cell:
     found = results.played_apart
     if found is None:
         return _EMPTY
-    one = found.comparison
-    text = "the same actions" if one.has_identical_actions else points_text(found.interval)
-    return text, one.difference
+    text = "the same actions" if found.has_identical_actions else points_text(found.interval)
+    return text, found.difference
 
 
 def _share(results: RowResults, length: str) -> Cell:

@@ -4,15 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deft_client.commands.table import legend, markdown_table, without_empty
-from deft_client.libero.report.difference import difference
+from deft_client.libero.report.difference import compare, points_text
 from deft_client.libero.report.speed import baseline_of
 from deft_client.libero.report.summary import RunSummary, summarise
-from deft_client.libero.report.tables import (
-    interval_text,
-    other_starts,
-    points_text,
-    success_text,
-)
+from deft_client.libero.report.tables import interval_text, other_starts, success_text
 from deft_client.libero.results.store import RunResults, load_runs
 from scripts.reproduce.measures import MARGIN, NOTHING
 from scripts.reproduce.study import ReproductionError
@@ -65,12 +60,12 @@ def _rows(runs: Sequence[RunResults]) -> Iterator[list[str]]:
 def _points(run: RunResults, baseline: RunResults | None) -> str:
     if baseline is None:
         return NOTHING
-    found = difference(baseline, run, (baseline.header.name, run.header.name), MARGIN)
-    if not found.comparison.num_pairs:
+    found = compare(baseline, run, (baseline.header.name, run.header.name), MARGIN)
+    if not found.num_pairs:
         return NOTHING
-    if found.comparison.has_identical_actions:
-        return f"the same actions in {found.comparison.num_pairs} episodes"
-    return f"{points_text(found.interval)} ({found.comparison.num_pairs} starts)"
+    if found.has_identical_actions:
+        return f"the same actions in {found.num_pairs} episodes"
+    return f"{points_text(found.interval)} ({found.num_pairs} starts)"
 
 
 def _lengths(found: RunSummary) -> tuple[str, str, str]:

@@ -1,27 +1,19 @@
 """Records demonstrations of a suite with the scripted expert."""
 
 import argparse
-import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.demonstrations import (
-    Demonstration,
     find_demonstrations,
-    load_demonstration,
     load_header,
 )
-from deft_client.files import replacing
-from deft_client.libero.errors import DemonstrationError, SelectionError, SimulationError
+from deft_client.libero.errors import SelectionError, SimulationError
 from deft_client.libero.evaluation.selection import parse_numbers
-from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.libero.simulator.environment import EnvironmentSettings
-from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite, find_task
+from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
 from scripts.tiny_libero.expert.motion import NoiseSettings
 from scripts.tiny_libero.play import DemosSettings
 from scripts.tiny_libero.pool import DemosJob, record_visibly
@@ -34,8 +26,6 @@ def main(arguments: list[str]) -> int:
         job = _job(options)
         record_visibly(job)
         _summarise(job)
-        if options.hdf5 is not None:
-            _convert(job, options.hdf5)
     except SelectionError as error:
         sys.stderr.write(f"python -m scripts.tiny_libero demos: {error}\n")
         return 2
@@ -82,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
         default="jpeg",
         help="jpeg (quality 95) or lossless png (default: %(default)s)",
     )
-    add("--hdf5", type=Path, metavar="DIR", help="also write LIBERO's HDF5 files there")
     return parser  # fmt: skip
 
 
@@ -164,58 +153,3 @@ def _summarise(job: DemosJob) -> None:
         sys.stdout.write(
             f"task {task}: {succeeded} of {len(paths)} episodes succeeded, {size:.1f} MB\n"
         )
-
-
-def _convert(job: DemosJob, folder: Path) -> None:
-    for task in job.settings.tasks:
-        path = write_hdf5(job.folder, job.settings.suite, task, folder)
-        sys.stdout.write(f"{path}\n")
-
-
-def write_hdf5(demonstrations: Path, suite: str, task: int, folder: Path) -> Path:
-    """Write the succeeded episodes of a task as `<task name>_demo.hdf5`; the path written.
-
-    As in LIBERO's files, pictures are upside down and mirrored, actions are robosuite's, and the
-    gripper's value is -1 open, +1 close. Executed actions are stored, and clean ones beside them.
-    """
-    try:
-        h5py = importlib.import_module("h5py")
-    except ImportError as error:
-        raise DemonstrationError("HDF5 needs the package h5py: pip install h5py") from error
-    wanted = find_task(suite, task)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{wanted.name}_demo.hdf5"
-    with replacing(path) as beside, h5py.File(beside, "w") as file:
-        data = file.create_group("data")
-        number = total = 0
-        for source in find_demonstrations(demonstrations, [task]):
-            demonstration = load_demonstration(source)
-            if demonstration.header.succeeded:
-                _write_episode(data.create_group(f"demo_{number}"), demonstration)
-                number, total = number + 1, total + len(demonstration)
-        data.attrs["num_demos"], data.attrs["total"] = number, total
-        data.attrs["bddl_file_name"] = f"{suite}/{wanted.bddl_file}"
-        data.attrs["problem_info"] = f'{{"language_instruction": "{wanted.instruction}"}}'
-    return path
-
-
-def _write_episode(group: Any, demonstration: Demonstration) -> None:
-    steps = len(demonstration)
-    group.attrs["num_samples"] = steps
-    group.attrs["init_state"] = demonstration.simulator[0]
-    group["actions"] = _robosuite(demonstration.executed)
-    group["clean_actions"] = _robosuite(demonstration.labels)
-    group["states"] = demonstration.simulator
-    group["dones"] = np.arange(steps) == steps - 1
-    group["rewards"] = (np.arange(steps) == steps - 1).astype(np.uint8)
-    observed = group.create_group("obs")
-    frames = demonstration.frames()[:, ::-1, ::-1]
-    observed.create_dataset("agentview_rgb", data=frames, compression="gzip", compression_opts=4)
-    observed["ee_pos"] = demonstration.state[:, :3]
-    observed["ee_ori"] = demonstration.state[:, 3:6]
-    observed["ee_states"] = demonstration.state[:, :6]
-    observed["gripper_states"] = demonstration.state[:, 6:]
-
-
-def _robosuite(actions: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
-    return np.stack([to_robosuite(action.astype(np.float64)) for action in actions])

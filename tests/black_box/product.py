@@ -20,7 +20,7 @@ FILES = GOLDEN / "black_box" / "files"  # written at cf614d6, never made anew
 SERVER = "deft_server.__main__"
 CLIENT = "deft_client.__main__"
 TINY_OPENVLA = GOLDEN / "tiny_openvla"
-START_S = 60.0
+START_S = 200.0
 SECONDS_TO_STOP = 30.0
 TINY_FLAGS = (
     *("--policy", "openvla", "--checkpoint", str(TINY_OPENVLA), "--statistics-key", "bridge_orig"),

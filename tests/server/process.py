@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[2]
-START_S = 60.0
+START_S = 200.0
 _PREFACE = """
 import sys
 sys.path[:0] = [{root!r}, *({root!r} + "/" + name for name in ("client", "policies", "server"))]

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--stream", action="store_true", help="use the WebSocket")
     parser.add_argument("--trace", action="store_true", help="ask how the action was decoded")
-    parser.add_argument("--reasoning", action="store_true", help="think aloud, where it can")
+    parser.add_argument("--reasoning", action="store_true", help="ask for what it writes before")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="of such an answer; the server bounds it"
     )
@@ -64,7 +64,7 @@ def _act(options: argparse.Namespace) -> int:
         except NoActionError as error:
             sys.stdout.writelines(f"{line}\n" for line in _said(error.reasoning))
             raise
-    sys.stdout.write(_json(chunk) if options.json else _table(chunk))
+    sys.stdout.write(encode_answer(chunk).decode() + "\n" if options.json else _table(chunk))
     return 0
 
 
@@ -104,10 +104,6 @@ def _load_image(path: Path) -> Image:
         raise UsageError(f"cannot read the picture: {error}") from error
     except WireError as error:
         raise UsageError(str(error)) from error
-
-
-def _json(chunk: ActionChunk) -> str:
-    return encode_answer(chunk).decode() + "\n"
 
 
 def _said(text: str) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from deft_client.errors import DeftError
+from deft_client.errors import UsageError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -17,10 +17,6 @@ else:
 
 SUFFIX = ".toml"
 NAME_KEY = "method"
-
-
-class MethodFileError(DeftError):
-    """A file that describes no decoding method; the message says what is wrong with it."""
 
 
 def method_text(given: str) -> str:
@@ -33,10 +29,10 @@ def read_method(path: Path) -> str:
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise MethodFileError(f"{path}: no decoding method can be read from it: {error}") from error
+        raise UsageError(f"{path}: no decoding method can be read from it: {error}") from error
     name = table.pop(NAME_KEY, None)
     if not isinstance(name, str) or not name:
-        raise MethodFileError(
+        raise UsageError(
             f'{path}: expected {NAME_KEY} = "NAME" and one KNOB = VALUE per line, got {name!r} '
             f"for {NAME_KEY}"
         )
@@ -58,7 +54,5 @@ def _written(path: Path, key: str, value: object) -> str:
     if isinstance(value, list):
         return "+".join(_written(path, key, one) for one in value)
     if not isinstance(value, str | int | float):
-        raise MethodFileError(
-            f"{path}: {key} must be a number, a text or a list of them, got {value!r}"
-        )
+        raise UsageError(f"{path}: {key} must be a number, a text or a list of them, got {value!r}")
     return str(value).replace(",", "+")

@@ -108,9 +108,12 @@ def encode_frame(image: Image, encoding: str) -> bytes:
 
 
 def decode_frame(content: bytes) -> Image:
-    """The picture in a JPEG or PNG file."""
-    with PillowImage.open(io.BytesIO(content)) as picture:
-        return np.asarray(picture.convert("RGB"))
+    """The picture in a JPEG or PNG file; OSError where none can be decoded."""
+    try:
+        with PillowImage.open(io.BytesIO(content)) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (SyntaxError, PillowImage.DecompressionBombError) as error:
+        raise OSError(str(error)) from error
 
 
 def save_demonstration(path: Path, demonstration: Demonstration) -> None:

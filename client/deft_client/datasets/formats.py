@@ -1,15 +1,20 @@
-"""Which format a folder is in, found out by what lies in it."""
+"""Which format a folder is in, found out by what lies in it; and our own episodes as a data set."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from deft_client.datasets import own
-from deft_client.datasets.episodes import DatasetError, StoredEpisode
+import numpy as np
+
+from deft_client.datasets.demonstrations import find_demonstrations, load_demonstration
+from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep
 from deft_client.datasets.lerobot import read_lerobot
 from deft_client.datasets.libero_hdf5 import read_hdf5
 from deft_client.datasets.rlds import find_versions, read_rlds
-from deft_client.recordings import SUFFIX
+from deft_client.libero.errors import DemonstrationError
+from deft_client.recordings import SUFFIX, StepReader, find_episodes, read_header
+from deft_client.types import Observation
 
 
 @dataclass(frozen=True)
@@ -26,17 +31,73 @@ def _holds(pattern: str) -> Callable[[Path], bool]:
     return lambda path: path.is_dir() and next(path.glob(pattern), None) is not None
 
 
+def read_recordings(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
+    """Yield recorded episodes, oldest first."""
+    _refuse(cameras, path)
+    for parts in find_parts(path):
+        yield StoredEpisode(str(parts[0]), partial(_recorded, parts))
+
+
+def find_parts(path: Path) -> list[list[Path]]:
+    """The files of each recorded episode, oldest first; a long one has several."""
+    episodes: list[list[Path]] = []
+    latest: dict[str, list[Path]] = {}  # of each session; robots are recorded at the same time
+    for file in find_episodes(path):
+        header = read_header(file)
+        if header.part == 0 or header.session_id not in latest:
+            latest[header.session_id] = []
+            episodes.append(latest[header.session_id])
+        latest[header.session_id].append(file)
+    return episodes
+
+
+def read_demonstrations(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
+    """Yield demonstrations by task and number; the actions are the expert's clean ones."""
+    _refuse(cameras, path)
+    for file in find_demonstrations(path):
+        yield StoredEpisode(str(file), partial(_demonstrated, file))
+
+
+def _refuse(cameras: Sequence[str], path: Path) -> None:
+    if cameras:
+        raise DatasetError(
+            f"{path}: our own episodes say which picture is which; leave out --cameras"
+        )
+
+
+def _recorded(parts: Sequence[Path]) -> Iterator[StoredStep]:
+    for path in parts:
+        for step in StepReader(path):
+            yield StoredStep(
+                step.observation,
+                step.chunk.actions[0],
+                step.options.statistics_key,
+                is_example=step.chunk.intervention is None,
+            )
+
+
+def _demonstrated(path: Path) -> Iterator[StoredStep]:
+    try:
+        shown = load_demonstration(path)
+    except DemonstrationError as error:
+        raise DatasetError(str(error)) from error
+    for index, label in enumerate(shown.labels):
+        observation = Observation(shown.frame(index), shown.header.instruction)
+        action = label.astype(np.float64)
+        yield StoredStep(observation, action, is_example=shown.header.succeeded)
+
+
 FORMATS = (
     DatasetFormat("LeRobot", "meta/info.json", _holds("meta/info.json"), read_lerobot),
     DatasetFormat("RLDS", "features.json", lambda path: bool(find_versions(path)), read_rlds),
     DatasetFormat(
-        "demonstrations", "task00/*.npz", _holds("task*/episode*.npz"), own.read_demonstrations
+        "demonstrations", "task00/*.npz", _holds("task*/episode*.npz"), read_demonstrations
     ),
     DatasetFormat(
         "recordings",
         f"*{SUFFIX}",
         lambda path: path.suffix == SUFFIX or _holds(f"**/*{SUFFIX}")(path),
-        own.read_recordings,
+        read_recordings,
     ),
     DatasetFormat(
         "LIBERO's HDF5",

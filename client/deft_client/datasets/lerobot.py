@@ -7,13 +7,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image as PillowImage
 
+from deft_client.datasets.demonstrations import decode_frame
 from deft_client.datasets.episodes import (
     DatasetError,
     StoredEpisode,
@@ -123,9 +122,8 @@ def _picture(stored: Mapping[str, Any], path: Path) -> Image:
     """A picture of a row: the content of its file, or the file's name."""
     content = stored.get("bytes") or (path.parents[2] / str(stored.get("path"))).read_bytes()
     try:
-        with PillowImage.open(BytesIO(content)) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except (OSError, PillowImage.DecompressionBombError) as error:
+        return decode_frame(content)
+    except OSError as error:
         raise DatasetError(f"{path}: a picture cannot be decoded: {error}") from error
 
 

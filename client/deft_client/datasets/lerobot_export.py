@@ -8,17 +8,16 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image as PillowImage
 
 from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep, need
 from deft_client.datasets.lerobot import ACTION, STATE
 from deft_client.types import Image
+from deft_client.wire.images import ImageEncoding, encode_image
 
 CAMERA = "observation.images."
 MAIN_CAMERA = "image"
@@ -32,12 +31,17 @@ _COUNTERS = {"timestamp": "float32"} | dict.fromkeys(
 _SAMPLED_PICTURES = 20  # per episode, for the statistics of pixels
 
 
+# What LeRobot normalises with, by feature and then by name.
+Statistics = dict[str, dict[str, NDArray[Any]]]
+
+
 @dataclass
 class _Progress:
     """What the files after the data need to know."""
 
     tasks: dict[str, int] = field(default_factory=dict)
     episodes: list[dict[str, Any]] = field(default_factory=list)
+    statistics: list[Statistics] = field(default_factory=list)  # of each episode
     num_steps: int = 0
 
 
@@ -152,9 +156,9 @@ def _table(
             "dataset_to_index": first + count,
             "meta/episodes/chunk_index": 0,
             "meta/episodes/file_index": 0,
-            **_episode_statistics(numbers, pictures),
         }
     )
+    progress.statistics.append(_episode_statistics(numbers, pictures))
     return _arrow_table(numbers, pictures)
 
 
@@ -174,33 +178,24 @@ def _arrow_table(
         columns[name] = arrow.FixedSizeListArray.from_arrays(one, values.shape[1]) if wide else one
     kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
     for name, images in pictures.items():
-        rows = [{"bytes": _png(image), "path": None} for image in images]
+        rows = [{"bytes": encode_image(image, ImageEncoding.PNG), "path": None} for image in images]
         columns[name] = arrow.array(rows, type=kind)
     return arrow.table(columns)
 
 
-def _png(image: Image) -> bytes:
-    buffer = BytesIO()
-    PillowImage.fromarray(image).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
-
-
 def _episode_statistics(
     numbers: Mapping[str, NDArray[Any]], pictures: Mapping[str, Sequence[Image]]
-) -> dict[str, Any]:
-    """What LeRobot normalises with, as columns `stats/<feature>/<statistic>`."""
-    found: dict[str, Any] = {}
+) -> Statistics:
+    found: Statistics = {}
     for name, values in numbers.items():
         rows = values.reshape(len(values), -1).astype(np.float64)
-        for statistic, value in _statistics(rows, len(rows)).items():
-            found[f"stats/{name}/{statistic}"] = value.tolist()
+        found[name] = _statistics(rows, len(rows))
     for name, images in pictures.items():
         stride = max(1, len(images) // _SAMPLED_PICTURES)
         chosen = np.stack(images[::stride])
-        pixels = chosen.reshape(-1, 3) / 255.0
-        for statistic, value in _statistics(pixels, len(chosen)).items():
-            shaped = value if statistic == "count" else value[:, None, None]
-            found[f"stats/{name}/{statistic}"] = shaped.tolist()
+        told = _statistics(chosen.reshape(-1, 3) / 255.0, len(chosen))
+        shaped = {key: value[:, None, None] for key, value in told.items() if key != "count"}
+        found[name] = {**told, **shaped}
     return found
 
 
@@ -224,7 +219,15 @@ def _write_meta(
     meta = root / "meta"
     episodes = meta / "episodes" / _name(0)
     episodes.parent.mkdir(parents=True)
-    parquet.write_table(arrow.Table.from_pylist(progress.episodes), episodes)
+    rows = []
+    for row, statistics in zip(progress.episodes, progress.statistics, strict=True):
+        columns = {
+            f"stats/{feature}/{name}": value.tolist()
+            for feature, told in statistics.items()
+            for name, value in told.items()
+        }
+        rows.append({**row, **columns})
+    parquet.write_table(arrow.Table.from_pylist(rows), episodes)
     parquet.write_table(_task_table(progress.tasks), meta / "tasks.parquet")
     counters = {
         name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in _COUNTERS.items()
@@ -244,8 +247,11 @@ def _write_meta(
         "video_path": None,
         "features": {**features, **counters},
     }
+    overall = {
+        name: _merged([one[name] for one in progress.statistics]) for name in progress.statistics[0]
+    }
     (meta / "info.json").write_text(json.dumps(info, indent=4), "utf-8")
-    (meta / "stats.json").write_text(json.dumps(_overall(progress.episodes), indent=4), "utf-8")
+    (meta / "stats.json").write_text(json.dumps(overall, indent=4), "utf-8")
 
 
 def _task_table(tasks: Mapping[str, int]) -> Any:
@@ -266,24 +272,8 @@ def _task_table(tasks: Mapping[str, int]) -> Any:
     return table.replace_schema_metadata({"pandas": json.dumps(described)})
 
 
-def _overall(episodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The statistics of all episodes together; quantiles are their mean, weighted by length."""
-    names = dict.fromkeys(
-        key.split("/", 1)[1].rpartition("/")[0] for key in episodes[0] if key.startswith("stats/")
-    )
-    return {name: _merged([_of(episode, name) for episode in episodes]) for name in names}
-
-
-def _of(episode: Mapping[str, Any], name: str) -> dict[str, NDArray[np.float64]]:
-    prefix = f"stats/{name}/"
-    return {
-        key.removeprefix(prefix): np.array(value, dtype=np.float64)
-        for key, value in episode.items()
-        if key.startswith(prefix)
-    }
-
-
 def _merged(parts: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, Any]:
+    """The statistics of all episodes together; quantiles are their mean, weighted by length."""
     counts = np.array([float(one["count"][0]) for one in parts])
     weights = counts / counts.sum()
 

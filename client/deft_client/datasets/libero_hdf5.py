@@ -20,6 +20,7 @@ from deft_client.datasets.episodes import (
     need,
     pick_cameras,
 )
+from deft_client.libero.simulator.conventions import from_robosuite, upright
 from deft_client.types import Observation
 
 _PICTURES = "_rgb"
@@ -41,12 +42,6 @@ def read_hdf5(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
             yield StoredEpisode(f"{file}:{name}", partial(_steps, file, name, cameras))
 
 
-def from_robosuite(actions: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[step, 7] with robosuite's gripper (-1 open, +1 close) into the dialect of the fine-tunes."""
-    gripper = 1 - np.clip(actions[:, -1:], 0, 1)
-    return np.concatenate((actions[:, :-1], gripper), axis=1)
-
-
 def _steps(file: Path, name: str, cameras: Sequence[str]) -> Iterator[StoredStep]:
     with need("h5py").File(file, "r") as opened:
         episode = opened["data"][name]
@@ -57,19 +52,15 @@ def _steps(file: Path, name: str, cameras: Sequence[str]) -> Iterator[StoredStep
         own, further = pick_cameras(there, cameras, file)
         instruction = _instruction(opened["data"], file)
         state = _state(observed)
-        actions = from_robosuite(np.asarray(episode["actions"], dtype=np.float64))
+        actions = from_robosuite(np.asarray(episode["actions"]))
         for index, action in enumerate(actions):
             observation = Observation(
-                _upright(observed[own][index]),
+                upright(observed[own][index]),
                 instruction,
-                {camera: _upright(observed[camera][index]) for camera in further},
+                {camera: upright(observed[camera][index]) for camera in further},
                 None if state is None else state[index],
             )
             yield StoredStep(observation, action)
-
-
-def _upright(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(picture[::-1, ::-1])
 
 
 def _state(observed: Any) -> NDArray[np.float32] | None:

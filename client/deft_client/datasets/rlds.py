@@ -13,19 +13,17 @@ with `libero`, and they are brought into the fine-tunes' dialect like LIBERO's H
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image as PillowImage
 
+from deft_client.datasets.demonstrations import decode_frame
 from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep, pick_cameras
-from deft_client.datasets.libero_hdf5 import from_robosuite
-from deft_client.types import Image, Observation
+from deft_client.libero.simulator.conventions import from_robosuite
+from deft_client.types import Observation
 
 _LENGTH = struct.Struct("<QI")
 _MAX_RECORD_BYTES = 1 << 31
@@ -35,12 +33,8 @@ _INSTRUCTIONS = ("steps/language_instruction", "steps/observation/natural_langua
 Values = list[bytes] | NDArray[np.float32] | NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class _Feature:
-    """One named list of an example: what a step of it is."""
-
-    kind: str  # image, text or tensor
-    shape: tuple[int, ...] = ()
+# What a step has, by name: the shape of its numbers, or the word that says what else it is.
+Features = Mapping[str, tuple[int, ...] | str]
 
 
 def find_versions(path: Path) -> list[Path]:
@@ -76,7 +70,7 @@ def read_example(payload: bytes) -> dict[str, Values]:
 
 
 def _steps(
-    file: Path, offset: int, features: Mapping[str, _Feature], cameras: Sequence[str]
+    file: Path, offset: int, features: Features, cameras: Sequence[str]
 ) -> Iterator[StoredStep]:
     example = _read_record(file, offset)
     actions = _rows(example, "steps/action", features, file).astype(np.float64)
@@ -85,7 +79,7 @@ def _steps(
     there = tuple(
         name.removeprefix(_OBSERVATION)
         for name, feature in sorted(features.items())
-        if feature.kind == "image" and name.startswith(_OBSERVATION)
+        if feature == "image" and name.startswith(_OBSERVATION)
     )
     if not cameras and "image" in there:
         there = ("image",)
@@ -101,18 +95,17 @@ def _steps(
     for index, action in enumerate(actions):
         try:
             observation = Observation(
-                _picture(pictures[own][index]),
+                decode_frame(pictures[own][index]),
                 texts[index],
-                {camera: _picture(pictures[camera][index]) for camera in further},
+                {camera: decode_frame(pictures[camera][index]) for camera in further},
                 None if state is None else state[index],
             )
-        # What Pillow and Observation raise.
-        except (OSError, SyntaxError, ValueError, PillowImage.DecompressionBombError) as error:
+        except (OSError, ValueError) as error:
             raise DatasetError(f"{file}: step {index} of an episode: {error}") from error
         yield StoredStep(observation, action)
 
 
-def _features(folder: Path) -> dict[str, _Feature]:
+def _features(folder: Path) -> Features:
     """The features of a step by their names in an example."""
     try:
         described = json.loads((folder / "features.json").read_text("utf-8"))
@@ -123,31 +116,34 @@ def _features(folder: Path) -> dict[str, _Feature]:
         ) from error
 
 
-def _walk(name: str, described: Mapping[str, Any]) -> Iterator[tuple[str, _Feature]]:
+def _walk(name: str, described: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...] | str]]:
     if "featuresDict" in described:
         for key, inner in described["featuresDict"]["features"].items():
             yield from _walk(f"{name}/{key}" if name else key, inner)
     elif "sequence" in described:
         yield from _walk(name, described["sequence"]["feature"])
     elif "image" in described:
-        yield name, _Feature("image")
-    elif "text" in described:
-        yield name, _Feature("text")
+        yield name, "image"
     elif "tensor" in described:
         sizes = described["tensor"].get("shape", {}).get("dimensions", ())
-        yield name, _Feature("tensor", tuple(int(size) for size in sizes))
+        yield name, tuple(int(size) for size in sizes)
 
 
 def _rows(
-    example: Mapping[str, Values], name: str, features: Mapping[str, _Feature], file: Path
+    example: Mapping[str, Values], name: str, features: Features, file: Path
 ) -> NDArray[np.float32] | NDArray[np.int64]:
     """[step, size] of a list of numbers."""
-    values, feature = example.get(name), features.get(name)
-    if values is None or feature is None or isinstance(values, list) or len(feature.shape) != 1:
+    values, shape = example.get(name), features.get(name)
+    if (
+        values is None
+        or isinstance(values, list)
+        or not isinstance(shape, tuple)
+        or len(shape) != 1
+    ):
         raise DatasetError(f"{file}: no numbers called {name} with one axis per step")
-    if len(values) % feature.shape[0]:
-        raise DatasetError(f"{file}: {name} has {len(values)} numbers, {feature.shape[0]} per step")
-    return values.reshape(-1, feature.shape[0])
+    if len(values) % shape[0]:
+        raise DatasetError(f"{file}: {name} has {len(values)} numbers, {shape[0]} per step")
+    return values.reshape(-1, shape[0])
 
 
 def _contents(example: Mapping[str, Values], name: str, count: int, file: Path) -> list[bytes]:
@@ -163,11 +159,6 @@ def _texts(example: Mapping[str, Values], count: int, file: Path) -> list[str]:
     if name is None:
         raise DatasetError(f"{file}: no instruction; looked for {', '.join(_INSTRUCTIONS)}")
     return [one.decode("utf-8", "replace") for one in _contents(example, name, count, file)]
-
-
-def _picture(content: bytes) -> Image:
-    with PillowImage.open(BytesIO(content)) as picture:
-        return np.asarray(picture.convert("RGB"))
 
 
 def _offsets(file: Path) -> Iterator[int]:

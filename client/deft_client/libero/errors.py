@@ -1,6 +1,8 @@
 """What can go wrong around the simulator and an evaluation; every message says what to do.
 
 SelectionError              what was asked for cannot be evaluated, or not by this server
+ResultsMismatchError        the folder holds results of another run, version or options
+PeerAnswerError             a server of another project answered something that is no action
 
 SimulationError
 ├── SimulatorMissingError   LIBERO, robosuite or MuJoCo is not installed
@@ -10,13 +12,10 @@ SimulationError
 └── DemonstrationError      a demonstration file is damaged, or of another format version
 
 EvaluationError
-├── PeerAnswerError         a server of another project answered something that is no action
 ├── VideoError              an episode's video cannot be written
 ├── EvaluationStoppedError  the evaluation ended early; what was finished is on disk
 └── ResultsError            results that are missing, damaged, or being written by another process
     └── ResultsWriteError       the disk refused; what was written before is intact
-
-ResultsMismatchError        the folder holds results of another run, version or options
 """
 
 from deft_client.errors import DeftError, UsageError
@@ -54,7 +53,7 @@ class EvaluationError(DeftError):
     """Base class of everything an evaluation raises on purpose."""
 
 
-class PeerAnswerError(EvaluationError):
+class PeerAnswerError(DeftError):
     """A server of another project answered something that is no action."""
 
 

@@ -145,11 +145,11 @@ def read_cameras(value: object, limits: WireLimits) -> dict[str, object]:
     return value
 
 
-def check_camera_count(count: int, limits: WireLimits, field: str = "images") -> None:
+def check_camera_count(count: int, limits: WireLimits) -> None:
     """Refuse more cameras than a main one and those that the limits allow."""
     if count > limits.max_cameras + 1:
         raise MessageTooLargeError(
-            field, f"{count} cameras; at most {limits.max_cameras + 1} are taken"
+            "images", f"{count} cameras; at most {limits.max_cameras + 1} are taken"
         )
 
 
@@ -167,7 +167,13 @@ def missing(field: str, known: object) -> MalformedMessageError:
 
 
 Entries = dict[object, object]
-_OLDER_NAMES = ((b"nd", b"type", b"shape", b"data"), ("nd", "type", "shape", "data"))
+# What marks a map as an array, and where its parts are; the last two are msgpack-numpy's.
+_ARRAYS = (
+    (b"__ndarray__", b"data", b"dtype", b"shape"),
+    ("__ndarray__", "data", "dtype", "shape"),
+    (b"nd", b"data", b"type", b"shape"),
+    ("nd", "data", "type", "shape"),
+)
 _SCALARS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
 
 
@@ -216,15 +222,9 @@ def pack_with_text_keys(value: object) -> bytes:
 
 def _revive(limits: WireLimits, decodes_pictures: bool, entries: Entries) -> object:
     """Return the array, scalar or picture that a marked map stands for, or the map."""
-    if b"__ndarray__" in entries:
-        data, dtype, shape = (entries.get(key) for key in (b"data", b"dtype", b"shape"))
-        return build_array(data, dtype, shape, "array")
-    if "__ndarray__" in entries:
-        data, dtype, shape = (entries.get(key) for key in ("data", "dtype", "shape"))
-        return build_array(data, dtype, shape, "array")
-    for nd, kind, shape, data in _OLDER_NAMES:  # of the package msgpack-numpy
-        if entries.get(nd) is True:
-            return build_array(entries.get(data), entries.get(kind), entries.get(shape), "array")
+    for mark, data, dtype, shape in _ARRAYS:
+        if entries.get(mark) is True:
+            return build_array(entries.get(data), entries.get(dtype), entries.get(shape), "array")
     if b"__npgeneric__" in entries:
         return _scalar(entries.get(b"data"), entries.get(b"dtype"))
     if "__image__" in entries:

@@ -72,11 +72,7 @@ def encode_answers(
     answers: Sequence[ActionChunk | Problem], ids: Sequence[str | None], message_id: str | None
 ) -> bytes:
     """Return the answers to several observations, whose own ids those are, as JSON."""
-    each = [
-        problem_fields(one) if isinstance(one, Problem) else _answer_fields(one, own_id)
-        for one, own_id in zip(answers, ids, strict=True)
-    ]
-    return _dump(answers_fields(each, message_id))
+    return _dump(answers_fields(answers, ids, message_id, _answer_fields))
 
 
 def decode_answer(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActionChunk:

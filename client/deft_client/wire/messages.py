@@ -5,7 +5,7 @@ read the maps, and the server's OpenAPI document is made of them. Fields that ar
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -66,7 +66,6 @@ VERSION = 1
 MAX_RADIUS = 65_535  # bins; policies set their own, lower bounds
 MAX_TOKENS = 65_535  # of one answer; policies set their own, lower bounds
 MAX_DEADLINE_MS = 24 * 3600 * 1000
-_MOST_NODES = 16_384  # of all passes of a trace: four numbers each, beside the rest of a message
 _LAYOUTS: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 _RAW = ImageEncoding.RAW.value
 _ENCODED = (ImageEncoding.PNG.value, ImageEncoding.JPEG.value)
@@ -140,26 +139,26 @@ def answer_fields(chunk: ActionChunk, message_id: str | None = None) -> Json:
 
 
 def trace_fields(trace: DecodeTrace) -> Json:
-    """Return a trace as a map; clients of before there were parts are told of none.
-
-    Of a long text's wide passes only what was accepted is told: a message has its limits.
-    """
-    passes = trace.passes
-    if sum(len(one.tokens) for one in passes) > _MOST_NODES:
-        passes = [one.accepted() for one in passes]
-    entries = {**vars(trace), "passes": [vars(one) for one in passes]}
+    """Return a trace as a map; clients of before there were parts are told of none."""
+    entries = {**vars(trace), "passes": [vars(one) for one in trace.passes]}
     if not trace.parts:
         del entries["parts"]
     return entries
 
 
-def answers_fields(answers: Sequence[Json], message_id: str | None = None) -> Json:
-    """Return the answers to several observations as a map; each is an answer or a problem."""
-    return {
-        "v": VERSION,
-        **({} if message_id is None else {"id": message_id}),
-        "answers": [*answers],
-    }
+def answers_fields(
+    answers: Sequence[ActionChunk | Problem],
+    ids: Sequence[str | None],
+    message_id: str | None = None,
+    fields_of: Callable[[ActionChunk, str | None], Json] = answer_fields,
+) -> Json:
+    """Return the answers to several observations, whose own ids those are, as a map."""
+    each = [
+        problem_fields(one) if isinstance(one, Problem) else fields_of(one, own_id)
+        for one, own_id in zip(answers, ids, strict=True)
+    ]
+    id_field = {} if message_id is None else {"id": message_id}
+    return {"v": VERSION, **id_field, "answers": each}
 
 
 def problem_fields(problem: Problem) -> Json:

@@ -12,13 +12,7 @@ import msgpack
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, Problem, WireError
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import (
-    DEFAULT_LIMITS,
-    MAX_MAP_ENTRIES,
-    Terms,
-    WireLimits,
-    unique_map,
-)
+from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, Terms, WireLimits, unique_map
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 from deft_client.wire.messages import (
     ANSWER,
@@ -28,7 +22,6 @@ from deft_client.wire.messages import (
     ActMessage,
     answer_fields,
     answers_fields,
-    problem_fields,
     request_fields,
 )
 
@@ -74,11 +67,7 @@ def encode_answers(
     answers: Sequence[ActionChunk | Problem], ids: Sequence[str | None], message_id: str | None
 ) -> bytes:
     """Return the answers to several observations, whose own ids those are, as bytes."""
-    each = [
-        problem_fields(one) if isinstance(one, Problem) else answer_fields(one, own_id)
-        for one, own_id in zip(answers, ids, strict=True)
-    ]
-    return bytes(msgpack.packb(answers_fields(each, message_id)))
+    return bytes(msgpack.packb(answers_fields(answers, ids, message_id)))
 
 
 def decode_answers(

@@ -19,15 +19,11 @@ from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.libero.report.trace_metrics import speculation_of
 from deft_client.libero.results.records import AnswerRecord
-from deft_client.types import ActionChunk, DecodeTrace, Observation, StageTimings
+from deft_client.types import ActionChunk, DecodeTrace, Observation
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource
-from deft_draft_training.heads.target import (
-    FeatureTarget,
-    add_target_flags,
-    load_target,
-)
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import StageClock
@@ -51,6 +47,7 @@ class DraftSetup:
 
 
 _NO_ACTION = np.zeros((0, 0))
+_ROW = "{:<28}{:>9}{:>9}{:>9}{:>9}   {}\n"
 
 
 @dataclass(frozen=True)
@@ -64,22 +61,6 @@ class DraftScore:
     passes: float  # per action, the prefill included
     relaxed_share: float
     accepted_by_position: tuple[float, ...]  # share of actions whose token there was drafted
-
-
-def score_traces(source: str, radius: int, traces: Sequence[DecodeTrace]) -> DraftScore:
-    """Sum up what the traces of one source and radius say."""
-    chunks = [ActionChunk(_NO_ACTION, StageTimings(), trace) for trace in traces]
-    found = speculation_of([AnswerRecord.of(chunk, 0, 0) for chunk in chunks])
-    assert found is not None
-    return DraftScore(
-        source=source,
-        radius=radius,
-        num_actions=len(traces),
-        committed_length=found.committed_length,
-        passes=found.passes_per_action,
-        relaxed_share=found.relaxed_share,
-        accepted_by_position=found.drafted_by_token,
-    )
 
 
 def evaluate(
@@ -97,13 +78,23 @@ def evaluate(
             if setup.shape is not None:
                 method = method.with_shape(setup.shape)
             engine = Engine(policy.token_model.target, setup.models)
-            traces: list[DecodeTrace] = []
+            answers: list[AnswerRecord] = []
             for episode in held_out:
                 for trace in _decode(policy, engine, method, episode):
-                    traces.append(trace)
+                    answers.append(AnswerRecord.of(ActionChunk(_NO_ACTION, trace=trace), 0, 0))
                     bar.update()
             bar.clear()  # for what the caller prints
-            yield score_traces(setup.name, radius, traces)
+            found = speculation_of(answers)
+            assert found is not None
+            yield DraftScore(
+                source=setup.name,
+                radius=radius,
+                num_actions=len(answers),
+                committed_length=found.committed_length,
+                passes=found.passes_per_action,
+                relaxed_share=found.relaxed_share,
+                accepted_by_position=found.drafted_by_token,
+            )
 
 
 def held_out_frames(
@@ -159,7 +150,7 @@ def main(arguments: list[str]) -> int:
     ]
     chosen = frozenset(_numbers(given.episodes)) if given.episodes else None
     scores = []
-    sys.stdout.write(_row("source", "r", "length", "passes", "relaxed", "accepted at 1..7"))
+    sys.stdout.write(_ROW.format("source", "r", "length", "passes", "relaxed", "accepted at 1..7"))
     held_out = held_out_frames(EpisodeSource(tuple(given.sources), 1, read_cameras(given)), chosen)
     for score in evaluate(target.policy, held_out, setups, _numbers(given.radii)):
         scores.append(score)
@@ -184,19 +175,8 @@ def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> D
 
 def _describe(score: DraftScore) -> str:
     shares = " ".join(f"{share:.2f}" for share in score.accepted_by_position)
-    return _row(
-        score.source,
-        str(score.radius),
-        f"{score.committed_length:.2f}",
-        f"{score.passes:.2f}",
-        f"{score.relaxed_share:.2f}",
-        shares,
-    )
-
-
-def _row(*cells: str) -> str:
-    name, *rest, last = cells
-    return f"{name:<28}" + "".join(f"{cell:>9}" for cell in rest) + f"   {last}\n"
+    numbers = (score.committed_length, score.passes, score.relaxed_share)
+    return _ROW.format(score.source, score.radius, *(f"{one:.2f}" for one in numbers), shares)
 
 
 def _numbers(text: str) -> Sequence[int]:

@@ -12,11 +12,7 @@ from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
-from deft_draft_training.heads.target import (
-    FeatureTarget,
-    add_target_flags,
-    load_target,
-)
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_draft_training.run_directory import STATE_FILE, explained
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.eagle import EagleHead, HeadLayout, load_head, save_head
@@ -46,15 +42,14 @@ def load_any_head(directory: Path, target: FeatureTarget) -> EagleHead | MedusaH
         like = target.weight
         return load_fitted(directory, target).to(like.device, like.dtype)
     try:
-        return _load(directory, target.width, target.weight)
+        return _exported(directory, target.width, target.weight)
     except PolicyError as error:
         raise DataError(str(error)) from error
 
 
-def _load(directory: Path, width: int, like: Tensor) -> EagleHead | MedusaHeads:
-    """An exported head, as the server loads it."""
-    load = load_medusa if is_medusa(directory) else load_head
-    return load(directory, width, like)
+def _exported(directory: Path, width: int, like: Tensor) -> EagleHead | MedusaHeads:
+    """A head as the server loads it."""
+    return (load_medusa if is_medusa(directory) else load_head)(directory, width, like)
 
 
 def export_head(
@@ -76,7 +71,7 @@ def export_head(
 
 def _compare(head: EagleHead | MedusaHeads, directory: Path, layout: HeadLayout) -> None:
     """Read the files as the server would and ask for the very weights that were written."""
-    loaded = _load(directory, head.sizes.width, next(head.parameters()))
+    loaded = _exported(directory, head.sizes.width, next(head.parameters()))
     is_half = layout is HeadLayout.PUBLISHED  # the published layout stores float16
     for name, weight in head.state_dict().items():
         expected = weight.half().to(weight.dtype) if is_half else weight
@@ -84,21 +79,18 @@ def _compare(head: EagleHead | MedusaHeads, directory: Path, layout: HeadLayout)
             raise TrainingError(f"{directory}: {name} reads back differently; disk trouble?")
 
 
-_LAYOUTS = {"safetensors": HeadLayout.SAFETENSORS, "published": HeadLayout.PUBLISHED}
-
-
 def main(arguments: list[str]) -> int:
     """Write the head, read it back, compare."""
     parser = CommandParser(prog="deft train export", description=__doc__)
     parser.add_argument("run", type=Path, help="run directory of `deft train fit`")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
-    parser.add_argument("--layout", choices=list(_LAYOUTS), default="safetensors")
+    parser.add_argument("--layout", choices=["safetensors", "published"], default="safetensors")
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
     add_target_flags(parser)
     given = parser.parse_args(arguments)
     head = load_fitted(given.run, load_target(given))
     dtype = torch.float32 if given.float32 else torch.bfloat16
-    export_head(head, given.out, dtype, _LAYOUTS[given.layout])
+    export_head(head, given.out, dtype, HeadLayout[given.layout.upper()])
     size = sum(path.stat().st_size for path in given.out.iterdir())
     sys.stdout.write(
         f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"

@@ -26,15 +26,10 @@ from deft_draft_training.errors import DataError
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
 from deft_draft_training.heads.record import iterate_shards
 from deft_draft_training.heads.samples import EpisodeSource, HeadBatch, HeadSample, collate
-from deft_draft_training.heads.target import (
-    FeatureTarget,
-    add_target_flags,
-    load_target,
-)
-from deft_draft_training.heads.workers import Workers
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_draft_training.optimizer import computing_in
 from deft_draft_training.run_directory import RunDirectory, explained
-from deft_draft_training.trainer import FitConfig, Trainer, chosen_at
+from deft_draft_training.trainer import FitConfig, Trainer, Workers, chosen_at
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
@@ -133,7 +128,7 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
         workers: Workers | None = None,
     ) -> None:
         self.target, self.store = target, store
-        self.workers = workers or Workers.alone()
+        self.workers = workers or Workers()
         self.numbers, self.held_out = split_by_episode(
             store.episodes, config.held_out_share, config.seed
         )

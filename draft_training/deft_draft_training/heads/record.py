@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -22,14 +22,12 @@ from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.errors import WireError
 from deft_client.files import write_atomically
+from deft_client.wire.fields import SENTENCE, Terms, list_of, record_of
 from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.samples import EpisodeSource, HeadSample
-from deft_draft_training.heads.target import (
-    FeatureTarget,
-    add_target_flags,
-    load_target,
-)
+from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_draft_training.run_directory import explained
 from deft_policies.commands.parse import target_flags
 
@@ -56,7 +54,7 @@ class ShardIndex:
     width: int
     dtype: str
     sources: tuple[str, ...]
-    shards: tuple[ShardEntry, ...] = field(default_factory=tuple)
+    shards: tuple[ShardEntry, ...] = ()
     format: int = _FORMAT
 
     @property
@@ -70,16 +68,17 @@ class ShardIndex:
         return self.shards[-1].last_observation + 1 if self.shards else 0
 
 
+_INDEX = record_of(ShardIndex, {"sources": list_of(SENTENCE)})
+
+
 def read_index(folder: Path) -> ShardIndex:
     """Read a folder's index, or raise `DataError`."""
     path = folder / INDEX
     try:
-        stored = json.loads(path.read_text())
-        shards = tuple(ShardEntry(**one) for one in stored.pop("shards"))
-        index = ShardIndex(**{**stored, "sources": tuple(stored["sources"]), "shards": shards})
+        index = _INDEX.read(json.loads(path.read_text()), "", Terms())
     except FileNotFoundError:
         raise DataError(f"{path} is missing; run `deft train record` into {folder}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, WireError) as error:
         raise DataError(f"{path} is not an index of feature shards: {error}") from error
     if index.format != _FORMAT:
         raise DataError(f"{path} is of format {index.format}, this version reads {_FORMAT}")
@@ -209,8 +208,8 @@ class RecordConfig:
 
 def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
     """Count the observations, and measure the bytes of one sample."""
-    counted = tqdm(config.source.observations(), desc="count", unit="frame", file=sys.stderr)
-    total = sum(1 for _ in counted)
+    found = config.source.observations()
+    total = sum(1 for _ in tqdm(found, desc="count", unit="frame", file=sys.stderr))
     if not total:
         raise DataError("none of the episodes has a step, so there is nothing to record")
     episode, observation = next(config.source.observations())

@@ -91,10 +91,7 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     drafts = DraftModels()
     if isinstance(model, OpenVLA):
         if options.draft_model is not None:
-            draft = _load_draft_model(options, model, device, dtype)
-            model.draft = draft
-            if isinstance(model.aloud, OpenVLA):
-                model.aloud.draft = draft
+            model.draft = _load_draft_model(options, model, device, dtype)
         drafts = _load_drafts(options, model)
     return VlaPolicy(model, _settings(options, method, model), drafts)
 

@@ -19,7 +19,6 @@ from deft_policies.decoding.plan import (
 from deft_policies.model.formats import Precision, Quantization
 
 FAMILY_NAMES = ("openvla", "oft", "ecot")
-PROMPTS = ("vicuna", "in-out", "openvla+vicuna", "openvla+in-out")
 DEFAULT_METHOD = "lossless"
 _METHODS = (  # as decoding/methods.py has them, which imports torch
     "autoregressive, lossless, deft, spec-vla, spec-vla-strict, spec-vla-long, "
@@ -79,7 +78,7 @@ class ModelOptions:
     is_guarded: bool = True
     action_rows_only: bool = False
     # Of models that write before they act:
-    prompt: str | None = None  # one of `PROMPTS`
+    prompt: str | None = None  # vicuna or in-out
     max_tokens: int | None = None  # of one answer
 
     def of_reasoning(self) -> list[str]:
@@ -177,10 +176,9 @@ def _add_weight_flags(group: _ArgumentGroup) -> None:
 def _add_reasoning_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--prompt",
-        choices=PROMPTS,
-        help="what ECoT's models are asked by; with openvla+ they act at once, by OpenVLA's "
-        "prompt, wherever no reasoning is asked for; default: what the checkpoint notes, else "
-        "vicuna, as in all published code that serves them",
+        choices=("vicuna", "in-out"),
+        help="what ECoT's models are asked by; default: vicuna, as in all published code that "
+        "serves them",
     )
     group.add_argument(
         "--max-tokens",

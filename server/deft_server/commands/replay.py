@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TextIO
@@ -20,8 +20,7 @@ from tqdm import tqdm
 from deft_client.commands.methods import with_knobs
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.datasets.formats import find_format, read_dataset
-from deft_client.datasets.own import find_parts, read_recordings
+from deft_client.datasets.formats import find_format, find_parts, read_dataset, read_recordings
 from deft_client.recordings import RecordedStep, StepReader
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
@@ -132,8 +131,6 @@ def replay(
         memory = SessionMemory()
         for step in episode:
             options = _options(step, with_recorded_options)
-            if not policy.info.thinks_when_asked:
-                options = replace(options, want_reasoning=True)
             request = ActRequest(step.observation, memory, options)
             policy.check(request.observation, options)
             started_s = time.perf_counter()
@@ -207,7 +204,7 @@ def _options(step: PastStep, with_recorded_options: bool) -> ActOptions:
         decoding=decoding,
         radius=was.radius,
         want_trace=True,
-        want_reasoning=bool(step.recorded and step.recorded.chunk.reasoning),
+        want_reasoning=True,
         max_tokens=was.max_tokens,
     )
 

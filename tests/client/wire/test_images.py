@@ -15,6 +15,7 @@ from deft_client.wire.fields import WireLimits
 from deft_client.wire.images import (
     LARGE_ONES_TURN,
     LARGE_PIXELS,
+    MAX_JPEG_SCANS,
     STRIP_PIXELS,
     ImageEncoding,
     decode_image,
@@ -130,6 +131,10 @@ def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
     with pytest.raises(UnusableValueError, match="scans"):
         decode_image(many_scans(4000), "image")
     assert decode_image(many_scans(1), "image").shape == (64, 64, 3)
+    own = many_scans(0).count(b"\xff\xda")
+    assert decode_image(many_scans(MAX_JPEG_SCANS - own), "image").shape == (64, 64, 3)
+    with pytest.raises(UnusableValueError, match="scans"):
+        decode_image(many_scans(MAX_JPEG_SCANS - own + 1), "image")
 
 
 def png_chunk(name: bytes, data: bytes) -> bytes:

@@ -15,7 +15,8 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from deft_client.commands.methods import MethodFileError, read_method, tomllib
+from deft_client.commands.methods import read_method, tomllib
+from deft_client.errors import UsageError
 from deft_policies.decoding.knobs import find_method, method_names
 from deft_policies.decoding.methods import known_methods
 from deft_policies.decoding.plan import Loop, TreeShape, TreeTemplate, source_kinds
@@ -114,7 +115,7 @@ def test_a_file_says_what_a_line_says(tmp_path: Path) -> None:
     assert read_method(path) == "fly:theta=0.5,gate=off,tree=dynamic:3+2+8"
     assert find_method(read_method(path)).plans[0].shape == TreeShape(3, 2, 8)
     path.write_text("theta = 0.5\n")
-    with pytest.raises(MethodFileError, match='expected method = "NAME"'):
+    with pytest.raises(UsageError, match='expected method = "NAME"'):
         read_method(path)
 
 

@@ -18,7 +18,7 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.decoding.knobs import find_method
 from deft_policies.memory import SessionMemory
-from scripts.h200 import action_ms
+from scripts.predict_gpu import action_ms
 from scripts.reproduce.__main__ import main
 from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
 from scripts.reproduce.page import (
@@ -380,7 +380,7 @@ def test_a_row_of_fewer_starts_says_so_and_is_not_compared(folder):
     assert cell_of("success", rows["plain"])[0] == "100.0% (20/20)"
     assert cell_of("success", rows["relaxed"])[0] == "100.0% (12/12), on 12 of 20 starts"
     assert cell_of("points", rows["relaxed"]) == ("–", None)
-    assert rows["other"].played_apart.comparison.num_pairs == 20
+    assert rows["other"].played_apart.num_pairs == 20
 
 
 def test_a_page_quotes_an_evaluation_that_belongs_to_no_study(folder, tmp_path):

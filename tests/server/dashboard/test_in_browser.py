@@ -320,7 +320,7 @@ def test_the_picture_of_an_ended_session_is_not_shown_for_another(
         for key, frames in (("one", {"": pixel, "wrist": pixel}), ("two", {})):
             watched = {"key": key, "instruction": key, "frames": frames}
             feeds[-1].send(json.dumps({"watched": watched}))
-            expect(page.locator("#instruction")).to_have_text(key, timeout=5000)
+            expect(page.locator("#instruction")).to_have_text(key)
             assert page.locator("#frame[hidden]").count() == (key == "two")
             assert page.locator("#cameras img").count() == (key == "one")
 

@@ -18,7 +18,7 @@ from tests.standins.policies import MSGPACK, packed
 HELD = 400_000
 CONNECTIONS = 20
 SETTINGS = (
-    f"max_total_bytes={HELD}, max_header_bytes=16384, body_timeout_s=0.5, "
+    f"max_total_bytes={HELD}, max_header_bytes=16384, body_timeout_s=3.0, "
     f"max_connections_per_address={CONNECTIONS}"
 )
 CHUNKED = (
@@ -106,7 +106,7 @@ def test_a_few_requests_may_be_sent_ahead(server: ServerProcess):
 
 
 def test_a_message_in_very_many_fragments_is_refused(server: ServerProcess):
-    """They come all at once: a message may take half a second here."""
+    """They come all at once: a message may take three seconds here."""
     with connect(server) as caller, suppress(ConnectionError):  # closed with more on its way
         caller.sendall(HANDSHAKE + b"\r\n")
         assert caller.recv(4096).startswith(b"HTTP/1.1 101 ")
@@ -120,7 +120,7 @@ def test_a_message_that_never_ends_is_refused(server: ServerProcess):
         caller.sendall(HANDSHAKE + b"\r\n")
         assert caller.recv(4096).startswith(b"HTTP/1.1 101 ")
         caller.sendall(b"\x82\xfe\x10\x00" + bytes(100))
-        assert b"a message did not arrive within 0.5 s" in caller.recv(4096)
+        assert b"a message did not arrive within 3 s" in caller.recv(4096)
 
 
 @pytest.mark.parametrize("frame", [b"\x89\xfd" + bytes(4 + 125), b"\x8a\x80" + bytes(4)])

@@ -21,12 +21,7 @@ from deft_client.libero.errors import GraphicsError
 from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.processes import end_with_parent
 from deft_client.libero.simulator.assets import find_assets
-from deft_client.libero.simulator.assets_check import (
-    AssetsProblem,
-    check_task,
-    pack_poses,
-    settle_task,
-)
+from deft_client.libero.simulator.assets_check import check_task, pack_poses, settle_task
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
@@ -110,15 +105,18 @@ def _check(options: argparse.Namespace) -> int:
         sys.stdout.write(f"{error}\n")
     num_problems = 0
     for task, problems in _for_each_task(options, check_task):
-        num_problems += _report(task, problems)
+        sys.stdout.write(f"{task.suite}/{task.number} {'ok' if not problems else ''}\n")
+        sys.stdout.writelines(f"  {problem}\n" for problem in problems)
+        sys.stdout.flush()
+        num_problems += len(problems)
     sys.stdout.write(f"{num_problems} problems\n")
     return 1 if num_problems else 0
 
 
 def _record(options: argparse.Namespace) -> int:
     members: dict[str, NDArray[np.integer]] = {}
-    for task, trials in _for_each_task(options, settle_task):
-        members |= pack_poses(task, trials)
+    for task, settled in _for_each_task(options, settle_task):
+        members |= pack_poses(task, [poses for _, poses in settled])
         sys.stdout.write(f"{task.suite}/{task.number}\n")
     np.savez_compressed(options.file, **members)  # type: ignore[arg-type]
     return 0
@@ -145,11 +143,3 @@ def _for_each_task(
         futures = {task: executor.submit(work, task, trials, settings) for task in tasks}
         for task, future in futures.items():
             yield task, future.result()
-
-
-def _report(task: Task, problems: list[AssetsProblem]) -> int:
-    sys.stdout.write(f"{task.suite}/{task.number} {'ok' if not problems else ''}\n")
-    for problem in problems:
-        sys.stdout.write(f"  {problem}\n")
-    sys.stdout.flush()
-    return len(problems)

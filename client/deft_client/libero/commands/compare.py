@@ -9,7 +9,7 @@ from deft_client.commands.connection import reported
 from deft_client.commands.program import CommandParser
 from deft_client.commands.table import markdown_table
 from deft_client.libero.errors import SelectionError
-from deft_client.libero.report.difference import Difference, conclusion, difference
+from deft_client.libero.report.difference import MARGIN, Comparison, compare, conclusion
 from deft_client.libero.report.page import short_names
 from deft_client.libero.report.tables import COMPARISON_COLUMNS, comparison_cells
 from deft_client.libero.results.statistics import Interval
@@ -31,25 +31,24 @@ def main(arguments: list[str]) -> int:
 def _compare(options: argparse.Namespace) -> int:
     runs = [_only_run(path) for path in (options.first, options.second)]
     first, second = short_names(runs)
-    found = difference(runs[0], runs[1], (first, second), options.margin / 100)
+    found = compare(runs[0], runs[1], (first, second), options.margin / 100)
     sys.stdout.write("\n".join(describe(found)))
     return 0
 
 
-def describe(found: Difference) -> Iterator[str]:
+def describe(found: Comparison) -> Iterator[str]:
     """Tables and sentences, as text that is also Markdown."""
-    if found.comparison.num_pairs:
-        yield markdown_table(COMPARISON_COLUMNS, [comparison_cells(found.comparison)])
+    if found.num_pairs:
+        yield markdown_table(COMPARISON_COLUMNS, [comparison_cells(found)])
     yield conclusion(found) + "\n"
     if found.speedup is not None:
-        names = found.comparison.second, found.comparison.first
-        yield found.speedup.sentence(*names) + "\n"
+        yield found.speedup.sentence(found.second, found.first) + "\n"
     yield markdown_table(
         _MEASURE_COLUMNS,
         [
-            (one.name, f"{one.first:.2f}", f"{one.second:.2f}", f"{one.second - one.first:+.2f}",
-             f"{one.interval.low:+.2f} to {one.interval.high:+.2f}")
-            for one in found.measures
+            (name, f"{first:.2f}", f"{second:.2f}", f"{second - first:+.2f}",
+             f"{interval.low:+.2f} to {interval.high:+.2f}")
+            for name, first, second, interval in found.measures
         ],
     )  # fmt: skip
     yield markdown_table(
@@ -83,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("first", "second"):
         parser.add_argument(name, type=Path, help="folder of a run that `deft-client eval` wrote")
     parser.add_argument(
-        "--margin", type=float, default=5.0, metavar="POINTS",
+        "--margin", type=float, default=100 * MARGIN, metavar="POINTS",
         help="the loss of success that is to be ruled out (default: %(default)s)",
     )  # fmt: skip
     return parser

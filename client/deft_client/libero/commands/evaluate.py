@@ -14,18 +14,10 @@ from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationStoppedError, ResultsWriteError, SelectionError
 from deft_client.libero.evaluation.evaluate import Evaluation
-from deft_client.libero.evaluation.local_workers import Processes
-from deft_client.libero.evaluation.pool import Workplace
-from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.evaluation.ray_workers import RayActors
-from deft_client.libero.evaluation.runs import (
-    RunConfig,
-    VideoChoice,
-    in_turn,
-    plan_runs,
-    warnings_of,
-)
+from deft_client.libero.evaluation.runs import RunConfig, VideoChoice, in_turn, plan_runs
 from deft_client.libero.evaluation.selection import LIBERO, TRAINED
+from deft_client.libero.evaluation.workers import Processes, Workplace
 from deft_client.libero.policies.source import (
     PROFILES,
     ClientChain,
@@ -38,7 +30,7 @@ from deft_client.libero.policies.source import (
 from deft_client.libero.processes import limit_threads
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import terminal_table
-from deft_client.libero.results.store import HEADER_FILE, ResultsStore, load_run
+from deft_client.libero.results.store import HEADER_FILE, load_run
 from deft_client.types import ActOptions, ServerInfo
 
 
@@ -110,10 +102,6 @@ def _add_policy(group: Group) -> None:
         help="decoding methods to compare, a run each: NAME, NAME:KNOB=VALUE,... or a .toml file",
     )
     group.add_argument("--radius", type=int, metavar="BINS", help="their acceptance radius")
-    group.add_argument(
-        "--reasoning", action="store_true",
-        help="have a policy that acts at once think aloud first, where it can",
-    )  # fmt: skip
     group.add_argument("--statistics-key", metavar="KEY", help="(default: the suite's)")
     group.add_argument(
         "--image-chain", choices=[chain.value for chain in ClientChain],
@@ -255,7 +243,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     source: PolicySource = options.source
     info = describe_server(source)
     check_chain(source.profile, info)
-    if thinks_aloud(options.reasoning, info):
+    if info is not None and info.max_tokens is not None:
         asked = replace(source.options, want_reasoning=True)
         options.source = source = replace(source, options=asked)
     runs = plan_runs(options, info)
@@ -271,40 +259,6 @@ def _evaluate(options: argparse.Namespace) -> int:
     return INCOMPLETE if problem else DONE
 
 
-def thinks_aloud(is_asked: bool, info: ServerInfo | None) -> bool:
-    """Whether answers are to come with a reasoning: one that always thinks is never asked not to.
-
-    Raises `SelectionError` where it is asked of a policy that writes none.
-    """
-    if info is None or info.max_tokens is None:
-        if is_asked:
-            raise SelectionError("--reasoning: the policy there writes none; leave it out")
-        return False
-    return is_asked or not info.thinks_when_asked
-
-
-class _Sitting:
-    """One run while it is played, part by part: its results stay open between the parts."""
-
-    def __init__(self, run: RunConfig, info: ServerInfo | None) -> None:
-        self.store = ResultsStore(run.folder, run.header())
-        # What is about to be played, with the conventions that go wrong silently.
-        sys.stderr.write(
-            f"{run.name}: {len(run.keys)} episodes, {run.pacing.value}, assets {run.assets}; image "
-            f"chain: {run.source.profile.client_chain.value} here, "
-            f"{run.server.get('image_chain', 'unknown')} at the server; gripper: "
-            f"{run.source.profile.gripper.value}\n"
-        )
-        sys.stderr.writelines(f"{warning}\n" for warning in warnings_of(run, info))
-        self.progress = ProgressLine(run.name, len(run.keys), sys.stderr)
-        wanted = set(run.keys)
-        self.progress.resume([one for one in self.store.resumed if one.key in wanted])
-
-    def close(self) -> None:
-        self.store.close()
-        self.progress.finish()
-
-
 def _play(
     runs: list[RunConfig], info: ServerInfo | None, place: Workplace, options: argparse.Namespace
 ) -> str:
@@ -312,19 +266,18 @@ def _play(
 
     What stops one run stops all, since it would stop the next as well.
     """
-    sittings: dict[Path, _Sitting] = {}
+    sittings: dict[Path, Evaluation] = {}
     try:
-        for run, part in in_turn(runs):
+        for run, keys in in_turn(runs):
             if run.folder not in sittings:
-                sittings[run.folder] = _Sitting(run, info)
-            one = sittings[run.folder]
-            Evaluation(one.store, part, one.progress, options.patience).play(place, options.workers)
+                sittings[run.folder] = Evaluation(run, info, options.patience)
+            sittings[run.folder].play(keys, place, options.workers)
     except (EvaluationStoppedError, ResultsWriteError) as error:
         return f"{error}\nThe same command plays what is missing"
     finally:
         for one in sittings.values():
             one.close()
-    num_errored = sum(one.progress.num_errored for one in sittings.values())
+    num_errored = sum(one.num_errored for one in sittings.values())
     if num_errored:
         return f"{num_errored} episodes Errored; the same command plays them again"
     return ""

@@ -9,8 +9,7 @@ from deft_client.commands.connection import reported
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationError, SelectionError
 from deft_client.libero.report.page import View, build_page, build_views
-from deft_client.libero.report.picture import write_picture
-from deft_client.libero.report.races import find_races
+from deft_client.libero.report.picture import find_races, write_picture
 from deft_client.libero.report.speed import baseline_of
 from deft_client.libero.report.tables import (
     episodes_csv,

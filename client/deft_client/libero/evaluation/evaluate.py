@@ -5,18 +5,22 @@ costs a try of that episode; after the last try it is Errored, never Failed. Whi
 away nothing is handed out, and if it stays away the evaluation stops with what it has.
 """
 
+import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
 
 from deft_client.errors import DeftError
 from deft_client.libero.errors import EvaluationStoppedError
 from deft_client.libero.evaluation.player import CannotPlay, Heartbeat, Report, Warned
-from deft_client.libero.evaluation.pool import Died, Worker, WorkerPool, Workplace
 from deft_client.libero.evaluation.progress import ProgressLine
-from deft_client.libero.evaluation.runs import RunConfig
+from deft_client.libero.evaluation.runs import RunConfig, warnings_of
+from deft_client.libero.evaluation.workers import Died, Worker, WorkerPool, Workplace
 from deft_client.libero.policies.source import check_server
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import ResultsStore
+from deft_client.types import ServerInfo
 
 _LISTEN_S = 0.25
 _PROBE_EVERY_S = 1.0
@@ -27,19 +31,24 @@ ERRORED_IN_A_ROW = 5  # episodes, before the evaluation gives up
 
 
 class Evaluation:
-    """One sitting of one run."""
+    """One sitting of one run, part by part: its results stay open until it is closed."""
 
-    def __init__(
-        self,
-        store: ResultsStore,
-        config: RunConfig,
-        progress: ProgressLine,
-        patience_s: float = 30.0,  # for a server that does not answer
-    ) -> None:
-        self._store = store
+    def __init__(self, config: RunConfig, info: ServerInfo | None, patience_s: float) -> None:
         self._config = config
-        self._progress = progress
-        self._patience_s = patience_s
+        self._patience_s = patience_s  # for a server that does not answer
+        self._store = ResultsStore(config.folder, config.header())
+        # What is about to be played, with the conventions that go wrong silently.
+        profile = config.source.profile
+        sys.stderr.write(
+            f"{config.name}: {len(config.keys)} episodes, {config.pacing.value}, assets "
+            f"{config.assets}; image chain: {profile.client_chain.value} here, "
+            f"{config.server.get('image_chain', 'unknown')} at the server; gripper: "
+            f"{profile.gripper.value}\n"
+        )
+        sys.stderr.writelines(f"{warning}\n" for warning in warnings_of(config, info))
+        self._progress = ProgressLine(config.name, len(config.keys), sys.stderr)
+        self._done = {record.key for record in self._store.resumed}
+        self._progress.resume([one for one in self._store.resumed if one.key in config.keys])
         self._pending: list[TrialKey] = []
         self._tries: Counter[TrialKey] = Counter()
         self._troubled: dict[TrialKey, EpisodeRecord] = {}  # waiting for the server, or a try
@@ -48,17 +57,22 @@ class Evaluation:
         self._errored_in_a_row = 0
         self._deaths_in_a_row = 0
 
-    def play(self, place: Workplace, num_workers: int) -> None:
-        """Play the episodes of the run that have no result yet.
+    @property
+    def num_errored(self) -> int:
+        """Episodes that Errored in this sitting."""
+        return self._progress.num_errored
+
+    def play(self, keys: Sequence[TrialKey], place: Workplace, num_workers: int) -> None:
+        """Play those of some episodes that have no result yet.
 
         Raises EvaluationStoppedError or ResultsError when it cannot go on; the results up to then
         are on disk.
         """
-        done = {record.key for record in self._store.resumed}
-        self._pending = [key for key in self._config.keys if key not in done]
+        self._pending = [key for key in keys if key not in self._done]
         if not self._pending:
             return
-        with WorkerPool(place, self._config, min(num_workers, len(self._pending))) as pool:
+        num_workers = min(num_workers, len(self._pending))
+        with closing(WorkerPool(place, self._config, num_workers)) as pool:
             while self._pending or any(worker.key for worker in pool.workers):
                 self._look_for_server()
                 if self._server_lost_s is None:
@@ -66,6 +80,11 @@ class Evaluation:
                 for worker, report in pool.listen(_LISTEN_S):
                     self._handle(worker, report)
                 self._progress.draw()
+
+    def close(self) -> None:
+        """Close the results, and leave the last line on the screen."""
+        self._store.close()
+        self._progress.finish()
 
     def _hand_out(self, pool: WorkerPool) -> None:
         for worker in pool.idle:

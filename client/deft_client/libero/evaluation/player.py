@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from deft_client.errors import (
 )
 from deft_client.libero.errors import (
     EvaluationError,
-    PeerAnswerError,
     SimulationError,
     UnstableError,
     VideoError,
@@ -25,10 +24,11 @@ from deft_client.libero.errors import (
 from deft_client.libero.evaluation import selection
 from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig, VideoChoice
-from deft_client.libero.evaluation.video import Caption, write_video
+from deft_client.libero.evaluation.video import write_video
 from deft_client.libero.policies.source import EpisodePolicy, build_policy
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.simulator.environment import Environment
+from deft_client.types import Image
 
 _HEARTBEAT_S = 0.5
 # The same request would be refused again, in every episode.
@@ -93,8 +93,6 @@ class Player:
             episode.play(key.trial, session_id)
         except UnstableError as trouble:  # of this episode's physics: others may be well
             error = str(trouble)
-        except PeerAnswerError as trouble:
-            error, may_pass = str(trouble), True
         except (SimulationError, EvaluationError, UsageError, *_REFUSED) as trouble:
             return CannotPlay(str(trouble))
         except DeftError as trouble:
@@ -130,14 +128,12 @@ class Player:
 
     def _record(self, key: TrialKey, log: EpisodeLog, error: str, wall_s: float) -> EpisodeRecord:
         environment = self._environment
-        instruction = "" if environment is None else environment.task.instruction
         outcome = Outcome.SUCCEEDED if log.has_succeeded else Outcome.FAILED
-        outcome = Outcome.ERRORED if error else outcome
         assets = getattr(environment, "assets", None)
-        return EpisodeRecord(
+        record = EpisodeRecord(
             key=key,
-            instruction=instruction,
-            outcome=outcome,
+            instruction="" if environment is None else environment.task.instruction,
+            outcome=Outcome.ERRORED if error else outcome,
             actions=np.stack(log.actions) if log.actions else np.zeros((0, 7)),
             answers=tuple(log.answers),
             held_steps=log.held_steps,
@@ -146,21 +142,21 @@ class Player:
             wall_s=wall_s,
             finished_s=time.time(),
             assets="" if assets is None else str(assets.label),
-            video="" if error else self._video(key, instruction, log, outcome),
             error=error,
         )
-
-    def _video(self, key: TrialKey, instruction: str, log: EpisodeLog, outcome: Outcome) -> str:
         choice = self._config.video
-        if choice is VideoChoice.NONE or (
-            choice is VideoChoice.FAILURES and outcome is Outcome.SUCCEEDED
-        ):
-            return ""
-        name = f"videos/task{key.task:02d}-trial{key.trial:02d}-{outcome.value}.mp4"
+        is_wanted = choice is VideoChoice.ALL or (
+            choice is VideoChoice.FAILURES and outcome is Outcome.FAILED
+        )
+        return self._filmed(record, log.images) if is_wanted and not error else record
+
+    def _filmed(self, record: EpisodeRecord, images: Sequence[Image]) -> EpisodeRecord:
+        """The record with its video, which is written now; without one where that fails."""
+        key = record.key
+        name = f"videos/task{key.task:02d}-trial{key.trial:02d}-{record.outcome.value}.mp4"
         try:
-            caption = Caption(instruction, outcome, self._config.step_limit)
-            write_video(self._config.folder / name, log, caption)
+            write_video(self._config.folder / name, record, images, self._config.step_limit)
         except VideoError as error:
             self._send(Warned(str(error)))
-            return ""
-        return name
+            return record
+        return replace(record, video=name)

@@ -128,25 +128,20 @@ class _Solver:
         """Nothing to close."""
 
 
-class _Planner:
+class _Planner(_Solver):
     """Sees the point in the frame, and the circle not quite where it is, the less so the farther.
 
     Each chunk sets out in a direction of its own and then turns towards the circle.
     """
-
-    def __init__(self, world: PointWorld) -> None:
-        self._circle = world.circle[:2]
-
-    def start(self, session_id: str) -> None:
-        """Nothing to forget."""
 
     def act(self, observation: Observation) -> ActionChunk:
         """The pushes to the circle, slower near it, and then a closed gripper."""
         assert observation.state is not None
         place = observation.state[:2].astype(np.float64)
         rng = np.random.default_rng(np.round(place * _SEED_GRID).astype(np.int64).view(np.uint64))
-        far = float(np.linalg.norm(self._circle - place))
-        circle = self._circle + _SIGHT_ERROR * far * rng.standard_normal(2)
+        circle = self._world.circle[:2]
+        far = float(np.linalg.norm(circle - place))
+        circle = circle + _SIGHT_ERROR * far * rng.standard_normal(2)
         turn = _TURN_ERROR * rng.standard_normal()
         actions = np.zeros((_CHUNK, 7))
         for step, action in enumerate(actions):
@@ -156,9 +151,6 @@ class _Planner:
             place = place + action[:2] * _METRES_PER_ACTION
             action[6] = 1.0 if np.linalg.norm(circle - place) < _REACH / 2 else -1.0
         return ActionChunk(actions)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def _turned(push: NDArray[np.float64], radians: float) -> NDArray[np.float64]:

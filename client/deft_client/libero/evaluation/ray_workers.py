@@ -16,20 +16,17 @@ from typing import Any
 
 from deft_client.libero.errors import EvaluationError, EvaluationStoppedError, VideoError
 from deft_client.libero.evaluation.player import EpisodeEnded, Player, Report
-from deft_client.libero.evaluation.pool import MAX_REASON, Died, WarningForwarder
 from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.evaluation.video import keep_video
+from deft_client.libero.evaluation.workers import MAX_REASON, Died, WarningForwarder
 from deft_client.libero.results.records import TrialKey
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """A message of an actor: empty to say that it is there, then a report of its episode each."""
-
-    report: Report | Died | None = None
-    video: bytes = b""  # of the episode that the report is about
+# A message of an actor: a report, with the video of its episode if there is one. None comes first,
+# to say that it is there.
+Sent = tuple[Report | Died | None, bytes]
 
 
 class RemotePlayer:
@@ -37,7 +34,7 @@ class RemotePlayer:
 
     def __init__(self, config: RunConfig) -> None:
         self._outbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        self._outbox.put(Sent())
+        self._outbox.put((None, b""))
         logging.getLogger("deft_client").addHandler(WarningForwarder(self._send))
         # Not the run's own folder: this may be another machine.
         here = replace(config, out=Path(tempfile.mkdtemp(prefix="deft-")))
@@ -56,13 +53,13 @@ class RemotePlayer:
     def _ended(self, episode: Future[Report]) -> None:
         error = episode.exception()
         if error is None:
-            self._outbox.put(Sent(episode.result(), self._take_video(episode.result())))
+            self._outbox.put((episode.result(), self._take_video(episode.result())))
         else:
             traceback.print_exception(error)
-            self._outbox.put(Sent(_ended(f"{type(error).__name__}: {error}")))
+            self._outbox.put((_ended(f"{type(error).__name__}: {error}"), b""))
 
     def _send(self, report: Report) -> None:
-        self._outbox.put(Sent(report))
+        self._outbox.put((report, b""))
 
     def _take_video(self, report: Report) -> bytes:
         if not isinstance(report, EpisodeEnded) or not report.record.video:
@@ -92,26 +89,25 @@ class ActorHandle:
         """What it says, or how it ended."""
         try:
             sent: Sent = self.ray.get(self.coming)
+            report, video = sent
         except self.ray.exceptions.RayError as error:
             return _ended(str(error).strip().splitlines()[-1].strip())
         self.is_placed = True
         self.coming = self.actor.next_report.remote()
-        return self._with_video(sent) if sent.video else sent.report
+        if not video:
+            return report
+        assert isinstance(report, EpisodeEnded)
+        try:
+            keep_video(self.folder / report.record.video, video)
+        except VideoError as error:
+            logger.warning("%s", error)
+            return EpisodeEnded(replace(report.record, video=""))
+        return report
 
     def end(self) -> None:
         """Kill it."""
         self.is_ended = True
         self.ray.kill(self.actor)
-
-    def _with_video(self, sent: Sent) -> Report:
-        report = sent.report
-        assert isinstance(report, EpisodeEnded)
-        try:
-            keep_video(self.folder / report.record.video, sent.video)
-        except VideoError as error:
-            logger.warning("%s", error)
-            return EpisodeEnded(replace(report.record, video=""))
-        return report
 
 
 class RayActors:

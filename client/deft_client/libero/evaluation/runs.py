@@ -118,8 +118,6 @@ class RunConfig:
                 yield decoding
             if source.options.radius is not None:
                 yield f"r{source.options.radius}"
-            if source.options.want_reasoning:
-                yield "thinking-aloud"
         if source.stream:
             yield "stream"
         if self.environment.widen_metres > 0:
@@ -147,7 +145,6 @@ class RunConfig:
             "policy": source.name or "server",
             "policy_factory": source.factory,
             "profile": source.profile.name,
-            **({"reasoning": "aloud"} if source.options.want_reasoning else {}),
             "radius": "" if source.options.radius is None else str(source.options.radius),
             **({"seam": self.seam.value} if self.pacing is Pacing.REAL_TIME else {}),
             "seed": str(self.seed),
@@ -198,7 +195,7 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
     return runs
 
 
-def in_turn(runs: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, RunConfig]]:
+def in_turn(runs: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, Sequence[TrialKey]]]:
     """Every run with a part of its episodes, the runs of a suite in turn.
 
     Runs whose times are compared must see the same machine, so a part is a task at most, and there
@@ -207,7 +204,7 @@ def in_turn(runs: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, RunConfig]]:
     for suite in dict.fromkeys(run.suite for run in runs):
         peers = [run for run in runs if run.suite == suite]
         if len(peers) == 1:
-            yield peers[0], peers[0]
+            yield peers[0], peers[0].keys
             continue
         keys = sorted(peers[0].keys)
         tasks = sorted({key.task for key in keys})
@@ -216,7 +213,7 @@ def in_turn(runs: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, RunConfig]]:
             own = [key for key in keys if key.task == task]
             for part in range(min(parts, len(own))):
                 for run in peers:
-                    yield run, replace(run, keys=tuple(own[part :: min(parts, len(own))]))
+                    yield run, own[part :: min(parts, len(own))]
 
 
 def warnings_of(run: RunConfig, info: ServerInfo | None) -> Iterator[str]:

@@ -3,9 +3,8 @@
 Drawn after the episode, so that drawing takes no time while latency is measured.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from PIL import ImageDraw, ImageFont
 
 from deft_client.files import replacing
 from deft_client.libero.errors import VideoError
-from deft_client.libero.evaluation.episode import EpisodeLog
-from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, Outcome
+from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, EpisodeRecord, Outcome
 from deft_client.reasoning import PICTURE as POINTED
 from deft_client.reasoning import Reasoning, parse_reasoning
 from deft_client.types import Image
@@ -38,17 +36,13 @@ _BOX, _GRIPPER = (255, 211, 77), (255, 111, 181)
 _TOKEN, _GAP, _PASS_GAP = 16, 3, 10  # pixels
 
 
-@dataclass(frozen=True)
-class Caption:
-    """What is written under every frame."""
+def write_video(
+    path: Path, record: EpisodeRecord, images: Sequence[Image], step_limit: int
+) -> None:
+    """Write an episode's frames with their overlay; the file appears only when it is whole.
 
-    instruction: str
-    outcome: Outcome
-    step_limit: int
-
-
-def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
-    """Write an episode's frames with their overlay; the file appears only when it is whole."""
+    There is a picture before each action, and one after the last.
+    """
     try:
         import imageio_ffmpeg
     except ImportError as error:
@@ -58,7 +52,7 @@ def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
     with _replacing_earlier_tries(path) as beside:
         writer = imageio_ffmpeg.write_frames(
             str(beside),
-            _size_of(log),
+            _size_of(record),
             fps=VIDEO_FPS,
             quality=None,
             output_params=["-crf", "23", "-preset", "veryfast", "-movflags", "+faststart"],
@@ -66,7 +60,7 @@ def write_video(path: Path, log: EpisodeLog, caption: Caption) -> None:
         )
         with closing(writer):
             writer.send(None)
-            for frame in draw_frames(log, caption):
+            for frame in draw_frames(record, images, step_limit):
                 writer.send(np.ascontiguousarray(frame))
 
 
@@ -76,17 +70,28 @@ def keep_video(path: Path, content: bytes) -> None:
         beside.write_bytes(content)
 
 
-def draw_frames(log: EpisodeLog, caption: Caption) -> Iterator[Image]:
+def draw_frames(record: EpisodeRecord, images: Sequence[Image], step_limit: int) -> Iterator[Image]:
     """The frames of the video, in order."""
     answer: AnswerRecord | None = None
-    waiting = list(log.answers)
-    for step, image in enumerate(log.images):
+    waiting = list(record.answers)
+    for step, image in enumerate(images):
         while waiting and waiting[0].used_step <= step:
             answer = waiting.pop(0)
-        is_last = step == len(log.images) - 1
-        frame = _draw_frame(image, step, answer, caption, _size_of(log))
+        is_last = step == len(images) - 1
+        frame = PillowImage.new("RGB", _size_of(record), _PAPER)
+        frame.paste(
+            PillowImage.fromarray(image).resize((PICTURE, PICTURE), PillowImage.Resampling.BICUBIC)
+        )
+        draw = ImageDraw.Draw(frame)
+        _draw_instruction(draw, record.instruction)
+        place = f"step {step} of {step_limit}"
+        if answer is not None and answer.used_step > answer.asked_step:
+            place += f", acting on the frame of step {answer.asked_step}"
+        draw.text((16, PICTURE + 46), place, fill=_MUTED, font=_font(16))
+        if answer is not None:
+            _draw_answer(draw, answer)
         if is_last:
-            _draw_outcome(frame, caption.outcome)
+            _draw_outcome(draw, record.outcome)
         drawn = np.asarray(frame)
         for _ in range(_LAST_FRAME_REPEATS if is_last else 1):
             yield drawn
@@ -105,34 +110,17 @@ def _replacing_earlier_tries(path: Path) -> Iterator[Path]:
         raise VideoError(f"cannot write {path}: {error}") from error
 
 
-def _size_of(log: EpisodeLog) -> tuple[int, int]:
+def _size_of(record: EpisodeRecord) -> tuple[int, int]:
     """The same for all frames of an episode."""
-    thinks = any(one.reasoning for one in log.answers)
+    thinks = any(one.reasoning for one in record.answers)
     return SIZE[0], SIZE[1] + thinks * _LINE * len(_TOLD)
-
-
-def _draw_frame(
-    image: Image, step: int, answer: AnswerRecord | None, caption: Caption, size: tuple[int, int]
-) -> PillowImage.Image:
-    frame = PillowImage.new("RGB", size, _PAPER)
-    scaled = PillowImage.fromarray(image).resize((PICTURE, PICTURE), PillowImage.Resampling.BICUBIC)
-    frame.paste(scaled)
-    draw = ImageDraw.Draw(frame)
-    _draw_instruction(draw, caption.instruction)
-    place = f"step {step} of {caption.step_limit}"
-    if answer is not None and answer.used_step > answer.asked_step:
-        place += f", acting on the frame of step {answer.asked_step}"
-    draw.text((16, PICTURE + 46), place, fill=_MUTED, font=_font(16))
-    if answer is not None:
-        _draw_answer(draw, answer)
-        if answer.reasoning:
-            _draw_reasoning(draw, parse_reasoning(answer.reasoning))
-    return frame
 
 
 def _draw_answer(draw: ImageDraw.ImageDraw, answer: AnswerRecord) -> None:
     milliseconds = f"{answer.timings.round_trip_ms:.1f} ms"
     draw.text((PICTURE - 16, PICTURE + 46), milliseconds, fill=_MUTED, font=_font(16), anchor="ra")
+    if answer.reasoning:
+        _draw_reasoning(draw, parse_reasoning(answer.reasoning))
     if not answer.accepted:
         return
     top = PICTURE + 79
@@ -174,8 +162,7 @@ def _cut(draw: ImageDraw.ImageDraw, text: str, size: int) -> str:
     return text
 
 
-def _draw_outcome(frame: PillowImage.Image, outcome: Outcome) -> None:
-    draw = ImageDraw.Draw(frame)
+def _draw_outcome(draw: ImageDraw.ImageDraw, outcome: Outcome) -> None:
     colour = _COLOURS[outcome]
     draw.rectangle((0, 0, PICTURE - 1, PICTURE - 1), outline=colour, width=6)
     font = _font(22)

@@ -2,40 +2,31 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deft_client.libero.report.phases import (
-    ArmPhase,
-    degrees_apart,
-    millimetres_apart,
-    phases_of,
-)
 from deft_client.libero.report.speed import SpeedUp, speedup_of
-from deft_client.libero.report.tables import LUCK, Comparison, compare, points_text
 from deft_client.libero.report.trace_metrics import passes_of
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import (
     Interval,
     bootstrap_interval,
+    mcnemar_exact,
     paired_interval,
     pairs_to_decide,
 )
 from deft_client.libero.results.store import RunResults
+from deft_client.libero.simulator.conventions import METRES_PER_UNIT, RADIANS_PER_UNIT
 
+LUCK = 0.05  # p-values below it are called a difference
+MARGIN = 0.05  # the loss of success that is to be ruled out, where nobody says another
+GRASP_STEPS = 10  # half a second, in which the fingers close
+RELEASE_STEPS = 10  # of setting down, before the fingers open
 Pair = tuple[EpisodeRecord, EpisodeRecord]
 Sums = Callable[[EpisodeRecord], tuple[float, float]]  # what is summed, and over how many
-
-
-@dataclass(frozen=True)
-class MeasureDifference:
-    """A mean in either run, and the second's minus the first's with its 95% interval."""
-
-    name: str
-    first: float
-    second: float
-    interval: Interval
 
 
 @dataclass(frozen=True)
@@ -51,18 +42,66 @@ class PhaseDeviation:
 
 
 @dataclass(frozen=True, eq=False)
-class Difference:
-    """All of it. `margin` is the loss of success, in shares, that is to be ruled out."""
+class Comparison:
+    """Two runs on the episodes that both have, paired by suite, task and trial.
 
-    comparison: Comparison
-    interval: Interval  # of the success of the second minus that of the first
-    margin: float
+    Success is compared over those that were judged in both. `margin` is the loss of success, in
+    shares, that is to be ruled out.
+    """
+
+    first: str
+    second: str
+    pairs: tuple[Pair, ...]  # of episodes that did not err in either
+    num_pairs: int  # of these, judged in both
+    both: int
+    only_first: int
+    only_second: int
+    neither: int
+    num_same_actions: int  # judged pairs whose actions agree to the last bit
+    p_value: float
+    have_same_assets: bool
     speedup: SpeedUp | None  # of the second over the first
-    pairs: tuple[Pair, ...]  # of the episodes that both have
+    margin: float
+
+    @property
+    def difference(self) -> float:
+        """Success of the second minus success of the first, in shares; NaN without pairs."""
+        if not self.num_pairs:
+            return float("nan")
+        return (self.only_second - self.only_first) / self.num_pairs
+
+    @property
+    def interval(self) -> Interval:
+        """Of the difference, 95%."""
+        return paired_interval(self.only_first, self.only_second, self.num_pairs)
+
+    @property
+    def has_identical_actions(self) -> bool:
+        """Whether no action differs in any bit."""
+        return 0 < self.num_pairs == self.num_same_actions
+
+    @property
+    def is_not_worse(self) -> bool:
+        """Whether a loss of success as large as the margin is ruled out for the second."""
+        return self.has_identical_actions or self.interval.low > -self.margin
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers allow to say, in a few words."""
+        if not self.num_pairs:
+            return "no trial was judged in both"
+        if not self.have_same_assets:
+            return "different assets: not comparable"
+        if self.has_identical_actions:
+            return "identical actions"
+        if self.p_value >= LUCK:
+            return "no difference shown"
+        return f"{self.first if self.only_first > self.only_second else self.second} is better"
 
     @cached_property
-    def measures(self) -> tuple[MeasureDifference, ...]:
-        """What the answers of both took and brought."""
+    def measures(self) -> tuple[tuple[str, float, float, Interval], ...]:
+        """What the answers of both took and brought: a name, the mean in either run, and the 95%
+        interval of the second's minus the first's."""
         return tuple(_measures(self.pairs))
 
     @cached_property
@@ -79,47 +118,54 @@ class Difference:
         mm, deg, steps = map(float, sums)
         return (mm / steps, deg / steps) if steps else (float("nan"), float("nan"))
 
-    @property
-    def is_not_worse(self) -> bool:
-        """Whether a loss of success as large as the margin is ruled out for the second."""
-        one = self.comparison
-        is_same = one.num_pairs > 0 and one.num_same_actions == one.num_pairs
-        return is_same or self.interval.low > -self.margin
 
-
-def difference(
-    first: RunResults, second: RunResults, names: tuple[str, str], margin: float
-) -> Difference:
-    """Compare two runs by the episodes that both have."""
+def compare(
+    first: RunResults, second: RunResults, names: tuple[str, str], margin: float = MARGIN
+) -> Comparison:
+    """Pair two runs, and test the difference of success with McNemar's exact test."""
     others = {one.key: one for one in second.records if one.outcome is not Outcome.ERRORED}
     pairs = [
         (one, others[one.key])
         for one in first.records
         if one.outcome is not Outcome.ERRORED and one.key in others
     ]
-    found = compare(first, second, *names)
-    return Difference(
-        comparison=found,
-        interval=paired_interval(found.only_first, found.only_second, found.num_pairs),
-        margin=margin,
-        speedup=speedup_of(second, first),
+    judged = [pair for pair in pairs if all(one.outcome.is_judged for one in pair)]
+    wins = [tuple(one.outcome is Outcome.SUCCEEDED for one in pair) for pair in judged]
+    only_first, only_second = wins.count((True, False)), wins.count((False, True))
+    return Comparison(
+        *names,
         pairs=tuple(pairs),
+        num_pairs=len(judged),
+        both=wins.count((True, True)),
+        only_first=only_first,
+        only_second=only_second,
+        neither=wins.count((False, False)),
+        num_same_actions=sum(np.array_equal(one.actions, other.actions) for one, other in judged),
+        p_value=mcnemar_exact(only_first, only_second),
+        have_same_assets=first.header.assets == second.header.assets,
+        speedup=speedup_of(second, first),
+        margin=margin,
     )
 
 
-def conclusion(found: Difference) -> str:
+def points_text(interval: Interval) -> str:
+    """`-3.1 to +0.4`, in percentage points."""
+    return f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}"
+
+
+def conclusion(one: Comparison) -> str:
     """What can and cannot be concluded, and how many more episodes would decide."""
-    one, margin = found.comparison, f"{100 * found.margin:g} points"
+    margin = f"{100 * one.margin:g} points"
     if not one.num_pairs:
         return "No episode was judged in both: nothing can be said of success."
     if not one.have_same_assets:
         return "The runs were played on different assets: their success must not be compared."
-    if one.num_same_actions == one.num_pairs:
+    if one.has_identical_actions:
         return (
             f"{one.second} acted as {one.first} did, to the last bit, in all {one.num_pairs} "
             "episodes: they differ in time alone."
         )
-    seen = f"{100 * one.difference:+.1f} points (95%: {points_text(found.interval)})"
+    seen = f"{100 * one.difference:+.1f} points (95%: {points_text(one.interval)})"
     if one.p_value < LUCK:
         better = one.second if one.difference > 0 else one.first
         return (
@@ -130,16 +176,16 @@ def conclusion(found: Difference) -> str:
         f"{one.num_pairs} episodes show no difference of success: {one.second} minus {one.first} "
         f"is {seen}, McNemar p = {one.p_value:.3g}. "
     )
-    if found.is_not_worse:
+    if one.is_not_worse:
         return start + f"That {one.second} loses {margin} or more is ruled out."
-    wanted = pairs_to_decide(one.only_first, one.only_second, one.num_pairs, found.margin)
+    wanted = pairs_to_decide(one.only_first, one.only_second, one.num_pairs, one.margin)
     return start + (
         f"That {one.second} loses {margin} is not ruled out; if the shares stay as they are, about "
         f"{wanted - one.num_pairs} more episodes would decide."
     )
 
 
-def _measures(pairs: Sequence[Pair]) -> Iterator[MeasureDifference]:
+def _measures(pairs: Sequence[Pair]) -> Iterator[tuple[str, float, float, Interval]]:
     for name, sums in _SUMS.items():
         counted = np.array([[*sums(one), *sums(other)] for one, other in pairs])
         total = counted.sum(axis=0)
@@ -147,7 +193,7 @@ def _measures(pairs: Sequence[Pair]) -> Iterator[MeasureDifference]:
             interval = bootstrap_interval(
                 counted, lambda sums: sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1]
             )
-            yield MeasureDifference(name, total[0] / total[1], total[2] / total[3], interval)
+            yield name, total[0] / total[1], total[2] / total[3], interval
 
 
 def _committed(record: EpisodeRecord) -> tuple[float, float]:
@@ -201,3 +247,46 @@ def _apart(one: EpisodeRecord, other: EpisodeRecord) -> list[list[float]]:
     numbers = np.array([list(ArmPhase).index(phase) for phase in phases_of(one.actions)[:steps]])
     is_in = numbers[None] == np.arange(len(ArmPhase))[:, None]  # [phase, step]
     return [[float(mm[rows].sum()), float(deg[rows].sum()), float(rows.sum())] for rows in is_in]
+
+
+class ArmPhase(Enum):
+    """What the arm is about to do."""
+
+    APPROACH = "approach"
+    GRASP = "grasp"
+    TRANSPORT = "transport"
+    PLACE = "place"
+
+
+def phases_of(actions: NDArray[np.float64]) -> list[ArmPhase]:
+    """The phase of every step, from actions [step, 7] in robosuite's units.
+
+    The gripper is first told to close: grasp, for half a second. It is last told to open behind
+    that, or the episode ends: place, from half a second before. Between them lies transport. An
+    episode that never closes is approach throughout.
+    """
+    closes = actions[:, -1] > 0
+    first = int(np.argmax(closes)) if closes.any() else len(actions)
+    carried = first + GRASP_STEPS
+    opens = np.flatnonzero(closes[carried:-1] & ~closes[carried + 1 :]) + carried + 1
+    released = int(opens[-1]) if len(opens) else len(actions)
+    placed = max(carried, released - RELEASE_STEPS)
+    bounds = ((first, ArmPhase.APPROACH), (carried, ArmPhase.GRASP), (placed, ArmPhase.TRANSPORT))
+    return [
+        next((phase for end, phase in bounds if step < end), ArmPhase.PLACE)
+        for step in range(len(actions))
+    ]
+
+
+def millimetres_apart(
+    first: NDArray[np.float64], second: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """How far apart the commanded motions end, step by step."""
+    apart = np.linalg.norm(first[:, :3] - second[:, :3], axis=1)
+    return np.asarray(1000.0 * METRES_PER_UNIT * apart)
+
+
+def degrees_apart(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How far apart the commanded turns are, step by step."""
+    apart = np.linalg.norm(first[:, 3:6] - second[:, 3:6], axis=1)
+    return np.asarray(np.degrees(RADIANS_PER_UNIT * apart))

@@ -14,18 +14,13 @@ from urllib.parse import quote
 
 from deft_client.libero.errors import EvaluationError
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
-from deft_client.libero.report.races import Racer, find_races
-from deft_client.libero.report.speed import SpeedUp, baseline_first, baseline_of, speedup_of
+from deft_client.libero.report.difference import Comparison, compare
+from deft_client.libero.report.picture import Racer, find_races
+from deft_client.libero.report.speed import SpeedUp, baseline_first, baseline_of
 from deft_client.libero.report.summary import RunSummary, Successes, by_task, summarise
-from deft_client.libero.report.tables import Comparison, compare, interval_text, other_starts
+from deft_client.libero.report.tables import interval_text, other_starts
 from deft_client.libero.report.trace_metrics import Speculation
-from deft_client.libero.results.records import (
-    STAGES,
-    VIDEO_FPS,
-    EpisodeRecord,
-    Outcome,
-    TrialKey,
-)
+from deft_client.libero.results.records import STAGES, VIDEO_FPS, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.statistics import percentiles
 from deft_client.libero.results.store import RunResults
 
@@ -61,8 +56,12 @@ class View:
     style: str
     name: str  # without the suite where all runs are of the same one
     link_from: Path  # folder of the page, from which links to videos are relative
-    speedup: SpeedUp | None
     comparison: Comparison | None  # with its baseline; None for a baseline
+
+    @property
+    def speedup(self) -> SpeedUp | None:
+        """How many times faster it answered than its baseline, where that can be measured."""
+        return self.comparison.speedup if self.comparison else None
 
     def link(self, record: EpisodeRecord) -> str:
         """A relative link to an episode's video, or nothing if it is not there."""
@@ -85,10 +84,9 @@ def build_views(runs: Sequence[RunResults], link_from: Path) -> list[View]:
     views = []
     for number, run in enumerate(runs):
         baseline = baseline_of(run, runs)
-        compared = compare(baseline, run, names[id(baseline)], names[id(run)]) if baseline else None
-        summary, style = summarise(run), f"run{number % NUM_COLOURS}"
-        speedup = speedup_of(run, baseline)
-        views.append(View(run, summary, style, names[id(run)], link_from, speedup, compared))
+        name, style = names[id(run)], f"run{number % NUM_COLOURS}"
+        compared = compare(baseline, run, (names[id(baseline)], name)) if baseline else None
+        views.append(View(run, summarise(run), style, name, link_from, compared))
     return views
 
 

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.statistics import (
-    LEAST_EPISODES,
-    Interval,
-    bootstrap_interval,
-)
+from deft_client.libero.results.statistics import LEAST_EPISODES, Interval, bootstrap_interval
 from deft_client.libero.results.store import RunResults
 
 PLAIN = "autoregressive"

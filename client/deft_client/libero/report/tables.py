@@ -3,90 +3,11 @@
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from deft_client.commands.table import legend, markdown_table, without_empty
+from deft_client.libero.report.difference import Comparison
 from deft_client.libero.report.summary import RunSummary, Successes
-from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.statistics import Interval, mcnemar_exact
 from deft_client.libero.results.store import RunResults
-
-LUCK = 0.05  # p-values below it are called a difference
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Paired by (suite, task, trial), over episodes that were judged in both runs."""
-
-    first: str
-    second: str
-    num_pairs: int
-    both: int
-    only_first: int
-    only_second: int
-    neither: int
-    num_same_actions: int  # pairs whose actions agree to the last bit
-    p_value: float
-    have_same_assets: bool
-
-    @property
-    def difference(self) -> float:
-        """Success of the second minus success of the first, in shares; NaN without pairs."""
-        if not self.num_pairs:
-            return float("nan")
-        return (self.only_second - self.only_first) / self.num_pairs
-
-    @property
-    def has_identical_actions(self) -> bool:
-        """Whether no action differs in any bit."""
-        return 0 < self.num_pairs == self.num_same_actions
-
-    @property
-    def verdict(self) -> str:
-        """What the numbers allow to say."""
-        if not self.num_pairs:
-            return "no trial was judged in both"
-        if not self.have_same_assets:
-            return "different assets: not comparable"
-        if self.has_identical_actions:
-            return "identical actions"
-        if self.p_value >= LUCK:
-            return "no difference shown"
-        return f"{self.first if self.only_first > self.only_second else self.second} is better"
-
-
-def compare(first: RunResults, second: RunResults, first_name: str, second_name: str) -> Comparison:
-    """Pair two runs and test the difference with McNemar's exact test."""
-    others = {record.key: record for record in second.records if _is_judged(record)}
-    pairs = [
-        (record, others[record.key])
-        for record in first.records
-        if _is_judged(record) and record.key in others
-    ]
-    wins = [(_won(one), _won(other)) for one, other in pairs]
-    only_first, only_second = wins.count((True, False)), wins.count((False, True))
-    return Comparison(
-        first=first_name,
-        second=second_name,
-        num_pairs=len(pairs),
-        both=wins.count((True, True)),
-        only_first=only_first,
-        only_second=only_second,
-        neither=wins.count((False, False)),
-        num_same_actions=sum(np.array_equal(one.actions, other.actions) for one, other in pairs),
-        p_value=mcnemar_exact(only_first, only_second),
-        have_same_assets=first.header.assets == second.header.assets,
-    )
-
-
-def _is_judged(record: EpisodeRecord) -> bool:
-    return record.outcome.is_judged
-
-
-def _won(record: EpisodeRecord) -> bool:
-    return record.outcome is Outcome.SUCCEEDED
 
 
 def success_text(successes: Successes) -> str:
@@ -100,11 +21,6 @@ def interval_text(successes: Successes) -> str:
     """`73.9–94.5`, in percent."""
     interval = successes.interval
     return f"{100 * interval.low:.1f}–{100 * interval.high:.1f}" if successes.num_judged else "–"
-
-
-def points_text(interval: Interval) -> str:
-    """`-3.1 to +0.4`, in percentage points."""
-    return f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}"
 
 
 def terminal_table(summaries: Sequence[RunSummary]) -> str:
@@ -193,6 +109,10 @@ _PAIRED = {
     "McNemar p": "chance that coin tosses part the pairs that went differently as much",
     "same actions": "episodes whose actions are equal to the last bit",
 }
+_THINKING = (
+    "{.text_passes:.2f}", "{.text_ms:.2f}", "{.action_passes:.2f}", "{.action_ms:.2f}"
+)  # fmt: skip
+_LIVE = ("{.held_share:.0%}", "{.seams.commanded:.2f}", "{.seams.inside:.2f}")
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
 COMPARISON_COLUMNS = (
@@ -202,30 +122,22 @@ COMPARISON_COLUMNS = (
 
 
 def _run_cells(summary: RunSummary) -> tuple[str, ...]:
-    speculation, trip = summary.speculation, summary.round_trip
+    found, trip = summary.speculation, summary.round_trip
+    told: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (trip if trip.count else None, ("{.p50:.1f}", "{.p95:.1f}", "{.p99:.1f}")),
+        (summary if summary.control_rate else None, ("{.control_rate:.1f}",)),
+        (found, ("{.passes_per_action:.2f}",)),
+        (found.thinking if found else None, _THINKING),
+        (found, ("{.committed_length:.2f}", "{.relaxed_share:.1%}")),
+        (summary if summary.is_real_time else None, _LIVE),
+    )
     return (
         summary.header.name,
         success_text(summary.successes),
         interval_text(summary.successes),
         str(summary.successes.num_errored),
-        *(f"{value:.1f}" if trip.count else "–" for value in (trip.p50, trip.p95, trip.p99)),
-        f"{summary.control_rate:.1f}" if summary.control_rate else "–",
-        f"{speculation.passes_per_action:.2f}" if speculation else "–",
-        *_thinking_cells(summary),
-        f"{speculation.committed_length:.2f}" if speculation else "–",
-        f"{100 * speculation.relaxed_share:.1f}%" if speculation else "–",
-        f"{100 * summary.held_share:.0f}%" if summary.is_real_time else "–",
-        f"{summary.seams.commanded:.2f}" if summary.is_real_time else "–",
-        f"{summary.seams.inside:.2f}" if summary.is_real_time else "–",
+        *(form.format(one) if one else "–" for one, forms in told for form in forms),
     )
-
-
-def _thinking_cells(summary: RunSummary) -> tuple[str, ...]:
-    found = None if summary.speculation is None else summary.speculation.thinking
-    if found is None:
-        return ("–",) * 4
-    numbers = (found.text_passes, found.text_ms, found.action_passes, found.action_ms)
-    return tuple(f"{value:.2f}" for value in numbers)
 
 
 def _task_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:

@@ -20,7 +20,7 @@ class Interval:
     high: float
 
 
-def wilson_interval(successes: int, num_episodes: int, z: float = NORMAL_97_5) -> Interval:
+def wilson_interval(successes: int, num_episodes: int) -> Interval:
     """Wilson's score interval; without an episode nothing is known, so it is [0, 1].
 
     Unlike the textbook interval it stays inside [0, 1] and has a width at 0% and 100%.
@@ -29,7 +29,7 @@ def wilson_interval(successes: int, num_episodes: int, z: float = NORMAL_97_5) -
         raise ValueError(f"successes must be 0 to {num_episodes}, got {successes}")
     if num_episodes == 0:
         return Interval(0.0, 1.0)
-    share = successes / num_episodes
+    z, share = NORMAL_97_5, successes / num_episodes
     shrink = 1.0 + z * z / num_episodes
     centre = (share + z * z / (2 * num_episodes)) / shrink
     spread = share * (1.0 - share) / num_episodes + z * z / (4 * num_episodes**2)

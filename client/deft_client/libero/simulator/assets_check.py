@@ -5,12 +5,12 @@ Physics only, so it runs without OpenGL.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.libero.simulator.assets import find_assets
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.scene import Pose, Scene
@@ -32,43 +32,28 @@ _STEPS_PER_METRE = 10_000  # positions are stored to a tenth of a millimetre,
 _STEPS_PER_UNIT = 127  # and the entries of rotations to half a degree
 
 Poses = Mapping[str, Pose]
+Members = Mapping[str, NDArray[np.integer]]  # of the file, or what `pack_poses` returns
 
 
-@dataclass(frozen=True)
-class AssetsProblem:
-    """One thing that is wrong with one trial."""
-
-    task: Task
-    trial: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.task.suite} task {self.task.number} trial {self.trial}: {self.text}"
-
-
-def check_task(
-    task: Task, trials: Sequence[int], settings: EnvironmentSettings
-) -> list[AssetsProblem]:
+def check_task(task: Task, trials: Sequence[int], settings: EnvironmentSettings) -> list[str]:
     """What is wrong with a task's trials; empty when all is well. Loading errors are raised."""
-    environment = LiberoEnvironment(task, settings)
+    settled = settle_task(task, trials, settings)
     # Other assets have shapes of their own, so things rest elsewhere on them.
-    recorded = SettledPoses.load() if environment.assets.is_real else None
-    try:
-        problems = []
-        for trial in trials:
-            texts, poses = settle(environment, trial)
-            texts += recorded.find_strays(task, trial, poses) if recorded else []
-            problems += [AssetsProblem(task, trial, text) for text in texts]
-        return problems
-    finally:
-        environment.close()
+    recorded = load_settled() if find_assets(settings.assets_folder).is_real else {}
+    return [
+        f"{task.suite} task {task.number} trial {trial}: {text}"
+        for trial, (texts, poses) in zip(trials, settled, strict=True)
+        for text in (*texts, *find_strays(recorded, task, trial, poses))
+    ]
 
 
-def settle_task(task: Task, trials: Sequence[int], settings: EnvironmentSettings) -> list[Poses]:
-    """Where everything rests in each of a task's trials."""
+def settle_task(
+    task: Task, trials: Sequence[int], settings: EnvironmentSettings
+) -> list[tuple[list[str], Poses]]:
+    """What is wrong in each of a task's trials, and where everything rests."""
     environment = LiberoEnvironment(task, settings)
     try:
-        return [settle(environment, trial)[1] for trial in trials]
+        return [settle(environment, trial) for trial in trials]
     finally:
         environment.close()
 
@@ -135,36 +120,30 @@ def pack_poses(task: Task, trials: Sequence[Poses]) -> dict[str, NDArray[np.inte
     }
 
 
-@dataclass(frozen=True, eq=False)
-class SettledPoses:
-    """What the file holds, or `pack_poses` of several tasks together."""
+def load_settled() -> Members:
+    """What comes with Deft: all trials of the four suites of ten tasks."""
+    path = files("deft_client.libero.simulator").joinpath(FILE)
+    with path.open("rb") as file, np.load(file) as stored:
+        return dict(stored)
 
-    members: Mapping[str, NDArray[np.integer]]
 
-    @classmethod
-    def load(cls) -> "SettledPoses":
-        """Those that come with Deft: all trials of the four suites of ten tasks."""
-        path = files("deft_client.libero.simulator").joinpath(FILE)
-        with path.open("rb") as file, np.load(file) as stored:
-            return cls(dict(stored))
-
-    def find_strays(self, task: Task, trial: int, poses: Poses) -> list[str]:
-        """What does not rest where it did with the published MuJoCo, in words."""
-        place = f"{task.suite}/{task.number}"
-        if f"{place}/positions" not in self.members:  # LIBERO-PRO's were not recorded
-            return []
-        positions = self.members[f"{place}/positions"][trial] / _STEPS_PER_METRE
-        rotations = self.members[f"{place}/rotations"][trial] / _STEPS_PER_UNIT
-        texts = []
-        for name, position, rotation in zip(sorted(poses), positions, rotations, strict=True):
-            shift = float(np.linalg.norm(poses[name].position - position))
-            turn = turn_between(Pose(position, rotation), poses[name])
-            if shift > MAX_STRAY_METRES or turn > MAX_STRAY_RADIANS:
-                texts.append(
-                    f"{name} rests {shift * 1000:.1f} mm from where it did with the published "
-                    f"MuJoCo, turned by {np.rad2deg(turn):.0f} degrees"
-                )
-        return texts
+def find_strays(recorded: Members, task: Task, trial: int, poses: Poses) -> list[str]:
+    """What does not rest where it did with the published MuJoCo, in words."""
+    place = f"{task.suite}/{task.number}"
+    if f"{place}/positions" not in recorded:  # LIBERO-PRO's were not recorded
+        return []
+    positions = recorded[f"{place}/positions"][trial] / _STEPS_PER_METRE
+    rotations = recorded[f"{place}/rotations"][trial] / _STEPS_PER_UNIT
+    texts = []
+    for name, position, rotation in zip(sorted(poses), positions, rotations, strict=True):
+        shift = float(np.linalg.norm(poses[name].position - position))
+        turn = turn_between(Pose(position, rotation), poses[name])
+        if shift > MAX_STRAY_METRES or turn > MAX_STRAY_RADIANS:
+            texts.append(
+                f"{name} rests {shift * 1000:.1f} mm from where it did with the published "
+                f"MuJoCo, turned by {np.rad2deg(turn):.0f} degrees"
+            )
+    return texts
 
 
 def turn_between(one: Pose, other: Pose) -> float:

@@ -60,8 +60,8 @@ def to_robosuite(action: NDArray[np.float64]) -> NDArray[np.float64]:
     return converted
 
 
-def from_robosuite(action: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The simulator's action in the training data's dialect; inverse of `to_robosuite`."""
-    converted = np.array(action, dtype=np.float64)
-    converted[-1] = (1.0 - np.sign(converted[-1])) / 2.0
+def from_robosuite(actions: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Actions [..., 7] of the simulator in the training data's dialect; undoes `to_robosuite`."""
+    converted = np.array(actions, dtype=np.float64)
+    converted[..., -1] = 1.0 - np.clip(converted[..., -1], 0.0, 1.0)
     return converted

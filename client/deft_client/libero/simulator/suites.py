@@ -36,7 +36,7 @@ class Task:
     @property
     def initial_states_file(self) -> str:
         """Name of the file with one initial state per trial."""
-        return f"{self.name}.pruned_init{'.npz' if _is_perturbed(self.suite) else ''}"
+        return f"{self.name}.pruned_init{'.npz' if self.suite in PRO_SUITES else ''}"
 
     @property
     def instruction(self) -> str:
@@ -44,7 +44,7 @@ class Task:
 
         Where LIBERO-PRO asks in other words, or for something else, only the file says so.
         """
-        if _is_perturbed(self.suite) and self.suite.endswith(("_lan", "_task")):
+        if self.suite in PRO_SUITES and self.suite.endswith(("_lan", "_task")):
             return _language_of(self.suite, self.bddl_file)
         _, separator, rest = self.name.partition("SCENE")
         words = rest.split("_")[1:] if separator else self.name.split("_")
@@ -82,10 +82,6 @@ PRO_SUITES = tuple(
 SUITE_NAMES = tuple(_STEP_LIMITS)  # of LIBERO itself
 
 
-def _is_perturbed(suite: str) -> bool:
-    return suite in PRO_SUITES
-
-
 @cache
 def _language_of(suite: str, bddl_file: str) -> str:
     path = libero_folder(suite) / "bddl_files" / suite / bddl_file
@@ -102,7 +98,7 @@ def find_suite(name: str) -> Suite:
     if name not in known:
         hint = did_you_mean(name, known)
         raise SelectionError(f"unknown suite {name!r}; known suites: {', '.join(known)}{hint}")
-    base = name.rpartition("_")[0] if _is_perturbed(name) else name
+    base = name.rpartition("_")[0] if name in PRO_SUITES else name
     text = files("deft_client.libero.simulator").joinpath("tasks", f"{base}.txt").read_text("utf-8")
     names = text.split()
     tasks = tuple(Task(name, number, task) for number, task in enumerate(names))

@@ -13,9 +13,9 @@ import pytest
 
 from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.evaluation.player import EpisodeEnded, Heartbeat
-from deft_client.libero.evaluation.pool import Died
 from deft_client.libero.evaluation.ray_workers import ActorHandle, RemotePlayer, Sent
 from deft_client.libero.evaluation.runs import plan_runs
+from deft_client.libero.evaluation.workers import Died
 from tests.client.libero.episodes import record
 from tests.client.libero.kills import Scene, find_faults, finish, torment
 
@@ -71,7 +71,7 @@ def _line(folder: Path, coming: Sent | Exception) -> ActorHandle:
 
 def _ended_with_video() -> Sent:
     played = replace(record(), video="videos/task00-trial00-succeeded.mp4")
-    return Sent(EpisodeEnded(played), b"a video")
+    return EpisodeEnded(played), b"a video"
 
 
 def test_a_video_travels_back_and_takes_the_place_of_an_earlier_try(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_episode_whose_video_finds_no_place_is_kept_without(
 
 
 def test_a_worker_has_a_place_once_it_speaks_and_its_end_says_why(tmp_path: Path) -> None:
-    line = _line(tmp_path, Sent())
+    line = _line(tmp_path, (None, b""))
     assert not line.is_placed
     assert line.receive() is None
     assert line.is_placed
@@ -112,11 +112,11 @@ def test_an_actor_says_that_it_is_there_and_then_how_its_episode_went(
     world = ["point_world", "--environment", "point_world", "--out", str(tmp_path)]
     (run,) = plan_runs(read_options([*world, "--policy", policy, "--episodes", "1"]), None)
     player = RemotePlayer(run)
-    assert player.next_report() == Sent()
+    assert player.next_report() == (None, b"")
     player.play(run.keys[0])
-    reports = [player.next_report().report]
+    reports = [player.next_report()[0]]
     while isinstance(reports[-1], Heartbeat):
-        reports.append(player.next_report().report)
+        reports.append(player.next_report()[0])
     assert isinstance(reports[-1], told)
     assert not list(tmp_path.iterdir())
 

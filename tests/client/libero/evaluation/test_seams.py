@@ -52,4 +52,4 @@ def test_a_line_holds_up_to_a_tenth_of_the_pairs_and_one_and_a_half_steps() -> N
 def test_the_command_prints_every_kind_of_seam(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--pairs", "6"]) == 0
     shown = capsys.readouterr().out
-    assert all(shown.count(f"\n{seam.value} ") == 2 * len(DELAYS_MS) for seam in Seam)
+    assert all(shown.count(f"\n| {seam.value} ") == 2 * len(DELAYS_MS) for seam in Seam)

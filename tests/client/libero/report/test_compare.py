@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from deft_client.libero.commands import compare as command
-from deft_client.libero.report.difference import Difference, conclusion, difference
-from deft_client.libero.report.phases import ArmPhase, degrees_apart, millimetres_apart, phases_of
+from deft_client.libero.report.difference import (
+    ArmPhase,
+    Comparison,
+    compare,
+    conclusion,
+    degrees_apart,
+    millimetres_apart,
+    phases_of,
+)
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.statistics import (
     bootstrap_interval,
@@ -34,9 +41,9 @@ def run_of(tmp_path, outcomes: str, **changes) -> RunResults:
     return RunResults(tmp_path, header(), records)
 
 
-def compared(tmp_path, first: str, second: str, shift: float = 0.01) -> Difference:
+def compared(tmp_path, first: str, second: str, shift: float = 0.01) -> Comparison:
     runs = run_of(tmp_path, first), run_of(tmp_path, second, shift=shift)
-    return difference(*runs, NAMES, margin=0.05)
+    return compare(*runs, NAMES, margin=0.05)
 
 
 def test_phases_follow_the_gripper_commands():
@@ -117,8 +124,8 @@ def test_replayed_frames_are_compared_but_never_judged(tmp_path):
         replace(run, records=tuple(replace(one, outcome=Outcome.REPLAYED) for one in run.records))
         for run in runs
     ]
-    found = difference(*replayed, NAMES, margin=0.05)
-    assert found.comparison.num_pairs == 0
+    found = compare(*replayed, NAMES, margin=0.05)
+    assert found.num_pairs == 0
     assert "nothing can be said" in conclusion(found)
     whole = found.deviations[-1]
     assert whole.num_steps == 8

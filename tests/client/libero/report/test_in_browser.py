@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from deft_client.libero.commands.report import main
-from deft_client.libero.evaluation.episode import EpisodeLog
-from deft_client.libero.evaluation.video import Caption, write_video
+from deft_client.libero.evaluation.video import write_video
 from deft_client.libero.results.records import Outcome
 from deft_client.libero.results.store import ResultsStore
 from tests.browser import (
@@ -54,8 +53,7 @@ def _write_run(folder: Path, name: str) -> None:
         store.append(one)
         if one.video:
             pictures = [np.full((64, 64, 3), 50 * step, np.uint8) for step in range(5)]
-            log = EpisodeLog(images=pictures, answers=list(one.answers))
-            write_video(folder / one.video, log, Caption(one.instruction, outcome, 280))
+            write_video(folder / one.video, one, pictures, 280)
     store.close()
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from deft_client.libero.commands.report import main
 from deft_client.libero.report.chart import Axis, axis_of
+from deft_client.libero.report.difference import compare
 from deft_client.libero.report.page import short_names, stage_parts
-from deft_client.libero.report.races import find_races
+from deft_client.libero.report.picture import find_races
 from deft_client.libero.report.speed import baseline_first, baseline_of, speedup_of
 from deft_client.libero.report.summary import summarise
-from deft_client.libero.report.tables import compare, terminal_table
+from deft_client.libero.report.tables import terminal_table
 from deft_client.libero.report.trace_metrics import Thinking
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.store import ResultsStore, RunHeader, RunResults, load_run
@@ -140,7 +141,7 @@ def test_runs_are_compared_on_the_trials_both_of_them_finished(tmp_path: Path) -
         record(9, 9),
         head=_named("b"),
     )
-    compared = compare(first, second, "a", "b")
+    compared = compare(first, second, ("a", "b"))
     assert (compared.num_pairs, compared.both, compared.neither) == (4, 1, 0)
     assert (compared.only_first, compared.only_second) == (2, 1)
     assert compared.difference == -0.25
@@ -154,7 +155,7 @@ def test_a_difference_that_luck_would_hardly_make_is_called_one(tmp_path: Path) 
     second = _write(
         tmp_path / "b", *(record(0, trial, Outcome.FAILED, num_steps=5) for trial in range(8))
     )
-    compared = compare(first, second, "a", "b")
+    compared = compare(first, second, ("a", "b"))
     assert compared.p_value == 2 / 2**8
     assert compared.verdict == "a is better"
 
@@ -162,7 +163,7 @@ def test_a_difference_that_luck_would_hardly_make_is_called_one(tmp_path: Path) 
 def test_runs_on_different_assets_are_not_compared(tmp_path: Path) -> None:
     first = _write(tmp_path / "a", record())
     second = _write(tmp_path / "b", record(), head=replace(header(), assets="real 77"))
-    assert compare(first, second, "a", "b").verdict == "different assets: not comparable"
+    assert compare(first, second, ("a", "b")).verdict == "different assets: not comparable"
 
 
 class _Page(HTMLParser):

@@ -8,10 +8,8 @@ import pytest
 from PIL import Image, ImageSequence
 
 from deft_client.libero.commands.report import main
-from deft_client.libero.evaluation.episode import EpisodeLog
-from deft_client.libero.evaluation.video import Caption, write_video
-from deft_client.libero.report.picture import FRAME_MS, draw_race
-from deft_client.libero.report.races import Racer
+from deft_client.libero.evaluation.video import write_video
+from deft_client.libero.report.picture import FRAME_MS, Racer, draw_race
 from deft_client.libero.results.store import ResultsStore, load_run
 from deft_client.types import StageTimings
 from tests.client.libero.episodes import header, record
@@ -30,8 +28,7 @@ def film(folder: Path, name: str, *milliseconds: float) -> Path:
         answers = tuple(replace(answer, timings=timings) for answer in one.answers)
         one = replace(one, answers=answers, video=f"{trial}.mp4")
         store.append(one)
-        caption = Caption(one.instruction, one.outcome, 280)
-        write_video(folder / name / one.video, EpisodeLog(images=images), caption)
+        write_video(folder / name / one.video, replace(one, answers=()), images, 280)
     store.close()
     return folder / name
 

@@ -7,8 +7,9 @@ from PIL import Image
 
 from deft_client.libero.commands.assets import CHECKED_SUITES, main
 from deft_client.libero.simulator.assets_check import (
-    SettledPoses,
     check_task,
+    find_strays,
+    load_settled,
     pack_poses,
     settle_task,
 )
@@ -34,7 +35,7 @@ ON_STAND_INS = ("--assets", str(stand_ins()))
 )
 def test_a_task_stands_still(suite, number, trial):
     problems = check_task(find_task(suite, number), [trial], PHYSICS)
-    assert not problems, "\n".join(map(str, problems))
+    assert not problems, "\n".join(problems)
 
 
 def test_show_renders_a_scene(tmp_path, capsys):
@@ -84,14 +85,14 @@ def test_record_writes_where_everything_rests(tmp_path):
     selection = ("--suite", "libero_object", "--tasks", "3", "--trials", "0-1", *ON_STAND_INS)
     assert main(["record", str(out), *selection]) == 0
     with np.load(out) as stored:
-        recorded = SettledPoses(dict(stored))
-    (second,) = settle_task(task, [1], PHYSICS)
-    assert recorded.find_strays(task, 1, second) == []
-    assert recorded.find_strays(task, 0, second) != []
+        recorded = dict(stored)
+    ((_, second),) = settle_task(task, [1], PHYSICS)
+    assert find_strays(recorded, task, 1, second) == []
+    assert find_strays(recorded, task, 0, second) != []
 
 
 def test_every_trial_of_the_four_suites_is_recorded():
-    members = SettledPoses.load().members
+    members = load_settled()
     tasks = [task for suite in CHECKED_SUITES for task in find_suite(suite).tasks]
     assert len(members) == 2 * len(tasks)
     for task in tasks:
@@ -104,9 +105,9 @@ def test_what_rests_elsewhere_than_recorded_is_named():
     here = {"can": Pose(np.array([0.1, -0.2, 0.9]), np.eye(3)), "box": Pose(np.zeros(3), np.eye(3))}
     tilted = turned(np.eye(3), np.array([0.3, 0.0, 0.0]))
     moved = here | {"can": Pose(np.array([0.1, -0.18, 0.9]), tilted)}
-    recorded = SettledPoses(pack_poses(task, [here, moved]))
-    assert recorded.find_strays(task, 0, here) == []
-    assert recorded.find_strays(task, 1, moved) == []
-    (text,) = recorded.find_strays(task, 0, moved)
+    recorded = pack_poses(task, [here, moved])
+    assert find_strays(recorded, task, 0, here) == []
+    assert find_strays(recorded, task, 1, moved) == []
+    (text,) = find_strays(recorded, task, 0, moved)
     assert text.startswith("can rests 20.0 mm")
     assert text.endswith("17 degrees")

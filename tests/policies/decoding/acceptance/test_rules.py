@@ -298,6 +298,13 @@ def test_a_radius_replaces_the_bins_and_nothing_else() -> None:
     assert ExactMatch().with_radius(0) == ExactMatch()
 
 
+def test_lvspec_needs_distances_where_it_has_a_cap_of_either_kind() -> None:
+    published = VisualRelevance(10, 0.7, True)
+    assert not published.needs_space
+    assert replace(published, cap=2).needs_space
+    assert replace(published, shift_cap=9).needs_space
+
+
 @pytest.mark.parametrize("rule", [ExactMatch(), TopK(3), NearTop(5, 0.3)])
 def test_a_rule_without_a_radius_says_so(rule: AcceptanceRule) -> None:
     with pytest.raises(RequestError, match="radius") as raised:
