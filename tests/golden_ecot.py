@@ -27,8 +27,13 @@ def expected(folder: Path = ECOT) -> Mapping[str, Any]:
 
 def picture(name: str) -> NDArray[np.uint8]:
     """A picture by the name that a case gives it."""
+    return golden.load_rgb(picture_path(name))
+
+
+def picture_path(name: str) -> Path:
+    """Where that picture is."""
     own = ECOT / name
-    return golden.load_rgb(own if own.exists() else golden.GOLDEN / name)
+    return own if own.exists() else golden.GOLDEN / name
 
 
 def write(directory: Path, folder: Path = ECOT) -> Path:

@@ -1,7 +1,7 @@
 """What a robot sends and what it gets back. Knows nothing of bytes, models or servers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -138,6 +138,18 @@ class PassTrace:
         """Accepted length + 1, the tau of the papers."""
         return len(self.path) + 1
 
+    def accepted(self) -> "PassTrace":
+        """The same pass without the drafts that were not accepted."""
+        nodes = (0, *self.path)
+        return replace(
+            self,
+            tokens=tuple(self.tokens[node] for node in nodes),
+            parents=tuple(range(-1, len(self.path))),
+            sources=tuple(self.sources[node] for node in nodes),
+            predictions=tuple(self.predictions[node] for node in nodes),
+            path=tuple(range(1, len(nodes))),
+        )
+
     @property
     def distances(self) -> tuple[int, ...]:
         """How far each node's token is from the target's own in its place, in ids; 0 for the root.
@@ -242,6 +254,7 @@ class ServerInfo:
     num_pictures: int = 1  # the frame, and cameras whose names contain "wrist"
     state_dim: int | None = None  # numbers of the robot's state it reads; None: it reads none
     max_tokens: int | None = None  # of an answer with reasoning; None: it writes none
+    thinks_when_asked: bool = False  # it acts at once where no reasoning is asked for
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
 

@@ -25,17 +25,17 @@ def self_test(
     limits: ActionLimits | None,
     plain_method: str | None = None,
     complete: Same = lambda observation: observation,
-    max_tokens: int | None = None,
+    asked: ActOptions | None = None,
 ) -> None:
     """Raise `SelfTestError` unless every answer is finite, inside the limits, and repeats itself.
 
     Repeated are answers by `plain_method`, because others may take another way the second time.
-    `complete` adds what the policy asks of an observation beside the frame. With `max_tokens` an
-    answer is the start of a text, which need not hold an action.
+    `complete` adds what the policy asks of an observation beside the frame. What is `asked` may
+    be the start of a text, which need not hold an action.
     """
     info = policy.info
     key = info.default_statistics_key or info.statistics_keys[0]
-    by_default = ActOptions(statistics_key=key, want_reasoning=True, max_tokens=max_tokens)
+    by_default = replace(asked or ActOptions(), statistics_key=key)
     plainly = replace(by_default, decoding=plain_method)
     for name, image in _known_frames(info.image_height, info.image_width).items():
         observation = complete(Observation(image, _INSTRUCTION))

@@ -35,6 +35,7 @@ from deft_policies.model.sizes import (
     ResizeStrategy,
     TowerConfig,
     TowerFamily,
+    TrainingNotes,
 )
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import tensor_places
@@ -79,7 +80,7 @@ def write_checkpoint(
             _write_json(beside / CONFIG_FILE, describe_config(config, dtype))
             _write_json(beside / PREPROCESSOR_FILE, _describe_processor(config.image))
             _write_json(beside / STATISTICS_FILE, _describe_statistics(config.statistics))
-            if config.training.instructions:
+            if config.training != TrainingNotes():
                 _write_json(beside / TRAINING_FILE, asdict(config.training))
             write_tokenizer(tokenizer, beside)
     except (OSError, SafetensorError) as error:

@@ -24,6 +24,7 @@ from deft_policies.checkpoint.config import load_config as load_checkpoint_confi
 from deft_policies.checkpoint.tokenizer import load_tokenizer
 from deft_policies.errors import PolicyError
 from deft_policies.families.action_tokens import ActionCodec
+from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import OpenVLAConfig, TrainingNotes
 from deft_policies.model.statistics import ActionStatistics
 from scripts.tiny_libero.checkpoint_writer import write_checkpoint
@@ -79,6 +80,7 @@ def prepare(
     sizes: PolicyModelConfig,
     statistics_key: str,
     kept: KeptTokens | None = None,
+    thinking_share: float = 0.0,
 ) -> Prepared:
     """Build samples. Statistics and tokenizer are made of these episodes unless some are kept.
 
@@ -92,9 +94,11 @@ def prepare(
     statistics = kept.statistics if kept else measure_statistics(episodes)
     tokenizer = kept.tokenizer if kept else build_tokenizer((*instructions, *vocabulary()), TAGS)
     assets = ", ".join(sorted({one.header.assets for one in episodes}))
+    taught = {PromptTemplate.OPENVLA: 1 - thinking_share, PromptTemplate.ECOT: thinking_share}
+    prompts = tuple(prompt.value for prompt, share in taught.items() if share > 0)
     config = replace(
         build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics}),
-        training=TrainingNotes(instructions, assets),
+        training=TrainingNotes(instructions, assets, prompts),
     )
     samples = PolicySamples.join(_samples(one, config, statistics) for one in episodes)
     return Prepared(config, tokenizer, samples)
@@ -248,7 +252,8 @@ def main(arguments: list[str]) -> int:
     config = load_config(PolicyRunConfig, given.config, given.overrides)
     kept = _kept_tokens(given.tokens_of, config.statistics_key)
     episodes = load_demonstrations(given.demos, only_succeeded=given.warm_start is None)
-    prepared = prepare(episodes, config.fit.model, config.statistics_key, kept)
+    fit = config.fit
+    prepared = prepare(episodes, fit.model, config.statistics_key, kept, fit.thinking_share)
     sys.stderr.write(
         f"{len(episodes)} episodes, {len(prepared.samples)} frames, "
         f"{len(prepared.config.training.instructions)} instructions\n"

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--stream", action="store_true", help="use the WebSocket")
     parser.add_argument("--trace", action="store_true", help="ask how the action was decoded")
-    parser.add_argument("--reasoning", action="store_true", help="ask for what it writes before")
+    parser.add_argument("--reasoning", action="store_true", help="think aloud, where it can")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="of such an answer; the server bounds it"
     )

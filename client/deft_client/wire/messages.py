@@ -66,6 +66,7 @@ VERSION = 1
 MAX_RADIUS = 65_535  # bins; policies set their own, lower bounds
 MAX_TOKENS = 65_535  # of one answer; policies set their own, lower bounds
 MAX_DEADLINE_MS = 24 * 3600 * 1000
+_MOST_NODES = 16_384  # of all passes of a trace: four numbers each, beside the rest of a message
 _LAYOUTS: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 _RAW = ImageEncoding.RAW.value
 _ENCODED = (ImageEncoding.PNG.value, ImageEncoding.JPEG.value)
@@ -139,8 +140,14 @@ def answer_fields(chunk: ActionChunk, message_id: str | None = None) -> Json:
 
 
 def trace_fields(trace: DecodeTrace) -> Json:
-    """Return a trace as a map; clients of before there were parts are told of none."""
-    entries = {**vars(trace), "passes": [vars(one) for one in trace.passes]}
+    """Return a trace as a map; clients of before there were parts are told of none.
+
+    Of a long text's wide passes only what was accepted is told: a message has its limits.
+    """
+    passes = trace.passes
+    if sum(len(one.tokens) for one in passes) > _MOST_NODES:
+        passes = [one.accepted() for one in passes]
+    entries = {**vars(trace), "passes": [vars(one) for one in passes]}
     if not trace.parts:
         del entries["parts"]
     return entries

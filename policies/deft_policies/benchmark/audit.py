@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deft_client.types import ActOptions
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.sampling import first_maximum, top_gap
+from deft_policies.families.family import TokenModel
 from deft_policies.families.policy import VlaPolicy
 
 # bfloat16 keeps 8 bits of every number. Two logits are told apart when they differ by more than
@@ -34,6 +36,7 @@ class Flip:
     audited: int
     reference_margin: float
     audited_margin: float
+    words: str = ""  # what both say, in a text
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,23 @@ class AuditReport:
         return tuple(flip for flip in self.flips if flip.reference_margin > self.threshold)
 
 
-def audit(reference: VlaPolicy, audited: VlaPolicy, frames: Sequence[ReplayFrame]) -> AuditReport:
+def audit(
+    reference: VlaPolicy,
+    audited: VlaPolicy,
+    frames: Sequence[ReplayFrame],
+    asked: ActOptions | None = None,
+) -> AuditReport:
     """Compare two policies of the same weights, token by token. Both see the whole vocabulary."""
     flips: list[Flip] = []
     largest_logit = largest_error = 0.0
     num_tokens = num_outside = 0
-    actions = reference.token_model.target.action_tokens
+    options = asked or ActOptions()
+    model = _token_model(reference, options)
+    actions = model.target.action_tokens
     for number, frame in enumerate(frames):
-        own = _logits(reference, frame, None)
+        own = _logits(reference, frame, options, None)
         tokens = [int(first_maximum(one)) for one in own]
-        other = _logits(audited, frame, tokens)
+        other = _logits(audited, frame, options, tokens)
         num_tokens += len(tokens)
         num_outside += sum(not actions.first <= token <= actions.last for token in tokens)
         for position, (best, first, second) in enumerate(zip(tokens, own, other, strict=True)):
@@ -71,7 +81,9 @@ def audit(reference: VlaPolicy, audited: VlaPolicy, frames: Sequence[ReplayFrame
             found = int(first_maximum(second))
             if found != best:
                 gaps = [float(top_gap(one, first_maximum(one))) for one in (first, second)]
-                flips.append(Flip(number, position, best, found, gaps[0], gaps[1]))
+                said = [model.read_text([one]) for one in (best, found)]
+                words = " -> ".join(repr(one[0]) for one in said if one is not None)
+                flips.append(Flip(number, position, best, found, gaps[0], gaps[1], words))
     return AuditReport(
         num_actions=len(frames),
         num_tokens=num_tokens,
@@ -101,17 +113,26 @@ def describe(report: AuditReport) -> str:
         verdict = "FAULT" if flip in report.faults else "near tie"
         lines.append(
             f"  frame {flip.frame} token {flip.position}: {flip.reference} -> {flip.audited}, "
-            f"margin {flip.reference_margin:.4f} (audited {flip.audited_margin:.4f}): {verdict}"
+            + (f"{flip.words}, " if flip.words else "")
+            + f"margin {flip.reference_margin:.4f} (audited {flip.audited_margin:.4f}): {verdict}"
         )
     return "\n".join(lines)
 
 
-def _logits(policy: VlaPolicy, frame: ReplayFrame, given: list[int] | None) -> list[Tensor]:
+def _token_model(policy: VlaPolicy, options: ActOptions) -> TokenModel:
+    model = policy.model_for(options)
+    assert isinstance(model, TokenModel)
+    return model
+
+
+def _logits(
+    policy: VlaPolicy, frame: ReplayFrame, options: ActOptions, given: list[int] | None
+) -> list[Tensor]:
     """Plain decoding's logits [vocabulary], position by position, along given tokens or its own."""
-    model = policy.token_model
+    model = _token_model(policy, options)
     if len(model.target.vocabulary) != model.target.num_tokens:
         raise ValueError("an audit compares the whole vocabulary")
     with torch.inference_mode():
         prompts = model.see([frame.observation], StageClock(model.device))
-        length = model.formats[policy.find_key(frame.statistics_key)].max_tokens
-        return model.target.logits_along(prompts, length, given)
+        answer = model.formats[policy.find_key(frame.statistics_key)]
+        return model.target.logits_along(prompts, answer.max_tokens, given, answer.stop)

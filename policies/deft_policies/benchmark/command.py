@@ -11,6 +11,7 @@ from pathlib import Path
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.types import ActOptions
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
 from deft_policies.benchmark.chunk_cost import ChunkCostModel
@@ -83,6 +84,11 @@ def build_parser() -> ArgumentParser:
         action="store_true",
         help="list every token that differs between bfloat16 (or --quantization) and float32",
     )
+    parser.add_argument(
+        "--reasoning",
+        action="store_true",
+        help="have a policy that acts at once think aloud, where it can",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     return parser
 
@@ -118,14 +124,19 @@ def bench(
             parser.error("give --recording or --input, not both")
         others = further(given)
         policy = command.load()
+        if given.reasoning and policy.info.max_tokens is None:
+            raise PolicyError(f"--reasoning: {policy.info.policy} writes nothing but actions")
+        thinks = given.reasoning or not policy.info.thinks_when_asked
         frames = with_statistics_key(read_frames(given, policy), policy)
         if isinstance(policy, VlaPolicy) and isinstance(policy.model, TokenModel):
             contenders = _contenders(policy, methods, radii, given.batch)
+            contenders = [replace(one, want_reasoning=thinks) for one in contenders]
             beside = others(policy, frames)
             contenders += beside.contenders
             report = measure(policy, contenders, frames, given.warm_ups, beside.baseline)
             if given.audit:
-                report = replace(report, audit=run_audit(command.model_options(), frames))
+                found = run_audit(command.model_options(), frames, contenders[0].options(frames[0]))
+                report = replace(report, audit=found)
             following = next_command(policy, report.speeds, given)
         else:
             asked = {"--decoding": methods, "--radius": radii, "--audit": given.audit}
@@ -204,11 +215,13 @@ def measure(
     )
 
 
-def run_audit(options: ModelOptions, frames: Sequence[ReplayFrame]) -> AuditReport:
+def run_audit(
+    options: ModelOptions, frames: Sequence[ReplayFrame], asked: ActOptions
+) -> AuditReport:
     """Load the same weights in float32 and in the format asked for, and compare tokens."""
     options = replace(options, action_rows_only=False, has_graphs=False)
     audited = load_policy(replace(options, precision=Precision.BFLOAT16))
-    return audit(load_float32_twin(options), audited, frames)
+    return audit(load_float32_twin(options), audited, frames, asked)
 
 
 def _contenders(

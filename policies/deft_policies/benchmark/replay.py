@@ -112,11 +112,15 @@ class Contender:
     decoding: str | None = None
     radius: int | None = None
     batch_size: int = 1
+    want_reasoning: bool = True  # where the policy can
 
     def options(self, frame: ReplayFrame) -> ActOptions:
         """How this contender asks for a frame."""
         return ActOptions(
-            statistics_key=frame.statistics_key, decoding=self.decoding, radius=self.radius
+            statistics_key=frame.statistics_key,
+            decoding=self.decoding,
+            radius=self.radius,
+            want_reasoning=self.want_reasoning,
         )
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.benchmark.replay import Replay, ReplayFrame
+from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
+from deft_policies.families.family import TokenModel
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaSizes
@@ -206,7 +207,7 @@ class CostModel:
         """The limits of what a run did, pass by pass."""
         prefill, decode = [], []
         for frame, answer in zip(frames, run.answers, strict=True):
-            passes = self._passes(frame, answer.chunk.trace, run.contender.batch_size)
+            passes = self._passes(frame, answer.chunk.trace, run.contender)
             prefill.append(stage_limit(passes[:1], self.rates))
             decode.append(stage_limit(passes[1:], self.rates))
         config = self.policy.model.network.config
@@ -219,11 +220,16 @@ class CostModel:
             }
         )
 
-    def _passes(self, frame: ReplayFrame, trace: DecodeTrace | None, num_rows: int) -> list[Cost]:
-        model = self.policy.token_model
+    def _passes(
+        self, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
+    ) -> list[Cost]:
+        model, num_rows = self.policy.model_for(contender.options(frame)), contender.batch_size
+        assert isinstance(model, TokenModel)
         config = model.network.config
         prompt = len(model.encode(frame.observation.instruction)) + config.num_patches
         length = model.formats[self.policy.find_key(frame.statistics_key)].max_tokens
+        if trace is not None:
+            length = len(trace.tokens)
         # A trace without passes is another engine's: plain decoding, one token per pass.
         nodes, kept = [1] * length, [1] * length
         if trace is not None and trace.passes:

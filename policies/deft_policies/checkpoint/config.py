@@ -66,16 +66,23 @@ def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
         vocabulary=_read_vocabulary(fields, llm),
         prompt_template=_find_template(fields, directory, name),
         statistics=load_statistics(fields),
-        training=_load_training(directory / TRAINING_FILE),
+        training=load_training(directory),
     )
 
 
-def _load_training(path: Path) -> TrainingNotes:
+def load_training(directory: Path) -> TrainingNotes:
     """What `python -m scripts.tiny_libero train` noted; published checkpoints have no such file."""
+    path = directory / TRAINING_FILE
     if not path.exists():
         return TrainingNotes()
     fields = JsonFields.load(path, "remove or repair it")
-    return TrainingNotes(fields.values("instructions", str), fields.value("assets", str, ""))
+    prompts = fields.values("prompts", str, ())
+    known = [one.value for one in PromptTemplate]
+    if unknown := [one for one in prompts if one not in known]:
+        raise fields.error("prompts", f"names {unknown[0]!r}; known: {', '.join(known)}")
+    return TrainingNotes(
+        fields.values("instructions", str), fields.value("assets", str, ""), prompts
+    )
 
 
 def _read_vocabulary(fields: JsonFields, llm: LlamaSizes) -> ActionVocabulary:

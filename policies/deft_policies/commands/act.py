@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -18,13 +18,13 @@ from deft_client.types import ActOptions, Image, Observation, StageTimings
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
-from deft_policies.errors import PolicyError
+from deft_policies.errors import PolicyError, RequestError
 from deft_policies.memory import SessionMemory
 
 PROG = "deft act"
 _FIELDS = {
     *("image", "wrist_images", "state", "instruction", "statistics_key", "session_id"),
-    "max_tokens",
+    *("max_tokens", "reasoning"),
 }
 _STAGES = ("prepare", "vision", "prefill", "draft", "verify", "judge", "commit", "finish", "total")
 
@@ -44,6 +44,7 @@ class Case:
     statistics_key: str | None = None
     session_id: str | None = None
     max_tokens: int | None = None  # of an answer with reasoning
+    reasoning: bool | None = None  # think aloud; None: where the policy does so without being asked
 
 
 def main(arguments: list[str]) -> int:
@@ -57,6 +58,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("instruction", nargs="?", help="what to do")
     parser.add_argument("--input", type=Path, metavar="JSONL", help="lines with image, instruction")
     parser.add_argument("--output", type=Path, metavar="JSONL", help="default: standard output")
+    parser.add_argument(
+        "--reasoning", action="store_true", help="think aloud, unless a line of --input says not to"
+    )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="pictures per pass")
 
     def run() -> int:
@@ -68,6 +72,8 @@ def main(arguments: list[str]) -> int:
             cases = [Case(given.image, given.instruction)]
         else:
             cases = read_cases(given.input)
+        if given.reasoning:
+            cases = [replace(one, reasoning=one.reasoning is not False) for one in cases]
         return _answer(command, cases)
 
     return run_command(PROG, run)
@@ -100,18 +106,32 @@ def observe(case: Case) -> Observation:
 
 
 def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iterator[str]:
-    """Yield one JSON line per case, in order."""
+    """Yield one JSON line per case, in order. What a case asks in vain is its own line's error."""
     memories: dict[str | None, SessionMemory] = {}
     start = 0
     while start < len(cases):
         batch = _next_batch(cases, start, batch_size)
-        requests = [_request(case, memories) for case in batch]
-        for request in requests:
-            policy.check(request.observation, request.options)
-        for case, answer in zip(batch, policy.act(requests), strict=True):
+        requests = [_request(case, memories, policy) for case in batch]
+        refused = [_refusal(policy, request) for request in requests]
+        able = [one for one, reason in zip(requests, refused, strict=True) if reason is None]
+        answers = iter(policy.act(able) if able else ())
+        for case, reason in zip(batch, refused, strict=True):
+            if reason is not None:
+                yield json.dumps({"tokens": [], "actions": [], "passes": 0, "error": str(reason)})
+                continue
+            answer = next(answers)
             memories[case.session_id] = answer.memory
             yield json.dumps(_describe(answer))
         start += len(batch)
+
+
+def _refusal(policy: Policy, request: ActRequest) -> RequestError | None:
+    """What the policy says against a request; None: it can be answered."""
+    try:
+        policy.check(request.observation, request.options)
+    except RequestError as error:
+        return error
+    return None
 
 
 def _answer(command: PolicyCommand, cases: list[Case]) -> int:
@@ -119,6 +139,11 @@ def _answer(command: PolicyCommand, cases: list[Case]) -> int:
     if len(cases) > 1:
         policy.warm_up()  # so that the first line's times are like the others
     given = command.namespace
+    if given.reasoning and policy.info.max_tokens is None:
+        raise PolicyError(f"--reasoning: {policy.info.policy} writes nothing but actions")
+    if given.input is None:
+        request = _request(cases[0], {}, policy)
+        policy.check(request.observation, request.options)
     with _open_output(given.output) as output:
         for line in answer_cases(policy, cases, given.batch):
             output.write(line + "\n")
@@ -147,13 +172,16 @@ def _next_batch(cases: Sequence[Case], start: int, batch_size: int) -> Sequence[
     return cases[start : start + batch_size]
 
 
-def _request(case: Case, memories: Mapping[str | None, SessionMemory]) -> ActRequest:
+def _request(
+    case: Case, memories: Mapping[str | None, SessionMemory], policy: Policy
+) -> ActRequest:
     is_new = case.session_id is None or case.session_id not in memories
     memory = SessionMemory() if is_new else memories[case.session_id]
+    always = not policy.info.thinks_when_asked
     options = ActOptions(
         statistics_key=case.statistics_key,
         want_trace=True,
-        want_reasoning=True,
+        want_reasoning=always if case.reasoning is None else case.reasoning,
         max_tokens=case.max_tokens,
     )
     return ActRequest(observe(case), memory, options)
@@ -218,6 +246,7 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
         statistics_key=key,
         session_id=session,
         max_tokens=fields.value("max_tokens", int) if fields.has("max_tokens") else None,
+        reasoning=fields.value("reasoning", bool) if fields.has("reasoning") else None,
     )
 
 

@@ -320,7 +320,10 @@ class Engine:
         positions = 1 + max(row.form.max_tokens for row in rows)
         places = 1 + max(row.form.num_places for row in rows)
         batch = Batch(self.target.device, num_rows, positions, places, longest)
-        lane = Lane(self.target, self._make, self._widest, batch)
+        # What actions are drafted by makes no wider trees.
+        of_actions = all(row.form.is_action for row in rows)
+        widest = min(self._widest, WIDEST) if of_actions else self._widest
+        lane = Lane(self.target, self._make, widest, batch)
         self._lanes.append(lane)
         return lane
 

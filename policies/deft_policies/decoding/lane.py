@@ -130,6 +130,7 @@ class Lane:
         whole, reserve = self._whole, self.target.runner.reserve
         return (
             whole.rows.count(None) >= len(rows)
+            and all(one.form.is_action == rows[0].form.is_action for one in self.rows)
             and max(row.limit for row in rows) <= whole.positions
             and max(row.form.num_places for row in rows) <= whole.places
             and (not self.is_fixed or reserve is None or reserve.holds(*prompts.embeds.shape[:2]))

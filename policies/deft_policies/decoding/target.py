@@ -296,12 +296,18 @@ class Target:
         return _without_padding(tree, logits, hidden)
 
     def logits_along(
-        self, prompts: Prompts, num_tokens: int, given: Sequence[int] | None = None
+        self,
+        prompts: Prompts,
+        num_tokens: int,
+        given: Sequence[int] | None = None,
+        stop: int | None = None,
     ) -> list[Tensor]:
         """Plain decoding's logits [token] of one prompt, a pass each.
 
-        Along given tokens, so that formats can be compared in the same context, or along its own.
+        Along given tokens, so that formats can be compared in the same context, or along its own
+        up to a stop token.
         """
+        num_tokens = num_tokens if given is None else len(given)
         rows = self.sequences()
         rows.reserve(1, prompts.embeds.shape[1] + num_tokens + STRIP)
         root = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -310,6 +316,8 @@ class Target:
         for place in range(num_tokens - 1):
             own = first_maximum(found[-1]) + self.vocabulary.first
             token = own if given is None else own.new_tensor(given[place])
+            if given is None and stop is not None and int(token) == stop:
+                break
             rows.keep(root, 1, in_place=True)
             scores = self.score(rows, DraftTree.root_only(token.view(1)))
             found.append(scores.logits[0, 0].clone())

@@ -3,6 +3,8 @@
 The same networks as OpenVLA's, of one tower or two. The prompt ends in the first tag and no blank
 is added to it; the answer is text that ends with the stop token, and the action is the seven tokens
 before that. An answer that does not end, or has other tokens there, is no action.
+
+A checkpoint that was taught OpenVLA's prompt, too, acts at once where no reasoning is asked for.
 """
 
 import re
@@ -17,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from deft_client.reasoning import find_parts
+from deft_policies.checkpoint.config import load_training
 from deft_policies.checkpoint.open import CheckpointSource
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.family import AnswerFormat, Family, Opened, Values
@@ -34,6 +37,7 @@ MAX_TOKENS = 1024  # of an answer, as published
 WIDEST = 512  # nodes of a draft: the last answer, all of it
 _PROMPT = range(48, 96)  # ids that passes are captured for
 _TEMPLATES = {"vicuna": PromptTemplate.ECOT, "in-out": PromptTemplate.ECOT_IN_OUT}
+_AND_ACTS = "openvla+"  # before the name of a prompt
 _NAME = re.compile(r"\becot\b", re.IGNORECASE)
 
 
@@ -101,17 +105,52 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     if options.action_rows_only:
         raise CheckpointError("--action-rows-only: ecot writes words, too; leave it out")
     checkpoint = open_files(source, options)
-    encoder = checkpoint.encoder.with_template(_TEMPLATES[options.prompt or "vicuna"])
+    template, acts_at_once = _find_prompts(checkpoint.config.training.prompts, options)
+    encoder = checkpoint.encoder.with_template(template)
     stop = encoder.find_piece(EOS_PIECE)
+    statistics = checkpoint.config.statistics
     max_tokens = _find_room(checkpoint.config, options.max_tokens)
 
-    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> Ecot:
+    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> OpenVLA:
         network, _ = load_network(checkpoint, options, device, dtype)
-        target, images = around(network, options, runner, _PROMPT)
-        return Ecot(target, encoder, images, checkpoint.config.statistics, stop, max_tokens)
+        recorded = range(1, _PROMPT.stop) if acts_at_once else _PROMPT
+        target, images = around(network, options, runner, recorded)
+        aloud = Ecot(target, encoder, images, statistics, stop, max_tokens)
+        if not acts_at_once:
+            return aloud
+        model = OpenVLA(target, checkpoint.encoder, images, statistics)
+        model.aloud = aloud
+        at_once = checkpoint.encoder.template.value
+        aloud.details["prompt"] = f"{at_once}; {template.value} where reasoning is asked for"
+        return model
 
     summary = f"ecot: up to {max_tokens} tokens of text and action from one picture"
-    return Opened(summary, tuple(checkpoint.config.statistics), load)
+    if acts_at_once:
+        summary += ", and by OpenVLA's prompt one action at once"
+    return Opened(summary, tuple(statistics), load)
+
+
+def _find_prompts(noted: Sequence[str], options: ModelOptions) -> tuple[PromptTemplate, bool]:
+    """By what it is asked to think aloud, and whether it acts at once where it is not asked to.
+
+    Whoever names the family has it think aloud in every answer.
+    """
+    if options.prompt is not None:
+        name = options.prompt.removeprefix(_AND_ACTS)
+        return _TEMPLATES[name], name != options.prompt
+    taught = [one for one in _TEMPLATES.values() if one.value in noted]
+    acts_at_once = options.family is None and bool(taught) and len(noted) > len(taught)
+    return taught[0] if taught else PromptTemplate.ECOT, acts_at_once
+
+
+def _matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
+    """Whether it is called so, is to be asked so, or notes that it was taught to think aloud."""
+    if source is None:
+        return False
+    noted = load_training(source.directory).prompts
+    is_taught = any(one.value in noted for one in _TEMPLATES.values())
+    names = (Path(source.name).name, source.tuned.name)
+    return options.prompt is not None or is_taught or any(map(_NAME.search, names))
 
 
 def _find_room(config: OpenVLAConfig, wanted: int | None) -> int:
@@ -127,8 +166,4 @@ def _find_room(config: OpenVLAConfig, wanted: int | None) -> int:
     return wanted or min(MAX_TOKENS, room)
 
 
-ECOT = Family(
-    Ecot.family,
-    lambda source, options: source is not None and bool(_NAME.search(Path(source.name).name)),
-    _open,
-)
+ECOT = Family(Ecot.family, _matches, _open)

@@ -123,6 +123,7 @@ class TokenModel(Model):
 
     target: VlaTarget
     widest = WIDEST  # nodes of a draft tree
+    aloud: "TokenModel | None" = None  # the same weights, asked to think before they act
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
         """An answer as text, and how many tokens each of its parts has; None where it has none."""

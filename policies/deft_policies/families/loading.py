@@ -91,7 +91,10 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     drafts = DraftModels()
     if isinstance(model, OpenVLA):
         if options.draft_model is not None:
-            model.draft = _load_draft_model(options, model, device, dtype)
+            draft = _load_draft_model(options, model, device, dtype)
+            model.draft = draft
+            if isinstance(model.aloud, OpenVLA):
+                model.aloud.draft = draft
         drafts = _load_drafts(options, model)
     return VlaPolicy(model, _settings(options, method, model), drafts)
 

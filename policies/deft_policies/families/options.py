@@ -19,6 +19,7 @@ from deft_policies.decoding.plan import (
 from deft_policies.model.formats import Precision, Quantization
 
 FAMILY_NAMES = ("openvla", "oft", "ecot")
+PROMPTS = ("vicuna", "in-out", "openvla+vicuna", "openvla+in-out")
 DEFAULT_METHOD = "lossless"
 _METHODS = (  # as decoding/methods.py has them, which imports torch
     "autoregressive, lossless, deft, spec-vla, spec-vla-strict, spec-vla-long, "
@@ -78,7 +79,7 @@ class ModelOptions:
     is_guarded: bool = True
     action_rows_only: bool = False
     # Of models that write before they act:
-    prompt: str | None = None  # vicuna or in-out
+    prompt: str | None = None  # one of `PROMPTS`
     max_tokens: int | None = None  # of one answer
 
     def of_reasoning(self) -> list[str]:
@@ -176,9 +177,10 @@ def _add_weight_flags(group: _ArgumentGroup) -> None:
 def _add_reasoning_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--prompt",
-        choices=("vicuna", "in-out"),
-        help="what ECoT's models are asked by; default: vicuna, as in all published code that "
-        "serves them",
+        choices=PROMPTS,
+        help="what ECoT's models are asked by; with openvla+ they act at once, by OpenVLA's "
+        "prompt, wherever no reasoning is asked for; default: what the checkpoint notes, else "
+        "vicuna, as in all published code that serves them",
     )
     group.add_argument(
         "--max-tokens",

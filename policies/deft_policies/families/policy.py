@@ -65,6 +65,7 @@ class PolicySettings:
 class _Frame(Running):
     """An observation on its way, and what the policy keeps of it."""
 
+    model: Model
     key: str
     row: Row | None  # of the engine; None where the model answers in one pass
     clocks: list[StageClock]
@@ -82,6 +83,10 @@ class VlaPolicy:
         self.model = model
         self.settings = settings or PolicySettings()
         self.drafts = drafts or DraftModels()
+        # All ways of asking the one network, the first where no reasoning is asked for.
+        self._models = [model]
+        if isinstance(model, TokenModel) and model.aloud is not None:
+            self._models.append(model.aloud)
         self._keys = tuple(model.formats)
         self._default_key = self._find_default_key()
         # What callers make up may push out no method that has a name.
@@ -89,7 +94,8 @@ class VlaPolicy:
         self._find_made_up = lru_cache(maxsize=_METHODS_KEPT)(self._build_method)
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
-            self._engine = Engine(model.target, self.drafts, model.widest)
+            widest = max(one.widest for one in self._models if isinstance(one, TokenModel))
+            self._engine = Engine(model.target, self.drafts, widest)
             self._check_method(ActOptions())
 
     @property
@@ -104,6 +110,8 @@ class VlaPolicy:
         """What the server advertises."""
         model, settings = self.model, self.settings
         config, one = model.network.config, model.formats[self._any_key]
+        told = {name: text for way in self._models for name, text in way.details.items()}
+        longest = self._models[-1].formats[self._any_key]
         return ServerInfo(
             policy=settings.name or model.family,
             action_dim=len(one.limits.low),
@@ -120,9 +128,10 @@ class VlaPolicy:
             assets=config.training.assets,
             num_pictures=model.num_pictures,
             state_dim=model.state_dim,
-            max_tokens=None if one.stop is None else one.max_tokens,
+            max_tokens=None if longest.stop is None else longest.max_tokens,
+            thinks_when_asked=len(self._models) > 1,
             versions=dict(settings.versions),
-            details={**dict(settings.details), **model.details, **self._described()},
+            details={**dict(settings.details), **told, **self._described()},
         )
 
     @property
@@ -178,11 +187,16 @@ class VlaPolicy:
         """Refuse unknown keys and methods, bad radii, and what the model cannot look at."""
         self.find_key(options.statistics_key)
         self._check_method(options)
-        self.model.check(observation)
+        self.model_for(options).check(observation)
+
+    def model_for(self, options: ActOptions) -> Model:
+        """What answers a request: it is asked to think aloud where both ways were learnt."""
+        return self._models[-1] if options.want_reasoning else self.model
 
     def _check_method(self, options: ActOptions) -> None:
         if isinstance(self.model, TokenModel):
-            form = _form(self._format(options.statistics_key or self._any_key), options)
+            key = self.find_key(options.statistics_key or self._any_key)
+            form = _form(self.model_for(options).formats[key], options)
             self._engine.check(Row(self.method_for(options), form))
             return
         if options.decoding not in (None, self._default_method):
@@ -204,29 +218,36 @@ class VlaPolicy:
             if model.runner.reserve is not None:
                 _log.info("capturing passes of up to %d rows", model.runner.reserve.rows)
             model.capture()
-            if isinstance(model, TokenModel):
-                self.capture(self._methods() if methods is None else methods)
-                one = self._format(self._any_key)
-                short = None if one.stop is None else _TESTED_TOKENS
-                form = _form(one, ActOptions(max_tokens=short))
-                method = self.method_for(ActOptions())
-                self._engine.warm_up(self._blank_prompts(model, 1), method, form)
+            self.capture(self._methods() if methods is None else methods)
+            for one in self._models:
+                if isinstance(one, TokenModel):
+                    form = _form(one.formats[self._any_key], self._tested(one))
+                    prompts = self._blank_prompts(one, 1)
+                    self._engine.warm_up(prompts, self.method_for(ActOptions()), form)
         limits = self.action_limits(self._any_key)
-        self_test(
-            self,
-            None if limits.may_exceed else limits,
-            AUTOREGRESSIVE if isinstance(model, TokenModel) else None,
-            model.complete,
-            max_tokens=None if model.formats[self._any_key].stop is None else _TESTED_TOKENS,
-        )
+        for one in self._models:
+            self_test(
+                self,
+                None if limits.may_exceed else limits,
+                AUTOREGRESSIVE if isinstance(one, TokenModel) else None,
+                one.complete,
+                self._tested(one),
+            )
+
+    def _tested(self, model: Model) -> ActOptions:
+        """How a model is asked before anybody waits: of a text for its beginning."""
+        if model.formats[self._any_key].stop is None:
+            return ActOptions()
+        return ActOptions(want_reasoning=True, max_tokens=_TESTED_TOKENS)
 
     def capture(self, names: Sequence[str]) -> None:
         """Capture all that these methods and the default can need, for any batch in the reserve."""
         started, model, reserve = time.perf_counter(), self.model, self.model.runner.reserve
         if reserve is None or not isinstance(model, TokenModel):
             return
-        batches = [self._blank_prompts(model, rows) for rows in reserve.batches]
-        forms = {one.max_tokens: one.form for one in model.formats.values()}
+        several = [one for one in self._models if isinstance(one, TokenModel)]
+        batches = [[self._blank_prompts(one, rows) for rows in reserve.batches] for one in several]
+        forms = [{form.max_tokens: form.form for form in one.formats.values()} for one in several]
         every = dict.fromkeys((self.settings.method.name, *names))
         for index, name in enumerate(every):
             seconds = time.perf_counter() - started
@@ -234,8 +255,10 @@ class VlaPolicy:
                 f"about {seconds / index * (len(every) - index):.0f} s to go" if index else "first"
             )
             _log.info("capturing rounds of %s (%d of %d): %s", name, index + 1, len(every), left)
-            for form in forms.values():
-                self._engine.capture(self.method_for(ActOptions(decoding=name)), batches, form)
+            method = self.method_for(ActOptions(decoding=name))
+            for prompts, some in zip(batches, forms, strict=True):
+                for form in some.values():
+                    self._engine.capture(method, prompts, form)
         _log.info("everything captured in %.0f s", time.perf_counter() - started)
 
     def _blank_prompts(self, model: TokenModel, rows: int) -> Prompts:
@@ -276,27 +299,30 @@ class VlaPolicy:
                 return
 
     def _start(self, batch: Sequence[ActRequest], clock: StageClock) -> list[_Frame]:
-        model = self.model
-        keys = [self.find_key(request.options.statistics_key) for request in batch]
-        rows: list[Row | None] = [None] * len(batch)
-        if isinstance(model, TokenModel):
-            asked = [
-                Row(
-                    self.method_for(request.options),
-                    _form(model.formats[key], request.options),
-                    request.memory,
-                    request.options.want_trace,
-                )
-                for request, key in zip(batch, keys, strict=True)
-            ]
-            self._engine.start(model.see([one.observation for one in batch], clock), asked)
-            rows = [*asked]
-        frames = [
-            _Frame(request, key=key, row=row, clocks=[clock])
-            for request, key, row in zip(batch, keys, rows, strict=True)
-        ]
+        frames = [self._frame(request, clock) for request in batch]
+        rows = [frame.row for frame in frames if frame.row is not None]
+        try:
+            for model in self._models:
+                some = [frame for frame in frames if frame.model is model]
+                if some and isinstance(model, TokenModel):
+                    prompts = model.see([frame.request.observation for frame in some], clock)
+                    asked = [frame.row for frame in some if frame.row is not None]
+                    self._engine.start(prompts, asked)
+        except BaseException:
+            for row in rows:
+                self._engine.cancel(row)
+            raise
         self._frames += frames
         return frames
+
+    def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
+        """An observation, and what of the engine answers it."""
+        options, model, row = request.options, self.model_for(request.options), None
+        key = self.find_key(options.statistics_key)
+        if isinstance(model, TokenModel):
+            form = _form(model.formats[key], options)
+            row = Row(self.method_for(options), form, request.memory, options.want_trace)
+        return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
     def _step(self, clock: StageClock) -> list[_Frame]:
         for frame in self._frames:
@@ -349,7 +375,7 @@ class VlaPolicy:
             )
             return None
         memory = frame.request.memory if frame.row is None else frame.row.memory
-        model, options, error = self.model, frame.request.options, None
+        model, options, error = frame.model, frame.request.options, None
         one = model.formats[frame.key]
         try:
             chunk = ActionChunk(one.decode(values), trace=trace)
@@ -417,7 +443,8 @@ def _form(one: AnswerFormat, options: ActOptions) -> Form:
         return one.form
     if one.stop is None:
         raise RequestError(
-            "max_tokens", f"all answers have {one.max_tokens} tokens here; leave it out"
+            "max_tokens",
+            f"all answers without reasoning have {one.max_tokens} tokens here; leave it out",
         )
     if not 1 <= wanted <= one.max_tokens:
         raise RequestError(

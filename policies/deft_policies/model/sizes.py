@@ -120,6 +120,7 @@ class TrainingNotes:
 
     instructions: tuple[str, ...] = ()
     assets: str = ""  # of the simulator, as LIBERO's results name them
+    prompts: tuple[str, ...] = ()  # values of `PromptTemplate` that it was taught to answer
 
 
 @dataclass(frozen=True, eq=False)

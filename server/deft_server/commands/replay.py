@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TextIO
@@ -131,6 +131,8 @@ def replay(
         memory = SessionMemory()
         for step in episode:
             options = _options(step, with_recorded_options)
+            if not policy.info.thinks_when_asked:
+                options = replace(options, want_reasoning=True)
             request = ActRequest(step.observation, memory, options)
             policy.check(request.observation, options)
             started_s = time.perf_counter()
@@ -204,7 +206,7 @@ def _options(step: PastStep, with_recorded_options: bool) -> ActOptions:
         decoding=decoding,
         radius=was.radius,
         want_trace=True,
-        want_reasoning=True,
+        want_reasoning=bool(step.recorded and step.recorded.chunk.reasoning),
         max_tokens=was.max_tokens,
     )
 

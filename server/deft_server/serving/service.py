@@ -240,10 +240,14 @@ class Service:
                 raise RequestError(name, f"{name} is fixed by this server; leave it out")
 
     def _asked(self, options: ActOptions) -> ActOptions:
-        """Ask for trace and text when somebody watches, even if the caller wants neither."""
-        if self.events.has_listeners:
-            return altered(options, {"want_trace": True, "want_reasoning": True})
-        return options
+        """Ask for trace and text when somebody watches, even if the caller wants neither.
+
+        Not for the text where the policy would not write it otherwise.
+        """
+        if not self.events.has_listeners:
+            return options
+        wants_text = options.want_reasoning or not self.last_info.thinks_when_asked
+        return altered(options, {"want_trace": True, "want_reasoning": wants_text})
 
     def _queued(
         self, request: ActRequest, session: RobotSession, caller: Caller, started_s: float

@@ -1,6 +1,7 @@
 """Msgpack messages: what goes in comes out, and what cannot be used is named."""
 
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -13,8 +14,8 @@ from deft_client.errors import (
     UnusableValueError,
     WireError,
 )
-from deft_client.types import ActionChunk, Observation
-from deft_client.wire import msgpack_codec
+from deft_client.types import ActionChunk, DecodeTrace, Observation, PassTrace
+from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, Terms, WireLimits
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
@@ -228,6 +229,32 @@ def test_as_many_lists_and_entries_as_the_limits_say_are_read(bounds):
     assert msgpack_codec.unpack(msgpack.packb(items), WireLimits(**bounds)) == items
     with pytest.raises(MessageTooLargeError, match="lists and maps"):
         msgpack_codec.unpack(msgpack.packb([*items, []]), WireLimits(**bounds))
+
+
+@pytest.mark.parametrize("codec", [msgpack_codec, json_codec])
+def test_a_long_text_of_wide_passes_can_be_read_by_whoever_asked_for_it(codec: Any):
+    """Of 300 passes over 512 nodes every number would be more than a message may hold."""
+    wide = PassTrace(
+        is_prefill=False,
+        tokens=tuple(range(512)),
+        parents=tuple(range(-1, 511)),
+        sources=("", *["previous-answer"] * 511),
+        predictions=tuple(range(1, 513)),
+        path=(1, 2),
+        bonus=3,
+        pass_ms=4.5,
+    )
+    passes = (replace(wide, is_prefill=True), *[wide] * 299)
+    trace = DecodeTrace("lossless", (3,) * 900, (3,) * 900, (0.5,) * 900, passes)
+    sent = ActionChunk(np.zeros((1, 7)), trace=trace, reasoning="a plan")
+    read = codec.decode_answer(codec.encode_answer(sent)).trace
+    assert read.tokens == trace.tokens
+    assert read.accepted_lengths == trace.accepted_lengths
+    last = read.passes[-1]
+    assert (last.tokens, last.parents, last.path) == ((0, 1, 2), (-1, 0, 1), (1, 2))
+    assert (last.predictions, last.bonus, last.pass_ms) == ((1, 2, 3), 3, 4.5)
+    few = replace(sent, trace=replace(trace, passes=passes[:8]))
+    assert codec.decode_answer(codec.encode_answer(few)).trace.passes[-1] == wide
 
 
 def test_a_map_of_more_names_than_messages_have_is_refused_by_its_header():

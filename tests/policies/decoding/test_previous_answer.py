@@ -5,6 +5,8 @@ answers is known.
 """
 
 import random
+import sys
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -22,10 +24,11 @@ from deft_policies.decoding.previous_answer import Alignment
 from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Sequences, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
+from deft_policies.model.llama import LlamaDecoder, LlamaSizes
 from tests import golden_ecot
 from tests.policies.decoding.scripts import clock
 from tests.policies.decoding.test_any_length import STOP, decoder, prompt, side_by_side
-from tests.tiny_target import ACTIONS, VOCABULARY
+from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts
 
 LENGTH = 257
 METHOD = find_method("lossless:guard=off")
@@ -140,6 +143,59 @@ def test_later_frames_of_the_golden_sessions_take_an_eighth_of_their_tokens() ->
     ]
     assert len(counts) == 21
     assert sum(counts) / 21 <= 30
+
+
+class ComputingTarget(WantedTarget):
+    """Computes every pass as a model does, and then wants what it is told to."""
+
+    def prefill(
+        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+    ) -> tuple[Scores, PromptFeatures]:
+        Target.prefill(self, rows, first, prompts, tree)
+        return super().prefill(rows, first, prompts, tree)
+
+    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        said = super().score(rows, tree)
+        Target.score(self, rows, tree)
+        return said
+
+
+@pytest.mark.long(seconds=30)
+def test_what_scripted_edits_cost_beside_plain_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the guard, which takes the width that pays on this machine. Printed, not judged."""
+    old, others = text_of(0), iter(text_of(1, 4 * LENGTH))
+    replaced, inserted, deleted = list(old), list(old), list(old)
+    for place in reversed(range(12, 240, 24)):
+        other = next(one for one in others if one != old[place])
+        replaced[place] = other
+        inserted.insert(place, other)
+        del deleted[place]
+    once = [*old[:100], next(one for one in others if one != old[100]), *old[101:]]
+    cases = {"no change": old, "one replaced": once, "ten replaced": replaced}
+    cases |= {"ten inserted": inserted, "ten deleted": deleted}
+    sizes = LlamaSizes(VOCABULARY, 192, 512, 12, 6, 6, 32, max_positions=1024)
+    model = LlamaDecoder(sizes).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight.normal_(std=0.05)
+    target, memory = ComputingTarget(model, ACTIONS), SessionMemory(answers=(tuple(old),))
+    prompts = random_prompts(model, [80])
+    engine = Engine(target, widest=512)
+    with torch.inference_mode():
+        target.texts = [old]
+        target.measure_width(prompts, 512)
+        lines = [f"{LENGTH} tokens, drafts {target.text_width} wide after the first pass"]
+        for name, text in {"plain": old, **cases}.items():
+            target.texts, took_ms = [text], list[float]()
+            method = find_method("autoregressive" if name == "plain" else "lossless")
+            for _ in range(1 if name == "plain" else 3):
+                row = Row(method, Form(400, STOP), memory)
+                started = time.perf_counter()
+                engine.decode(prompts, [row], clock())
+                took_ms.append(1000 * (time.perf_counter() - started))
+                assert row.tokens == text
+            lines.append(f"{name:14} {min(took_ms):6.0f} ms in {row.num_passes} passes")
+    with capsys.disabled():
+        sys.stdout.write("\n".join(["", *lines, ""]))
 
 
 edits = st.lists(

@@ -1,6 +1,7 @@
 """The family `ecot` against ECoT's own code: tokens, texts and actions, however it decodes."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from deft_client.reasoning import part_costs
 from deft_client.types import ActOptions, Observation
@@ -221,6 +224,26 @@ def test_names_tell_the_family_where_nobody_does(folder: Path, tmp_path: Path) -
         (tmp_path / name).symlink_to(folder)
         summary = open_model(options_of(tmp_path / name, family=None)).summary
         assert summary.startswith(f"{told}: ")
+
+
+def test_a_lora_fine_tune_thinks_aloud_with_its_own_weights(folder: Path, tmp_path: Path) -> None:
+    """It is told by its own name, whatever the base is called."""
+    tuned = tmp_path / "ecot-libero-r32"
+    shutil.copytree(golden.GOLDEN / "lora" / "plain", tuned)
+    merged = load_file(tuned / "merged.safetensors")
+    (tuned / "merged.safetensors").unlink()
+    settings = json.loads((tuned / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(folder)
+    (tuned / "adapter_config.json").write_text(json.dumps(settings))
+    assert open_model(options_of(tuned, family=None)).summary.startswith("ecot: ")
+    policy = load_policy(options_of(tuned, family=None))
+    base, plain = (load_file(one / "model.safetensors") for one in (folder, golden.TINY_OPENVLA))
+    loaded = policy.model.network.named_tensors()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(loaded[name], base[name] + tensor - plain[name])
+    case = {**CASES[0], "max_new_tokens": 24}
+    texts = [policy.act([request(case, method)])[0].chunk.reasoning for method in METHODS]
+    assert texts[0] == texts[1]
 
 
 def test_the_other_published_prompt_can_be_asked_for(folder: Path) -> None:

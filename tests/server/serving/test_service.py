@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -356,6 +357,19 @@ async def test_listeners_hear_of_every_frame_and_cannot_break_the_serving():
     assert isinstance(failed.error, DeviceError)
     assert (answered.step, failed.step) == (0, 1)
     assert isinstance(ended, SessionEnded)
+    await service.close()
+
+
+@on_a_loop
+async def test_who_watches_makes_no_policy_think_that_was_not_asked_to():
+    policy = FakePolicy()
+    service = await started(policy)
+    service.events.listen(lambda _: None)
+    for when_asked, wants in [(True, False), (True, True), (False, False)]:
+        service.last_info = replace(service.last_info, thinks_when_asked=when_asked)
+        await service.act(frame(), ActOptions(want_reasoning=wants), CALLER)
+        (asked,) = policy.batches[-1]
+        assert asked.options.want_reasoning == (wants or not when_asked)
     await service.close()
 
 

@@ -102,6 +102,10 @@ def _add_policy(group: Group) -> None:
         help="decoding methods to compare, a run each: NAME, NAME:KNOB=VALUE,... or a .toml file",
     )
     group.add_argument("--radius", type=int, metavar="BINS", help="their acceptance radius")
+    group.add_argument(
+        "--reasoning", action="store_true",
+        help="have a policy that acts at once think aloud first, where it can",
+    )  # fmt: skip
     group.add_argument("--statistics-key", metavar="KEY", help="(default: the suite's)")
     group.add_argument(
         "--image-chain", choices=[chain.value for chain in ClientChain],
@@ -243,7 +247,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     source: PolicySource = options.source
     info = describe_server(source)
     check_chain(source.profile, info)
-    if info is not None and info.max_tokens is not None:
+    if thinks_aloud(options.reasoning, info):
         asked = replace(source.options, want_reasoning=True)
         options.source = source = replace(source, options=asked)
     runs = plan_runs(options, info)
@@ -257,6 +261,18 @@ def _evaluate(options: argparse.Namespace) -> int:
     if problem:
         sys.stderr.write(f"deft-client eval: {problem}\n")
     return INCOMPLETE if problem else DONE
+
+
+def thinks_aloud(is_asked: bool, info: ServerInfo | None) -> bool:
+    """Whether answers are to come with a reasoning: one that always thinks is never asked not to.
+
+    Raises `SelectionError` where it is asked of a policy that writes none.
+    """
+    if info is None or info.max_tokens is None:
+        if is_asked:
+            raise SelectionError("--reasoning: the policy there writes none; leave it out")
+        return False
+    return is_asked or not info.thinks_when_asked
 
 
 def _play(

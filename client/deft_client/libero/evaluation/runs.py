@@ -118,6 +118,8 @@ class RunConfig:
                 yield decoding
             if source.options.radius is not None:
                 yield f"r{source.options.radius}"
+            if source.options.want_reasoning:
+                yield "thinking-aloud"
         if source.stream:
             yield "stream"
         if self.environment.widen_metres > 0:
@@ -145,6 +147,7 @@ class RunConfig:
             "policy": source.name or "server",
             "policy_factory": source.factory,
             "profile": source.profile.name,
+            **({"reasoning": "aloud"} if source.options.want_reasoning else {}),
             "radius": "" if source.options.radius is None else str(source.options.radius),
             **({"seam": self.seam.value} if self.pacing is Pacing.REAL_TIME else {}),
             "seed": str(self.seed),

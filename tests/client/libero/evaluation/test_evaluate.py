@@ -115,6 +115,29 @@ def test_observations_can_go_through_the_servers_websocket(tmp_path: Path) -> No
     assert (code, record.num_steps) == (0, 5)
 
 
+def test_one_server_may_be_played_thinking_aloud_and_acting_at_once(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        server.info = replace(INFO, max_tokens=320, thinks_when_asked=True)
+        for flags in ([], ["--reasoning"]):
+            assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1", *flags) == 0
+        at_once, aloud = _run(tmp_path), _run(tmp_path, "lossless-thinking-aloud")
+    asked = [one.options.want_reasoning for one in server.requests]
+    assert asked == [False] * at_once.records[0].num_steps + [True] * aloud.records[0].num_steps
+    assert "reasoning" not in at_once.header.options
+    assert aloud.header.options["reasoning"] == "aloud"
+
+
+def test_what_always_thinks_is_asked_for_its_text_and_what_never_does_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        assert _evaluate(tmp_path, "--url", server.url, "--reasoning", "--episodes", "1") == 2
+        assert "--reasoning: the policy there writes none" in capsys.readouterr().err
+        server.info = replace(INFO, max_tokens=320)
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1") == 0
+    assert all(one.options.want_reasoning for one in server.requests)
+
+
 def test_real_time_is_a_run_beside_lock_step(tmp_path: Path) -> None:
     with tiny_server() as server:
         code = _evaluate(
