@@ -2,7 +2,7 @@
 
 import pytest
 
-from deft_client.settings import Retries, check_url
+from deft_client.settings import ClientSettings, Retries, check_url
 
 
 @pytest.mark.parametrize("url", ["https://deft.example", "http://127.0.0.1:8000/", "http://a/b/"])
@@ -34,3 +34,10 @@ def test_retries_may_pause_for_no_time_and_not_for_less():
     for wrong in ((0, 0.1, 1.0), (1, -0.1, 1.0), (1, 0.1, -1.0)):
         with pytest.raises(ValueError, match="at least one attempt"):
             Retries(*wrong)
+
+
+def test_the_quality_of_a_jpeg_is_from_1_to_100():
+    assert [ClientSettings(jpeg_quality=one).jpeg_quality for one in (1, 100)] == [1, 100]
+    for wrong in (0, 101):
+        with pytest.raises(ValueError, match="jpeg_quality must be 1 to 100"):
+            ClientSettings(jpeg_quality=wrong)

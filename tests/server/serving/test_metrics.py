@@ -1,9 +1,11 @@
 """What is counted, without a server around it."""
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import QueuedFrame
 
@@ -31,3 +33,21 @@ def test_frames_that_a_replica_answers_at_the_same_time_share_its_time(num_frame
     for number in range(num_frames):
         metrics.count_frame(QueuedFrame(number, "a", 0.0, service_s=2.0, size=size))
     assert f'deft_replica_seconds_total{{replica="0"}} {busy_s}\n' in metrics.page().decode()
+
+
+def test_an_answer_is_counted_with_its_waiting_its_stages_and_what_speculation_did():
+    one = PassTrace(True, (5, 6), (-1, 0), ("", "previous"), (6, 7), (1,), 7)
+    trace = DecodeTrace("deft", (5, 6, 7, 8), (5, 6, 7, 9), (1.0,) * 4, (one, one))
+    timings = StageTimings(vision_ms=500.0, total_ms=900.0, round_trip_ms=950.0)
+    metrics = Metrics()
+    metrics.observe_answer(ActionChunk(np.zeros((1, 7)), timings, trace), 0.25, 1.5)
+    page = metrics.page().decode().splitlines()
+    assert {
+        "deft_act_seconds_sum 1.5",
+        "deft_queue_seconds_sum 0.25",
+        'deft_stage_seconds_total{stage="vision"} 0.5',
+        "deft_passes_sum 2.0",
+        "deft_accepted_tokens_total 2.0",
+        "deft_relaxed_tokens_total 1.0",
+    } <= {*page}
+    assert sum(line.startswith("deft_stage_seconds_total{") for line in page) == 1
