@@ -134,7 +134,7 @@ def test_a_name_that_nobody_has_is_unreachable(monkeypatch):
     monkeypatch.setattr(deadlines.socket, "getaddrinfo", look)
     policy = PolicyClient("http://robot-server")
     with policy, pytest.raises(ServerUnreachableError, match="no such host"):
-        policy.act(OBSERVATION, OPTIONS)
+        policy.act(OBSERVATION)
 
 
 def test_all_addresses_of_a_name_are_tried(monkeypatch):
