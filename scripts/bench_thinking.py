@@ -1,23 +1,22 @@
 """Does a session that acts at once keep its deadlines beside sessions that think aloud?
 
-`python -m scripts.bench_thinking --url URL --image FRAME --quick TEXT --long TEXT` sends frames of
-one robot at a steady rate, each with a deadline, while others ask the same server for answers with
-long texts as fast as they get them. `--quick` is an instruction that this policy answers with few
-tokens, `--long` one that it thinks about. Exits with 1 where fewer than 95 % of the quick frames
-were answered in time.
+`python -m scripts.bench_thinking --url URL --image FRAME --instruction TEXT` asks a server whose
+policy does both. Frames of one robot are sent at a steady rate, each with a deadline, while others
+ask for answers with reasoning as fast as they get them. Exits with 1 where fewer than 95 % of the
+robot's frames were answered in time.
 """
 
 import argparse
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from deft_client import ActOptions, DeftError, Observation, PolicyClient
+from deft_client.errors import NoActionError
 
 WANTED = 0.95
 
@@ -30,15 +29,20 @@ def think(
         options = ActOptions(session_id=name, want_reasoning=True)
         while not is_over.is_set():
             started = time.perf_counter()
-            with suppress(DeftError):  # a text without an action takes as long
+            try:
                 client.act(observation, options)
+            except NoActionError:
+                pass  # a text without an action takes as long
+            except DeftError as error:
+                sys.stderr.write(f"{name}: {error}\n")
+                continue
             took_ms.append(1000 * (time.perf_counter() - started))
 
 
 def act(
     url: str, observation: Observation, period_s: float, deadline_ms: float, num_frames: int
 ) -> list[float | None]:
-    """Milliseconds of every quick frame; None where it was not answered."""
+    """Milliseconds of every frame of the robot; None where it was not answered."""
     found: list[float | None] = []
     with PolicyClient(url) as client:
         options = ActOptions(session_id="quick", deadline_ms=deadline_ms)
@@ -58,25 +62,29 @@ def act(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench_thinking", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--image", type=Path, required=True, help="a frame that both are shown")
-    parser.add_argument("--quick", required=True, metavar="TEXT", help="answered in few tokens")
-    parser.add_argument("--long", required=True, metavar="TEXT", help="thought about")
+    parser.add_argument("--image", type=Path, required=True, help="a frame that all are shown")
+    parser.add_argument("--instruction", required=True, metavar="TEXT")
     parser.add_argument("--thinkers", type=int, default=2, metavar="N")
     parser.add_argument("--frames", type=int, default=100, metavar="N")
     parser.add_argument("--deadline-ms", type=float, default=300.0, metavar="MS")
     given = parser.parse_args()
     picture = np.asarray(Image.open(given.image).convert("RGB"))
-    quick, long = (Observation(picture, one) for one in (given.quick, given.long))
+    observation = Observation(picture, given.instruction)
+    with PolicyClient(given.url) as client:
+        if not client.info().thinks_when_asked:
+            parser.error("its policy does not act at once and think aloud, each when asked to")
     is_over, thought_ms = threading.Event(), list[float]()
     period_s = given.deadline_ms / 1000
-    alone = act(given.url, quick, period_s, given.deadline_ms, given.frames)
+    alone = act(given.url, observation, period_s, given.deadline_ms, given.frames)
     thinkers = [
-        threading.Thread(target=think, args=(given.url, long, f"long-{n}", is_over, thought_ms))
+        threading.Thread(
+            target=think, args=(given.url, observation, f"thinker-{n}", is_over, thought_ms)
+        )
         for n in range(given.thinkers)
     ]
     for one in thinkers:
         one.start()
-    beside = act(given.url, quick, period_s, given.deadline_ms, given.frames)
+    beside = act(given.url, observation, period_s, given.deadline_ms, given.frames)
     is_over.set()
     for one in thinkers:
         one.join()
