@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from deft_client.errors import MalformedMessageError, UnusableValueError
 from deft_client.recordings import RecordedStep
 from deft_client.types import ServerInfo
-from deft_server.errors import NotReadyError
 from deft_server.http.gate import ADMIN_PREFIX
 from deft_server.recording.files import (
     EpisodeFiles,
@@ -62,7 +61,7 @@ class SessionRecording:
         rules: RecordingRules,
         events: EventBus,
         registry: CollectorRegistry,
-        info: Callable[[], ServerInfo] | None = None,
+        info: Callable[[], ServerInfo],
     ) -> None:
         self._rules = rules
         self._events = events
@@ -152,7 +151,7 @@ class SessionRecording:
         try:
             while (job := queue.get()) is not None:
                 if files.info is None:
-                    files.info = self._server_info()
+                    files.info = self._info()
                 self._write(files, job)
                 self._release(_num_bytes(job))
         except OSError as error:
@@ -171,12 +170,6 @@ class SessionRecording:
     def _release(self, num_bytes: int) -> None:
         with self._lock:
             self._waiting_bytes -= num_bytes
-
-    def _server_info(self) -> ServerInfo | None:
-        try:
-            return None if self._info is None else self._info()
-        except NotReadyError:
-            return None  # stopping; the episode is recorded without
 
     def _write(self, files: EpisodeFiles, job: _Job) -> None:
         if isinstance(job, tuple):
