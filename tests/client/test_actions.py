@@ -60,6 +60,14 @@ def test_a_change_is_limited_whatever_the_kind():
     np.testing.assert_allclose(fast.limited(np.array([1.0]), np.array([0.1])), [0.3])
 
 
+def test_a_motion_may_go_one_way_alone_but_must_be_able_to_stop():
+    assert ActionRules((True,), low=(-1.0,), high=(0.0,)).motions.all()
+    assert ActionRules((True,), low=(0.0,), high=(1.0,)).motions.all()
+    for low, high in ((-1.0, -0.1), (0.1, 1.0)):
+        with pytest.raises(ValueError, match="0 between them"):
+            ActionRules((True,), low=(low,), high=(high,))
+
+
 def test_what_is_commanded_is_within_the_range_though_what_was_measured_is_not():
     rules = ActionRules((False,), low=(-1.0,), high=(1.0,), max_step=(0.25,))
     assert rules.limited(np.array([1.125]), np.array([1.125])).tolist() == [1.0]

@@ -18,6 +18,7 @@ from deft_client.wire.images import (
     MAX_JPEG_SCANS,
     STRIP_PIXELS,
     ImageEncoding,
+    claimed_size,
     decode_image,
     encode_image,
 )
@@ -108,6 +109,15 @@ def test_a_picture_cut_anywhere_is_damaged(kind):
     for end in range(8, len(data) - 20, 37):
         with pytest.raises(UnusableValueError):
             decode_image(data[:end], "image")
+
+
+def test_a_jpeg_cut_in_its_frame_header_is_unusable():
+    data = saved(PIL.Image.fromarray(frame(40, 40)), "JPEG")
+    header = data.index(b"\xff\xc0")
+    for end in range(header, header + 9):
+        with pytest.raises(UnusableValueError, match="no frame header"):
+            claimed_size(data[:end], "image")
+    assert claimed_size(data[: header + 9], "image") == (40, 40)
 
 
 def test_a_png_of_no_pixels_is_unusable():

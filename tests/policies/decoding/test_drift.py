@@ -104,7 +104,7 @@ def test_without_a_budget_the_arm_freezes() -> None:
 def test_with_a_budget_the_arm_arrives_and_never_strays_further_than_it() -> None:
     rule = WithinDrift(WithinBins(5), move=0.0, turn=0.0, cap=BUDGET)
     episode = play(rule)
-    assert max(abs(total) for step in episode.deviations() for total in step) <= BUDGET
+    assert max(abs(total) for step in episode.deviations() for total in step) == BUDGET
     for place, goal in zip(episode.arm.places, episode.arm.goals, strict=True):
         assert abs(place - goal) <= 5
     num_relaxed = sum(
@@ -113,6 +113,12 @@ def test_with_a_budget_the_arm_arrives_and_never_strays_further_than_it() -> Non
         for one, two in zip(done, own, strict=True)
     )
     assert num_relaxed > 20  # the rule is in use
+
+
+def test_an_action_space_says_as_much_of_every_dimension_and_has_one() -> None:
+    for groups, units, boundaries in (((), (), ()), ((DimensionGroup.MOVE,), (0.5, 0.5), (None,))):
+        with pytest.raises(ValueError, match="differ in length"):
+            ActionSpace(groups, units, boundaries)
 
 
 def test_budgets_are_in_the_units_of_each_dimension() -> None:
