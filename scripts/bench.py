@@ -60,7 +60,7 @@ def others_asked_for(given: Namespace) -> Further:
             is_guarded = not getattr(given, "no_guard", False)
             contenders += _scripted(policy, frames, given.scripted_drafts, is_guarded)
         baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value
-        return Others(tuple(contenders), baseline)
+        return list(contenders), baseline
 
     return further
 

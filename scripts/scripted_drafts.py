@@ -16,14 +16,14 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts import FRAME, Chains, Draft, Room, from_here
+from deft_policies.decoding.drafts import FRAME, Chains, DraftSource, Room, from_here
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.growers import GrownDrafts, HeadDrafts
+from deft_policies.decoding.growers import HeadDrafts
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
 from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape
-from deft_policies.decoding.target import PromptFeatures, Prompts, Target
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.families.policy import PolicySettings, VlaPolicy
 from deft_policies.model.staging import to_device
@@ -125,13 +125,12 @@ class Answers:
             self.is_right[: len(tokens)] = self._coins.roll(len(tokens))
 
 
-class ScriptedChains:
+class ScriptedChains(DraftSource):
     """Whole actions in which every token is right with a given probability, several at a time."""
 
     kind = DraftKind.RETRIEVAL  # a stored answer, with errors
     needs = frozenset({FRAME})
     capturable = True
-    least_steps = 0
 
     def __init__(self, answers: Answers, coins: Dice, action_tokens: TokenRange) -> None:
         """`coins` are of [chain, position]."""
@@ -144,7 +143,7 @@ class ScriptedChains:
         with torch.inference_mode(False):
             self._tokens = torch.zeros(shape, dtype=torch.int64, device=batch.device)
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Repeat the answers, with errors."""
         here = slice(batch.first, batch.first + batch.num_rows)
         answer = self._answers.tokens[here, None]
@@ -163,10 +162,8 @@ class ScriptedHead(HeadDrafts):
     A token of the path is right by its own chance, and wrong behind one that is wrong.
     """
 
-    def __init__(
-        self, head: EagleHead, target: Target, options: GrownDrafts, answers: Answers
-    ) -> None:
-        super().__init__(head, target, options)
+    def __init__(self, head: EagleHead, target: Target, method: Method, answers: Answers) -> None:
+        super().__init__(head, target, method)
         self._answers = answers
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
@@ -195,11 +192,11 @@ class ScriptedModels(DraftModels):
         """Chains in the place of retrieval, and a head where there is one."""
         return super().kinds | {DraftKind.RETRIEVAL}
 
-    def make(self, kind: DraftKind, target: Target, method: Method) -> Draft:
+    def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
         """A source for one batch."""
         answers, script = self.answers, self.answers.script
         if self.head is not None and kind == DraftKind.HEAD:
-            return ScriptedHead(self.head, target, GrownDrafts(method.whole_vocabulary), answers)
+            return ScriptedHead(self.head, target, method, answers)
         chances = torch.full((max(1, script.num_chains), _ACTION_LENGTH), script.right)
         coins = Dice.coins(chances, answers.tokens.device)
         return ScriptedChains(answers, coins, target.action_tokens)

@@ -27,7 +27,7 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.eagle import load_head
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
@@ -176,7 +176,7 @@ def models_of(
     """The golden head; other models of random weights, and stored answers that err."""
     like, width = target.decoder.embedding.weight, target.decoder.sizes.width
     torch.manual_seed(0)
-    medusa = MedusaHeads(MedusaSizes(width, 6)).requires_grad_(False)
+    medusa = MedusaHeads(width, 6).requires_grad_(False)
     medusa.weight.normal_(std=0.02)
     keys = torch.cat([frame_keys(frame) for frame in frames])
     actions = torch.tensor(plain)

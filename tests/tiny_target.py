@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Target
+from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.layout import EagerRunner
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes
@@ -151,14 +151,13 @@ class TinyTarget:
 
     def prefill(
         self, rows: TinySequences, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
+    ) -> tuple[Scores, Tensor]:
         hidden = torch.zeros_like(prompts.embeds)
         for row in _rows(prompts):
             sequence = one_row(prompts, row).embeds[0]
             rows.inputs[first + row] = sequence
             hidden[row, : len(sequence)] = self.decoder(sequence[None])[0]
-        features = PromptFeatures(prompts.embeds, hidden, prompts.lengths, prompts.patches)
-        return self._score(rows, first, tree, num_skipped=1), features
+        return self._score(rows, first, tree, num_skipped=1), hidden
 
     def score(self, rows: TinySequences, tree: DraftTree) -> Scores:
         return self._score(rows, 0, tree, num_skipped=0)

@@ -3,18 +3,17 @@
 import torch
 
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts import MEMORY, Chains, Room, Stateless, from_here
+from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource, Room, from_here
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.target import Target
 
 
-class MiddleSource(Stateless):
+class MiddleSource(DraftSource):
     """Knows nothing but the target; its kind is the name of the entry point."""
 
     kind = DraftKind("middle")
     needs = frozenset({MEMORY})
     capturable = True
-    least_steps = 0
 
     def __init__(self, target: Target) -> None:
         self.middle = (target.action_tokens.first + target.action_tokens.last) // 2

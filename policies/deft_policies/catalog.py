@@ -57,14 +57,6 @@ def default_for(flags: Sequence[str]) -> str:
     return MODEL if names & {"--checkpoint", "--random-weights"} else "tiny-libero"
 
 
-def _no_flags(_: _ArgumentGroup) -> None:
-    """Take no flags."""
-
-
-def _load_constant(_: Namespace) -> Policy:
-    return ConstantPolicy()
-
-
 def _add_sleeping_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--sleep-ms",
@@ -86,23 +78,6 @@ def _milliseconds(text: str) -> float:
     return value
 
 
-def _load_sleeping(namespace: Namespace) -> Policy:
-    return SleepingPolicy(sleep_s=namespace.sleep_ms / 1000)
-
-
-def _load_model(options: ModelOptions) -> Policy:
-    # Imported here: it brings torch along.
-    from deft_policies.families.loading import load_policy
-
-    return load_policy(options)
-
-
-def _examine_model(options: ModelOptions) -> Sequence[Finding]:
-    from deft_policies.families.loading import examine
-
-    return examine(options)
-
-
 def _of_model(
     summary: str,
     family: str | None = None,
@@ -111,13 +86,18 @@ def _of_model(
     def read(namespace: Namespace) -> ModelOptions:
         return complete(read_flags(namespace))
 
-    return CatalogEntry(
-        summary,
-        partial(add_flags, family=family),
-        lambda namespace: _load_model(read(namespace)),
-        lambda namespace: _examine_model(read(namespace)),
-        read,
-    )
+    # Imported when called: it brings torch along.
+    def load(namespace: Namespace) -> Policy:
+        from deft_policies.families.loading import load_policy
+
+        return load_policy(read(namespace))
+
+    def examine_model(namespace: Namespace) -> Sequence[Finding]:
+        from deft_policies.families.loading import examine
+
+        return examine(read(namespace))
+
+    return CatalogEntry(summary, partial(add_flags, family=family), load, examine_model, read)
 
 
 CATALOG: dict[str, CatalogEntry] = {
@@ -128,11 +108,13 @@ CATALOG: dict[str, CatalogEntry] = {
     MODEL: _of_model("the model of --checkpoint or --random-weights"),
     **{name: _of_model(f"the same, of the family {name}", name) for name in FAMILY_NAMES},
     "constant": CatalogEntry(
-        "answers every frame with the same action; no model", _no_flags, _load_constant
+        "answers every frame with the same action; no model",
+        lambda group: None,
+        lambda given: ConstantPolicy(),
     ),
     "sleeping": CatalogEntry(
         "answers like constant, but takes a given time over every batch; no model",
         _add_sleeping_flags,
-        _load_sleeping,
+        lambda given: SleepingPolicy(sleep_s=given.sleep_ms / 1000),
     ),
 }

@@ -12,15 +12,11 @@ from deft_policies.base import ActAnswer, ActRequest, immediate
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 
-def _stay_still() -> NDArray[np.float64]:
-    return np.zeros((1, 7), dtype=np.float64)
-
-
 @dataclass(frozen=True, eq=False)
 class ConstantPolicy:
     """Answers every observation with the same actions."""
 
-    actions: NDArray[np.float64] = field(default_factory=_stay_still)
+    actions: NDArray[np.float64] = field(default_factory=lambda: np.zeros((1, 7)))
 
     @property
     def info(self) -> ServerInfo:

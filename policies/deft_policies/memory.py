@@ -4,49 +4,92 @@ The server owns it, hands it to a policy with a frame and gets the next one back
 any replica of a policy can answer any frame. Knows nothing of tensors.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 STEPS_KEPT = 32
-ANSWERS_KEPT = 4
 LONGEST_ANSWER = 4096  # tokens
 
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class PlanPasses:
-    """How many passes after the prefill a plan has needed lately: an average of `count` actions."""
+class Average:
+    """A moving average of `count` samples; the first few weigh more."""
 
-    plan: str
-    value: float
-    count: int
+    value: float = 0.0
+    count: int = 0
+
+    def with_sample(self, sample: float, weight: float) -> "Average":
+        """With another sample; `weight` is the newest one's share."""
+        count = self.count + 1
+        return Average(self.value + max(weight, 1.0 / count) * (sample - self.value), count)
+
+    def with_time(self, sample: float, weight: float, outlier: float) -> "Average":
+        """With a time, as at most `outlier` times the average, which none may drag along.
+
+        Of the first two the smaller counts, because the first may have warmed things up.
+        """
+        if self.count == 0:
+            return self.with_sample(sample, weight)
+        if self.count == 1:
+            return Average(min(self.value, sample), 2)
+        return self.with_sample(min(sample, outlier * self.value), weight)
 
 
 @dataclass(frozen=True)
 class SessionMemory:
-    """One robot's episode so far. The value without arguments is that of a new one."""
+    """One robot's episode so far. The value without arguments is that of a new one.
+
+    Drafts come from the target's own tokens. Drafting from executed tokens once froze a robot: an
+    accepted draft became the next draft, and motion stopped.
+    """
 
     own: tuple[Tokens, ...] = ()  # [step][position], the target's own tokens, the newest last
-    executed: tuple[Tokens, ...] = ()  # [step][position], what was executed in their place
     drift: tuple[float, ...] = ()  # [position], in bins: executed minus own, leaky sum
     num_steps: int = 0
     noise: int = 0  # drawn by whoever opens the session, so that no two sample alike
     num_draws: int = 0  # actions decoded in the whole session: each draws noise of its own
-    passes_needed: tuple[PlanPasses, ...] = ()
-    answers: tuple[Tokens, ...] = ()  # [answer][token], texts of late, the newest last
+    # By the name of a plan: the passes after the prefill that it has needed lately.
+    passes_needed: Mapping[str, Average] = field(default_factory=dict)
+    answer: Tokens = ()  # the last text
 
     def __post_init__(self) -> None:
-        if len(self.own) != len(self.executed) or len(self.own) > STEPS_KEPT:
+        if len(self.own) > STEPS_KEPT:
+            raise ValueError(f"at most {STEPS_KEPT} steps are kept, got {len(self.own)}")
+        if len(self.answer) > LONGEST_ANSWER:
             raise ValueError(
-                f"own and executed must have as many steps, at most {STEPS_KEPT}, "
-                f"got {len(self.own)} and {len(self.executed)}"
+                f"an answer of at most {LONGEST_ANSWER} tokens is kept, got {len(self.answer)}"
             )
-        if len(self.answers) > ANSWERS_KEPT or any(
-            len(one) > LONGEST_ANSWER for one in self.answers
-        ):
-            raise ValueError(
-                f"at most {ANSWERS_KEPT} answers of at most {LONGEST_ANSWER} tokens are kept, "
-                f"got {[len(one) for one in self.answers]}"
-            )
-        if len(set(map(len, (*self.own, *self.executed)))) > 1:
+        if len(set(map(len, self.own))) > 1:
             raise ValueError("all steps must have as many tokens")
+
+    @property
+    def draw(self) -> tuple[int, int]:
+        """What the random numbers of the next action are drawn by, beside the seed."""
+        return self.noise, self.num_draws
+
+    def after_action(self, executed: Tokens, own: Tokens, leak: float) -> "SessionMemory":
+        """What is remembered after one more action; `leak` (0..1) of the old drift stays.
+
+        Actions of another length than before begin a new episode: the old ones guess nothing.
+        """
+        is_like = not self.own or len(self.own[-1]) == len(own)
+        steps, drift, num_steps = (self.own, self.drift, self.num_steps) if is_like else ((), (), 0)
+        pairs = zip(drift or (0.0,) * len(own), executed, own, strict=True)
+        return replace(
+            self,
+            own=(*steps, own)[-STEPS_KEPT:],
+            drift=tuple(leak * before + (done - wanted) for before, done, wanted in pairs),
+            num_steps=num_steps + 1,
+            num_draws=self.num_draws + 1,
+        )
+
+    def after_text(self, answer: Tokens) -> "SessionMemory":
+        """What is remembered after a text, which is kept unless it is too long."""
+        return replace(
+            self,
+            num_steps=self.num_steps + 1,
+            num_draws=self.num_draws + 1,
+            answer=answer if len(answer) <= LONGEST_ANSWER else self.answer,
+        )

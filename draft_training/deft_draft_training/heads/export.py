@@ -71,7 +71,7 @@ def export_head(
 
 def _compare(head: EagleHead | MedusaHeads, directory: Path, layout: HeadLayout) -> None:
     """Read the files as the server would and ask for the very weights that were written."""
-    loaded = _exported(directory, head.sizes.width, next(head.parameters()))
+    loaded = _exported(directory, head.width, next(head.parameters()))
     is_half = layout is HeadLayout.PUBLISHED  # the published layout stores float16
     for name, weight in head.state_dict().items():
         expected = weight.half().to(weight.dtype) if is_half else weight

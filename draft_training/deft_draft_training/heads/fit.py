@@ -32,7 +32,7 @@ from deft_draft_training.run_directory import RunDirectory, explained
 from deft_draft_training.trainer import FitConfig, Trainer, Workers, chosen_at
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.medusa import MedusaHeads
 
 PUBLISHED_STEPS = 20_000
 EPOCHS = 100
@@ -187,7 +187,7 @@ def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | Medu
     torch.manual_seed(config.seed)
     llm = target.policy.model.network.config.llm
     if config.kind is HeadKind.MEDUSA:
-        return MedusaHeads(MedusaSizes(llm.width, config.heads or 6))
+        return MedusaHeads(llm.width, config.heads or 6)
     sizes = HeadSizes(
         width=llm.width,
         mlp_width=config.mlp_width or llm.mlp_width,

@@ -5,7 +5,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from deft_client.commands.methods import method_text
@@ -14,7 +14,6 @@ from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.types import ActOptions
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
-from deft_policies.benchmark.chunk_cost import ChunkCostModel
 from deft_policies.benchmark.replay import (
     Contender,
     Replay,
@@ -25,7 +24,7 @@ from deft_policies.benchmark.replay import (
     replay,
     with_statistics_key,
 )
-from deft_policies.benchmark.roofline import CostModel, measure_rates
+from deft_policies.benchmark.roofline import ChunkCostModel, CostModel, measure_rates
 from deft_policies.benchmark.summary import Decoding, Speed, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
@@ -42,20 +41,14 @@ from deft_policies.model.formats import Precision
 PROG = "deft bench"
 
 
-@dataclass(frozen=True)
-class Others:
-    """Who takes part beside the methods, and which of all is the baseline."""
-
-    contenders: tuple[Contender, ...] = ()
-    baseline: str = AUTOREGRESSIVE
-
-
+# Who takes part beside the methods, and the name of the baseline.
+Others = tuple[list[Contender], str]
 Further = Callable[[VlaPolicy, Sequence[ReplayFrame]], Others]
 
 
 def nobody_else(policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
     """The methods alone."""
-    return Others()
+    return [], AUTOREGRESSIVE
 
 
 def build_parser() -> ArgumentParser:
@@ -131,9 +124,9 @@ def bench(
         if isinstance(policy, VlaPolicy) and isinstance(policy.model, TokenModel):
             contenders = _contenders(policy, methods, radii, given.batch)
             contenders = [replace(one, want_reasoning=thinks) for one in contenders]
-            beside = others(policy, frames)
-            contenders += beside.contenders
-            report = measure(policy, contenders, frames, given.warm_ups, beside.baseline)
+            beside, baseline = others(policy, frames)
+            contenders += beside
+            report = measure(policy, contenders, frames, given.warm_ups, baseline)
             if given.audit:
                 found = run_audit(command.model_options(), frames, contenders[0].options(frames[0]))
                 report = replace(report, audit=found)

@@ -7,15 +7,17 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import nn
 
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.families.family import TokenModel
+from deft_policies.families.oft.chunk_model import ChunkModel
+from deft_policies.families.oft.family import Oft
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
-from deft_policies.model.vla import OpenVLAModel
 
 _GPU_COPY_BYTES = 1 << 31
 _CPU_COPY_BYTES = 1 << 27
@@ -93,11 +95,7 @@ class WeightBytes:
     @staticmethod
     def of(policy: VlaPolicy) -> "WeightBytes":
         """As the policy's weights lie in memory."""
-        return WeightBytes.at(policy.model.network)
-
-    @staticmethod
-    def at(network: OpenVLAModel) -> "WeightBytes":
-        """As a network's weights lie in memory."""
+        network = policy.model.network
         weight, quantization = network.decoder.embedding.weight, network.quantization
         size = float(weight.dtype.itemsize)
         if quantization is Quantization.NONE:
@@ -205,24 +203,26 @@ class CostModel:
 
     def roofline(self, run: Replay, frames: Sequence[ReplayFrame]) -> Roofline:
         """The limits of what a run did, pass by pass."""
-        prefill, decode = [], []
-        for frame, answer in zip(frames, run.answers, strict=True):
-            passes = self._passes(frame, answer.chunk.trace, run.contender)
-            prefill.append(stage_limit(passes[:1], self.rates))
-            decode.append(stage_limit(passes[1:], self.rates))
-        config = self.policy.model.network.config
-        vision = vision_cost(config, run.contender.batch_size, self.weights)
+        passes = [
+            self.pass_costs(frame, answer.chunk.trace, run.contender)
+            for frame, answer in zip(frames, run.answers, strict=True)
+        ]
         return Roofline(
             {
-                "vision": stage_limit([vision], self.rates),
-                "prefill": mean_limit(prefill),
-                "decode": mean_limit(decode),
+                "vision": stage_limit([self.vision_cost(run.contender.batch_size)], self.rates),
+                "prefill": mean_limit([stage_limit(one[:1], self.rates) for one in passes]),
+                "decode": mean_limit([stage_limit(one[1:], self.rates) for one in passes]),
             }
         )
 
-    def _passes(
+    def vision_cost(self, num_rows: int) -> Cost:
+        """Towers and projector over every picture."""
+        return vision_cost(self.policy.model.network.config, num_rows, self.weights)
+
+    def pass_costs(
         self, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
     ) -> list[Cost]:
+        """What each pass of one answer costs."""
         model, num_rows = self.policy.model_for(contender.options(frame)), contender.batch_size
         assert isinstance(model, TokenModel)
         config = model.network.config
@@ -244,6 +244,46 @@ class CostModel:
             costs.append(decoder_cost(config.llm, num_rows, tokens, self.weights))
             before += committed
         return costs
+
+
+class ChunkCostModel(CostModel):
+    """The same of an OFT model, which answers a frame in one pass."""
+
+    def vision_cost(self, num_rows: int) -> Cost:
+        """Towers and projector over every picture, and what turns an instruction into scales."""
+        model = self._chunk
+        pictures = num_rows * model.shape.num_pictures
+        seen = vision_cost(model.model.config, pictures, self.weights)
+        return seen + module_cost(model.parts.film, num_rows, self.weights)
+
+    def pass_costs(
+        self, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
+    ) -> list[Cost]:
+        """The decoder over pictures, state, prompt, chunk and stop; then the head."""
+        model, weights, num_rows = self._chunk, self.weights, contender.batch_size
+        prompt = len(self.policy.model.encode(frame.observation.instruction))
+        shape, parts = model.shape, model.parts
+        has_head = parts.head is not None
+        tokens = PassTokens(
+            before=0,
+            new=model.num_before + prompt + shape.num_values + 1,
+            scored=0 if has_head else shape.num_values,
+            head_rows=0 if has_head else model.model.config.llm.vocabulary,
+        )
+        state = module_cost(parts.state, num_rows, weights)
+        head = module_cost(parts.head, num_rows * shape.num_steps, weights)
+        return [decoder_cost(model.model.config.llm, num_rows, tokens, weights) + state + head]
+
+    @property
+    def _chunk(self) -> ChunkModel:
+        assert isinstance(self.policy.model, Oft)
+        return self.policy.model.chunk
+
+
+def module_cost(module: nn.Module | None, num_inputs: int, weights: WeightBytes) -> Cost:
+    """Each weight is read once, and multiplied once with each input."""
+    numbers = sum(weight.numel() for weight in module.parameters()) if module is not None else 0
+    return Cost(numbers * weights.other, 2.0 * numbers * num_inputs)
 
 
 def stage_limit(costs: Sequence[Cost], rates: DeviceRates) -> StageLimit:

@@ -5,12 +5,12 @@ once and written in place, so that a round can be recorded by running it on them
 last target pass left behind for the next round.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,10 @@ from deft_policies.decoding.acceptance.rule import (
     SpaceTensors,
 )
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import source_kinds
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.memory import LONGEST_ANSWER, STEPS_KEPT, SessionMemory
+from deft_policies.memory import STEPS_KEPT, SessionMemory
 from deft_policies.model.staging import to_device
 
 NO_STOP = -1
@@ -72,10 +71,9 @@ class Row:
     wants_margins: bool = False
     plan: str = ""
     reason: str = ""  # of the guard
-    history: ActionHistory = field(default_factory=ActionHistory)
     remembers: bool = False  # whether the session had anything to draft from
     limit: int = 0  # tokens that are decoded at most: a loop may look at some behind an action
-    place: int = 0  # in the prompts that it began with
+    prompt: int = 0  # its row in the prompts that it began with
     slot: int = -1  # in its batch
     tokens: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)  # the target's, given what stands before
@@ -93,13 +91,13 @@ class Row:
     @property
     def knows_steps(self) -> bool:
         """Whether what the session remembers are actions like the one that is asked for."""
-        own = self.history.own
+        own = self.memory.own
         return self.form.is_action and bool(own) and len(own[-1]) == self.form.max_tokens
 
     @property
     def knows_drift(self) -> bool:
         """Whether its drift is one of such actions."""
-        return self.form.space is not None and len(self.history.drift) == self.form.num_places
+        return self.form.space is not None and len(self.memory.drift) == self.form.num_places
 
     def note(self, record: "Record") -> None:
         """Remember a pass for the trace; it has committed one token at least."""
@@ -119,26 +117,21 @@ class Row:
         """Tell what happened, and what is to be remembered."""
         told = slice(self.form.max_tokens)
         self.tokens, self.own = self.tokens[told], self.own[told]
+        tokens, own = tuple(self.tokens), tuple(self.own)
         if self.form.is_action:
-            self.history.append(self.tokens, self.own, self.method.rule.drift_leak)
+            self.memory = self.memory.after_action(tokens, own, self.method.rule.drift_leak)
         else:
-            self.history.num_steps += 1
-            self.history.num_draws += 1
-            if len(self.tokens) <= LONGEST_ANSWER:
-                self.memory = replace(self.memory, answers=(tuple(self.tokens),))
+            self.memory = self.memory.after_text(tokens)
         self.trace = DecodeTrace(
             method=self.method.name,
-            tokens=tuple(self.tokens),
-            predicted=tuple(self.own),
+            tokens=tokens,
+            predicted=own,
             margins=tuple(margins),
-            passes=LaterPasses(len(self.records), self._told),
+            passes=LaterPasses(self.records, self.slot),
             guard=self.reason,
             rule=rule,
             plan=self.plan,
         )
-
-    def _told(self) -> list[PassTrace]:
-        return [one.told(self.slot) for one in self.records]
 
 
 @dataclass(eq=False)
@@ -186,16 +179,14 @@ class Pass:
         return self.tree.num_nodes, self.path.shape[1]
 
     @property
-    def told(self) -> tuple[Tensor, ...]:
-        """What the host reads of it, [row, number] each."""
+    def for_host(self) -> tuple[Tensor, ...]:
+        """What the host reads of it, [row, number] each: drafts kept, tokens, the target's own."""
         return self.num[:, None], self.tokens, self.own
 
     @property
-    def columns(self) -> tuple[Tensor, ...]:
+    def for_trace(self) -> tuple[Tensor, ...]:
         """What a trace tells of it, [row, number] each."""
         tree = self.tree
-        if self.num_nodes == 1:
-            return tree.tokens, self.predictions, self.tokens
         parts = (tree.tokens, tree.parents, tree.sources, tree.is_real, self.predictions)
         return *parts, self.path, self.num[:, None], self.bonus[:, None]
 
@@ -221,9 +212,10 @@ class Pass:
 
 @dataclass(eq=False)
 class Record:
-    """A pass as a trace tells of it: columns on the device, put into words when somebody asks."""
+    """What is read of a pass: on the device, and put into words when somebody asks."""
 
-    columns: tuple[Tensor, ...]  # [row, number]
+    for_host: tuple[Tensor, ...]  # [row, number]: see `Pass`
+    for_trace: tuple[Tensor, ...]
     num_nodes: int
     first: int  # the slot of its first row
     is_prefill: bool
@@ -234,13 +226,10 @@ class Record:
         """Time spent in these stages."""
         return self.clock.sum_ms(self.laps, stages)
 
-    def told(self, slot: int) -> PassTrace:
+    def describe(self, slot: int) -> PassTrace:
         """One row's pass, without the nodes that were only padding."""
         row, size = slot - self.first, self.num_nodes
-        numbers: list[int] = torch.cat([one[row] for one in self.columns]).tolist()
-        if size == 1:
-            token, predicted, bonus = numbers
-            numbers = [token, -1, -1, 1, predicted, 0, 0, bonus]
+        numbers: list[int] = torch.cat([one[row] for one in self.for_trace]).tolist()
         tokens, parents, sources, is_real, predictions = (
             numbers[start : start + size] for start in range(0, 5 * size, size)
         )
@@ -266,36 +255,30 @@ class Record:
 class LaterPasses(Sequence[PassTrace]):
     """Passes that are put into words when they are first looked at; how many is known before.
 
-    Equal to any sequence of the same passes. What they are made of is on the host, so that any
-    thread may ask.
+    Equal to any sequence of the same passes. Any thread may ask.
     """
 
-    def __init__(self, num_passes: int, tell: Callable[[], Iterable[PassTrace]]) -> None:
-        self._num_passes = num_passes
-        self._tell = tell
+    def __init__(self, records: Sequence["Record"], slot: int) -> None:
+        self._records, self._slot = records, slot
 
     @cached_property
-    def _told(self) -> tuple[PassTrace, ...]:
-        return tuple(self._tell())
+    def _described(self) -> tuple[PassTrace, ...]:
+        return tuple(one.describe(self._slot) for one in self._records)
 
     def __len__(self) -> int:
-        return self._num_passes
+        return len(self._records)
 
-    @overload
-    def __getitem__(self, index: int) -> PassTrace: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PassTrace, ...]: ...
-    def __getitem__(self, index: int | slice) -> PassTrace | tuple[PassTrace, ...]:
-        return self._told[index]
+    def __getitem__(self, index: Any) -> Any:
+        return self._described[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._told == tuple(other)
+        return isinstance(other, Sequence) and self._described == tuple(other)
 
     def __hash__(self) -> int:
-        return hash(self._told)
+        return hash(self._described)
 
     def __reduce__(self) -> tuple[type[tuple[PassTrace, ...]], tuple[tuple[PassTrace, ...]]]:
-        return tuple, (self._told,)
+        return tuple, (self._described,)
 
 
 class Batch:
@@ -383,8 +366,8 @@ class Batch:
                 row.limit,
                 NO_STOP if row.form.stop is None else row.form.stop,
                 -int(row.form.is_action),
-                row.history.num_steps,
-                len(row.history.own) if row.knows_steps else 0,
+                row.memory.num_steps,
+                len(row.memory.own) if row.knows_steps else 0,
             )
             for row in rows
         ]
@@ -403,7 +386,7 @@ class Batch:
 
     def _fill_spaces(self, rows: Sequence[Row]) -> None:
         """What rules measure with."""
-        drift = [row.history.drift if row.knows_drift else () for row in rows]
+        drift = [row.memory.drift if row.knows_drift else () for row in rows]
         reals = [(*one, *(0.0,) * (self.places - len(one))) for one in drift]
         self.drift.copy_(to_device(reals, self.device, torch.float32))
         spaces = [row.form.space or ActionSpace.in_bins(1) for row in rows]
@@ -419,7 +402,7 @@ class Batch:
         blank = (0,) * self.places
         steps = []
         for row in rows:
-            known = row.history.own if row.knows_steps else ()
+            known = row.memory.own if row.knows_steps else ()
             missing = [blank] * (STEPS_KEPT - len(known))
             steps.append([*missing, *((*step, *blank[len(step) :]) for step in known)])
         self.past.copy_(to_device(steps, self.device))

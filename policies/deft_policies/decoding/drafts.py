@@ -6,9 +6,9 @@ anything, so that they can ride behind the prompt. Others grow a tree from what 
 Neither knows which rule will judge its guesses.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
-from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree, TokenRange
 
 MEMORY, FRAME, HIDDEN, LOGITS = "memory", "frame", "hidden", "logits"
@@ -41,42 +41,35 @@ class Room:
     widest: int  # nodes, the root included
 
 
-class Draft(Protocol):
+class DraftSource(ABC):
     """One source of guesses, for one batch.
 
-    `needs` says what it reads: the session's "memory", the "frame" (what the prompts hold), the
-    target's "hidden" states or its "logits" (also `Batch.last.predictions`). One that needs neither
-    of the last two may ride behind the prompt. A `capturable` one reads nothing but tensors and
-    keeps what changes in tensors that stay where they are, so that what it does between passes can
-    be recorded and replayed without it.
+    `kind` is its name. `needs` says what it reads: the session's "memory", the "frame" (what the
+    prompts hold), the target's "hidden" states or its "logits" (also `Batch.last.predictions`). One
+    that needs neither of the last two may ride behind the prompt. A `capturable` one reads nothing
+    but tensors and keeps what changes in tensors that stay where they are, so that what it does
+    between passes can be recorded and replayed without it. It is asked where `least_steps` past
+    actions are known.
     """
 
-    @property
-    def kind(self) -> DraftKind:
-        """Its name."""
+    kind: DraftKind
+    needs: frozenset[str]
+    capturable: bool
+    least_steps = 0
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What it reads."""
-
-    @property
-    def capturable(self) -> bool:
-        """Whether it may be replayed."""
-
-    @property
-    def least_steps(self) -> int:
-        """Past actions without which it has nothing to say."""
-
-    def allocate(self, batch: Batch) -> None:
+    def allocate(self, batch: Batch) -> None:  # noqa: B027 - some keep nothing
         """Set aside what it keeps of every row of a new batch, and forget the one before."""
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+    def begin(  # noqa: B027 - some keep nothing
+        self, batch: Batch, prompts: Prompts, hidden: Tensor | None
+    ) -> None:
         """Start with the rows of `batch`, which have just joined: from `batch.first` on.
 
-        `features` is what the prefill computed of the prompts; None for a source that needs none,
-        which is asked before it.
+        `hidden` [row, position, width] is what the prefill computed of the prompts; None for a
+        source that needs none, which is asked before it.
         """
 
+    @abstractmethod
     def draft(self, batch: Batch, room: Room) -> Chains | DraftTree:
         """Guess what follows the roots of every row: `batch.last.bonus`, or the prompts' ends."""
 
@@ -180,17 +173,7 @@ def from_here(batch: Batch, tokens: Tensor, known: Tensor, room: Room) -> Chains
     return Chains(tokens.gather(2, index), known.gather(2, index) & is_open)
 
 
-class Stateless:
-    """A source that keeps nothing: everything it reads is in the batch."""
-
-    def allocate(self, batch: Batch) -> None:
-        """Nothing."""
-
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
-        """Nothing."""
-
-
-class PreviousAction(Stateless):
+class PreviousAction(DraftSource):
     """The action will be the target's own last one."""
 
     kind = DraftKind.PREVIOUS
@@ -209,7 +192,7 @@ def _with_steps(batch: Batch, num_steps: int) -> Tensor:
     return (batch.num_past >= num_steps)[:, None, None]
 
 
-class Extrapolation(Stateless):
+class Extrapolation(DraftSource):
     """The action will continue the straight line through the last two: a + (a - b), in bins.
 
     Guesses stay inside the action tokens; a session with fewer steps gets none.
@@ -243,7 +226,7 @@ def line_weights(num_steps: int, device: torch.device) -> Tensor:
     return 1 / num_steps + reach * centred / centred.square().sum()
 
 
-class NgramLookup(Stateless):
+class NgramLookup(DraftSource):
     """The action will go on as it did when the same tokens came before (prompt-lookup decoding).
 
     The session's own answers are one long sequence. The last three tokens (fewer if those never
@@ -289,7 +272,7 @@ class NgramLookup(Stateless):
         return tokens, (score.amax(dim=1) > 0)[:, None, None].expand_as(tokens)
 
 
-class Recycled(Stateless):
+class Recycled(DraftSource):
     """After a mismatch the target has already said what it thinks comes next (Jacobi iteration).
 
     Its predictions along the rejected rest of the best chain were made after one wrong token; they
@@ -299,7 +282,6 @@ class Recycled(Stateless):
     kind = DraftKind.RECYCLED
     needs = frozenset({LOGITS})
     capturable = True
-    least_steps = 0
 
     def draft(self, batch: Batch, room: Room) -> Chains:
         """Read the predictions below the path along its deepest real continuation."""
@@ -323,13 +305,12 @@ class Recycled(Stateless):
         return Chains(tokens[:, None, here], known[:, None, here])
 
 
-class Retrieval:
+class Retrieval(DraftSource):
     """The action will be the one stored with the most similar frame."""
 
     kind = DraftKind.RETRIEVAL
     needs = frozenset({FRAME})
     capturable = True
-    least_steps = 0
 
     def __init__(self, index: RetrievalIndex) -> None:
         self._index = index
@@ -342,7 +323,7 @@ class Retrieval:
             self._actions = torch.zeros(shape, dtype=torch.int64, device=batch.device)
             self._is_known = torch.zeros(shape, dtype=torch.bool, device=batch.device)
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Look the frames up."""
         for row in batch.rows:
             if row is not None and row.form.is_action:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.decoding.plan import KeyMask
 from deft_policies.errors import CheckpointError
@@ -72,7 +73,7 @@ class EagleHead(nn.Module):
 
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.width = sizes, sizes.width
         llama = _llama_sizes(sizes)
         self.fc = nn.Linear(2 * sizes.width, sizes.width)
         self.attention = Attention(llama)
@@ -158,9 +159,8 @@ class HeadLayout(Enum):
 
 def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
     """Read a draft head for a target of `width`, on the device and in the dtype of `like`."""
-    config = _read_config(directory / "config.json")
     tensors = _read_tensors(directory)
-    sizes = _sizes(directory, config, tensors)
+    sizes = _read_sizes(directory, tensors)
     if sizes.width != width:
         raise CheckpointError(
             f"{directory}: the draft head is {sizes.width} wide, but the target is {width}; "
@@ -209,23 +209,6 @@ def named_weights(head: EagleHead) -> list[tuple[str, Tensor]]:
     return named
 
 
-def _read_config(path: Path) -> Mapping[str, object]:
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing; training does not always write it: copy the config.json that "
-            "belongs to the draft head beside its weights"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    if config.get("rope_scaling") is not None:
-        raise CheckpointError(f"{path}: rope_scaling is not supported, remove it or set it to null")
-    return config
-
-
 def _read_tensors(directory: Path) -> dict[str, Tensor]:
     ours, published = (directory / layout.value for layout in HeadLayout)
     path = ours if ours.exists() else published
@@ -236,43 +219,32 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
     return read_tensors(path)
 
 
-def _sizes(
-    directory: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]
-) -> HeadSizes:
+def _read_sizes(directory: Path, tensors: Mapping[str, Tensor]) -> HeadSizes:
+    config = JsonFields.load(
+        directory / "config.json",
+        "training does not always write it: copy the config.json that belongs to the draft head "
+        "beside its weights",
+    )
+    if config.has("rope_scaling"):
+        raise config.error("rope_scaling", "is not supported, remove it or set it to null")
     needed = ("fc.weight", _ATTENTION + "k_proj.weight", _LAYER + "mlp.gate_proj.weight")
     missing = [name for name in needed if name not in tensors]
     if missing:
         raise CheckpointError(f"{directory}: tensors are missing: {', '.join(missing)}")
     width = tensors["fc.weight"].shape[0]
-    num_heads = _number(directory, config, "num_attention_heads")
+    num_heads = config.value("num_attention_heads", int)
     if num_heads < 1 or width % num_heads:
-        raise CheckpointError(
-            f"{directory}: num_attention_heads {num_heads} does not divide the width {width}"
-        )
+        raise config.error("num_attention_heads", f"{num_heads} does not divide the width {width}")
     return HeadSizes(
         width=width,
         mlp_width=tensors[_LAYER + "mlp.gate_proj.weight"].shape[0],
         num_heads=num_heads,
         num_kv_heads=tensors[_ATTENTION + "k_proj.weight"].shape[0] // (width // num_heads),
-        norm_eps=_real(directory, config, "rms_norm_eps", 1e-6),
-        rope_theta=_real(directory, config, "rope_theta", 10000.0),
-        max_positions=_number(directory, config, "max_position_embeddings"),
+        norm_eps=config.value("rms_norm_eps", float, 1e-6),
+        rope_theta=config.value("rope_theta", float, 10000.0),
+        max_positions=config.value("max_position_embeddings", int),
         has_qkv_bias=_ATTENTION + "q_proj.bias" in tensors,
     )
-
-
-def _number(directory: Path, config: Mapping[str, object], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise CheckpointError(f"{directory}/config.json: {key} must be a number, got {value!r}")
-    return value
-
-
-def _real(directory: Path, config: Mapping[str, object], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if not isinstance(value, int | float):
-        raise CheckpointError(f"{directory}/config.json: {key} must be a number, got {value!r}")
-    return float(value)
 
 
 def _fill(head: EagleHead, directory: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -7,15 +7,16 @@ with trees that are only a root.
 Here it is decided what is decoded where: the plan of a method, by its guard, and the lane.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import entry_points
 from weakref import finalize
 
 from deft_policies.decoding.batch import Batch, Form, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import (
-    Draft,
+    DraftSource,
     Extrapolation,
     NgramLookup,
     PreviousAction,
@@ -24,15 +25,13 @@ from deft_policies.decoding.drafts import (
 )
 from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.growers import (
-    GrownDrafts,
     HeadDrafts,
     MedusaDrafts,
     SmallModelDrafts,
     TokenRecycling,
 )
 from deft_policies.decoding.guard import Choice, Guard
-from deft_policies.decoding.history import ActionHistory
-from deft_policies.decoding.lane import Lane, Start, take
+from deft_policies.decoding.lane import Group, Lane, take
 from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import OUR_PLANS, Method
 from deft_policies.decoding.plan import (
@@ -54,14 +53,6 @@ WIDEST = 64  # nodes of a tree
 _ROWS = 8  # that a lane has room for, at least
 _WARM_UP_RUNS = 3
 _TRIED = 8  # tokens of a text that nobody waits for
-_ALWAYS_THERE = (
-    DraftKind.PREVIOUS,
-    DraftKind.EXTRAPOLATION,
-    DraftKind.NGRAM,
-    DraftKind.RECYCLED,
-    DraftKind.TOKEN_RECYCLING,
-    DraftKind.PREVIOUS_ANSWER,
-)
 # What drafts text where a method leaves it to us: actions of the past say nothing of it.
 _TEXT = Plan("previous-answer", (DraftKind.PREVIOUS_ANSWER,), (DraftKind.PREVIOUS_ANSWER,))
 
@@ -77,49 +68,35 @@ class DraftModels:
     index: RetrievalIndex | None = None
     small_model: Target | None = None
 
+    def _makers(self) -> dict[DraftKind, Callable[[Target, Method], DraftSource]]:
+        makers: dict[DraftKind, Callable[[Target, Method], DraftSource]] = {
+            DraftKind.PREVIOUS: lambda target, method: PreviousAction(),
+            DraftKind.EXTRAPOLATION: lambda target, method: Extrapolation(target.action_tokens),
+            DraftKind.NGRAM: lambda target, method: NgramLookup(),
+            DraftKind.RECYCLED: lambda target, method: Recycled(),
+            DraftKind.PREVIOUS_ANSWER: lambda target, method: PreviousAnswer(),
+            DraftKind.TOKEN_RECYCLING: lambda target, method: TokenRecycling(target),
+        }
+        if (index := self.index) is not None:
+            makers[DraftKind.RETRIEVAL] = lambda target, method: Retrieval(index)
+        if (heads := self.medusa) is not None:
+            makers[DraftKind.MEDUSA] = lambda target, method: MedusaDrafts(heads, target)
+        if (head := self.head) is not None:
+            makers[DraftKind.HEAD] = lambda target, method: HeadDrafts(
+                head, target, method, self.rope_offset, self.key_mask
+            )
+        if (model := self.small_model) is not None:
+            makers[DraftKind.SMALL_MODEL] = partial(SmallModelDrafts, model)
+        return makers
+
     @property
     def kinds(self) -> frozenset[DraftKind]:
         """The sources that can be had."""
-        there = {
-            DraftKind.HEAD: self.head,
-            DraftKind.MEDUSA: self.medusa,
-            DraftKind.RETRIEVAL: self.index,
-            DraftKind.SMALL_MODEL: self.small_model,
-        }
-        found = [kind for kind, one in there.items() if one is not None]
-        return frozenset((*_ALWAYS_THERE, *found))
+        return frozenset(self._makers())
 
-    def make(self, kind: DraftKind, target: Target, method: Method) -> Draft:
+    def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
         """A source for one batch, as a method runs it."""
-        options = GrownDrafts(
-            method.whole_vocabulary,
-            method.sampling if method.draws_drafts else None,
-            self.rope_offset,
-            self.key_mask,
-            method.patch_share,
-            method.multi_level,
-        )
-        if kind == DraftKind.PREVIOUS:
-            return PreviousAction()
-        if kind == DraftKind.EXTRAPOLATION:
-            return Extrapolation(target.action_tokens)
-        if kind == DraftKind.NGRAM:
-            return NgramLookup()
-        if kind == DraftKind.RECYCLED:
-            return Recycled()
-        if kind == DraftKind.PREVIOUS_ANSWER:
-            return PreviousAnswer()
-        if kind == DraftKind.TOKEN_RECYCLING:
-            return TokenRecycling(target)
-        if kind == DraftKind.RETRIEVAL and self.index is not None:
-            return Retrieval(self.index)
-        if kind == DraftKind.HEAD and self.head is not None:
-            return HeadDrafts(self.head, target, options)
-        if kind == DraftKind.MEDUSA and self.medusa is not None:
-            return MedusaDrafts(self.medusa, target)
-        if kind == DraftKind.SMALL_MODEL and self.small_model is not None:
-            return SmallModelDrafts(self.small_model, target, options)
-        raise RequestError("drafts", f"the source {kind.value!r} was not loaded")
+        return self._makers()[kind](target, method)
 
 
 class Engine:
@@ -132,6 +109,7 @@ class Engine:
         self._models = models or DraftModels()
         self._widest = widest
         self._plugins = {DraftKind(one.name): one for one in entry_points(group=DRAFT_SOURCES)}
+        self._kinds = self._models.kinds | self._plugins.keys()  # of sources that can be had
         self._lanes: list[Lane] = []
         self._guards: dict[int, dict[int, Guard]] = {}  # by method, then by tokens
 
@@ -192,9 +170,14 @@ class Engine:
         """Run every plan of a method on a batch that nobody waits for: the guard learns costs."""
         if form.stop is not None:
             self.target.measure_width(prompts, self._widest)
-        for plan in dict.fromkeys((*self._plans_for(method, form), PLAIN)):
+        plans = dict.fromkeys((*self._plans_for(method, form), PLAIN))
+        if not form.is_action:
+            form = replace(form, max_tokens=min(_TRIED, form.max_tokens))
+        for plan in plans:
             for _ in range(_WARM_UP_RUNS):
-                self._try(prompts, method, form, plan, STEPS_KEPT)
+                rows = [_blank_row(method, form, STEPS_KEPT) for _ in prompts.lengths]
+                self._begin(prompts, rows, plan)
+                self._play(rows, StageClock(self.target.device))
 
     def capture(self, method: Method, batches: Sequence[Prompts], form: Form) -> None:
         """Record all that a method may need for answers like these, where steps are recorded.
@@ -219,32 +202,14 @@ class Engine:
         if lane is None and reserve is not None:
             lane = self._new_lane(reserve.batches[0], rows, reserve.padded(reserve.longest))
         if lane is not None:
-            with lane.recording():
-                lane.turn(method, plan)
-                lane.record(Start(rows, prompts, Choice(plan.name, ""), None))
-
-    def _try(
-        self, prompts: Prompts, method: Method, form: Form, plan: Plan, num_steps: int
-    ) -> None:
-        """Decode as sessions of `num_steps` would, and learn nothing of how well they draft."""
-        if not form.is_action:
-            form = replace(form, max_tokens=min(_TRIED, form.max_tokens))
-        rows = [_blank_row(method, form, num_steps) for _ in prompts.lengths]
-        guard = self._guard(method, self._plans_for(method, form), form)
-        self._begin_by(plan, prompts, rows, Choice(plan.name, ""), guard)
-        self._play(rows, StageClock(self.target.device))
-
-    @property
-    def kinds(self) -> frozenset[DraftKind]:
-        """The draft sources that can be had."""
-        return self._models.kinds | self._plugins.keys()
+            lane.record(Group(rows, prompts, Choice(plan.name, ""), None), method, plan)
 
     def plans(self, method: Method) -> tuple[Plan, ...]:
         """Those of a method's plans whose sources are there; plain decoding if none.
 
         Raises `RequestError` when the method cannot do without a source that is missing.
         """
-        missing = method.required - self.kinds
+        missing = method.required - self._kinds
         if missing:
             names = ", ".join(sorted(kind.value for kind in missing))
             raise RequestError(
@@ -253,7 +218,7 @@ class Engine:
                 "head (--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, "
                 "or choose another method",
             )
-        return tuple(plan for plan in method.plans if plan.kinds <= self.kinds) or (PLAIN,)
+        return tuple(plan for plan in method.plans if plan.kinds <= self._kinds) or (PLAIN,)
 
     def check(self, row: Row) -> None:
         """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
@@ -270,26 +235,21 @@ class Engine:
         plans = self.plans(method)
         return (_TEXT,) if not form.is_action and method.plans == OUR_PLANS else plans
 
-    def _begin(self, prompts: Prompts, rows: list[Row]) -> None:
-        method = rows[0].method
-        plans = self._plans_for(method, rows[0].form)
-        guard = self._guard(method, plans, rows[0].form)
-        for row in rows:
-            row.history = ActionHistory.of(row.memory)
-            row.remembers = bool(row.history.own)
-        if guard is None:
-            choice = Choice(plans[0].name, "")
-        else:
-            sessions = [row.history.passes_needed for row in rows]
+    def _begin(self, prompts: Prompts, rows: list[Row], tried: Plan | None = None) -> None:
+        """By the plan that is tried, if one is given: the guard learns its cost, and no more."""
+        method, form = rows[0].method, rows[0].form
+        plans = self._plans_for(method, form)
+        guard = self._guard(method, plans, form)
+        plan = tried or plans[0]
+        choice = Choice(plan.name, "")
+        if guard is not None and tried is None:
+            for row in rows:
+                row.remembers = bool(row.memory.own)
+            sessions = [row.memory.passes_needed for row in rows]
             choice = guard.choose(sessions, may_try=all(row.remembers for row in rows))
-        plan = next((one for one in plans if one.name == choice.plan), PLAIN)
-        self._begin_by(plan, prompts, rows, choice, guard)
-
-    def _begin_by(
-        self, plan: Plan, prompts: Prompts, rows: list[Row], choice: Choice, guard: Guard | None
-    ) -> None:
+            plan = next((one for one in plans if one.name == choice.plan), PLAIN)
         method = self._prepare(rows, plan, choice.reason)
-        self._lane(prompts, rows, method, plan).join(Start(rows, prompts, choice, guard))
+        self._lane(prompts, rows, method, plan).join(Group(rows, prompts, choice, guard))
 
     def _prepare(self, rows: Sequence[Row], plan: Plan, reason: str = "") -> Method:
         """Tell rows by which plan they are decoded; the method, as this plan plays it."""
@@ -312,7 +272,7 @@ class Engine:
         if found is None:
             self._lanes = [lane for lane in self._lanes if lane.rows or lane.is_fixed]
             found = self._new_lane(max(_ROWS, 1 << (len(rows) - 1).bit_length()), rows)
-        found.turn(method, plan)
+        found.switch_to(method, plan)
         return found
 
     def _new_lane(self, num_rows: int, rows: Sequence[Row], longest: int = 0) -> Lane:
@@ -327,11 +287,11 @@ class Engine:
         self._lanes.append(lane)
         return lane
 
-    def _make(self, kind: DraftKind, method: Method) -> Draft:
+    def _make(self, kind: DraftKind, method: Method) -> DraftSource:
         found = self._plugins.get(kind)
         if found is None:
             return self._models.make(kind, self.target, method)
-        made: Draft = found.load()(self.target)
+        made: DraftSource = found.load()(self.target)
         if getattr(made, "kind", None) != kind:
             raise RequestError(
                 "drafts",
@@ -355,7 +315,4 @@ class Engine:
 def _blank_row(method: Method, form: Form, num_steps: int) -> Row:
     """As of a session that has acted so many times, always alike."""
     own = ((0,) * form.num_places,) * num_steps
-    memory = SessionMemory(own=own, executed=own, answers=((0,) * _TRIED,) * bool(num_steps))
-    row = Row(method, form, memory)
-    row.history = ActionHistory.of(memory)
-    return row
+    return Row(method, form, SessionMemory(own=own, answer=(0,) * _TRIED * bool(num_steps)))

@@ -1,6 +1,6 @@
 """Draft sources that grow trees from what the target computed, or from a model of their own."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,13 +12,12 @@ from deft_policies.decoding.drafts import (
     HIDDEN,
     LOGITS,
     MEMORY,
+    DraftSource,
     NgramLookup,
     Room,
-    Stateless,
 )
 from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.growth import (
-    Drawing,
     GoOn,
     GrowthStart,
     OpenNodes,
@@ -26,38 +25,22 @@ from deft_policies.decoding.growth import (
     grow_tree,
 )
 from deft_policies.decoding.medusa import MedusaHeads
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, DraftKind, KeyMask, RopeOffset, TreeShape
-from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.target import PromptFeatures, Prompts, Sequences, Target
+from deft_policies.decoding.target import Prompts, Sequences, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.kv_cache import Append
 from deft_policies.model.llama import PassContext
 
 
-@dataclass(frozen=True)
-class GrownDrafts:
-    """How a method grows trees."""
-
-    whole_vocabulary: bool = False  # else only action tokens are drafted
-    drawing: Sampling | None = None  # draw tokens, for the ratio test; None: the likeliest
-    rope_offset: RopeOffset = RopeOffset.CORRECT
-    key_mask: KeyMask = KeyMask.CAUSAL
-    patch_share: float = 1.0  # of the image patches that a small model looks at
-    looks_up: bool = False  # let n-grams of the session guess what a small model will say
-
-    def grow(self, batch: Batch, shape: TreeShape, start: GrowthStart, go_on: GoOn) -> DraftTree:
-        """A tree of the likeliest tokens, or a drawn one."""
-        if self.drawing is None:
-            return grow_tree(shape, start, go_on)
-        template = shape.as_template()
-        drawing = Drawing(self.drawing, batch.keys)
-        return draw_tree(template, start, go_on, drawing, batch.count)
-
-    def cut(self, shape: TreeShape, depth: int) -> TreeShape:
-        """The shape where `depth` levels are of use."""
-        if self.drawing is None:
-            return shape.cut(depth)
-        return TreeShape.of_template(shape.as_template().cut(depth))
+def _grow(
+    method: Method, batch: Batch, shape: TreeShape, start: GrowthStart, go_on: GoOn
+) -> DraftTree:
+    """A tree of the likeliest tokens, or a drawn one for the ratio test."""
+    if not method.draws_drafts:
+        return grow_tree(shape, start, go_on)
+    template = shape.as_template()
+    return draw_tree(template, start, go_on, method.sampling, batch.keys, batch.count)
 
 
 def _deepest(batch: Batch, shape: TreeShape) -> Tensor:
@@ -67,7 +50,7 @@ def _deepest(batch: Batch, shape: TreeShape) -> Tensor:
     return batch.limit - 1 - batch.count
 
 
-class HeadDrafts:
+class HeadDrafts(DraftSource):
     """A tree from an EAGLE-style head, which keeps the keys of committed positions.
 
     Its cache holds committed positions first and the nodes of the tree in flight behind them, at
@@ -77,12 +60,19 @@ class HeadDrafts:
     kind = DraftKind.HEAD
     needs = frozenset({HIDDEN})
     capturable = True
-    least_steps = 0
 
-    def __init__(self, head: EagleHead, target: Target, options: GrownDrafts) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        target: Target,
+        method: Method,
+        rope_offset: RopeOffset = RopeOffset.CORRECT,
+        key_mask: KeyMask = KeyMask.CAUSAL,
+    ) -> None:
         self.head = head
-        self._target, self._options = target, options
-        whole = options.whole_vocabulary
+        self._target, self._method = target, method
+        self._rope_offset, self._key_mask = rope_offset, key_mask
+        whole = method.whole_vocabulary
         self._drafted: TokenRange = target.vocabulary if whole else target.action_tokens
         self._rows = Sequences(head.sizes.cache, head.fc.weight)
         # [row] each: positions of the prompt, and 0 in the first round and 1 later.
@@ -99,21 +89,21 @@ class HeadDrafts:
             self._room = batch.longest + batch.positions
             self._rows.fix(batch.capacity, self._room + batch.positions + MOST_GROWN)
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Take in the prompts: the pairs of all their positions but the last."""
-        assert features is not None
-        num_rows, num_positions = features.embeds.shape[:2]
+        assert hidden is not None
+        num_rows, num_positions = prompts.embeds.shape[:2]
         here = slice(batch.first, batch.first + num_rows)
         reach = num_positions + max(row.limit for row in batch.rows if row is not None)
         alone = sum(one is not None for one in batch.all_rows) == num_rows
         if not self._rows.is_fixed:
             self._room = max(reach, 0 if alone else self._room)
             self._rows.reserve(batch.capacity, self._room + batch.positions + MOST_GROWN)
-        self._num_patches = features.patches.stop - features.patches.start
-        torch.sub(features.lengths, 1, out=self._rows.length[here])
-        self._prompt[here] = features.lengths
+        self._num_patches = prompts.patches.stop - prompts.patches.start
+        torch.sub(prompts.lengths, 1, out=self._rows.length[here])
+        self._prompt[here] = prompts.lengths
         self._has_grown[here] = 0
-        embeds, hidden = features.embeds[:, 1:], features.hidden[:, :-1]
+        embeds, hidden = prompts.embeds[:, 1:], hidden[:, :-1]
         positions = torch.arange(num_positions - 1, device=embeds.device).expand(num_rows, -1)
         room = Append(num_positions, start=0, first_row=batch.first)
         cache = self._rows.cache.open(num_rows, num_positions - 1, room)
@@ -127,14 +117,16 @@ class HeadDrafts:
         length = self._rows.length[:n]
         seen = self._last_seen(n, length - 1)
         position = length
-        if self._options.rope_offset is RopeOffset.PUBLISHED:
+        if self._rope_offset is RopeOffset.PUBLISHED:
             position = (length - self._num_patches) * self._has_grown[:n]
         first = self._log_probs(out)
-        shape = self._options.cut(shape, room.depth)
+        if self._method.draws_drafts:
+            shape = TreeShape.of_template(shape.as_template())
+        shape = shape.cut(room.depth)
         deepest = _deepest(batch, shape)
         start = GrowthStart(self.kind, room.roots, first, deepest, self._drafted.first)
         go_on = self._go_on(out, position, seen)
-        tree = self._options.grow(batch, shape, start, go_on)
+        tree = _grow(self._method, batch, shape, start, go_on)
         self._has_grown[:n] = 1
         return tree
 
@@ -163,7 +155,7 @@ class HeadDrafts:
 
     def _last_seen(self, num_rows: int, position: Tensor) -> Tensor:
         """The last committed slot that a query at a position sees, [row]."""
-        if self._options.key_mask is KeyMask.CAUSAL:
+        if self._key_mask is KeyMask.CAUSAL:
             return position
         return self._prompt[:num_rows] - 2
 
@@ -191,7 +183,7 @@ class HeadDrafts:
         if missing > 0:  # a tree that is larger than most
             self._rows.cache = self._rows.cache.longer(missing)
         committed = self._visible(seen[:, None]).expand(-1, width, -1)
-        if self._options.key_mask is KeyMask.PREFIX_ONLY:
+        if self._key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
         positions = (position + nodes.depth - 1)[:, None].expand(-1, width)
         context = PassContext(
@@ -205,13 +197,12 @@ class HeadDrafts:
         return self._target.logits(hidden, self._drafted).log_softmax(dim=-1)
 
 
-class MedusaDrafts(Stateless):
+class MedusaDrafts(DraftSource):
     """A tree from parallel heads, whose scores depend on the depth alone."""
 
     kind = DraftKind.MEDUSA
     needs = frozenset({HIDDEN})
     capturable = True
-    least_steps = 0
 
     def __init__(self, heads: MedusaHeads, target: Target) -> None:
         self._heads, self._target = heads, target
@@ -223,7 +214,7 @@ class MedusaDrafts(Stateless):
         assert last.hidden is not None
         rows = torch.arange(batch.num_rows, device=batch.device)
         seen = last.hidden[rows, last.num]  # it has predicted the root
-        num_heads, shape = self._heads.sizes.num_heads, room.shape
+        num_heads, shape = self._heads.num_heads, room.shape
         # There are no more levels than heads, even where the shape is of full depth.
         depth = num_heads if shape.is_full_depth else min(num_heads, room.depth)
         shape = replace(shape, is_full_depth=False).cut(depth)
@@ -242,7 +233,7 @@ class MedusaDrafts(Stateless):
 _NEVER_SEEN = -100.0
 
 
-class TokenRecycling:
+class TokenRecycling(DraftSource):
     """A tree read off a table: what the target last said after a token is how that token goes on.
 
     The table [row, token, next token] holds log-probabilities, of action tokens alone, candidates
@@ -255,7 +246,6 @@ class TokenRecycling:
     kind = DraftKind.TOKEN_RECYCLING
     needs = frozenset({MEMORY, LOGITS})
     capturable = True
-    least_steps = 0
     _steps = 16
 
     def __init__(self, target: Target) -> None:
@@ -268,7 +258,7 @@ class TokenRecycling:
         with torch.inference_mode(False):
             self._table = torch.zeros(batch.capacity, size, size, device=batch.device)
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Fill the table from what the session's target answered."""
         here = slice(batch.first, batch.first + batch.num_rows)
         self._table[here] = self._remembered(batch)
@@ -316,14 +306,14 @@ class TokenRecycling:
         return torch.where(fresh > -torch.inf, fresh, table)
 
 
-class SmallModelDrafts:
+class SmallModelDrafts(DraftSource):
     """Chains or trees of a cheaper model, with a cache and perhaps a vocabulary of its own.
 
     An action token of the target is the model's token of the same bin. The model is asked for
     larger and larger trees and keeps none of them: what it keeps is what the target has committed,
     all but the root, one round later.
 
-    With `looks_up` (FLy's multi-level acceleration) a chain is drafted by speculation too: what
+    With `multi_level` (FLy's acceleration) a chain is drafted by speculation too: what
     followed the same tokens earlier in the session rides behind it, and where the model says the
     same, its next answer is there without a pass. The chain stays the same; the host looks at each
     of its tokens.
@@ -332,14 +322,13 @@ class SmallModelDrafts:
     kind = DraftKind.SMALL_MODEL
     needs = frozenset({MEMORY, FRAME, LOGITS})
     capturable = False
-    least_steps = 0
 
-    def __init__(self, model: Target, target: Target, options: GrownDrafts) -> None:
+    def __init__(self, model: Target, target: Target, method: Method) -> None:
         self.model = model
-        self._options = options
+        self._method = method
         self._shift = model.action_tokens.first - target.action_tokens.first
         is_alike = self._shift == 0 and model.num_tokens == target.num_tokens
-        whole = options.whole_vocabulary and is_alike
+        whole = method.whole_vocabulary and is_alike
         self._drafted: TokenRange = model.vocabulary if whole else model.action_tokens
         self._lookup = NgramLookup()
         self._rows = model.sequences()
@@ -354,11 +343,11 @@ class SmallModelDrafts:
             self._rows.fix(batch.capacity, batch.longest + batch.positions + 2 * MOST_GROWN)
             self.model.record(self._rows, MOST_GROWN)
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Remember the prompts; they are read together with the first committed tokens."""
         if prompts.for_draft is not None:
             prompts = prompts.for_draft()
-        prompts = with_fewer_patches(prompts, self._options.patch_share)
+        prompts = with_fewer_patches(prompts, self._method.patch_share)
         self._waiting = [
             one for one in self._waiting if one[0] is not batch and not _has_ended(one[0])
         ]
@@ -372,7 +361,7 @@ class SmallModelDrafts:
         deepest = _deepest(batch, room.shape)
         drafted = self._drafted.first - self._shift
         start = GrowthStart(self.kind, room.roots, first, deepest, drafted)
-        return self._options.grow(batch, shape, start, self._go_on(batch, room, shape))
+        return _grow(self._method, batch, shape, start, self._go_on(batch, room, shape))
 
     def _take_in(self, batch: Batch, last: Pass, room: Room, shape: TreeShape) -> Tensor:
         """Let the model read what the target has committed; its log-probabilities at the roots."""
@@ -475,7 +464,7 @@ class SmallModelDrafts:
 
     def _guess(self, batch: Batch, room: Room, shape: TreeShape, chain: Tensor) -> Tensor:
         """How n-grams continue a chain [row, node] from the roots: what is still asked of it."""
-        if not self._options.looks_up or shape.top_k > 1:
+        if not self._method.multi_level or shape.top_k > 1:
             return chain[:, :0]
         drafted = chain[:, 1:]
         end = batch.places

@@ -39,6 +39,7 @@ class OpenNodes:
 
 
 GoOn = Callable[[OpenNodes], Tensor]  # log-probabilities of the children [row, node, token]
+Level = tuple[Tensor, Tensor, Tensor]
 
 
 def grow_tree(shape: TreeShape, start: GrowthStart, go_on: GoOn) -> DraftTree:
@@ -48,54 +49,43 @@ def grow_tree(shape: TreeShape, start: GrowthStart, go_on: GoOn) -> DraftTree:
     return _branch(shape, start, go_on)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """One level's nodes, [row, candidate] each."""
-
-    tokens: Tensor
-    scores: Tensor  # cumulative log-probability
-    parents: Tensor  # index among all candidates of the levels above, -1 for the root
-
-
 def _branch(shape: TreeShape, start: GrowthStart, go_on: GoOn) -> DraftTree:
     num_rows, top_k = len(start.roots), shape.top_k
     itself = torch.eye(top_k, dtype=torch.bool, device=start.roots.device).expand(num_rows, -1, -1)
     best = start.log_probs.topk(top_k, dim=1)
     tokens, scores = best.indices + start.first_token, best.values
-    levels = [Candidates(tokens, scores, torch.full_like(tokens, -1))]
+    # Of every level [row, candidate]: token, score, and parent among all candidates above.
+    levels = [(tokens, scores, torch.full_like(tokens, -1))]
     indices = torch.arange(top_k, device=tokens.device).expand_as(tokens)  # among all candidates
     nodes = OpenNodes(1, tokens, torch.zeros_like(tokens), itself)
     num_candidates = top_k
     for depth in range(2, shape.levels + 1):
         children = go_on(nodes).topk(top_k, dim=2)
-        level = Candidates(
-            tokens=(children.indices + start.first_token).flatten(1),
-            scores=(scores[:, :, None] + children.values).flatten(1),
-            parents=indices.repeat_interleave(top_k, dim=1),
-        )
-        levels.append(level)
-        kept = level.scores.topk(top_k, dim=1)
+        tokens = (children.indices + start.first_token).flatten(1)
+        totals = (scores[:, :, None] + children.values).flatten(1)
+        levels.append((tokens, totals, indices.repeat_interleave(top_k, dim=1)))
+        kept = totals.topk(top_k, dim=1)
         scores, indices = kept.values, num_candidates + kept.indices
         above = kept.indices // top_k
         so_far = nodes.ancestors.shape[2]
         inherited = nodes.ancestors.gather(1, above[:, :, None].expand(-1, -1, so_far))
         ancestors = torch.cat((inherited, itself), dim=2)
-        nodes = OpenNodes(depth, level.tokens.gather(1, kept.indices), above, ancestors)
+        nodes = OpenNodes(depth, tokens.gather(1, kept.indices), above, ancestors)
         num_candidates += top_k**2
     return _best_of(levels, shape.num_guesses, start)
 
 
-def _best_of(levels: Sequence[Candidates], num_guesses: int, start: GrowthStart) -> DraftTree:
+def _best_of(levels: Sequence[Level], num_guesses: int, start: GrowthStart) -> DraftTree:
     """Keep the best candidates of all levels, in the order in which they were made."""
     scores = torch.cat(
         [
-            one.scores.masked_fill((start.deepest < level)[:, None], -torch.inf)
-            for level, one in enumerate(levels, start=1)
+            totals.masked_fill((start.deepest < level)[:, None], -torch.inf)
+            for level, (_, totals, _) in enumerate(levels, start=1)
         ],
         dim=1,
     )
-    tokens = torch.cat([one.tokens for one in levels], dim=1)
-    parents = torch.cat([one.parents for one in levels], dim=1)
+    tokens = torch.cat([one for one, _, _ in levels], dim=1)
+    parents = torch.cat([one for _, _, one in levels], dim=1)
     num_kept = min(num_guesses, scores.shape[1])
     # Stable, so that of equal scores the earlier wins: no child is ever kept without its parent.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
@@ -131,45 +121,31 @@ def _fill(template: TreeTemplate, start: GrowthStart, go_on: GoOn) -> DraftTree:
     return _laid_out(indices, start, tokens, torch.cat(totals, dim=1).float())
 
 
-class Drawing:
-    """Draws the tokens of drafts from the odds of what drafts, by noise of the session's own.
-
-    A draft has the noise of its position and of its rank among its siblings. Only one round judges
-    the drafts of a position, and of two nodes with different parents only one is judged, so what
-    decides is never drawn twice.
-    """
-
-    def __init__(self, sampling: Sampling, keys: Tensor) -> None:
-        """`keys` [row] are those of the batch."""
-        self._sampling, self._keys = sampling, keys
-
-    def odds(self, log_probs: Tensor) -> Tensor:
-        """At the temperature of the method."""
-        return target_odds(log_probs, self._sampling.temperature)
-
-    def draw(self, odds: Tensor, positions: Tensor, ranks: Tensor) -> Tensor:
-        """Indices [row, node] into [row, node, token], at positions [row] and of ranks [node]."""
-        places = positions[:, None] * MOST_BRANCHES + ranks
-        noise = exponential(self._keys, Stream.DRAFT, places, odds.shape[2])
-        return (odds / noise).argmax(dim=-1)
-
-
 def draw_tree(
-    template: TreeTemplate, start: GrowthStart, go_on: GoOn, drawing: Drawing, positions: Tensor
+    template: TreeTemplate,
+    start: GrowthStart,
+    go_on: GoOn,
+    sampling: Sampling,
+    keys: Tensor,
+    positions: Tensor,
 ) -> DraftTree:
     """Draw the tokens of a template's paths, and keep the odds for the ratio test.
 
-    `positions` [row] are those of the roots' children. Siblings are drawn from the same odds, each
-    for itself, so two of them may be equal.
+    `keys` [row] are those of the batch's noise, `positions` [row] those of the roots' children. A
+    draft has the noise of its position and of its rank among its siblings, which are drawn from the
+    same odds, each for itself, so that two of them may be equal. Only one round judges the drafts
+    of a position, and of two nodes with different parents only one is judged, so what decides is
+    never drawn twice.
     """
     indices = indices_of(template, start.roots.device)
     log_probs = start.log_probs[:, None]
     tokens: list[Tensor] = []
     every = [torch.zeros_like(log_probs)]  # the root was not drawn
     for depth, level in enumerate(indices.levels, start=1):
-        odds = drawing.odds(log_probs)[:, level.above]
-        drawn = drawing.draw(odds, positions + depth - 1, level.ranks)
-        tokens.append(drawn + start.first_token)
+        odds = target_odds(log_probs, sampling.temperature)[:, level.above]
+        places = (positions + depth - 1)[:, None] * MOST_BRANCHES + level.ranks
+        noise = exponential(keys, Stream.DRAFT, places, odds.shape[2])
+        tokens.append((odds / noise).argmax(dim=-1) + start.first_token)
         every.append(odds)
         if depth < len(indices.levels):
             log_probs = go_on(level.open_nodes(depth, tokens[-1]))

@@ -10,31 +10,18 @@ Decides and remembers only: it is told what things cost and reads no clock.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from deft_policies.decoding.history import Average, PassesNeeded
+from deft_policies.memory import Average
 
+MIN_INTERVAL = 8  # actions between two explorations
 _SAMPLES_NEEDED = 2
+_WEIGHT = 0.15  # of the newest measurement in a moving average
+_OUTLIER = 2.0  # a measurement counts as at most this multiple of the average
+_MARGIN = 0.02  # by which a plan must beat plain decoding
+_EXPLORE_SHARE = 0.01  # of the time, at most, spent on plans that look worse
 
-
-@dataclass(frozen=True)
-class ActionCost:
-    """What one batch has cost in milliseconds, and the passes its rows needed after the prefill."""
-
-    prefill_ms: float  # drafting for it included
-    passes_ms: float  # everything after the prefill
-    num_passes: tuple[int, ...]  # [row]
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """How quickly the guard believes, and how much it may spend on finding out."""
-
-    weight: float = 0.15  # of the newest measurement in a moving average
-    outlier: float = 2.0  # a measurement counts as at most this multiple of the average
-    margin: float = 0.02  # by which a plan must beat plain decoding
-    explore_share: float = 0.01  # of the time, at most, spent on plans that look worse
-    min_interval: int = 8  # actions between two explorations
+Needed = Mapping[str, Average]  # passes after the prefill, lately, by the name of the plan
 
 
 @dataclass(frozen=True)
@@ -50,8 +37,8 @@ class Choice:
 class _PlanCost:
     """What a plan has cost at batches of about one size."""
 
-    prefill_ms: Average = field(default_factory=Average)
-    pass_ms: Average = field(default_factory=Average)
+    prefill_ms: Average = Average()
+    pass_ms: Average = Average()
     last_used: int = 0
 
     def price(self, passes: float) -> float:
@@ -61,25 +48,18 @@ class _PlanCost:
 class Guard:
     """Chooses among plans by name. `plain` needs `plain_passes` after the prefill, always."""
 
-    def __init__(
-        self,
-        plans: Sequence[str],
-        plain: str,
-        plain_passes: int,
-        settings: GuardSettings | None = None,
-    ) -> None:
+    def __init__(self, plans: Sequence[str], plain: str, plain_passes: int) -> None:
         self._plans = tuple(dict.fromkeys((*plans, plain)))
         self._plain = plain
         self._plain_passes = plain_passes
-        self._settings = settings or GuardSettings()
         self._costs: dict[tuple[str, int], _PlanCost] = {}
-        self._usual: PassesNeeded = {}  # over all sessions
+        self._usual: dict[str, Average] = {}  # passes needed, over all sessions
         self._num_actions = 0
         self._last_trial = 0
 
-    def choose(self, sessions: Sequence[PassesNeeded], may_try: bool = True) -> Choice:
+    def choose(self, sessions: Sequence[Needed], may_try: bool = True) -> Choice:
         """Pick the plan of the next batch; one that looks worse is tried only if that is fair."""
-        size = _size(sessions)
+        size = _size(len(sessions))
         unknown = [plan for plan in self._plans if not self._is_known(plan, size)]
         if self._plain in unknown:
             return Choice(self._plain, "measuring plain decoding", is_trial=True)
@@ -95,48 +75,42 @@ class Guard:
         return Choice(best, f"expects {prices[best]:.2f} ms with {best}{against}")
 
     def learn(
-        self, choice: Choice, cost: ActionCost, sessions: Sequence[PassesNeeded | None]
+        self,
+        choice: Choice,
+        num_rows: int,
+        prefill_ms: float,
+        passes_ms: float,
+        num_passes: int,
     ) -> None:
-        """Take in what a batch has cost and needed.
+        """Take in what a batch has cost: its prefill, and the `num_passes` behind it together.
 
-        None stands for a session that had nothing to draft from, as at the start of an episode:
-        the passes it needed say nothing about those to come.
+        Drafting is part of both.
         """
-        self.learn_cost(choice.plan, cost)
-        for session, passes in zip(sessions, cost.num_passes, strict=True):
-            if session is not None:
-                self.learn_passes(choice.plan, passes, session)
+        self._num_actions += 1
+        known = self._costs.setdefault((choice.plan, _size(num_rows)), _PlanCost())
+        known.last_used = self._num_actions
+        known.prefill_ms = known.prefill_ms.with_time(prefill_ms, _WEIGHT, _OUTLIER)
+        if num_passes > 0:
+            known.pass_ms = known.pass_ms.with_time(passes_ms / num_passes, _WEIGHT, _OUTLIER)
         if choice.is_trial:
             self._last_trial = self._num_actions
 
-    def learn_cost(self, plan: str, cost: ActionCost) -> None:
-        """Take in what a batch by `plan` has cost, and nothing about acceptance."""
-        settings = self._settings
-        self._num_actions += 1
-        known = self._costs.setdefault((plan, _size(cost.num_passes)), _PlanCost())
-        known.last_used = self._num_actions
-        known.prefill_ms.add_time(cost.prefill_ms, settings.weight, settings.outlier)
-        longest = max(cost.num_passes)
-        if longest > 0:
-            pass_ms = cost.passes_ms / longest
-            known.pass_ms.add_time(pass_ms, settings.weight, settings.outlier)
-
-    def learn_passes(self, plan: str, passes: int, session: PassesNeeded) -> None:
-        """Take in how many passes a plan has needed, or would have, and nothing about cost."""
+    def learn_passes(self, plan: str, passes: int, session: dict[str, Average]) -> None:
+        """Take in how many passes a plan has needed for an answer, or would have."""
         for table in (session, self._usual):
-            table.setdefault(plan, Average()).add(passes, self._settings.weight)
+            table[plan] = table.get(plan, Average()).with_sample(passes, _WEIGHT)
 
-    def expected_ms(self, plan: str, sessions: Sequence[PassesNeeded]) -> float:
+    def expected_ms(self, plan: str, sessions: Sequence[Needed]) -> float:
         """The plan's price for these sessions together; they wait for the slowest of them."""
         passes = max(self._expected_passes(plan, session) for session in sessions)
-        return self._costs[plan, _size(sessions)].price(passes)
+        return self._costs[plan, _size(len(sessions))].price(passes)
 
     def _is_known(self, plan: str, size: int) -> bool:
         """Once is not enough: whatever runs for the first time warms things up."""
         cost = self._costs.get((plan, size))
         return cost is not None and cost.prefill_ms.count >= _SAMPLES_NEEDED
 
-    def _expected_passes(self, plan: str, session: PassesNeeded) -> float:
+    def _expected_passes(self, plan: str, session: Needed) -> float:
         """What the session needed lately, else what sessions usually need, else half of plain."""
         if plan == self._plain:
             return self._plain_passes
@@ -146,14 +120,14 @@ class Guard:
     def _cheapest(self, prices: Mapping[str, float]) -> str:
         """The cheapest plan; plain decoding unless it is clearly beaten."""
         best = min(prices, key=lambda plan: prices[plan])
-        is_clear = prices[best] < prices[self._plain] * (1 - self._settings.margin)
+        is_clear = prices[best] < prices[self._plain] * (1 - _MARGIN)
         return best if is_clear else self._plain
 
     def _worth_trying(
         self, unknown: Sequence[str], prices: Mapping[str, float], best: str, size: int
     ) -> str | None:
         """A plan to try now, if one is due: unknown ones first, then the longest unused."""
-        if self._num_actions - self._last_trial < self._settings.min_interval:
+        if self._num_actions - self._last_trial < MIN_INTERVAL:
             return None
         if unknown:
             return unknown[0]
@@ -173,12 +147,12 @@ class Guard:
         than it must.
         """
         if plan not in self._usual:
-            return self._settings.min_interval
+            return MIN_INTERVAL
         extra = max(prices[plan] - prices[best], 0.0)
-        allowed = self._settings.explore_share * prices[best] / max(len(prices) - 1, 1)
-        return max(extra / allowed if allowed > 0 else 0.0, float(self._settings.min_interval))
+        allowed = _EXPLORE_SHARE * prices[best] / max(len(prices) - 1, 1)
+        return max(extra / allowed if allowed > 0 else 0.0, float(MIN_INTERVAL))
 
 
-def _size(rows: Sequence[object]) -> int:
+def _size(num_rows: int) -> int:
     """Batches of about the same size cost about the same: 1, 2, up to 4, up to 8..."""
-    return (len(rows) - 1).bit_length()
+    return (num_rows - 1).bit_length()

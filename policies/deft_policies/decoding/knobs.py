@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from deft_client.commands.methods import with_knobs
 from deft_policies.decoding.acceptance.rule import AcceptanceRule
@@ -73,14 +73,12 @@ def _turned_rule(method: Method, rule: AcceptanceRule, key: str, value: str) -> 
         known = ", ".join((*names, *_METHOD_KNOBS))
         raise RequestError("decoding", f"{method.name!r} has no knob {key!r}; it has: {known}")
     old = getattr(rule, field)
-    if isinstance(old, AcceptanceRule):
-        new: object = _turned_rule(method, old, inner, value)
-    else:
-        new = _number(hints[field], value)
+    is_rule = isinstance(old, AcceptanceRule)
+    new = _turned_rule(method, old, inner, value) if is_rule else _number(hints[field], value)
     return replace(rule, **{field: new})  # type: ignore[type-var]
 
 
-def _number(hint: object, text: str) -> object:
+def _number(hint: object, text: str) -> Any:
     """A value of a rule's field, by the field's type."""
     kinds = get_args(hint) or (hint,)
     if type(None) in kinds and text == "none":
@@ -112,29 +110,16 @@ def _with_plan(method: Method, name: str) -> Method:
     return replace(method, plans=(found[0],), is_guarded=False)
 
 
-def _with_temperature(method: Method, text: str) -> Method:
-    temperature = _number(float, text)
-    assert isinstance(temperature, float)
-    return method.with_sampling(Sampling(temperature, method.sampling.seed))
-
-
 def _with_patch_share(method: Method, text: str) -> Method:
     share = _number(float, text)
-    assert isinstance(share, float)
     if not 0 < share <= 1:
         raise ValueError(f"expected a share above 0 and up to 1, got {text!r}")
     return replace(method, patch_share=share)
 
 
-def _with_radius(method: Method, text: str) -> Method:
-    radius = _number(int, text)
-    assert isinstance(radius, int)
-    return method.with_radius(radius)
-
-
 _METHOD_KNOBS: Mapping[str, Turn] = MappingProxyType(
     {
-        "radius": _with_radius,
+        "radius": lambda method, text: method.with_radius(_number(int, text)),
         "rule": lambda method, name: replace(method, rule=_base(name).rule),
         "drafts": lambda method, text: method.with_drafts(read_kinds(text)),
         "tree": lambda method, text: method.with_shape(read_tree(text)),
@@ -147,6 +132,8 @@ _METHOD_KNOBS: Mapping[str, Turn] = MappingProxyType(
         "multi_level": lambda method, text: replace(method, multi_level=_switch(text)),
         "patch_share": _with_patch_share,
         "whole_vocabulary": lambda method, text: replace(method, whole_vocabulary=_switch(text)),
-        "temperature": _with_temperature,
+        "temperature": lambda method, text: method.with_sampling(
+            Sampling(_number(float, text), method.sampling.seed)
+        ),
     }
 )

@@ -6,8 +6,7 @@ target's own, so an answer ends when its last token is known and never has one m
 from the device once a round, and not at all where nothing is checked and the end is known.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,24 +16,25 @@ from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.batch import Batch, Pass, Record, Row, runs_of
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.drafts import HIDDEN, LOGITS, MEMORY, Draft, Room, merge
-from deft_policies.decoding.guard import ActionCost, Choice, Guard
+from deft_policies.decoding.drafts import HIDDEN, LOGITS, MEMORY, DraftSource, Room, merge
+from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.judge import Noise, judge, predict
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, DraftKind, Plan
 from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.decoding.target import WIDTHS, Prompts, Scores, Target, bucket
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.memory import Average
 from deft_policies.model.layout import Tensors
 from deft_policies.model.staging import to_device
 
 _DRAFTS_KEPT = 16  # of methods that are asked for in turn
 Lap = Callable[[Stage], object]
-Maker = Callable[[DraftKind, Method], Draft]
+Maker = Callable[[DraftKind, Method], DraftSource]
 
 
 @dataclass(eq=False)
-class Start:
+class Group:
     """Answers that begin together, by one plan: what a guard learns from."""
 
     rows: list[Row]
@@ -47,27 +47,28 @@ class Start:
         """Whether none of them is on its way any more."""
         return all(row.is_done for row in self.rows)
 
-    def cost(self) -> ActionCost:
-        """What they have cost together: the longest was there all the time."""
-        first, *later = max((row.records for row in self.rows), key=len)
-        num_passes = tuple(row.num_passes - 1 for row in self.rows)
-        return ActionCost(first.ms(*Stage), sum(one.ms(*Stage) for one in later), num_passes)
+    def learn_passes(self, row: Row) -> None:
+        """Tell the guard, and the session, what an answer has needed."""
+        if self.guard is not None and row.remembers:
+            needed = dict(row.memory.passes_needed)
+            self.guard.learn_passes(row.plan, row.num_passes - 1, needed)
+            _learn_of_repeating(self.guard, row, needed)
+            row.memory = replace(row.memory, passes_needed=needed)
 
-
-@dataclass(eq=False)
-class Unread:
-    """What a pass has committed and the host has not read yet."""
-
-    rows: list[Row]
-    first: int  # slot of the first of the pass's rows
-    told: Tensors  # [row, number]: drafts kept, then the tokens and the target's own
+    def learn_cost(self) -> None:
+        """Tell the guard what they have cost together: the longest was there all the time."""
+        if self.guard is not None:
+            first, *later = max((row.records for row in self.rows), key=len)
+            later_ms = sum(one.ms(*Stage) for one in later)
+            num_rows = len(self.rows)
+            self.guard.learn(self.choice, num_rows, first.ms(*Stage), later_ms, len(later))
 
 
 class Lane:
     """One batch, decoded by one method and plan at a time, and all the memory that this takes.
 
-    The memory of one that `is_fixed` never moves, so that rounds can be recorded: what came up
-    while it was `recording` is a single launch from then on.
+    The memory of one that `is_fixed` never moves, so that rounds can be recorded: what `record`
+    has played is a single launch from then on.
     """
 
     method: Method
@@ -78,13 +79,13 @@ class Lane:
         self.is_fixed = whole.longest > 0
         self.is_recording = False
         self._make, self._widest, self._whole = make, widest, whole
-        self._made: dict[Hashable, Draft] = {}
+        self._made: dict[Hashable, DraftSource] = {}
         self._num_promised = 0  # of these, the first: recordings use them
         self._recorded: set[Hashable] = set()
         self._sequences = target.sequences()
-        self._starts: list[Start] = []
-        self._unread: list[Unread] = []
-        self._is_turned = False  # to any method
+        self._groups: list[Group] = []
+        self._unread: list[tuple[list[Row], Record]] = []  # passes that the host has not read yet
+        self._is_switched = False  # to any method
         self._last: Pass | None = None  # of all rows in use
         if self.is_fixed:
             nodes, hidden = bucket(widest), target.embed(whole.tokens[0, 0])
@@ -98,12 +99,12 @@ class Lane:
         """The answers that are on their way."""
         return [one for one in self._whole.rows if one is not None]
 
-    def turn(self, method: Method, plan: Plan) -> None:
+    def switch_to(self, method: Method, plan: Plan) -> None:
         """Decode by another method and plan from now on; nobody is on the way here."""
-        is_turned = self._is_turned and self.method is method and self.plan is plan
-        if is_turned and not self.is_recording:
+        is_switched = self._is_switched and self.method is method and self.plan is plan
+        if is_switched and not self.is_recording:
             return
-        self.method, self.plan, self._is_turned = method, plan, True
+        self.method, self.plan, self._is_switched = method, plan, True
         by_kind = {kind: self._draft_of(kind) for kind in plan.kinds}
         self._drafts = tuple(by_kind.values())
         # What reads the target's own passes has nothing to say before the first of them.
@@ -115,7 +116,7 @@ class Lane:
         self._reads_past = MEMORY in needs
         self._rule = str(method.rule) if any(one.kinds for one in method.plans) else ""
 
-    def _draft_of(self, kind: DraftKind) -> Draft:
+    def _draft_of(self, kind: DraftKind) -> DraftSource:
         key, made = (kind, self.method.drafting), self._made
         if key not in made:
             if len(made) >= self._num_promised + _DRAFTS_KEPT:
@@ -136,12 +137,12 @@ class Lane:
             and (not self.is_fixed or reserve is None or reserve.holds(*prompts.embeds.shape[:2]))
         )
 
-    def join(self, start: Start) -> None:
+    def join(self, group: Group) -> None:
         """Let answers in; their prefill is part of the next step."""
         free = [slot for slot, one in enumerate(self._whole.rows) if one is None]
-        for place, (row, slot) in enumerate(zip(start.rows, free, strict=False)):
-            self._whole.rows[slot], row.slot, row.place = row, slot, place
-        self._starts.append(start)
+        for prompt, (row, slot) in enumerate(zip(group.rows, free, strict=False)):
+            self._whole.rows[slot], row.slot, row.prompt = row, slot, prompt
+        self._groups.append(group)
 
     def step(self, clock: StageClock) -> list[Row]:
         """Play a round of what is on its way, and the first one of what has joined."""
@@ -151,9 +152,9 @@ class Lane:
         if playing:
             self._round(playing, clock)
         if len(playing) < len(rows):
-            for start in self._starts:
-                if any(not row.records for row in start.rows):
-                    self._prefill(start, clock)
+            for group in self._groups:
+                if any(not row.records for row in group.rows):
+                    self._prefill(group, clock)
         done = [row for row in rows if row.is_done]
         return self._finish(done) if done else done
 
@@ -168,15 +169,18 @@ class Lane:
         done = self._replay(batch, drafts, depth, tree) if self.is_fixed else None
         if done is not None:
             clock.lap(Stage.VERIFY)
-            told, columns, num_nodes = done
         else:
             last = self._play(batch, drafts, depth, tree, self._lap(clock, Stage.VERIFY))
-            told, columns, num_nodes = last.told, last.columns, last.num_nodes
-        record = Record(columns, num_nodes, 0, False, clock, clock.take_laps())
-        self._note(Unread(rows, 0, told), record)
+            done = last.for_host, last.for_trace, last.num_nodes
+        self._note(rows, Record(*done, 0, False, clock, clock.take_laps()))
 
     def _play(
-        self, batch: Batch, drafts: Sequence[Draft], depth: int, tree: DraftTree | None, lap: Lap
+        self,
+        batch: Batch,
+        drafts: Sequence[DraftSource],
+        depth: int,
+        tree: DraftTree | None,
+        lap: Lap,
     ) -> Pass:
         """A round: draft behind what was accepted, verify the drafts, judge them, commit."""
         last = batch.last
@@ -202,9 +206,11 @@ class Lane:
         return done
 
     def _replay(
-        self, batch: Batch, drafts: Sequence[Draft], depth: int, tree: DraftTree | None
+        self, batch: Batch, drafts: Sequence[DraftSource], depth: int, tree: DraftTree | None
     ) -> tuple[Tensors, Tensors, int] | None:
-        """The same as one launch: what it tells, and how many nodes; None if it is not recorded.
+        """The same as one launch: what the host and a trace read of it, and how many nodes.
+
+        None if it is not recorded.
 
         What is recorded drafts, too, or is given a tree that could only be made step by step.
         """
@@ -234,35 +240,31 @@ class Lane:
             guessed = DraftTree(*columns) if columns else None
             self._play(batch, drafts, depth, guessed, lambda _: None)
             last = self._last.of_rows(batch.num_rows)
-            return (torch.cat((*last.told, *last.columns), dim=1),)
+            return (torch.cat((*last.for_host, *last.for_trace), dim=1),)
 
         (found,) = self.target.runner.run((self, key), step, given)
         assert batch.last is not None
         nodes, steps = batch.last.size
         # The next round overwrites it, and a trace is put into words much later.
         sizes = [1, steps, steps, found.shape[1] - 1 - 2 * steps]
-        *told, columns = torch.split(found.clone(), sizes, dim=1)
-        return tuple(told), (columns,), nodes
+        *for_host, for_trace = torch.split(found.clone(), sizes, dim=1)
+        return tuple(for_host), (for_trace,), nodes
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """A block in which rounds and sources come up that must be there from then on."""
-        self.is_recording = True
-        yield
-        self.is_recording = False
-
-    def record(self, start: Start) -> None:
+    def record(self, group: Group, method: Method, plan: Plan) -> None:
         """Record every round that answers like these may need; they are not decoded to their end.
 
-        Whatever the rounds do to the rows, they keep nothing in the cache and end nowhere.
+        Whatever the rounds do to the rows, they keep nothing in the cache and end nowhere. The
+        sources that they draft from are kept from then on.
         """
-        self.join(start)
-        self._prefill(start, StageClock(self.target.device))
-        batch, drafts, shape = self._in_use(), _able(self._between, start.rows), self.plan.shape
+        self.is_recording = True
+        self.switch_to(method, plan)
+        self.join(group)
+        self._prefill(group, StageClock(self.target.device))
+        batch, drafts, shape = self._in_use(), _able(self._between, group.rows), self.plan.shape
         batch.is_open.fill_(False)
         if all(one.capturable for one in drafts):
             most = max(shape.levels, self._whole.places) if drafts else 0
-            for depth in range(min(most + 1, max(row.limit for row in start.rows))):
+            for depth in range(min(most + 1, max(row.limit for row in group.rows))):
                 torch.sub(batch.limit, 1 + depth, out=batch.count)  # as far as leaves such a depth
                 self._replay(batch, drafts, depth, None)
         else:
@@ -270,19 +272,20 @@ class Lane:
                 tree = DraftTree.root_only(batch.count).padded(width)
                 self._replay(batch, drafts, 0, tree)
         self._whole.rows[:] = [None] * self._whole.capacity
-        self._starts, self._unread = [], []
+        self._groups, self._unread = [], []
+        self.is_recording = False
 
-    def _prefill(self, start: Start, clock: StageClock) -> None:
+    def _prefill(self, group: Group, clock: StageClock) -> None:
         """Run prompts, with the guesses that need no model riding behind them."""
-        for first, stop in runs_of([row.slot for row in start.rows]):
-            rows = [row for row in start.rows if first <= row.slot < stop]
-            places = [row.place for row in rows]
+        for first, stop in runs_of([row.slot for row in group.rows]):
+            rows = [row for row in group.rows if first <= row.slot < stop]
+            chosen = [row.prompt for row in rows]
             if self.is_fixed and first == 0:
                 size = 1 << (len(rows) - 1).bit_length()
                 if not any(self._whole.rows[stop:size]):
-                    places += places[:1] * (size - len(rows))  # what is recorded has such sizes
-            is_all = places == list(range(len(start.prompts.lengths)))
-            prompts = start.prompts if is_all else take(start.prompts, places)
+                    chosen += chosen[:1] * (size - len(rows))  # what is recorded has such sizes
+            is_all = chosen == list(range(len(group.prompts.lengths)))
+            prompts = group.prompts if is_all else take(group.prompts, chosen)
             self._prefill_rows(first, rows, prompts, clock)
 
     def _prefill_rows(
@@ -293,7 +296,7 @@ class Lane:
         every = [*rows, *rows[:1] * (size - len(rows))]
         keys = None
         if sampling.temperature > 0.0:
-            keys = sampling.keys([row.history.draw for row in every], self.target.device)
+            keys = sampling.keys([row.memory.draw for row in every], self.target.device)
         part.fill(every, keys, bool(self.plan.kinds), self._reads_past)
         if len(rows) < size:
             part.is_open[len(rows) :] = False
@@ -306,20 +309,20 @@ class Lane:
         tree = self._draft(part, _able(self._riders, rows), depth, prompts.last_tokens)
         lap(Stage.DRAFT)
         self._reserve(first + size, prompts, depth)
-        scores, features = self.target.prefill(self._sequences, first, prompts, tree)
+        scores, hidden = self.target.prefill(self._sequences, first, prompts, tree)
         lap(Stage.PREFILL)
         if self.method.rule.needs_patches:
-            part.keep_patches(features.hidden[:, features.patches])
+            part.keep_patches(hidden[:, prompts.patches])
         done = self._judge(part, tree, scores, depth)
         self._commit(part, done, scores.logits)
         self._settle(done, first)
         lap(Stage.JUDGE)
-        record = Record(done.columns, done.num_nodes, first, True, clock, clock.take_laps())
-        self._note(Unread(rows, first, done.told), record)
+        read = done.for_host, done.for_trace, done.num_nodes
+        self._note(rows, Record(*read, first, True, clock, clock.take_laps()))
         if not all(row.is_done for row in rows):
             for one in self._drafts:
                 if HIDDEN in one.needs:
-                    one.begin(part, prompts, features)
+                    one.begin(part, prompts, hidden)
 
     def _lap(self, clock: StageClock, whole: Stage) -> Lap:
         """What books time. Without drafts a pass is a `whole` stage, and ends judged."""
@@ -346,7 +349,7 @@ class Lane:
         return batch
 
     def _draft(
-        self, batch: Batch, drafts: Sequence[Draft], depth: int, roots: Tensor | None = None
+        self, batch: Batch, drafts: Sequence[DraftSource], depth: int, roots: Tensor | None = None
     ) -> DraftTree:
         """One tree of what all sources guess, behind the last pass if no roots are given."""
         shape, is_first = self.plan.shape, roots is not None
@@ -445,12 +448,11 @@ class Lane:
         is_moved = (last > 0) & (batch.begin >= 0)
         batch.begin.copy_(torch.where(is_moved, batch.count + last, batch.begin))
 
-    def _note(self, unread: Unread, record: Record) -> None:
+    def _note(self, rows: list[Row], record: Record) -> None:
         """Tell the host of a pass, which reads what was committed where it cannot know that."""
-        rows = unread.rows
         for row in rows:
             row.note(record)
-        self._unread.append(unread)
+        self._unread.append((rows, record))
         is_known = record.num_nodes == 1 or not self.plan.kinds
         for row in rows:
             is_known = is_known and row.form.is_action and row.count < row.limit
@@ -461,20 +463,21 @@ class Lane:
         """Read what passes have committed since the last time: the one read of a round."""
         unread, self._unread = self._unread, []
         sums = self._whole.sums
-        parts = [(sums - sums == 0).long(), *(part for one in unread for part in one.told)]
+        parts = [(sums - sums == 0).long()]
+        parts += [part for _, record in unread for part in record.for_host]
         numbers = self.read_from_device(torch.cat([part.flatten() for part in parts]))
         is_finite, start = numbers, self._whole.capacity
-        for one in unread:
-            num_rows, steps = one.told[1].shape
+        for rows, record in unread:
+            num_rows, steps = record.for_host[1].shape
             nums, tokens = start, start + num_rows
             own = tokens + num_rows * steps
             start = own + num_rows * steps
-            for row in one.rows:
-                place = row.slot - one.first
-                told = slice(place * steps, place * steps + numbers[nums + place] + 1)
+            for row in rows:
+                index = row.slot - record.first
+                committed = slice(index * steps, index * steps + numbers[nums + index] + 1)
                 row.take(
-                    numbers[tokens:own][told],
-                    numbers[own:start][told],
+                    numbers[tokens:own][committed],
+                    numbers[own:start][committed],
                     is_finite=bool(is_finite[row.slot]),
                 )
 
@@ -488,15 +491,15 @@ class Lane:
         for row in done:
             margins: list[float] = []
             if row.wants_margins:
-                num_told = min(len(row.tokens), row.form.max_tokens)
-                margins = self._whole.margins[row.slot, :num_told].tolist()
+                num_tokens = min(len(row.tokens), row.form.max_tokens)
+                margins = self._whole.margins[row.slot, :num_tokens].tolist()
             row.finish(self._rule, margins)
-            start = next(one for one in self._starts if row in one.rows)
+            group = next(one for one in self._groups if row in one.rows)
             self._let_go(row)
-            if start.guard is not None:
-                _learn(start.guard, start, row)
-            row.memory = row.history.memory(row.memory)
-        self._starts = [start for start in self._starts if not start.is_over]
+            group.learn_passes(row)
+        for group in [one for one in self._groups if one.is_over]:
+            group.learn_cost()
+            self._groups.remove(group)
         return done
 
     def _let_go(self, row: Row) -> None:
@@ -507,52 +510,43 @@ class Lane:
 
     def cancel(self, row: Row) -> bool:
         """Let go of an answer that nobody waits for any more; whether it was on its way here."""
-        start = next((one for one in self._starts if row in one.rows and not row.is_done), None)
-        if start is None:
+        group = next((one for one in self._groups if row in one.rows and not row.is_done), None)
+        if group is None:
             return False
         if self._unread:
             self._read()
-        start.rows.remove(row)
+        group.rows.remove(row)
         row.is_done = True
         self._let_go(row)
-        self._starts = [start for start in self._starts if not start.is_over]
+        self._groups = [one for one in self._groups if not one.is_over]
         return True
 
 
-def _able(drafts: Sequence[Draft], rows: Sequence[Row]) -> tuple[Draft, ...]:
+def _able(drafts: Sequence[DraftSource], rows: Sequence[Row]) -> tuple[DraftSource, ...]:
     """Those that have something to say, given what the sessions remember."""
     if not drafts:
         return ()
-    longest = max(len(row.history.own) for row in rows)
+    longest = max(len(row.memory.own) for row in rows)
     return tuple(one for one in drafts if longest >= one.least_steps)
 
 
-def _learn(guard: Guard, start: Start, row: Row) -> None:
-    """Tell a guard what an answer has needed, and in the end what its start has cost."""
-    if row.remembers:
-        guard.learn_passes(row.plan, row.num_passes - 1, row.history.passes_needed)
-        _learn_of_repeating(guard, row)
-    if start.is_over:
-        guard.learn(start.choice, start.cost(), [None] * len(start.rows))
-
-
-def _learn_of_repeating(guard: Guard, row: Row) -> None:
+def _learn_of_repeating(guard: Guard, row: Row, needed: dict[str, Average]) -> None:
     """Tell a guard what plans that only repeat the last action would have needed.
 
     With exact match that can be counted afterwards: one pass for every token that changed.
     """
-    own = row.history.own
+    own = row.memory.own
     if not (row.form.is_action and row.method.rule.is_exact and len(own) > 1):
         return
     num_changed = sum(a != b for a, b in zip(own[-2][:-1], own[-1][:-1], strict=True))
     for plan in row.method.plans:
         if plan.name != row.plan and plan.kinds == {DraftKind.PREVIOUS}:
-            guard.learn_passes(plan.name, num_changed, row.history.passes_needed)
+            guard.learn_passes(plan.name, num_changed, needed)
 
 
-def take(prompts: Prompts, places: list[int]) -> Prompts:
+def take(prompts: Prompts, rows: list[int]) -> Prompts:
     """Some rows of prompts."""
-    index = to_device(places, prompts.embeds.device)
+    index = to_device(rows, prompts.embeds.device)
     features, for_draft = prompts.features, prompts.for_draft
     return replace(
         prompts,
@@ -560,7 +554,7 @@ def take(prompts: Prompts, places: list[int]) -> Prompts:
         lengths=prompts.lengths[index],
         last_tokens=prompts.last_tokens[index],
         features=None if features is None else features[index],
-        for_draft=None if for_draft is None else lambda: take(for_draft(), places),
+        for_draft=None if for_draft is None else lambda: take(for_draft(), rows),
     )
 
 

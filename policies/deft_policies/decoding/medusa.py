@@ -5,7 +5,6 @@ language-model head turns what comes out into tokens, so heads are small. Shared
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,22 +18,14 @@ _WEIGHTS = "model.safetensors"
 _FORMAT = "deft-medusa-1"
 
 
-@dataclass(frozen=True)
-class MedusaSizes:
-    """How many places ahead, over hidden states of which width."""
-
-    width: int
-    num_heads: int
-
-
 class MedusaHeads(nn.Module):
-    """h_k = h + silu(W_k h + b_k), k = 1..num_heads."""
+    """h_k = h + silu(W_k h + b_k), k = 1..num_heads; head k looks k places ahead."""
 
-    def __init__(self, sizes: MedusaSizes) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.weight = nn.Parameter(torch.zeros(sizes.num_heads, sizes.width, sizes.width))
-        self.bias = nn.Parameter(torch.zeros(sizes.num_heads, sizes.width))
+        self.width, self.num_heads = width, num_heads
+        self.weight = nn.Parameter(torch.zeros(num_heads, width, width))
+        self.bias = nn.Parameter(torch.zeros(num_heads, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """From [..., width] to [..., head, width], to be read by the target's own head."""
@@ -45,11 +36,7 @@ class MedusaHeads(nn.Module):
 def save_medusa(heads: MedusaHeads, directory: Path) -> None:
     """Write `config.json` and the weights."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "format": _FORMAT,
-        "hidden_size": heads.sizes.width,
-        "num_heads": heads.sizes.num_heads,
-    }
+    config = {"format": _FORMAT, "hidden_size": heads.width, "num_heads": heads.num_heads}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     write_tensors(dict(heads.named_parameters()), directory / _WEIGHTS)
 
@@ -77,6 +64,6 @@ def load_medusa(directory: Path, width: int, like: Tensor) -> MedusaHeads:
             f"{path}: the heads are {found} wide, but the target is {width}; "
             "heads only fit the model they were trained for"
         )
-    heads = MedusaHeads(MedusaSizes(width, num_heads))
+    heads = MedusaHeads(width, num_heads)
     heads.load_state_dict(dict(tensors))
     return heads.to(like.device, like.dtype).requires_grad_(False).eval()

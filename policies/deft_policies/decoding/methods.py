@@ -117,7 +117,15 @@ class Method:
 _MEMORY = (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION, DraftKind.RETRIEVAL)
 _HEAD = frozenset({DraftKind.HEAD})
 _SPEC_VLA_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
-_SPEC_VLA_PLANS = (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),)
+_SPEC_VLA = Method(
+    "spec-vla",
+    "Spec-VLA, relaxed: within 9 ids, full tree, first row wins ties",
+    WithinIds(9),
+    (Plan("spec-vla", (), (DraftKind.HEAD,), _SPEC_VLA_TREE),),
+    tie_break=TieBreak.FIRST_ROW,
+    required=_HEAD,
+    whole_vocabulary=True,
+)
 
 OUR_PLANS = (
     Plan("memory+tree", (DraftKind.PREVIOUS,), (DraftKind.HEAD,)),
@@ -152,41 +160,23 @@ METHODS: tuple[Method, ...] = (
         OUR_PLANS,
         is_guarded=True,
     ),
-    Method(
-        "spec-vla",
-        "Spec-VLA, relaxed: within 9 ids, full tree, first row wins ties",
-        WithinIds(9),
-        _SPEC_VLA_PLANS,
-        tie_break=TieBreak.FIRST_ROW,
-        required=_HEAD,
-        whole_vocabulary=True,
+    _SPEC_VLA,
+    replace(
+        _SPEC_VLA,
+        name="spec-vla-strict",
+        summary="Spec-VLA, strict: the same loop with exact match",
+        rule=WithinIds(0),
     ),
-    Method(
-        "spec-vla-strict",
-        "Spec-VLA, strict: the same loop with exact match",
-        WithinIds(0),
-        _SPEC_VLA_PLANS,
-        tie_break=TieBreak.FIRST_ROW,
-        required=_HEAD,
-        whole_vocabulary=True,
+    replace(
+        _SPEC_VLA,
+        name="spec-vla-long",
+        summary="Spec-VLA, relaxed as published for LIBERO-Long: within 5 ids",
+        rule=WithinIds(5),
     ),
-    Method(
-        "spec-vla-long",
-        "Spec-VLA, relaxed as published for LIBERO-Long: within 5 ids",
-        WithinIds(5),
-        _SPEC_VLA_PLANS,
-        tie_break=TieBreak.FIRST_ROW,
-        required=_HEAD,
-        whole_vocabulary=True,
-    ),
-    Method(
-        "spec-vla-published",
-        "Spec-VLA's own loop: drafts of the last token count, one more pass commits it",
-        WithinIds(9),
-        _SPEC_VLA_PLANS,
-        tie_break=TieBreak.FIRST_ROW,
-        required=_HEAD,
-        whole_vocabulary=True,
+    replace(
+        _SPEC_VLA,
+        name="spec-vla-published",
+        summary="Spec-VLA's own loop: drafts of the last token count, one more pass commits it",
         loop=Loop.PUBLISHED,
     ),
     Method(

@@ -1,6 +1,7 @@
 """How draft trees are shaped, by numbers alone. Imports nothing heavy: flags are made of it."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -263,6 +264,15 @@ class TieBreak(Enum):
     FIRST_ROW = "first-row"  # the path of the first leaf, in node order, below it (EAGLE, Spec-VLA)
 
 
+# Trees by name, and how large each of their numbers may be.
+_TREES: dict[str, tuple[Callable[..., TreeShape | TreeTemplate], tuple[int, ...]]] = {
+    "dynamic": (TreeShape, (MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES)),
+    "template": (TreeTemplate.harmonic, (MOST_LEVELS, MOST_LEVELS)),
+    "branches": (TreeTemplate.branches, (MOST_LEVELS, MOST_LEVELS)),
+    "chain": (TreeShape.chain, (MOST_LEVELS,)),
+}
+
+
 def read_tree(text: str) -> TreeShape:
     """dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or chain:LEVELS.
 
@@ -272,10 +282,8 @@ def read_tree(text: str) -> TreeShape:
     if text == "eagle":
         return TreeShape.of_template(TreeTemplate.eagle())
     kind, *parts = re.split(r"[:,+]", text)
+    grow, most = _TREES.get(kind, (TreeShape, ()))
     sizes = [int(part) for part in parts if part.isdigit() and int(part) > 0]
-    limits = {"dynamic": (MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES), "chain": (MOST_LEVELS,)}
-    both = (MOST_LEVELS, MOST_LEVELS)
-    most = {**limits, "template": both, "branches": both}.get(kind, ())
     if len(sizes) != len(parts) or len(sizes) != len(most) or not sizes:
         raise ValueError(
             "expected dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS, "
@@ -283,14 +291,8 @@ def read_tree(text: str) -> TreeShape:
         )
     if any(size > limit for size, limit in zip(sizes, most, strict=True)):
         raise ValueError(f"{kind} takes numbers up to {', '.join(map(str, most))}, got {text!r}")
-    if kind == "template":
-        return TreeShape.of_template(TreeTemplate.harmonic(*sizes))
-    if kind == "branches":
-        return TreeShape.of_template(TreeTemplate.branches(*sizes))
-    if kind == "chain":
-        return TreeShape.chain(*sizes)
-    levels, top_k, num_guesses = sizes
-    return TreeShape(levels, top_k, num_guesses)
+    shape = grow(*sizes)
+    return shape if isinstance(shape, TreeShape) else TreeShape.of_template(shape)
 
 
 def read_kinds(text: str) -> tuple[DraftKind, ...]:

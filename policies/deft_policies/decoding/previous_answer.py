@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from deft_policies.decoding.batch import Batch, Row
-from deft_policies.decoding.drafts import MEMORY, Room
+from deft_policies.decoding.drafts import MEMORY, DraftSource, Room
 from deft_policies.decoding.plan import DraftKind
-from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.staging import to_device
 
@@ -85,13 +86,12 @@ class Alignment:
         return found
 
 
-class PreviousAnswer:
+class PreviousAnswer(DraftSource):
     """A source of chains from the session's last answer. Text, numbers and actions alike."""
 
     kind = DraftKind.PREVIOUS_ANSWER
     needs = frozenset({MEMORY})
     capturable = False
-    least_steps = 0
 
     def __init__(self) -> None:
         self._alignments: dict[Row, Alignment] = {}
@@ -100,13 +100,12 @@ class PreviousAnswer:
         """Nothing is kept of rows that have ended."""
         self._alignments = {}
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Look up what the sessions answered last."""
         self._alignments = {row: one for row, one in self._alignments.items() if not row.is_done}
         for row in batch.rows:
             if row is not None:
-                answers = row.memory.answers
-                self._alignments[row] = Alignment(answers[-1] if answers else ())
+                self._alignments[row] = Alignment(row.memory.answer)
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
         """One tree of every row's chains, which share what starts alike."""

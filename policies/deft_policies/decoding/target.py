@@ -67,16 +67,6 @@ class Scores:
     hidden: Tensor  # [row, node, width], after the final norm
 
 
-@dataclass(frozen=True)
-class PromptFeatures:
-    """What draft heads read of the prompt."""
-
-    embeds: Tensor  # [row, position, width], the decoder's input
-    hidden: Tensor  # [row, position, width], after the final norm; no positions if not kept
-    lengths: Tensor  # [row]
-    patches: slice
-
-
 class Sequences:
     """The cached part of every row: one strip of slots each.
 
@@ -218,12 +208,13 @@ class Target:
 
     def prefill(
         self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
+    ) -> tuple[Scores, Tensor]:
         """Run prompts with the tree's guesses riding behind them in one pass.
 
         They become the rows from `first` on. Node 0 is the last prompt token: its scores are the
         prompt's own next-token scores. The prompt's slots are committed, the other nodes wait for
-        `Sequences.keep`.
+        `Sequences.keep`. Also returns the prompts' hidden states after the final norm, [row,
+        position, width]: no positions if they are not kept.
         """
         embeds, lengths = prompts.embeds, prompts.lengths
         num_rows, num_positions = embeds.shape[:2]
@@ -246,8 +237,7 @@ class Target:
         # Rows that join others run step by step: they come at any place.
         found = self._run(rows, key, step, inputs) if first == 0 else step(*inputs)
         scored, logits, kept = found
-        features = PromptFeatures(prompts.embeds, kept[:, :num_positions], lengths, prompts.patches)
-        return _without_padding(tree, logits, scored), features
+        return _without_padding(tree, logits, scored), kept[:, :num_positions]
 
     def measure_width(self, prompts: Prompts, widest: int) -> None:
         """Find out how much of an old text a pass should carry here.

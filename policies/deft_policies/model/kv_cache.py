@@ -23,15 +23,6 @@ class CacheSizes:
 
 
 @dataclass(frozen=True)
-class HeadSplit:
-    """How the fused projection of a token divides: queries, then keys, then values."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True)
 class Append:
     """Where the tokens of a pass go, and how far attention reads.
 

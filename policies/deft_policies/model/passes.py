@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.model.kernels.fp8 import Fp8Linear, Fp8Rows
-from deft_policies.model.kv_cache import Append, CacheWindow, HeadSplit, KVCache
-from deft_policies.model.llama import Layer, LlamaDecoder, RMSNorm, Rotation
+from deft_policies.model.kv_cache import Append, CacheWindow, KVCache
+from deft_policies.model.llama import Layer, LlamaDecoder, LlamaSizes, RMSNorm, Rotation
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -78,7 +78,7 @@ class LlamaPasses:
 
     def _attention(self, tokens: PassInput, cache: KVCache | None) -> "_Attention":
         num_rows, num_tokens = tokens.positions.shape
-        heads = HeadSplit(self._sizes.num_heads, self._sizes.num_kv_heads, self._sizes.head_dim)
+        heads = self._sizes
         rotation = self._rotary(tokens.positions, tokens.embeds)
         tokens = replace(tokens, mask=_added(tokens.mask, tokens.embeds.dtype))
         if cache is None:
@@ -201,7 +201,7 @@ class _LayerWeights:
 class _Attention:
     """The attention of one pass: everything its layers share."""
 
-    heads: HeadSplit
+    heads: LlamaSizes
     rotation: Rotation
     tokens: PassInput
     window: CacheWindow | None

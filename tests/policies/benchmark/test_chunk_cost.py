@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from deft_policies.benchmark.chunk_cost import ChunkCostModel, module_cost
-from deft_policies.benchmark.replay import ReplayFrame, generate_frames
+from deft_policies.benchmark.replay import Contender, ReplayFrame, generate_frames
 from deft_policies.benchmark.roofline import (
+    ChunkCostModel,
     Cost,
     DeviceRates,
     PassTokens,
     WeightBytes,
     decoder_cost,
+    module_cost,
     vision_cost,
 )
 from deft_policies.families.loading import load_policy
@@ -71,7 +72,9 @@ def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy
     extra = module_cost(model.parts.state, 2, weights) + module_cost(
         model.parts.head, 2 * 8, weights
     )
-    assert costs.pass_cost(frame, 2) == decoder + extra
+    assert costs.pass_costs(frame, None, Contender("two", policy, batch_size=2)) == [
+        decoder + extra
+    ]
 
 
 def test_towers_see_every_picture_of_every_robot(policy: VlaPolicy) -> None:

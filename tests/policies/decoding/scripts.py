@@ -10,12 +10,11 @@ from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Batch, Form, Pass, Row
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.drafts import LOGITS, MEMORY, Chains, Draft, Room, from_here
+from deft_policies.decoding.drafts import LOGITS, MEMORY, Chains, DraftSource, Room, from_here
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Target
+from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.memory import SessionMemory
 from deft_policies.model.layout import EagerRunner
@@ -26,7 +25,7 @@ Guess = Callable[[int, int, tuple[int, ...]], Sequence[int]]
 
 
 @dataclass
-class ScriptedDrafts:
+class ScriptedDrafts(DraftSource):
     """A source whose nodes branch as `guess` says, padded to the widest row with false nodes."""
 
     guess: Guess
@@ -35,14 +34,7 @@ class ScriptedDrafts:
     kind: DraftKind = DraftKind.HEAD
     needs: frozenset[str] = frozenset({LOGITS})
     capturable: bool = False
-    least_steps: int = 0
     depths_asked: list[int] = field(default_factory=list)
-
-    def allocate(self, batch: Batch) -> None:
-        pass
-
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
-        pass
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
         self.depths_asked.append(room.depth)
@@ -84,13 +76,13 @@ class ScriptedDrafts:
 class ScriptedModels(DraftModels):
     """Sources that a test has made, in the place of those of their kind."""
 
-    scripted: tuple[Draft, ...] = ()
+    scripted: tuple[DraftSource, ...] = ()
 
     @property
     def kinds(self) -> frozenset[DraftKind]:
         return super().kinds | {one.kind for one in self.scripted}
 
-    def make(self, kind: DraftKind, target: Target, method: Method) -> Draft:
+    def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
         found = [one for one in self.scripted if one.kind == kind]
         return found[0] if found else super().make(kind, target, method)
 
@@ -128,11 +120,10 @@ class AnswerTarget:
 
     def prefill(
         self, rows: Counters, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
+    ) -> tuple[Scores, Tensor]:
         here = slice(first, first + len(prompts.lengths))
         rows.length[here] = rows.roots[here] = 0
-        features = PromptFeatures(prompts.embeds, prompts.embeds, prompts.lengths, prompts.patches)
-        return self._answer(tree, rows.length[here]), features
+        return self._answer(tree, rows.length[here]), prompts.embeds
 
     def score(self, rows: Counters, tree: DraftTree) -> Scores:
         num_rows = len(tree.tokens)
@@ -149,7 +140,7 @@ class AnswerTarget:
         return Scores(logits, torch.zeros(*places.shape, 1))
 
 
-class RepeatExecuted:
+class RepeatExecuted(DraftSource):
     """Guesses what was executed last: the mistake that froze a robot."""
 
     kind = DraftKind.PREVIOUS
@@ -157,15 +148,23 @@ class RepeatExecuted:
     capturable = False
     least_steps = 1
 
-    def allocate(self, batch: Batch) -> None:
-        pass
+    def __init__(self) -> None:
+        self._rows: list[Row | None] = []
+        self._executed: list[list[int]] = []
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
-        pass
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
+        """Rows decoded by something else executed what the target wanted."""
+        last = [row for row in self._rows if row is not None]
+        rows = [row for row in batch.rows if row is not None]
+        self._executed = [
+            next((one.tokens for one in last if one.memory is row.memory), list(row.memory.own[-1]))
+            for row in rows
+            if row.memory.own
+        ]
+        self._rows = list(batch.rows)
 
     def draft(self, batch: Batch, room: Room) -> Chains:
-        executed = [list(row.history.executed[-1]) for row in batch.rows if row is not None]
-        tokens = torch.tensor(executed)[:, None]
+        tokens = torch.tensor(self._executed)[:, None]
         return from_here(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), room)
 
 
@@ -230,7 +229,7 @@ def filled(rows: Sequence[Row], committed: Sequence[Sequence[int]]) -> Batch:
     places = rows[0].form.num_places
     batch = Batch(CPU, len(rows), rows[0].form.max_tokens, places)
     for slot, row in enumerate(rows):
-        row.history, row.limit = ActionHistory.of(row.memory), row.form.max_tokens
+        row.limit = row.form.max_tokens
         batch.rows[slot], row.slot = row, slot
     batch.fill(rows, None, drafts=True, reads_past=True)
     for slot, tokens in enumerate(committed):

@@ -18,12 +18,12 @@ from torch.nn.functional import one_hot
 
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.batch import Batch, Form, Row
-from deft_policies.decoding.drafts import LOGITS, Chains, Draft, Room
+from deft_policies.decoding.drafts import LOGITS, Chains, DraftSource, Room
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, Plan
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Sequences, Target
+from deft_policies.decoding.target import Prompts, Scores, Sequences, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import RequestError
 from deft_policies.model.llama import LlamaDecoder
@@ -84,7 +84,7 @@ def expect_plain(prompts: Prompts, tokens: Sequence[int], form: Form) -> None:
 
 
 @dataclass
-class Scripted:
+class Scripted(DraftSource):
     """Chains that go on as the answer does, more or less: `skill` is the chance of each token."""
 
     skill: float
@@ -92,18 +92,13 @@ class Scripted:
     rides: bool
     kind: DraftKind = DraftKind.HEAD
     capturable: bool = False
-    least_steps: int = 0
     rng: random.Random = field(default_factory=random.Random)
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset() if self.rides else frozenset({LOGITS})
+    def __post_init__(self) -> None:
+        self.needs = frozenset() if self.rides else frozenset({LOGITS})
 
     def allocate(self, batch: Batch) -> None:
         self.rng.seed(self.seed)
-
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
-        pass
 
     def draft(self, batch: Batch, room: Room) -> Chains | DraftTree:
         steps = self.rng.randint(1, min(room.depth, 300)) if room.depth else 0
@@ -131,11 +126,11 @@ def answer_of(row: Row) -> tuple[int, ...]:
     return wanted(*ASKED[row.memory.noise], row.form.max_tokens, row.form.stop)
 
 
-def engine_with(scripted: Draft) -> Engine:
+def engine_with(scripted: DraftSource) -> Engine:
     return engine_over(Target(decoder(), ACTIONS), scripted)
 
 
-def engine_over(target: Target, scripted: Draft) -> Engine:
+def engine_over(target: Target, scripted: DraftSource) -> Engine:
     return Engine(target, ScriptedModels(scripted=(scripted,)), widest=512)
 
 
@@ -266,10 +261,10 @@ class MixedTarget(Target):
 
     def prefill(
         self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
-        scores, features = super().prefill(rows, first, prompts, tree)
+    ) -> tuple[Scores, torch.Tensor]:
+        scores, hidden = super().prefill(rows, first, prompts, tree)
         self.committed = int(prompts.lengths[0])
-        return self._said(tree, 0, scores), features
+        return self._said(tree, 0, scores), hidden
 
     def score(self, rows: Sequences, tree: DraftTree) -> Scores:
         count = int(rows.length[0]) - self.committed + 1

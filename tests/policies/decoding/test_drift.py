@@ -17,10 +17,9 @@ from deft_policies.decoding.acceptance.rule import (
     DimensionGroup,
     ExactMatch,
 )
-from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
-from deft_policies.memory import STEPS_KEPT
+from deft_policies.memory import STEPS_KEPT, SessionMemory
 from tests.policies.decoding.scripts import (
     AnswerTarget,
     Decoding,
@@ -170,31 +169,22 @@ def test_no_answers_whatever_can_exceed_the_budget(
 # What a session remembers.
 
 
-def test_a_history_keeps_own_and_executed_tokens_apart_and_forgets_old_ones() -> None:
-    history = ActionHistory()
+def test_a_session_remembers_own_tokens_and_how_far_the_executed_ones_strayed() -> None:
+    memory = SessionMemory()
     for step in range(STEPS_KEPT + 3):
-        history.append(executed=(step, 7), own=(step, 5), leak=1.0)
-    assert len(history.own) == len(history.executed) == STEPS_KEPT
-    assert history.own[-1] == (STEPS_KEPT + 2, 5)
-    assert history.executed[-1] == (STEPS_KEPT + 2, 7)
-    assert history.num_steps == STEPS_KEPT + 3
-    assert history.drift == (0.0, 2.0 * (STEPS_KEPT + 3))
-
-
-def test_a_reset_forgets_the_episode() -> None:
-    history = ActionHistory()
-    history.append((1, 2), (1, 1), leak=1.0)
-    history.reset()
-    assert (list(history.own), history.drift, history.num_steps) == ([], (), 0)
-    assert history.num_draws == 1  # noise is never used twice
+        memory = memory.after_action(executed=(step, 7), own=(step, 5), leak=1.0)
+    assert len(memory.own) == STEPS_KEPT
+    assert memory.own[-1] == (STEPS_KEPT + 2, 5)
+    assert memory.num_steps == STEPS_KEPT + 3
+    assert memory.drift == (0.0, 2.0 * (STEPS_KEPT + 3))
 
 
 def test_actions_of_another_length_start_afresh() -> None:
-    history = ActionHistory()
-    history.append((1, 2), (1, 1), leak=1.0)
-    history.append((1, 2, 3), (1, 2, 3), leak=1.0)
-    assert list(history.own) == [(1, 2, 3)]
-    assert history.drift == (0.0, 0.0, 0.0)
+    memory = SessionMemory().after_action((1, 2), (1, 1), leak=1.0)
+    memory = memory.after_action((1, 2, 3), (1, 2, 3), leak=1.0)
+    assert memory.own == ((1, 2, 3),)
+    assert (memory.drift, memory.num_steps) == ((0.0, 0.0, 0.0), 1)
+    assert memory.num_draws == 2  # noise is never used twice
 
 
 def test_the_budget_holds_over_a_session_that_changes_methods() -> None:

@@ -2,18 +2,18 @@
 
 import random
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_policies.decoding.clock import Stage
-from deft_policies.decoding.guard import ActionCost, Choice, Guard, GuardSettings
-from deft_policies.decoding.history import Average, PassesNeeded
+from deft_policies.decoding.guard import MIN_INTERVAL, Choice, Guard
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan
-from deft_policies.memory import PlanPasses, SessionMemory
+from deft_policies.memory import Average, SessionMemory
 from tests.policies.decoding.scripts import Decoding, Session, clock, tokens_of
 from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
 
@@ -36,12 +36,11 @@ class World:
     truths: dict[str, PlanTruth]
     noise: float = 0.1
     seed: int = 0
-    settings: GuardSettings = field(default_factory=GuardSettings)
 
     def __post_init__(self) -> None:
-        self.guard = Guard(list(self.truths), "plain", PLAIN_PASSES, self.settings)
+        self.guard = Guard(list(self.truths), "plain", PLAIN_PASSES)
         self.rng = random.Random(self.seed)
-        self.sessions: list[PassesNeeded] = [{}]
+        self.sessions: list[dict[str, Average]] = [{}]
         self.spent_ms = 0.0
         self.choices: list[Choice] = []
 
@@ -52,8 +51,9 @@ class World:
         prefill = truth.prefill_ms * self._jitter()
         later = passes * truth.pass_ms * self._jitter()
         self.spent_ms += prefill + later
-        cost = ActionCost(prefill, later, (passes,) * len(self.sessions))
-        self.guard.learn(choice, cost, self.sessions)
+        self.guard.learn(choice, len(self.sessions), prefill, later, passes)
+        for session in self.sessions:
+            self.guard.learn_passes(choice.plan, passes, session)
         self.choices.append(choice)
         return choice
 
@@ -120,7 +120,7 @@ def test_after_warming_up_every_plan_is_tried_once_before_its_price_is_believed(
     one = world(**plans, memory=(12.0, 4.0, 1.0))
     for name, truth in one.truths.items():
         for _ in range(2):
-            one.guard.learn_cost(name, ActionCost(truth.prefill_ms, truth.pass_ms * 6, (6,)))
+            one.guard.learn(Choice(name, ""), 1, truth.prefill_ms, truth.pass_ms * 6, 6)
     chosen = [one.act().plan for _ in range(60)]
     assert set(chosen) == set(one.truths)
     assert chosen[-10:].count("memory") == 10
@@ -129,11 +129,11 @@ def test_after_warming_up_every_plan_is_tried_once_before_its_price_is_believed(
 def test_the_start_of_an_episode_is_no_trial_and_teaches_nothing_about_drafts() -> None:
     one = world(head=(10.5, 3.0, 2.0))
     for name in ("plain", "plain", "head", "head"):
-        one.guard.learn_cost(name, ActionCost(10.5, 18.0, (6,)))
+        one.guard.learn(Choice(name, ""), 1, 10.5, 18.0, 6)
     for _ in range(40):
         choice = one.guard.choose(one.sessions, may_try=False)
         assert not choice.is_trial
-        one.guard.learn(choice, ActionCost(10.5, 18.0, (6,)), [None])
+        one.guard.learn(choice, 1, 10.5, 18.0, 6)
     assert one.sessions[0] == {}
 
 
@@ -161,8 +161,7 @@ def test_one_slow_measurement_does_not_change_the_plan() -> None:
     one = world(head=(10.5, 3.0, 2.0))
     for _ in range(100):
         one.act()
-    choice = Choice("head", "")
-    one.guard.learn(choice, ActionCost(400.0, 900.0, (2,)), one.sessions)
+    one.guard.learn(Choice("head", ""), 1, 400.0, 900.0, 2)
     head, plain = (one.guard.expected_ms(plan, one.sessions) for plan in ("head", "plain"))
     assert head < 0.95 * plain
 
@@ -241,7 +240,7 @@ def test_whatever_things_cost_speculation_is_never_on_where_plain_looks_faster(
         one.act()
     trials = [number for number, choice in enumerate(one.choices) if choice.is_trial]
     gaps = [later - earlier for earlier, later in zip(trials[1:], trials[2:], strict=False)]
-    assert all(gap >= GuardSettings().min_interval for gap in gaps)
+    assert all(gap >= MIN_INTERVAL for gap in gaps)
 
 
 @settings(max_examples=40, deadline=None)
@@ -261,30 +260,29 @@ def test_whatever_things_cost_the_long_run_is_within_a_few_percent_of_plain(
 
 def test_an_average_of_times_believes_no_outlier_and_no_first_measurement() -> None:
     average = Average()
-    average.add_time(500.0, 0.1, outlier=2.0)
-    average.add_time(10.0, 0.1, outlier=2.0)
+    for sample in (500.0, 10.0):
+        average = average.with_time(sample, 0.1, outlier=2.0)
     assert average.value == 10.0
-    for _ in range(50):
-        average.add_time(10.0, 0.1, outlier=2.0)
-    average.add_time(1000.0, 0.1, outlier=2.0)
+    for sample in (*(10.0,) * 50, 1000.0):
+        average = average.with_time(sample, 0.1, outlier=2.0)
     assert average.value == pytest.approx(11.0, abs=0.2)
 
 
 def test_an_average_follows_what_changes() -> None:
     average = Average()
     for sample in (1.0, 3.0):
-        average.add(sample, weight=0.25)
+        average = average.with_sample(sample, weight=0.25)
     assert average.value == 2.0
     for _ in range(20):
-        average.add(6.0, weight=0.25)
+        average = average.with_sample(6.0, weight=0.25)
     assert average.value == pytest.approx(6.0, abs=0.05)
 
 
 # In the decoder.
 
 
-def passes_needed(session: Session) -> dict[str, PlanPasses]:
-    return {one.plan: one for one in session.memories[0].passes_needed}
+def passes_needed(session: Session) -> Mapping[str, Average]:
+    return session.memories[0].passes_needed
 
 
 def test_a_guarded_decoder_stays_lossless_and_says_why_it_chose() -> None:
@@ -359,6 +357,17 @@ def test_no_plan_is_judged_by_an_action_that_has_none_before_it() -> None:
     for _ in range(24):
         guarded.decode(prompts, session)
     assert passes_needed(session)["memory"].value < 1.0
+
+
+def test_a_batch_whose_rows_end_together_is_one_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learnt: list[int] = []
+    monkeypatch.setattr(Guard, "learn", lambda self, choice, num_rows, *_: learnt.append(num_rows))
+    decoder = tiny_decoder()
+    guarded = Decoding(fast_target(decoder), find_method("lossless"))
+    guarded.decode(random_prompts(decoder, [2, 5, 3]), Session.of(3))
+    assert learnt == [3]
 
 
 def test_an_unguarded_decoder_says_nothing() -> None:

@@ -16,7 +16,7 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.lane import Lane
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex
@@ -44,7 +44,7 @@ def meta_target() -> Target:
 def meta_models() -> DraftModels:
     with torch.device(META):
         head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
-        medusa = MedusaHeads(MedusaSizes(WIDTH, 6)).requires_grad_(False)
+        medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
         keys = torch.empty(9, 6 + WIDTH)
         actions = torch.empty(9, LENGTH, dtype=torch.int64)
     index = RetrievalIndex(keys, actions, "meta")
@@ -72,7 +72,7 @@ def reads_and_passes(method: Method, monkeypatch: pytest.MonkeyPatch) -> tuple[i
 
     monkeypatch.setattr(Lane, "read_from_device", read)
     own = tuple((30 + step,) * LENGTH for step in range(3))
-    memory = SessionMemory(own=own, executed=own, drift=(0.0,) * LENGTH)
+    memory = SessionMemory(own=own, drift=(0.0,) * LENGTH)
     form = Form.action(ActionSpace.in_bins(LENGTH))
     rows = [Row(method, form, memory) for _ in range(NUM_ROWS)]
     engine = Engine(meta_target(), meta_models())

@@ -22,12 +22,11 @@ from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.judge import Accepted, judge
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes
+from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import (
-    PromptFeatures,
     Prompts,
     Scores,
     Sequences,
@@ -118,7 +117,7 @@ def random_models(seed: int, lengths: tuple[int, ...], number: int, draft_seed: 
     torch.manual_seed(draft_seed)
     decoder = decoder_of(seed)
     head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
-    medusa = MedusaHeads(MedusaSizes(WIDTH, 6)).requires_grad_(False)
+    medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
     medusa.weight.normal_(std=0.1)
     stored = frame(seed, lengths, number)
     actions = torch.tensor(answers(seed, lengths, number))
@@ -217,7 +216,7 @@ class WrongMaskTarget(Target):
 class WrongMaskInPrefillTarget(Target):
     def prefill(
         self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
+    ) -> tuple[Scores, Tensor]:
         return super().prefill(rows, first, prompts, retyped(tree, SeesEverything))
 
 

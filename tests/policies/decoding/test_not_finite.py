@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deft_policies.decoding.methods import METHODS, Method
 from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Sequences, Target
+from deft_policies.decoding.target import Prompts, Scores, Sequences, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import NotFiniteError
 from tests.policies.decoding.scripts import Decoding, Session
@@ -30,9 +30,9 @@ class Broken(Target):
 
     def prefill(
         self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
-        scores, features = super().prefill(rows, first, prompts, tree)
-        return replace(scores, logits=self._spoil(scores.logits)), features
+    ) -> tuple[Scores, Tensor]:
+        scores, hidden = super().prefill(rows, first, prompts, tree)
+        return replace(scores, logits=self._spoil(scores.logits)), hidden
 
     def score(self, rows: Sequences, tree: DraftTree) -> Scores:
         scores = super().score(rows, tree)

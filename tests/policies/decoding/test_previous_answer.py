@@ -21,7 +21,7 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.previous_answer import Alignment
-from deft_policies.decoding.target import PromptFeatures, Prompts, Scores, Sequences, Target
+from deft_policies.decoding.target import Prompts, Scores, Sequences, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes
@@ -41,14 +41,12 @@ class WantedTarget(Target):
 
     def prefill(
         self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
+    ) -> tuple[Scores, torch.Tensor]:
         self.lengths = prompts.lengths
         length, roots = rows.counters(first, first + len(self.lengths))
         length.copy_(self.lengths)
         torch.sub(self.lengths, 1, out=roots)
-        nothing = prompts.embeds[:, :0]
-        features = PromptFeatures(prompts.embeds, nothing, self.lengths, prompts.patches)
-        return self._said(tree, torch.zeros_like(self.lengths)), features
+        return self._said(tree, torch.zeros_like(self.lengths)), prompts.embeds[:, :0]
 
     def score(self, rows: Sequences, tree: DraftTree) -> Scores:
         length, roots = rows.counters(0, len(tree.tokens))
@@ -87,7 +85,7 @@ def text_of(seed: int, length: int = LENGTH) -> list[int]:
 
 
 def passes(old: Sequence[int], new: Sequence[int]) -> int:
-    (row,) = answer([new], [SessionMemory(answers=(tuple(old),))])
+    (row,) = answer([new], [SessionMemory(answer=tuple(old))])
     return row.num_passes
 
 
@@ -150,7 +148,7 @@ class ComputingTarget(WantedTarget):
 
     def prefill(
         self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, PromptFeatures]:
+    ) -> tuple[Scores, torch.Tensor]:
         Target.prefill(self, rows, first, prompts, tree)
         return super().prefill(rows, first, prompts, tree)
 
@@ -177,7 +175,7 @@ def test_what_scripted_edits_cost_beside_plain_decoding(capsys: pytest.CaptureFi
     model = LlamaDecoder(sizes).eval().requires_grad_(False)
     for weight in model.parameters():
         weight.normal_(std=0.05)
-    target, memory = ComputingTarget(model, ACTIONS), SessionMemory(answers=(tuple(old),))
+    target, memory = ComputingTarget(model, ACTIONS), SessionMemory(answer=tuple(old))
     prompts = random_prompts(model, [80])
     engine = Engine(target, widest=512)
     with torch.inference_mode():
@@ -235,7 +233,7 @@ def expect_the_targets_tokens(cases: Sessions) -> None:
     for turn in range(3):
         rows = answer(texts, memories)
         memories = [row.memory for row in rows]
-        assert [one.answers for one in memories] == [(tuple(text),) for text in texts]
+        assert [one.answer for one in memories] == [tuple(text) for text in texts]
         texts = [edited(text, some[turn:]) for text, (_, _, some) in zip(texts, cases, strict=True)]
 
 
@@ -259,7 +257,6 @@ def test_they_are_in_500_sessions(cases: Sessions) -> None:
     expect_the_targets_tokens(cases)
 
 
-def test_more_and_longer_answers_than_are_remembered_are_refused() -> None:
-    for answers in (((1,),) * 5, ((1,) * 4097,)):
-        with pytest.raises(ValueError, match="answers of at most"):
-            SessionMemory(answers=answers)
+def test_a_longer_answer_than_is_remembered_is_refused() -> None:
+    with pytest.raises(ValueError, match="answer of at most 4096 tokens"):
+        SessionMemory(answer=(1,) * 4097)

@@ -112,14 +112,14 @@ def test_guesses_riding_in_the_prefill_are_scored_as_if_they_were_the_sequence(
     tree = random_tree(prompts, 7, seed)
     target = target_of(model, runner)
     prompts = dataclasses.replace(prompts, keep_hidden=keep_hidden)
-    scores, features = target.prefill(rows_of(target, prompts), 0, prompts, tree)
+    scores, hidden = target.prefill(rows_of(target, prompts), 0, prompts, tree)
     for row in range(3):
         prompt = one_row(prompts, row).embeds[0]
         for node in range(7):
             guessed = tokens_on(tree, row, path_to(tree, row, node))
             expected = plain_next_tokens(model, prompt, guessed)[-1]
             assert int(scores.logits[row, node].argmax()) == expected
-    assert features.hidden.shape[1] == (prompts.embeds.shape[1] if keep_hidden else 0)
+    assert hidden.shape[1] == (prompts.embeds.shape[1] if keep_hidden else 0)
 
 
 def test_a_single_chain_in_the_prefill_needs_no_mask_and_scores_the_same() -> None:
@@ -138,10 +138,10 @@ def test_prompt_hidden_states_are_those_of_the_plain_forward() -> None:
     prompts = random_prompts(model, TEXT_LENGTHS)
     target = target_of(model)
     tree = random_tree(prompts, 4, 0)
-    _, features = target.prefill(rows_of(target, prompts), 0, prompts, tree)
+    _, hidden = target.prefill(rows_of(target, prompts), 0, prompts, tree)
     for row, length in enumerate(prompts.lengths.tolist()):
         plain = model.decoder(one_row(prompts, row).embeds)[0]
-        torch.testing.assert_close(features.hidden[row, :length], plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden[row, :length], plain, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("runner", runners())

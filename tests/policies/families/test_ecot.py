@@ -127,7 +127,7 @@ def test_frames_of_sessions_are_answered_as_if_each_was_the_first(
         answers = policy.act(asked)
         for frame, answer in zip(frames, answers, strict=True):
             check(answer, frame)
-            assert answer.memory.answers == (tuple(frame["generated_ids"]),)
+            assert answer.memory.answer == tuple(frame["generated_ids"])
             if number and answer.chunk.trace is not None:
                 passes.append(answer.chunk.trace.num_passes)
         memories = [one.memory for one in answers]

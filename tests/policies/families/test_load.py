@@ -12,7 +12,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
-from deft_policies.decoding.medusa import MedusaHeads, MedusaSizes, save_medusa
+from deft_policies.decoding.medusa import MedusaHeads, save_medusa
 from deft_policies.decoding.methods import METHODS
 from deft_policies.decoding.retrieval import RetrievalIndex, save_index
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
@@ -128,7 +128,7 @@ def test_info_tells_what_was_loaded() -> None:
 def test_an_eagle_head_and_medusa_heads_are_told_apart_and_draft_together(tmp_path: Path) -> None:
     case = golden.cases_with_image()[0]
     eagle = golden.write_draft_head(tmp_path / "eagle")
-    save_medusa(MedusaHeads(MedusaSizes(64, 3)), tmp_path / "medusa")
+    save_medusa(MedusaHeads(64, 3), tmp_path / "medusa")
     policy = load_policy(replace(OPTIONS, draft_heads=(tmp_path / "medusa", eagle)))
     drafts = policy.drafts
     assert drafts.head is not None

@@ -9,7 +9,7 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
-from deft_policies.decoding.drafts import Draft
+from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
@@ -116,7 +116,7 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
 
 def test_where_one_frame_cannot_start_none_does() -> None:
     class Failing(DraftModels):
-        def make(self, kind: DraftKind, target: Target, method: Method) -> Draft:
+        def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
             if kind == DraftKind.NGRAM:
                 raise RequestError("drafts", "no n-grams today")
             return super().make(kind, target, method)

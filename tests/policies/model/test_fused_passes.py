@@ -48,8 +48,8 @@ def answers(target: VlaTarget, num_nodes: int) -> list[Tensor]:
     tree = random_tree(2, num_nodes)
     rows = target.sequences()
     rows.reserve(2, 64)
-    first, features = target.prefill(rows, 0, prompts, tree)
-    found = [first.logits.clone(), features.hidden.clone()]
+    first, hidden = target.prefill(rows, 0, prompts, tree)
+    found = [first.logits.clone(), hidden.clone()]
     for nodes in (num_nodes, 1):
         rows.keep(torch.zeros(2, 1, dtype=torch.int64), 1, in_place=True)
         found.append(target.score(rows, random_tree(2, nodes)).logits.clone())

@@ -7,14 +7,17 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
-from deft_policies.model.kv_cache import HeadSplit
-from deft_policies.model.llama import RMSNorm, Rotation
+from deft_policies.model.llama import LlamaSizes, RMSNorm, Rotation
 from tests.triton_twins import Counted
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 FORMATS = [torch.float32, torch.bfloat16]
 # The interpreter cannot multiply matrices of bfloat16; float16 takes the same way.
 PRODUCT_FORMATS = [torch.float32, torch.float16]
+
+
+def head_sizes(num_kv_heads: int) -> LlamaSizes:
+    return LlamaSizes(1, 32, 1, 1, num_heads=4, num_kv_heads=num_kv_heads, head_dim=8)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -60,7 +63,7 @@ def test_gate_times_up(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_rotating_and_appending_in_one_launch(dtype: torch.dtype, num_kv_heads: int) -> None:
-    heads = HeadSplit(4, num_kv_heads, 8)
+    heads = head_sizes(num_kv_heads)
     num_rotated, slots = 4 + num_kv_heads, torch.tensor([9, 3, 17])
     fused = random(3, (4 + 2 * num_kv_heads) * 8, dtype=dtype)
     cos, sin = random(3, 8, dtype=dtype, seed=1), random(3, 8, dtype=dtype, seed=2)
@@ -78,7 +81,7 @@ def test_rotating_and_appending_in_one_launch(dtype: torch.dtype, num_kv_heads: 
 @pytest.mark.parametrize("num_nodes", [1, 24])
 def test_split_attention(dtype: torch.dtype, num_kv_heads: int, num_nodes: int) -> None:
     """Rows of two lengths in a cache of 200 slots: shares of it are empty, full and cut."""
-    heads, read = HeadSplit(4, num_kv_heads, 8), 150
+    heads, read = head_sizes(num_kv_heads), 150
     fused = random(2 * num_nodes, (4 + 2 * num_kv_heads) * 8, dtype=dtype)
     cache = random(2, 200, 2 * num_kv_heads, 8, dtype=dtype, seed=1)
     seen = torch.rand(2, 1, num_nodes, read, generator=torch.Generator().manual_seed(2)) < 0.7

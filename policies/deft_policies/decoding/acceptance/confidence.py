@@ -18,10 +18,7 @@ class TopK(AcceptanceRule):
     def __post_init__(self) -> None:
         _at_least_one("k", self.k)
 
-    @property
-    def needs_space(self) -> bool:
-        """It knows odds, and no distances."""
-        return False
+    needs_space = False  # it knows odds, and no distances
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Likely enough by rank all the way."""
@@ -39,10 +36,7 @@ class NearTop(AcceptanceRule):
     def __post_init__(self) -> None:
         _at_least_one("n", self.n)
 
-    @property
-    def needs_space(self) -> bool:
-        """It knows odds, and no distances."""
-        return False
+    needs_space = False  # it knows odds, and no distances
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Nearly as likely as the target's own token all the way."""
@@ -163,10 +157,7 @@ class VisualRelevance(AcceptanceRule):
         """Only the caps are distances."""
         return self.cap is not None or self.shift_cap is not None
 
-    @property
-    def needs_patches(self) -> bool:
-        """The cosines are taken with them."""
-        return True
+    needs_patches = True  # the cosines are taken with them
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Equal, loose or merely shifted all the way in one branch."""

@@ -285,15 +285,8 @@ class ExactMatch(AcceptanceRule):
     the output has exactly the target's distribution: see `verify`.
     """
 
-    @property
-    def is_exact(self) -> bool:
-        """By definition."""
-        return True
-
-    @property
-    def needs_space(self) -> bool:
-        """Tokens are equal or not, whatever they mean."""
-        return False
+    is_exact = True
+    needs_space = False  # tokens are equal or not, whatever they mean
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Equal all the way."""

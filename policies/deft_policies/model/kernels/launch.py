@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deft_policies.model.kernels import programs
 from deft_policies.model.kernels.fp8 import Fp8Rows
-from deft_policies.model.kv_cache import HeadSplit
+from deft_policies.model.llama import LlamaSizes
 
 _SLOTS = 64  # that a program looks at together
 _LEAST_QUERIES = 16  # of a matrix product, on every side
@@ -106,7 +106,7 @@ class FusedKernels:
         rotation: tuple[Tensor, Tensor],
         cache: Tensor,
         slots: Tensor,
-        heads: HeadSplit,
+        heads: LlamaSizes,
     ) -> None:
         """Rotate queries of [token, head * head_dim] in place; append keys and values.
 
@@ -119,7 +119,7 @@ class FusedKernels:
         constants = {**_constants(heads), "BLOCK": triton.next_power_of_2(heads.head_dim)}
         self.launch(programs.rotate_append, grid, given, constants)
 
-    def attend(self, fused: Tensor, cache: Tensor, mask: Tensor, heads: HeadSplit) -> Tensor:
+    def attend(self, fused: Tensor, cache: Tensor, mask: Tensor, heads: LlamaSizes) -> Tensor:
         """Mix [row * node, head * head_dim] out of one layer's cache [row, slot, ...].
 
         `mask` [row, 1, node, slot] is added to the scores. The rows of the cache are contiguous.
@@ -152,7 +152,7 @@ class FusedKernels:
         return out
 
 
-def _constants(heads: HeadSplit) -> Constants:
+def _constants(heads: LlamaSizes) -> Constants:
     return {
         "NUM_HEADS": heads.num_heads,
         "NUM_KV_HEADS": heads.num_kv_heads,

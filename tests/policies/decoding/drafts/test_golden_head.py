@@ -1,5 +1,6 @@
 """The draft head, its trees and whole decoding runs against what the published code computed."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,11 +12,11 @@ from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.eagle import EagleHead, load_head
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.growers import GrownDrafts, HeadDrafts
+from deft_policies.decoding.growers import HeadDrafts
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TieBreak, TreeShape
-from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
@@ -71,18 +72,19 @@ def test_teacher_forced_hidden_states_equal_the_fixture(head: EagleHead, round_n
     torch.testing.assert_close(head(embeds, hidden)[0], expected, atol=1e-4, rtol=0.0)
 
 
-def prompt_of(case: int) -> tuple[PromptFeatures, Batch]:
+def prompt_of(case: int) -> tuple[Prompts, torch.Tensor, Batch]:
     """The prefill of a fixture case without guesses, and the batch behind it."""
     arrays, name = golden.draft_arrays(), f"c{case:02d}_r1"
     hidden = torch.from_numpy(arrays[f"{name}_in_hidden"])[None]
     embeds = torch.from_numpy(arrays[f"{name}_in_embeds"])[None]
     # The fixture holds e_{t+1}; e_0 is never read.
     prompt = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, :-1]), dim=1)
-    features = PromptFeatures(prompt, hidden, torch.tensor([hidden.shape[1]]), PATCHES)
+    lengths = torch.tensor([hidden.shape[1]])
+    prompts = Prompts(prompt, lengths, torch.zeros_like(lengths), PATCHES)
     root = next(one["root"] for one in golden.draft_expected()["trees"] if one["name"][:6] == name)
     batch = batch_of([SessionMemory()], [[]])
     pass_by(batch, hidden[:, -1:], [root])
-    return features, batch
+    return prompts, hidden, batch
 
 
 def pass_by(batch: Batch, hidden: torch.Tensor, tokens: list[int]) -> None:
@@ -116,13 +118,11 @@ def test_trees_and_cumulative_scores_equal_the_fixture(
     head: EagleHead, entry: dict[str, Any]
 ) -> None:
     arrays, name = golden.draft_arrays(), entry["name"]
-    options = GrownDrafts(
-        rope_offset=ROPE[entry["rope"]], whole_vocabulary=entry["draft_vocab"] == "full"
-    )
-    drafts = HeadDrafts(head, target(), options)
-    features, batch = prompt_of(entry["case"])
+    method = replace(find_method("spec-vla"), whole_vocabulary=entry["draft_vocab"] == "full")
+    drafts = HeadDrafts(head, target(), method, ROPE[entry["rope"]])
+    prompts, hidden, batch = prompt_of(entry["case"])
     drafts.allocate(batch)
-    drafts.begin(batch, prompts_of(0), features)
+    drafts.begin(batch, prompts, hidden)
     tree = drafted(drafts, batch)
     if entry["round"] == 2:
         second_round(batch, entry["case"])

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from deft_policies.decoding.eagle import (
     named_weights,
     save_head,
 )
-from deft_policies.decoding.growers import GrownDrafts, HeadDrafts
+from deft_policies.decoding.growers import HeadDrafts
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
-from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
@@ -55,23 +57,21 @@ class Conversation:
         self.target = TinyTarget(tiny_decoder())
         self.prompts: Prompts = random_prompts(self.target.decoder, text_lengths)
         root = DraftTree.root_only(self.prompts.last_tokens)
-        _, self.features = self.target.prefill(self.target.sequences(), 0, self.prompts, root)
+        _, self.seen = self.target.prefill(self.target.sequences(), 0, self.prompts, root)
         self.num_rows = len(text_lengths)
         self.batch = batch_of([SessionMemory()] * self.num_rows, [[]] * self.num_rows)
         self.tokens: list[list[int]] = [[] for _ in text_lengths]
         # What the head should have read of each row so far, as whole sequences.
-        self.hidden = [
-            self.features.hidden[row, :length] for row, length in enumerate(self._lengths())
-        ]
+        self.hidden = [self.seen[row, :length] for row, length in enumerate(self._lengths())]
 
     def _lengths(self) -> list[int]:
         lengths: list[int] = self.prompts.lengths.tolist()
         return lengths
 
-    def begin(self, drafts: HeadDrafts, features: PromptFeatures | None = None) -> HeadDrafts:
+    def begin(self, drafts: HeadDrafts, hidden: Tensor | None = None) -> HeadDrafts:
         """Show a source the prompts."""
         drafts.allocate(self.batch)
-        drafts.begin(self.batch, self.prompts, features or self.features)
+        drafts.begin(self.batch, self.prompts, self.seen if hidden is None else hidden)
         return drafts
 
     def draft(self, drafts: HeadDrafts, shape: TreeShape) -> DraftTree:
@@ -104,10 +104,8 @@ class Conversation:
         return embeds, self.hidden[row]
 
 
-def head_drafts(
-    head: EagleHead, talk: Conversation, options: GrownDrafts | None = None
-) -> HeadDrafts:
-    return HeadDrafts(head, talk.target, options or GrownDrafts())  # type: ignore[arg-type]
+def head_drafts(head: EagleHead, talk: Conversation, *published: Any) -> HeadDrafts:
+    return HeadDrafts(head, talk.target, find_method("lossless"), *published)  # type: ignore[arg-type]
 
 
 def slow_log_probs(
@@ -133,7 +131,7 @@ def test_a_grown_tree_scores_as_whole_sequences_do(
 ) -> None:
     """Three rounds with rows that accept different numbers of drafts."""
     head, talk = random_head().requires_grad_(False), Conversation(text_lengths)
-    drafts = talk.begin(head_drafts(head, talk, GrownDrafts(key_mask=mask)))
+    drafts = talk.begin(head_drafts(head, talk, RopeOffset.CORRECT, mask))
     for number in range(3):
         new = [[30 + row + number] * (1 + (row + number) % 2) for row in range(talk.num_rows)]
         talk.commit(new, seed=number)
@@ -155,7 +153,7 @@ def test_the_published_rope_offset_differs_only_below_the_first_level() -> None:
     talk.commit([[30]], seed=0)
     trees = []
     for offset in RopeOffset:
-        drafts = talk.begin(head_drafts(head, talk, GrownDrafts(rope_offset=offset)))
+        drafts = talk.begin(head_drafts(head, talk, offset))
         trees.append(talk.draft(drafts, TreeShape(3, 3, 21)))
     right, published = (dict(scored_paths(tree)) for tree in trees)
     for path, score in right.items():
@@ -301,7 +299,7 @@ def edit_tensors(directory: Path, changes: dict[str, Tensor | None]) -> None:
     ("damage", "message"),
     [
         (break_no_config, "config.json is missing"),
-        (break_bad_config, "not readable JSON"),
+        (break_bad_config, "is not JSON"),
         (break_rope_scaling, "rope_scaling"),
         (break_heads, "num_attention_heads 5 does not divide"),
         (break_no_weights, "holds neither"),
@@ -336,13 +334,13 @@ def test_prompt_features_of_a_batch_are_read_at_each_rows_own_end() -> None:
     """Padding behind a short prompt must not reach the head."""
     talk = Conversation([2, 6])
     head = random_head().requires_grad_(False)
-    noisy = talk.features.hidden.clone()
+    noisy = talk.seen.clone()
     noisy[0, int(talk.prompts.lengths[0]) :] = 1e3
     talk.commit([[30], [31]], seed=0)
     shape = TreeShape(2, 2, 6)
     trees = []
-    for hidden in (talk.features.hidden, noisy):
-        drafts = talk.begin(head_drafts(head, talk), replace(talk.features, hidden=hidden))
+    for hidden in (talk.seen, noisy):
+        drafts = talk.begin(head_drafts(head, talk), hidden)
         trees.append(talk.draft(drafts, shape))
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs)

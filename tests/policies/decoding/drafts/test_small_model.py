@@ -9,7 +9,7 @@ from torch import Tensor
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts import Room
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.growers import GrownDrafts, SmallModelDrafts, with_fewer_patches
+from deft_policies.decoding.growers import SmallModelDrafts, with_fewer_patches
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.target import (
@@ -40,14 +40,13 @@ PROMPTS = random_prompts(DECODER, [2, 5, 3])
 
 
 def drafting(
-    model: object, shape: TreeShape, options: GrownDrafts | None = None, target: object = None
+    model: object, shape: TreeShape, target: object = None, **changes: object
 ) -> tuple[Decoding, "Watched"]:
-    """Decoding with a small model, and what it drafts."""
-    method = replace(
-        find_method("small-model"), plans=(Plan("case", (), (DraftKind.SMALL_MODEL,), shape),)
-    )
+    """Decoding with a small model, and what it drafts; `changes` are those of the method."""
+    plans = (Plan("case", (), (DraftKind.SMALL_MODEL,), shape),)
+    method = replace(find_method("small-model"), plans=plans, **changes)  # type: ignore[arg-type]
     target = target or fast_target(DECODER)
-    drafts = Watched(model, target, options or GrownDrafts())  # type: ignore[arg-type]
+    drafts = Watched(model, target, method)  # type: ignore[arg-type]
     return Decoding(target, method, None, drafts), drafts
 
 
@@ -89,7 +88,7 @@ SHAPES = [
 def test_every_guess_has_the_odds_that_the_model_gives_it(shape: TreeShape, share: float) -> None:
     """Over several rounds, of rows that accept different numbers of drafts."""
     shallow = first_layers(DECODER, 1)
-    decoder, drafts = drafting(fast_target(shallow), shape, GrownDrafts(patch_share=share))
+    decoder, drafts = drafting(fast_target(shallow), shape, patch_share=share)
     twin = Twin(shallow, with_fewer_patches(PROMPTS, share))
     for _ in range(2):
         drafts.grown = ()
@@ -124,8 +123,8 @@ def test_a_target_without_cache_and_masks_drafts_alike() -> None:
 
 def test_the_whole_target_as_its_own_draft_model_is_always_right() -> None:
     target = fast_target(DECODER)
-    model, options = self_draft_target(target, num_layers=2), GrownDrafts(whole_vocabulary=True)
-    decoder, _ = drafting(model, TreeShape.chain(6), options, target)
+    model = self_draft_target(target, num_layers=2)
+    decoder, _ = drafting(model, TreeShape.chain(6), target, whole_vocabulary=True)
     traces = decoder.decode(PROMPTS, Session.of(3))
     assert [trace.accepted_lengths for trace in traces] == [(0, 5)] * 3
 
@@ -143,9 +142,9 @@ class CountingTarget(Target):
 def test_ngrams_spare_the_small_model_passes_and_change_no_draft() -> None:
     """FLy's multi-level acceleration: frames repeat, so that the session knows what comes."""
     found, passes = [], []
-    for looks_up in (False, True):
+    for multi_level in (False, True):
         model = CountingTarget(DECODER, ACTIONS)
-        decoder, _ = drafting(model, TreeShape.chain(6), GrownDrafts(looks_up=looks_up))
+        decoder, _ = drafting(model, TreeShape.chain(6), multi_level=multi_level)
         session, seen = Session.of(3), []
         for frame in (0, 1, 0, 1):
             prompts = random_prompts(DECODER, [2, 5, 3], frame)
@@ -159,9 +158,9 @@ def test_ngrams_spare_the_small_model_passes_and_change_no_draft() -> None:
 
 def test_ngrams_that_are_wrong_cost_no_pass_and_change_no_draft() -> None:
     found, passes = [], []
-    for looks_up in (False, True):
+    for multi_level in (False, True):
         model = CountingTarget(first_layers(DECODER, 1), ACTIONS)
-        decoder, _ = drafting(model, TreeShape.chain(6), GrownDrafts(looks_up=looks_up))
+        decoder, _ = drafting(model, TreeShape.chain(6), multi_level=multi_level)
         session, seen = Session.of(2), []
         for frame in range(5):
             prompts = random_prompts(DECODER, [2, 4], frame)
@@ -176,10 +175,10 @@ def test_ngrams_that_are_wrong_cost_no_pass_and_change_no_draft() -> None:
 def test_fly_looks_up_unless_it_is_told_not_to() -> None:
     models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
     target = fast_target(DECODER)
-    for text, looks_up in (("fly", True), ("fly:multi_level=off", False), ("lvspec", False)):
+    for text, multi_level in (("fly", True), ("fly:multi_level=off", False), ("lvspec", False)):
         made = models.make(DraftKind.SMALL_MODEL, target, find_method(text))
         assert isinstance(made, SmallModelDrafts)
-        assert made._options.looks_up == looks_up
+        assert made._method.multi_level == multi_level
 
 
 def moved(decoder: LlamaDecoder, by: int) -> LlamaDecoder:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deft_policies.decoding.drafts import (
     Chains,
-    Draft,
+    DraftSource,
     Extrapolation,
     NgramLookup,
     PreviousAction,
@@ -22,7 +22,6 @@ from deft_policies.decoding.growers import MedusaDrafts
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.medusa import (
     MedusaHeads,
-    MedusaSizes,
     is_medusa,
     load_medusa,
     save_medusa,
@@ -55,11 +54,11 @@ PROMPTS = random_prompts(tiny_decoder(), [3])
 
 
 def memory_of(*actions: tuple[int, ...]) -> SessionMemory:
-    return SessionMemory(own=actions, executed=actions)
+    return SessionMemory(own=actions)
 
 
 def ask(
-    source: Draft, memories: list[SessionMemory], committed: list[list[int]], length: int
+    source: DraftSource, memories: list[SessionMemory], committed: list[list[int]], length: int
 ) -> list[list[list[int]]]:
     """Guesses behind what is committed, cut at the first unknown: [row][chain][step]."""
     batch = batch_of(memories, committed, length)
@@ -74,7 +73,7 @@ def ask(
 
 def test_the_previous_action_is_the_targets_own_not_the_executed_one() -> None:
     """An action's last token is never guessed, so those here have one more."""
-    memory = SessionMemory(own=((30, 31, 32, 0),), executed=((40, 41, 42, 0),))
+    memory = SessionMemory(own=((30, 31, 32, 0),))
     assert ask(PreviousAction(), [memory, SessionMemory()], [[], []], 4) == [[[30, 31, 32]], [[]]]
     assert PreviousAction.least_steps == 1
 
@@ -176,7 +175,7 @@ def test_a_file_that_is_no_index_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nothing of the kind")
     with pytest.raises(CheckpointError, match="cannot be read as a retrieval index"):
         load_index(path, "tiny", CPU)
-    save_medusa(MedusaHeads(MedusaSizes(4, 2)), tmp_path)
+    save_medusa(MedusaHeads(4, 2), tmp_path)
     with pytest.raises(CheckpointError, match="is not a retrieval index"):
         load_index(tmp_path / "model.safetensors", "tiny", CPU)
 
@@ -204,7 +203,7 @@ def test_a_frame_without_features_cannot_be_looked_up() -> None:
 
 def test_medusa_trees_take_the_odds_of_each_level_from_one_hidden_state() -> None:
     target = TinyTarget(tiny_decoder())
-    heads = MedusaHeads(MedusaSizes(WIDTH, 4)).requires_grad_(False)
+    heads = MedusaHeads(WIDTH, 4).requires_grad_(False)
     heads.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(1, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     tokens = torch.tensor([[39, 40]])
@@ -237,12 +236,12 @@ def _likeliest_path(tree: DraftTree) -> list[int]:
 
 
 def test_new_medusa_heads_say_what_the_target_says() -> None:
-    heads, hidden = MedusaHeads(MedusaSizes(8, 3)), torch.randn(2, 8)
+    heads, hidden = MedusaHeads(8, 3), torch.randn(2, 8)
     assert torch.equal(heads(hidden), hidden[:, None].expand(-1, 3, -1))
 
 
 def test_medusa_heads_survive_their_files(tmp_path: Path) -> None:
-    heads = MedusaHeads(MedusaSizes(8, 3))
+    heads = MedusaHeads(8, 3)
     with torch.no_grad():
         heads.weight.normal_()
     save_medusa(heads, tmp_path)

@@ -1,11 +1,12 @@
 """Token recycling, beside a table kept as dictionaries."""
 
+from torch import Tensor
+
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts import Room
 from deft_policies.decoding.growers import TokenRecycling
-from deft_policies.decoding.history import ActionHistory
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.target import PromptFeatures, Prompts
+from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
 from tests.policies.decoding.scripts import Decoding, Session, batch_of, tokens_of
@@ -27,9 +28,9 @@ class WatchedRecycling(TokenRecycling):
 
     num_compared = 0
 
-    def begin(self, batch: Batch, prompts: Prompts, features: PromptFeatures | None) -> None:
-        super().begin(batch, prompts, features)
-        self.tables = [remembered(row.history) for row in batch.rows if row is not None]
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
+        super().begin(batch, prompts, hidden)
+        self.tables = [remembered(row.memory) for row in batch.rows if row is not None]
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
         tree, last = super().draft(batch, room), batch.last
@@ -64,7 +65,7 @@ class WatchedRecycling(TokenRecycling):
                 assert [known[int(tree.tokens[row, node])] for node in children] == best
 
 
-def remembered(session: ActionHistory) -> Table:
+def remembered(session: SessionMemory) -> Table:
     table: Table = {}
     for age, step in enumerate(reversed(session.own)):
         for before, behind in zip(step, step[1:], strict=False):
@@ -90,7 +91,7 @@ def test_trees_are_what_the_target_last_said_after_the_same_tokens() -> None:
 
 def test_of_what_followed_a_token_the_newest_comes_first() -> None:
     own = tuple((30, behind, 40, 40, 40, 40, 40) for behind in (31, 32, 33, 31))
-    batch = batch_of([SessionMemory(own=own, executed=own)], [[]])
+    batch = batch_of([SessionMemory(own=own)], [[]])
     recycling = TokenRecycling(fast_target(DECODER))
     recycling.allocate(batch)
     recycling.begin(batch, random_prompts(DECODER, [2]), None)
