@@ -7,6 +7,7 @@ stream are plain ASGI, because every frame comes one of these ways.
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -173,7 +174,7 @@ def build_stream_route(service: Service) -> WebSocketRoute:
     return WebSocketRoute(STREAM_PATH, partial(_Stream, service))
 
 
-class RobotSocket:
+class RobotSocket(ABC):
     """A robot's WebSocket: messages in and answers out, strictly alternating, until it leaves.
 
     Made and awaited once per connection, as routes do with a class. What is answered, and how an
@@ -195,13 +196,13 @@ class RobotSocket:
         """Return what is said first, if anything is; where it raises, the connection ends."""
         return None
 
+    @abstractmethod
     async def answer(self, data: bytes, arrived_s: float) -> bytes | None:
         """Return the answer to a message, if it has one."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def tell(self, problem: Problem) -> None:
         """Say what went wrong with a message."""
-        raise NotImplementedError
 
     def end_episode(self) -> None:
         """Forget what is known of the robot; called when the connection ends, too."""
