@@ -204,7 +204,7 @@ class RobotSocket(ABC):
     async def tell(self, problem: Problem) -> None:
         """Say what went wrong with a message."""
 
-    def end_episode(self) -> None:
+    def end_episode(self) -> None:  # noqa: B027  ours remembers by the frame's session
         """Forget what is known of the robot; called when the connection ends, too."""
 
     def __await__(self) -> Generator[Any, None, None]:
