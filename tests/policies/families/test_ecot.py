@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from deft_client.reasoning import part_costs
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.benchmark.audit import audit, describe
+from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.errors import CheckpointError, RequestError, UnusableObservationError
 from deft_policies.families.loading import load_policy, open_model
 from deft_policies.families.options import ModelOptions
@@ -282,3 +284,21 @@ def test_deft_act_answers_every_line_and_says_which_hold_no_action(
             assert "action" not in line
             assert line["error"]
     assert sum("error" in line for line in told) == 2
+
+
+def test_the_audit_lists_what_differs_in_a_text_to_its_end(folder: Path) -> None:
+    case = next(one for one in CASES if one["tokens"] == 19)
+    asked = request(case, "autoregressive")
+    frame = ReplayFrame(asked.observation, "arm", case["unnorm_key"])
+    policy = load_policy(options_of(folder))
+    same = audit(policy_of(folder), policy, [frame], asked.options)
+    assert (same.num_tokens, same.flips) == (19, ())
+    with torch.no_grad():
+        policy.model.network.decoder.head.weight[case["generated_ids"][0]] = 0.0
+    report = audit(policy_of(folder), policy, [frame], asked.options)
+    assert report.num_tokens == 19
+    flip = report.flips[0]
+    assert (flip.position, flip.reference) == (0, case["generated_ids"][0])
+    assert f"{flip.reference} -> {flip.audited}, {flip.words}, margin" in describe(report)
+    said, other = flip.words.split(" -> ")
+    assert said != other
