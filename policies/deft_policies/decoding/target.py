@@ -33,7 +33,7 @@ from deft_policies.model.llama import LlamaDecoder, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
-_EDITS_APART = 30  # tokens: 237 in 8 runs, between frames of the golden sessions
+_EDITS_APART = 7  # tokens: a pass with the widest drafts of the golden sessions writes 8
 _TIMED_RUNS = 5
 STRIP = 256  # slots: by so many at least a row's strip grows
 
@@ -259,7 +259,7 @@ class Target:
                 started = time.perf_counter()
                 self.score(rows, tree).logits.sum().item()
                 took_s.append(time.perf_counter() - started)
-            written = 1 + _EDITS_APART * (1 - math.exp(-width / _EDITS_APART))
+            written = 1 + _EDITS_APART * (1 - math.exp((1 - width) / _EDITS_APART))
             if written / min(took_s) > best:
                 best, self.text_width = written / min(took_s), width
 
