@@ -32,13 +32,14 @@ def describe(error: Exception, connection: HTTPConnection | None = None) -> Prob
         path = "" if connection is None else connection.url.path
         # The policy thread has logged the traceback of its own failures already.
         traceback = None if isinstance(error, PolicyFailedError | NoActionError) else error
+        cause = "" if error.__cause__ is None else f" ({error.__cause__!r})"
         logger.error(
-            "%s on %s, request %s: %s (%r)",
+            "%s on %s, request %s: %s%s",
             kind.name,
             path,
             current_request_id.get(),
             error,
-            error.__cause__,
+            cause,
             exc_info=traceback,
         )
     detail = error.detail if isinstance(error, HTTPException) else str(error)
