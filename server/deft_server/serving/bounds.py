@@ -73,7 +73,8 @@ class DecodeThreads:
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
         """Return what `work` returns; raise `OverloadedError` where too much of it waits.
 
-        Cancelling gives up the place; work that has begun counts until it ends.
+        Cancelling gives up the place and what the work holds; work that has begun counts until it
+        ends.
         """
         if self._num_pending >= self._max_pending:
             raise OverloadedError("too many pictures wait to be decoded", DECODING_FOR_S)
@@ -84,9 +85,15 @@ class DecodeThreads:
             with suppress(RuntimeError):  # the loop has ended, and nobody counts any more
                 loop.call_soon_threadsafe(self._leave)
 
-        submitted = self._threads.submit(work)
+        waiting = [work]  # the executor keeps what was cancelled until its turn comes
+        del work
+        submitted = self._threads.submit(lambda: waiting.pop()())
         submitted.add_done_callback(ended)
-        return await asyncio.wrap_future(submitted)
+        try:
+            return await asyncio.wrap_future(submitted)
+        finally:
+            waiting.clear()
+            del submitted  # holds an error whose traceback holds this: nobody would free the body
 
     def start(self) -> None:
         """Load the image library before the first picture needs it."""
