@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deft_client.commands.table import legend, markdown_table, without_empty
 from deft_client.libero.report.difference import compare, points_text
-from deft_client.libero.report.speed import baseline_of
+from deft_client.libero.report.speed import baseline_of, decoding_of, speedup_of
 from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import interval_text, other_starts, success_text
 from deft_client.libero.results.store import RunResults, load_runs
@@ -21,6 +21,11 @@ _MEANINGS = {
     "passes": "forward passes of the model for an action, prefill included",
     "text": "of these, passes for what it writes before the action",
     "committed": "tokens that a pass with guesses settles: the accepted ones and one more",
+}
+_TIMES = {
+    "ms an action": "from the frame sent to the action received, mean over all frames",
+    "times as fast (95%)": "plain decoding's milliseconds over the method's, sums over the same "
+    "episodes, played in turn; the interval is of drawing episodes anew",
 }
 
 
@@ -96,7 +101,26 @@ def tasks_table(path: Path) -> str:
     return markdown_table(["suite", "task", "instruction", *names], rows).rstrip()
 
 
-TABLES = {"runs": runs_table, "tasks": tasks_table}
+def times_table(path: Path) -> str:
+    """How long answers took, and how many times sooner than plain decoding's they came."""
+    runs = load_runs(path)
+    rows, doubts = [], []
+    for run in runs:
+        took_ms = [answer.timings.round_trip_ms for one in run.records for answer in one.answers]
+        speed = speedup_of(run, baseline_of(run, runs))
+        told = NOTHING
+        if speed is not None and speed.doubts:
+            doubts.append(speed.sentence(decoding_of(run), "plain decoding"))
+        elif speed is not None:
+            told = f"{speed.times:.2f} ({speed.interval_text}; {speed.of_medians:.2f} by medians)"
+        mean = f"{sum(took_ms) / len(took_ms):.1f}" if took_ms else NOTHING
+        rows.append([decoding_of(run), mean, told])
+    columns, rows = without_empty(("method", *_TIMES), rows, NOTHING)
+    notes = "".join(f"- {one}\n" for one in [*_starts(runs), *doubts])
+    return "\n".join([markdown_table(columns, rows), legend(columns, _TIMES) + notes]).rstrip()
+
+
+TABLES = {"runs": runs_table, "tasks": tasks_table, "times": times_table}
 
 
 def table_of(path: Path, key: str) -> str:
