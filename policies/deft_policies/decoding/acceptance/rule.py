@@ -282,7 +282,7 @@ class ExactMatch(AcceptanceRule):
     """d = t: the output equals greedy decoding, whatever the drafts are.
 
     d is the drafted token and t the target's own. With sampled predictions instead of greedy ones
-    the output has exactly the target's distribution: see `verify`.
+    the output has exactly the target's distribution: see `judge`.
     """
 
     is_exact = True
