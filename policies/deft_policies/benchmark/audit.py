@@ -45,7 +45,7 @@ class AuditReport:
 
     num_actions: int
     num_tokens: int
-    num_outside_actions: int  # reference tokens that are no action tokens
+    num_outside_actions: int | None  # reference tokens that are no action tokens; None: of texts
     threshold: float  # a flip with a larger reference margin is a fault
     largest_error: float  # of the reference's best logits
     flips: tuple[Flip, ...]
@@ -69,6 +69,7 @@ def audit(
     options = asked or ActOptions()
     model = _token_model(reference, options)
     actions = model.target.action_tokens
+    is_text = any(one.stop is not None for one in model.formats.values())
     for number, frame in enumerate(frames):
         own = _logits(reference, frame, options, None)
         tokens = [int(first_maximum(one)) for one in own]
@@ -87,7 +88,7 @@ def audit(
     return AuditReport(
         num_actions=len(frames),
         num_tokens=num_tokens,
-        num_outside_actions=num_outside,
+        num_outside_actions=None if is_text else num_outside,
         threshold=_NEAR_TIE_PLACES * last_place(largest_logit),
         largest_error=largest_error,
         flips=tuple(flips),
@@ -106,9 +107,12 @@ def describe(report: AuditReport) -> str:
         f"{len(report.flips)} differ, {len(report.faults)} of them by more than a near tie "
         f"(threshold {report.threshold:.4f}, largest error of a best logit "
         f"{report.largest_error:.4f})",
-        f"audit: {report.num_outside_actions} tokens lie outside the action range"
-        + (": --action-rows-only would change them" if report.num_outside_actions else ""),
     ]
+    if report.num_outside_actions is not None:
+        lines.append(
+            f"audit: {report.num_outside_actions} tokens lie outside the action range"
+            + (": --action-rows-only would change them" if report.num_outside_actions else "")
+        )
     for flip in report.flips:
         verdict = "FAULT" if flip in report.faults else "near tie"
         lines.append(

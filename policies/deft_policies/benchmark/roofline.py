@@ -207,13 +207,13 @@ class CostModel:
             self.pass_costs(frame, answer.chunk.trace, run.contender)
             for frame, answer in zip(frames, run.answers, strict=True)
         ]
-        return Roofline(
-            {
-                "vision": stage_limit([self.vision_cost(run.contender.batch_size)], self.rates),
-                "prefill": mean_limit([stage_limit(one[:1], self.rates) for one in passes]),
-                "decode": mean_limit([stage_limit(one[1:], self.rates) for one in passes]),
-            }
-        )
+        stages = {
+            "vision": stage_limit([self.vision_cost(run.contender.batch_size)], self.rates),
+            "prefill": mean_limit([stage_limit(one[:1], self.rates) for one in passes]),
+        }
+        if any(len(one) > 1 for one in passes):
+            stages["decode"] = mean_limit([stage_limit(one[1:], self.rates) for one in passes])
+        return Roofline(stages)
 
     def vision_cost(self, num_rows: int) -> Cost:
         """Towers and projector over every picture."""
