@@ -152,9 +152,9 @@ class Target:
         self.num_tokens = decoder.sizes.vocabulary
         self.runner: StepRunner = runner or EagerRunner()
         self.text_width = WIDTHS[-1]  # nodes of old text that a guarded pass carries
-        self._passes = LlamaPasses(decoder)
-        self._head = Projection(decoder.head)
         self.reads_lengths = self.device.type == "cpu" and self.runner.reserve is None
+        self._passes = LlamaPasses(decoder, packs=self.reads_lengths)
+        self._head = Projection(decoder.head)
 
     @property
     def device(self) -> torch.device:
