@@ -17,7 +17,6 @@ from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts import FRAME, Chains, DraftSource, Room, from_here
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.growers import HeadDrafts
 from deft_policies.decoding.knobs import find_method
@@ -26,6 +25,7 @@ from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.staging import to_device
 from deft_policies.model.vla import OpenVLAModel
 from scripts.reproduce.published import fit_acceptance
@@ -255,7 +255,7 @@ def spoil(tokens: Tensor, action_tokens: TokenRange) -> Tensor:
 def random_head(model: OpenVLAModel) -> EagleHead:
     """A draft head of the published shape for this model, with random weights."""
     llm, weight = model.config.llm, model.decoder.embedding.weight
-    sizes = HeadSizes(llm.width, llm.mlp_width, llm.num_heads, llm.num_kv_heads)
+    sizes = head_sizes(llm.width, llm.mlp_width, llm.num_heads, llm.num_kv_heads)
     with torch.device("meta"):
         head = EagleHead(sizes)
     head = head.to(weight.dtype).to_empty(device=weight.device)

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from deft_client.types import Observation
+from deft_policies.checkpoint.draft_heads import load_head
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
-from deft_policies.decoding.eagle import load_head
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
@@ -38,6 +37,7 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.formats import Precision
 from tests import golden
 from tests.policies.decoding.scripts import clock

@@ -20,8 +20,8 @@ from deft_draft_training.heads.record import (
 )
 from deft_draft_training.heads.samples import EpisodeSource, collate
 from deft_draft_training.heads.target import add_target_flags, load_target
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.plan import KeyMask, RopeOffset
+from deft_policies.model.draft_heads import EagleHead, head_sizes
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 from tests.golden import TINY_OPENVLA, cases, write_draft_head
 
@@ -74,7 +74,7 @@ def test_a_head_goes_on_from_its_own_guesses_as_it_does_in_a_tree(samples):
     target = tiny_target()
     batch = collate(samples, target.table)
     torch.manual_seed(3)
-    head = EagleHead(HeadSizes(target.width, 48, 2, 2)).requires_grad_(False)
+    head = EagleHead(head_sizes(target.width, 48, 2, 2)).requires_grad_(False)
     guesses = [batch.at_guesses(head(batch.embeds, batch.hidden))]
     for step in (1, 2, 3):
         told = head(*batch.going_on(guesses))
@@ -180,7 +180,7 @@ def test_a_head_may_learn_to_leave_the_other_tokens_alone(samples):
     losses = {}
     for is_whole in (False, True):
         torch.manual_seed(1)
-        head = EagleHead(HeadSizes(target.width, 48, 2, 2))
+        head = EagleHead(head_sizes(target.width, 48, 2, 2))
         config = HeadLossConfig(
             regression=0.0, distillation=1.0, whole_vocabulary=is_whole, noise=0.0
         )

@@ -29,11 +29,11 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import MedusaHeads
 
 
 @dataclass(frozen=True)

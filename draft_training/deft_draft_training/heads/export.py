@@ -14,10 +14,17 @@ from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
 from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
 from deft_draft_training.run_directory import STATE_FILE, explained
+from deft_policies.checkpoint.draft_heads import (
+    HeadLayout,
+    is_medusa,
+    load_head,
+    load_medusa,
+    save_head,
+    save_medusa,
+)
 from deft_policies.commands.parse import target_flags
-from deft_policies.decoding.eagle import EagleHead, HeadLayout, load_head, save_head
-from deft_policies.decoding.medusa import MedusaHeads, is_medusa, load_medusa, save_medusa
 from deft_policies.errors import PolicyError
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 
 
 def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:

@@ -31,8 +31,7 @@ from deft_draft_training.optimizer import computing_in
 from deft_draft_training.run_directory import RunDirectory, explained
 from deft_draft_training.trainer import FitConfig, Trainer, Workers, chosen_at
 from deft_policies.commands.parse import target_flags
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
-from deft_policies.decoding.medusa import MedusaHeads
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 
 PUBLISHED_STEPS = 20_000
 EPOCHS = 100
@@ -188,7 +187,7 @@ def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | Medu
     llm = target.policy.model.network.config.llm
     if config.kind is HeadKind.MEDUSA:
         return MedusaHeads(llm.width, config.heads or 6)
-    sizes = HeadSizes(
+    sizes = head_sizes(
         width=llm.width,
         mlp_width=config.mlp_width or llm.mlp_width,
         num_heads=config.heads or llm.num_heads,

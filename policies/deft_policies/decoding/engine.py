@@ -23,7 +23,6 @@ from deft_policies.decoding.drafts import (
     Recycled,
     Retrieval,
 )
-from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.growers import (
     HeadDrafts,
     MedusaDrafts,
@@ -32,7 +31,6 @@ from deft_policies.decoding.growers import (
 )
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.lane import Group, Lane, take
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import OUR_PLANS, Method
 from deft_policies.decoding.plan import (
     DRAFT_SOURCES,
@@ -48,6 +46,7 @@ from deft_policies.decoding.retrieval import RetrievalIndex
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 
 WIDEST = 64  # nodes of a tree
 _ROWS = 8  # that a lane has room for, at least

@@ -16,7 +16,6 @@ from deft_policies.decoding.drafts import (
     NgramLookup,
     Room,
 )
-from deft_policies.decoding.eagle import EagleHead
 from deft_policies.decoding.growth import (
     GoOn,
     GrowthStart,
@@ -24,13 +23,12 @@ from deft_policies.decoding.growth import (
     draw_tree,
     grow_tree,
 )
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, DraftKind, KeyMask, RopeOffset, TreeShape
 from deft_policies.decoding.target import Prompts, Sequences, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 from deft_policies.model.kv_cache import Append
-from deft_policies.model.llama import PassContext
 
 
 def _grow(
@@ -106,8 +104,8 @@ class HeadDrafts(DraftSource):
         embeds, hidden = prompts.embeds[:, 1:], hidden[:, :-1]
         positions = torch.arange(num_positions - 1, device=embeds.device).expand(num_rows, -1)
         room = Append(num_positions, start=0, first_row=batch.first)
-        cache = self._rows.cache.open(num_rows, num_positions - 1, room)
-        self.head.read(embeds, hidden, self.head.rotary(positions, hidden), cache)
+        window = self._rows.cache.open(num_rows, num_positions - 1, room)
+        self.head.read(embeds, hidden, self.head.attend(hidden, positions, window=window))
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
         """Draft behind the roots."""
@@ -143,13 +141,10 @@ class HeadDrafts(DraftSource):
         rows = torch.arange(num_rows, device=hidden.device)[:, None]
         positions = start[:, None] + torch.arange(num_steps, device=hidden.device)
         slots = (positions + rows * self._rows.cache.length).flatten()
-        context = PassContext(
-            self.head.rotary(positions, hidden),
-            mask=self._visible(self._last_seen(num_rows, start + kept)[:, None])[:, None],
-            rows_out=kept[:, None],
-        )
-        cache = self._rows.cache.open(num_rows, num_steps, Append(self._room, slots=slots))
-        out = self.head.run(self._target.embed(last.tokens), hidden, context, cache)
+        mask = self._visible(self._last_seen(num_rows, start + kept)[:, None])[:, None]
+        window = self._rows.cache.open(num_rows, num_steps, Append(self._room, slots=slots))
+        attention = self.head.attend(hidden, positions, mask, window).of_rows_out(kept[:, None])
+        out = self.head.run(self._target.embed(last.tokens), hidden, attention)
         start.add_((kept + 1) * is_open)
         return out[:, 0]
 
@@ -186,12 +181,10 @@ class HeadDrafts(DraftSource):
         if self._key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
         positions = (position + nodes.depth - 1)[:, None].expand(-1, width)
-        context = PassContext(
-            self.head.rotary(positions, hidden),
-            mask=torch.cat((committed, ancestors), dim=2)[:, None],
-        )
-        cache = self._rows.cache.open(num_rows, width, Append(slot + width, start=slot))
-        return self.head.run(self._target.embed(nodes.tokens), hidden, context, cache)
+        mask = torch.cat((committed, ancestors), dim=2)[:, None]
+        window = self._rows.cache.open(num_rows, width, Append(slot + width, start=slot))
+        attention = self.head.attend(hidden, positions, mask, window)
+        return self.head.run(self._target.embed(nodes.tokens), hidden, attention)
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         return self._target.logits(hidden, self._drafted).log_softmax(dim=-1)

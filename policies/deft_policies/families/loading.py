@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 
 from deft_policies.base import Finding, Verdict
+from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes, needed_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint, open_source
-from deft_policies.decoding.eagle import load_head
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import is_medusa, load_medusa
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.retrieval import load_index
 from deft_policies.decoding.sampling import Sampling

@@ -1,10 +1,10 @@
 """The Llama decoder as modules: every size from configuration, whole sequences, gradients.
 
 The query, key and value weights are one matrix, and so are gate and up. Inference runs the same
-weights through a cache: see `passes`. Draft heads use single layers, with a cache too.
+weights through a cache: see `passes`. Draft heads are single layers, and attend alike.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,8 @@ from deft_policies.model.kv_cache import CacheSizes, CacheWindow
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
+
+_ALIGNMENT = 16  # of the rows of a mask: attention copies others, in every layer
 
 
 @dataclass(frozen=True)
@@ -96,63 +98,100 @@ class RMSNorm(nn.Module):
 
 
 @dataclass(frozen=True)
-class PassContext:
-    """What every layer of one pass shares.
+class Attention:
+    """The attention of one pass: what its layers share, through the cache or without one.
 
     Without a mask, attention is causal when `is_causal`, else it sees every slot that is read.
-    `rows_out`, if given, are the token indices [row, kept] whose output is wanted.
+    Without a `window` the tokens see each other alone, and nothing is kept of them.
     """
 
+    sizes: LlamaSizes
     rotation: Rotation
-    mask: Tensor | None = None  # [row, 1, token, slot] bool
+    mask: Tensor | None = None  # [row, 1, token or 1, slot], bool or what is added to the scores
     is_causal: bool = False
-    rows_out: Tensor | None = None
+    window: CacheWindow | None = None
+    kept: Tensor | None = None  # [row * kept], flat indices of the tokens whose output is wanted
+
+    def mix(self, layer: int, fused: Tensor) -> Tensor:
+        """From queries, keys and values of every token to mixed values [row * kept, inner]."""
+        num_rows, num_tokens = self.rotation.cos.shape[:2]
+        num_heads, num_kv_heads = self.sizes.num_heads, self.sizes.num_kv_heads
+        split = fused.view(num_rows, num_tokens, num_heads + 2 * num_kv_heads, -1)
+        keys, values = self.append(layer, split)
+        queries = split[:, :, :num_heads]
+        if self.kept is not None:
+            queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
+            queries = queries.view(num_rows, -1, num_heads, split.shape[3])
+        mixed = functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys,
+            values,
+            attn_mask=self.mask,
+            is_causal=self.is_causal,
+            enable_gqa=num_kv_heads != num_heads,
+        )
+        return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
+
+    def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate [row, token, head, head_dim] in place and append keys and values to the cache.
+
+        Returns what is attended to, [row, head, slot, head_dim], the tokens of this pass included.
+        """
+        num_rotated = self.sizes.num_heads + self.sizes.num_kv_heads
+        self.rotation.apply_(split[:, :, :num_rotated])
+        keys_values = split[:, :, self.sizes.num_heads :]
+        if self.window is None:
+            keys, values = keys_values.transpose(1, 2).chunk(2, dim=1)
+            return keys, values
+        self.window.write(layer, keys_values)
+        return self.window.keys[layer], self.window.values[layer]
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Of [row * token, width] the tokens whose output is wanted."""
+        return hidden if self.kept is None else hidden.index_select(0, self.kept)
+
+    def of_rows_out(self, rows_out: Tensor) -> "Attention":
+        """That of a layer which computes the tokens [row, kept] only.
+
+        Fewer queries than slots are not causal by shape any more, so the mask is spelt out.
+        """
+        num_tokens = self.rotation.cos.shape[1]
+        rows = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
+        kept = (rows_out + rows).flatten()
+        if not self.is_causal and (self.mask is None or self.mask.shape[2] == 1):
+            return replace(self, kept=kept)  # all tokens of a row see the same
+        if self.mask is None:
+            read = num_tokens if self.window is None else self.window.keys[0].shape[2]
+            slots = torch.arange(read, device=rows_out.device)
+            causal = (slots <= rows_out[:, :, None]).unsqueeze(1)
+            mask = added_mask(causal, self.rotation.cos.dtype)
+        else:
+            index = rows_out[:, None, :, None].expand(-1, -1, -1, self.mask.shape[3])
+            mask = self.mask.expand(len(rows_out), -1, -1, -1).gather(2, index)
+        return replace(self, mask=mask, is_causal=False, kept=kept)
 
 
-class Attention(nn.Module):
-    """Self-attention with fused projections."""
+def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores, made once for all layers; rows lie at multiples of 16."""
+    *shape, width = mask.shape
+    room = torch.zeros(*shape, width + -width % _ALIGNMENT, dtype=dtype, device=mask.device)
+    return room[..., :width].masked_fill_(~mask, float("-inf"))
+
+
+class LlamaAttention(nn.Module):
+    """The projections around attention, queries, keys and values in one matrix."""
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
-        self.head_dim = sizes.head_dim
         inner = sizes.num_heads * sizes.head_dim
         fused = inner + 2 * sizes.num_kv_heads * sizes.head_dim
         self.qkv = nn.Linear(sizes.width, fused, bias=False)
         self.out = nn.Linear(inner, sizes.width, bias=False)
 
-    def append(
-        self, hidden: Tensor, rotation: Rotation, cache: CacheWindow | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of [row, token, width], and the keys and values that they may look at.
-
-        [row, token, head, head_dim], then [row, head, slot, head_dim] of the cache's only layer.
-        """
-        fused = self.qkv(hidden).unflatten(2, (-1, self.head_dim))
-        rotation.apply_(fused[:, :, : self.num_heads + self.num_kv_heads])
-        queries, seen = fused[:, :, : self.num_heads], fused[:, :, self.num_heads :]
-        if cache is None:
-            keys, values = seen.transpose(1, 2).chunk(2, dim=1)
-            return queries, keys, values
-        cache.write(0, seen)
-        return queries, cache.keys[0], cache.values[0]
-
-    def forward(
-        self, hidden: Tensor, context: PassContext, cache: CacheWindow | None = None
-    ) -> Tensor:
-        """Attend from every token to those before it, in the cache or in `hidden` alone."""
-        queries, keys, values = self.append(hidden, context.rotation, cache)
-        if context.rows_out is not None:
-            queries = take_rows(queries, context.rows_out)
-        mixed = functional.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=context.mask,
-            is_causal=context.is_causal,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
-        projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+    def forward(self, hidden: Tensor, attention: Attention) -> Tensor:
+        """From [row, token, width] to [row, kept, width], in a decoder's only layer."""
+        mixed = attention.mix(0, self.qkv(hidden))
+        projected: Tensor = self.out(mixed.view(len(hidden), -1, mixed.shape[1]))
         return projected
 
 
@@ -177,13 +216,13 @@ class Layer(nn.Module):
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(sizes.width, sizes.norm_eps)
-        self.attention = Attention(sizes)
+        self.attention = LlamaAttention(sizes)
         self.mlp_norm = RMSNorm(sizes.width, sizes.norm_eps)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width)
 
-    def forward(self, hidden: Tensor, context: PassContext) -> Tensor:
+    def forward(self, hidden: Tensor, attention: Attention) -> Tensor:
         """Return the new residual stream."""
-        mixed: Tensor = self.attention(self.attention_norm(hidden), context)
+        mixed: Tensor = self.attention(self.attention_norm(hidden), attention)
         hidden = hidden + mixed
         lowered: Tensor = self.mlp(self.mlp_norm(hidden))
         return hidden + lowered
@@ -211,9 +250,10 @@ class LlamaDecoder(nn.Module):
         For training and for tests: causal unless a mask [row, 1, token, token] says otherwise.
         """
         positions = torch.arange(embeds.shape[1], device=embeds.device).expand(embeds.shape[:2])
-        context = PassContext(self.rotary(positions, embeds), mask, is_causal=mask is None)
+        rotation = self.rotary(positions, embeds)
+        attention = Attention(self.sizes, rotation, mask, is_causal=mask is None)
         for layer in self.layers:
-            embeds = layer(embeds, context)
+            embeds = layer(embeds, attention)
         hidden: Tensor = self.norm(embeds)
         return hidden
 

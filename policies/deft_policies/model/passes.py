@@ -14,21 +14,19 @@ from torch.nn import functional
 
 from deft_policies.model.kernels.fp8 import Fp8Linear, Fp8Rows
 from deft_policies.model.kv_cache import Append, CacheWindow, KVCache
-from deft_policies.model.llama import Layer, LlamaDecoder, LlamaSizes, RMSNorm, Rotation
+from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
-_ALIGNMENT = 16  # of the rows of a mask: attention copies others, in every layer
 _MOST_PACKED = 2**22  # numbers of a matrix that may lie in memory twice
 _MOST_QUERIES = 64  # tokens of a row whose attention is split: more fill a device by themselves
 
 
 @dataclass(frozen=True)
 class PassInput:
-    """The tokens of one pass, where they stand and what they may see.
+    """The tokens of one pass, where they stand and what they may see: see `Attention`.
 
-    Without a mask, attention is causal when `is_causal`, else it sees every slot that is read.
     With `rows_out`, only those tokens' output is wanted, and the last layer computes no others.
     """
 
@@ -38,11 +36,6 @@ class PassInput:
     mask: Tensor | None = None  # [row, 1, token or 1, slot] bool
     is_causal: bool = False
     rows_out: Tensor | None = None  # [row, kept] int64
-
-    @property
-    def sees_alike(self) -> bool:
-        """True if every token of a row sees the same slots, so that some need no other mask."""
-        return not self.is_causal and (self.mask is None or self.mask.shape[2] == 1)
 
 
 class LlamaPasses:
@@ -80,13 +73,14 @@ class LlamaPasses:
             branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
         return self._norm.plain(hidden, branch).view(num_rows, -1, width)
 
-    def _attention(self, tokens: PassInput, cache: KVCache | None) -> "_Attention":
+    def _attention(self, tokens: PassInput, cache: KVCache | None) -> Attention:
         num_rows, num_tokens = tokens.positions.shape
-        heads = self._sizes
-        rotation = self._rotary(tokens.positions, tokens.embeds)
-        tokens = replace(tokens, mask=_added(tokens.mask, tokens.embeds.dtype))
+        rotation, mask = self._rotary(tokens.positions, tokens.embeds), tokens.mask
+        if mask is not None:
+            mask = added_mask(mask, tokens.embeds.dtype)
+        shared = (self._sizes, rotation, mask, tokens.is_causal)
         if cache is None:
-            return _Attention(heads, rotation, tokens, None)
+            return Attention(*shared)
         append = tokens.append
         if self._kernels is not None and append.slots is None:
             rows = torch.arange(num_rows, device=rotation.cos.device)[:, None] + append.first_row
@@ -95,8 +89,8 @@ class LlamaPasses:
             append = replace(append, slots=(rows + here).flatten())
         window = cache.open(num_rows, num_tokens, append)
         if self._kernels is None:
-            return _Attention(heads, rotation, tokens, window)
-        return _FusedAttention(heads, rotation, tokens, window, kernels=self._kernels)
+            return Attention(*shared, window)
+        return _FusedAttention(*shared, window=window, kernels=self._kernels)
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""
@@ -220,87 +214,19 @@ class _LayerWeights:
 
 
 @dataclass(frozen=True)
-class _Attention:
-    """The attention of one pass: everything its layers share."""
-
-    heads: LlamaSizes
-    rotation: Rotation
-    tokens: PassInput
-    window: CacheWindow | None
-    kept: Tensor | None = None  # [row * kept], flat indices of the tokens whose output is wanted
-
-    def mix(self, layer: int, fused: Tensor) -> Tensor:
-        """From fused projections [row * token, ...] to mixed values [row * kept, ...]."""
-        num_rows, num_tokens = self.tokens.positions.shape
-        num_heads, num_kv_heads = self.heads.num_heads, self.heads.num_kv_heads
-        split = fused.view(num_rows, num_tokens, num_heads + 2 * num_kv_heads, -1)
-        keys, values = self.append(layer, split)
-        queries = split[:, :, :num_heads]
-        if self.kept is not None:
-            queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
-            queries = queries.view(num_rows, -1, num_heads, split.shape[3])
-        mixed = functional.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=self.tokens.mask,
-            is_causal=self.tokens.is_causal,
-            enable_gqa=num_kv_heads != num_heads,
-        )
-        return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
-
-    def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate [row, token, head, head_dim] in place and append keys and values to the cache.
-
-        Returns what is attended to, [row, head, slot, head_dim], the tokens of this pass included.
-        """
-        num_rotated = self.heads.num_heads + self.heads.num_kv_heads
-        self.rotation.apply_(split[:, :, :num_rotated])
-        keys_values = split[:, :, self.heads.num_heads :]
-        if self.window is None:
-            keys, values = keys_values.transpose(1, 2).chunk(2, dim=1)
-            return keys, values
-        self.window.write(layer, keys_values)
-        return self.window.keys[layer], self.window.values[layer]
-
-    def keep(self, hidden: Tensor) -> Tensor:
-        """The residual stream [row * token, width] of the tokens whose output is wanted."""
-        return hidden if self.kept is None else hidden.index_select(0, self.kept)
-
-    def of_rows_out(self, rows_out: Tensor) -> "_Attention":
-        """The attention of the layer that computes the wanted tokens only.
-
-        Fewer queries than slots are not causal by shape any more, so the mask is spelt out.
-        """
-        num_tokens = self.tokens.positions.shape[1]
-        rows = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
-        kept = (rows_out + rows).flatten()
-        if self.tokens.sees_alike:
-            return replace(self, kept=kept)
-        slots = torch.arange(self.tokens.append.read, device=rows_out.device)
-        if self.tokens.mask is None:
-            mask = _added((slots <= rows_out[:, :, None]).unsqueeze(1), self.tokens.embeds.dtype)
-        else:
-            index = rows_out[:, None, :, None].expand(-1, -1, -1, len(slots))
-            mask = self.tokens.mask.expand(len(rows_out), -1, -1, -1).gather(2, index)
-        tokens = replace(self.tokens, mask=mask, is_causal=False)
-        return replace(self, tokens=tokens, kept=kept)
-
-
-@dataclass(frozen=True)
-class _FusedAttention(_Attention):
+class _FusedAttention(Attention):
     """The same in fewer launches: one to rotate and append, two to look where queries are few."""
 
-    window: CacheWindow
+    window: CacheWindow = field(kw_only=True)
     kernels: "FusedKernels" = field(kw_only=True)
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """Split the slots among programs, unless there are queries enough to fill the device."""
-        mask, num_tokens = self.tokens.mask, self.tokens.positions.shape[1]
-        if mask is None or self.kept is not None or num_tokens > _MOST_QUERIES:
+        num_tokens = self.rotation.cos.shape[1]
+        if self.mask is None or self.kept is not None or num_tokens > _MOST_QUERIES:
             return super().mix(layer, fused)
         self._append(layer, fused)
-        return self.kernels.attend(fused, self.window.layers[layer], mask, self.heads)
+        return self.kernels.attend(fused, self.window.layers[layer], self.mask, self.sizes)
 
     def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
         """In one launch."""
@@ -309,19 +235,10 @@ class _FusedAttention(_Attention):
 
     def _append(self, layer: int, fused: Tensor) -> None:
         assert self.window.slots is not None
-        head_dim = self.heads.head_dim
+        head_dim = self.sizes.head_dim
         rotation = (
             self.rotation.cos.reshape(-1, head_dim),
             self.rotation.sin.reshape(-1, head_dim),
         )
         cache = self.window.targets[layer]  # all rows: slots are counted from the first
-        self.kernels.rotate_append(fused, rotation, cache, self.window.slots, self.heads)
-
-
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, made once for all layers; rows lie at multiples of 16."""
-    if mask is None:
-        return None
-    *shape, width = mask.shape
-    room = torch.zeros(*shape, width + -width % _ALIGNMENT, dtype=dtype, device=mask.device)
-    return room[..., :width].masked_fill_(~mask, float("-inf"))
+        self.kernels.rotate_append(fused, rotation, cache, self.window.slots, self.sizes)

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.lane import Lane
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import clock
 from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
@@ -43,7 +42,7 @@ def meta_target() -> Target:
 
 def meta_models() -> DraftModels:
     with torch.device(META):
-        head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+        head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
         medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
         keys = torch.empty(9, 6 + WIDTH)
         actions = torch.empty(9, LENGTH, dtype=torch.int64)

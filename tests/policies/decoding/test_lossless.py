@@ -18,11 +18,9 @@ from torch import Tensor
 
 from deft_policies.decoding import lane
 from deft_policies.decoding.acceptance.rule import ScoredTree
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.judge import Accepted, judge
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
@@ -34,6 +32,7 @@ from deft_policies.decoding.target import (
     first_layers,
 )
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import Decoding, Guess, ScriptedDrafts, Session, tokens_of
 from tests.tiny_target import (
@@ -116,7 +115,7 @@ def random_models(seed: int, lengths: tuple[int, ...], number: int, draft_seed: 
     """Draft models of random weights: good for nothing, which must not matter."""
     torch.manual_seed(draft_seed)
     decoder = decoder_of(seed)
-    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
     medusa.weight.normal_(std=0.1)
     stored = frame(seed, lengths, number)

@@ -7,15 +7,14 @@ import torch
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.knobs import find_method, method_names
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import AUTOREGRESSIVE, METHODS, Method, plan_of
 from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
 from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.decoding.target import first_layers
 from deft_policies.errors import RequestError, UnknownDecodingError
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from tests.policies.decoding.scripts import Decoding, ScriptedDrafts, Session, tokens_of
 from tests.tiny_target import (
     LENGTH,
@@ -44,7 +43,7 @@ def scripted(drafts: ScriptedDrafts, plan: Plan | None = None) -> Decoding:
 def random_models() -> DraftModels:
     torch.manual_seed(0)
     medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
-    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     small_model = fast_target(first_layers(DECODER, 1))
     return DraftModels(head=head, medusa=medusa, small_model=small_model)
 

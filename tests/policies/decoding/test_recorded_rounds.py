@@ -14,15 +14,14 @@ import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import MedusaHeads
 from deft_policies.decoding.methods import METHODS, Method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import Prompts, Target, first_layers
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder
 from tests.launches import LaunchCounter, UncountedRunner
@@ -44,7 +43,7 @@ def decoder() -> LlamaDecoder:
 
 def models(runner: StepRunner, key_mask: KeyMask = KeyMask.CAUSAL) -> DraftModels:
     torch.manual_seed(0)
-    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
     stored = random_prompts(decoder(), [3, 4], 1)
     actions = torch.tensor(greedy(decoder(), stored))

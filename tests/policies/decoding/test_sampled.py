@@ -13,7 +13,6 @@ from deft_policies.decoding.acceptance.rule import (
     SpaceTensors,
 )
 from deft_policies.decoding.batch import Form
-from deft_policies.decoding.eagle import EagleHead, HeadSizes
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.judge import Accepted, Noise, judge, predict
 from deft_policies.decoding.knobs import find_method
@@ -24,6 +23,7 @@ from deft_policies.decoding.target import Scores, first_layers
 from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
 from deft_policies.errors import RequestError
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import (
@@ -184,7 +184,7 @@ def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[Draft
     decoder = tiny_decoder()
     target = fast_target(decoder)
     torch.manual_seed(0)
-    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     sampling = Sampling(temperature=0.7, seed=9)
     method = find_method("lossless").with_drafts(drafts).with_sampling(sampling)
     drafted = Decoding(target, method, DraftModels(head=head))
@@ -204,7 +204,7 @@ def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
     decoder = tiny_decoder()
     target = fast_target(decoder)
     torch.manual_seed(0)
-    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     prompts = random_prompts(decoder, [2, 5])
     runs = []
     for seed in (1, 1, 2):
@@ -339,7 +339,7 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: DraftKind, shape: Tre
     decoder, temperature = tiny_decoder(), 3.0
     target = fast_target(decoder)
     torch.manual_seed(0)
-    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     method = find_method("ratio-test").with_sampling(Sampling(temperature, seed=4))
     models = DraftModels(head=head, small_model=fast_target(first_layers(decoder, 1)))
     drawn = Decoding(target, method.with_drafts((kind,)).with_shape(shape), models)
@@ -389,7 +389,7 @@ def test_a_frame_is_answered_alike_whatever_was_decoded_before_it_and_beside_it(
     decoder = tiny_decoder()
     target = fast_target(decoder)
     torch.manual_seed(0)
-    head = EagleHead(HeadSizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     models = DraftModels(head=head, small_model=fast_target(first_layers(decoder, 1)))
     method = find_method("ratio-test").with_drafts((kind,)).with_sampling(Sampling(3.0, 1))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from deft_client.types import DecodeTrace
+from deft_policies.checkpoint.draft_heads import load_head
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.eagle import EagleHead, load_head
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.growers import HeadDrafts
 from deft_policies.decoding.knobs import find_method
@@ -20,6 +20,7 @@ from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import EagleHead
 from deft_policies.model.image import build_normalization_table, resize_like_processor
 from tests import golden
 from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of

@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.eagle import (
-    EagleHead,
-    HeadLayout,
-    HeadSizes,
-    key_mask,
-    load_head,
-    named_weights,
-    save_head,
-)
+from deft_policies.checkpoint.draft_heads import HeadLayout, load_head, named_weights, save_head
 from deft_policies.decoding.growers import HeadDrafts
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
@@ -26,6 +18,8 @@ from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import EagleHead, head_sizes
+from deft_policies.model.llama import LlamaSizes
 from tests.policies.decoding.scripts import batch_of, pass_of, room_of
 from tests.tiny_target import (
     ACTIONS,
@@ -37,17 +31,32 @@ from tests.tiny_target import (
     tiny_decoder,
 )
 
-SIZES = HeadSizes(WIDTH, 48, 2, 2, max_positions=64)
+SIZES = head_sizes(WIDTH, 48, 2, 2, max_positions=64)
 TEMPLATE = TreeShape.of_template(TreeTemplate.harmonic(levels=4, reach=3))
 
 
-def random_head(seed: int = 0, sizes: HeadSizes = SIZES) -> EagleHead:
+def random_head(seed: int = 0, sizes: LlamaSizes = SIZES, has_qkv_bias: bool = False) -> EagleHead:
     torch.manual_seed(seed)
-    head = EagleHead(sizes)
+    head = EagleHead(sizes, has_qkv_bias)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(std=0.25)
     return head
+
+
+def key_mask(kind: KeyMask, prompt_lengths: Tensor, num_positions: int) -> Tensor:
+    """The attention mask of whole sequences, [row, 1, position, position].
+
+    With `PREFIX_ONLY`, action positions (from the prompt's last one on) see only the positions
+    before the prompt's last one, not even themselves.
+    """
+    positions = torch.arange(num_positions)
+    causal = positions <= positions[:, None]
+    if kind is KeyMask.CAUSAL:
+        return causal.expand(len(prompt_lengths), 1, -1, -1)
+    edge = (prompt_lengths - 1)[:, None, None, None]
+    is_action = positions[:, None] >= edge
+    return torch.where(is_action, positions < edge, causal)
 
 
 class Conversation:
@@ -182,25 +191,11 @@ def test_trees_stay_within_what_is_missing_unless_their_shape_is_fixed() -> None
     assert int(fixed.depths().max()) == 5
 
 
-def test_key_mask_hides_action_positions_from_each_other_when_asked() -> None:
-    causal = key_mask(KeyMask.CAUSAL, torch.tensor([3]), 5)[0, 0].int().tolist()
-    prefix = key_mask(KeyMask.PREFIX_ONLY, torch.tensor([3]), 5)[0, 0].int().tolist()
-    assert causal == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1],
-    ]
-    assert prefix == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]] + [[1, 1, 0, 0, 0]] * 3
-
-
 def test_gradients_reach_every_weight_through_the_teacher_forced_pass() -> None:
     head = random_head()
     embeds, hidden = torch.randn(2, 6, WIDTH), torch.randn(2, 6, WIDTH)
-    head(
-        embeds, hidden, key_mask(KeyMask.CAUSAL, torch.tensor([4, 3]), 6)
-    ).square().sum().backward()
+    mask = key_mask(KeyMask.CAUSAL, torch.tensor([4, 3]), 6)
+    head(embeds, hidden, mask).square().sum().backward()
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None, name
         assert float(parameter.grad.abs().sum()) > 0, name
@@ -214,10 +209,10 @@ def test_gradients_reach_every_weight_through_the_teacher_forced_pass() -> None:
 def test_a_saved_head_is_read_back_the_same(
     tmp_path: Path, layout: HeadLayout, has_qkv_bias: bool
 ) -> None:
-    head = random_head(sizes=replace(SIZES, has_qkv_bias=has_qkv_bias, rope_theta=5000.0))
+    head = random_head(0, replace(SIZES, rope_theta=5000.0), has_qkv_bias)
     save_head(head, tmp_path / "head", layout)
     loaded = load_head(tmp_path / "head", WIDTH, torch.zeros(1))
-    assert loaded.sizes == head.sizes
+    assert (loaded.sizes, loaded.has_qkv_bias) == (head.sizes, has_qkv_bias)
     for (name, given), (_, found) in zip(named_weights(head), named_weights(loaded), strict=True):
         exact = given if layout is HeadLayout.SAFETENSORS else given.half().float()
         assert torch.equal(exact, found), name

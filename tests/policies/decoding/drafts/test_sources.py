@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_policies.checkpoint.draft_heads import is_medusa, load_medusa, save_medusa
 from deft_policies.decoding.drafts import (
     Chains,
     DraftSource,
@@ -20,12 +21,6 @@ from deft_policies.decoding.drafts import (
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.growers import MedusaDrafts
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.medusa import (
-    MedusaHeads,
-    is_medusa,
-    load_medusa,
-    save_medusa,
-)
 from deft_policies.decoding.plan import TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import (
     RetrievalIndex,
@@ -37,6 +32,7 @@ from deft_policies.decoding.retrieval import (
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import MedusaHeads
 from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of
 from tests.tiny_target import (
     ACTIONS,
