@@ -110,7 +110,7 @@ class Engine:
         self._plugins = {DraftKind(one.name): one for one in entry_points(group=DRAFT_SOURCES)}
         self._kinds = self._models.kinds | self._plugins.keys()  # of sources that can be had
         self._lanes: list[Lane] = []
-        self._guards: dict[int, dict[int, Guard]] = {}  # by method, then by tokens
+        self._guards: dict[int, dict[int, Guard]] = {}  # by method, then by tokens; 0: texts
 
     def start(self, prompts: Prompts, rows: Sequence[Row]) -> None:
         """Take in answers, a row of `prompts` each; `RequestError` for what cannot be done.
@@ -243,9 +243,8 @@ class Engine:
         choice = Choice(plan.name, "")
         if guard is not None and tried is None:
             for row in rows:
-                row.remembers = bool(row.memory.own)
-            sessions = [row.memory.passes_needed for row in rows]
-            choice = guard.choose(sessions, may_try=all(row.remembers for row in rows))
+                row.remembers = bool(row.memory.own if form.is_action else row.memory.answer)
+            choice = _choose(guard, rows)
             plan = next((one for one in plans if one.name == choice.plan), PLAIN)
         method = self._prepare(rows, plan, choice.reason)
         self._lane(prompts, rows, method, plan).join(Group(rows, prompts, choice, guard))
@@ -300,15 +299,30 @@ class Engine:
 
     def _guard(self, method: Method, plans: Sequence[Plan], form: Form) -> Guard | None:
         """The guard for answers like these; None where there is nothing to choose."""
-        if not method.is_guarded or tuple(plans) in ((PLAIN,), (_TEXT,)):
+        if not method.is_guarded or tuple(plans) == (PLAIN,):
             return None
         if id(method) not in self._guards:
             self._guards[id(method)] = {}
             finalize(method, self._guards.pop, id(method), None)
-        guards, length = self._guards[id(method)], form.max_tokens
+        guards, length = self._guards[id(method)], form.max_tokens if form.is_action else 0
         if length not in guards:
-            guards[length] = Guard([plan.name for plan in plans], PLAIN.name, length - 1)
+            guards[length] = Guard([plan.name for plan in plans], PLAIN.name)
         return guards[length]
+
+
+def _choose(guard: Guard, rows: Sequence[Row]) -> Choice:
+    """By the guard, which takes texts to be as long as the last ones.
+
+    The first text of a session has nothing to draft from, so it is decoded plainly.
+    """
+    if rows[0].form.is_action:
+        length = rows[0].form.max_tokens
+    elif any(row.remembers for row in rows):
+        length = max(len(row.memory.answer) for row in rows)
+    else:
+        return Choice(PLAIN.name, "no text to draft from yet")
+    sessions = [row.memory.passes_needed for row in rows]
+    return guard.choose(sessions, length, may_try=all(row.remembers for row in rows))
 
 
 def _blank_row(method: Method, form: Form, num_steps: int) -> Row:

@@ -1,16 +1,16 @@
 """The never-slower guard: picks a plan per session from measured costs and recent acceptance.
 
-A plan's price for one action is what its prefill has cost, plus the passes it is expected to need
-after that times what one of them has cost, drafting included. Plain decoding is always among the
-plans, and its price is measured like the others'. The cheapest plan by these numbers is used; other
-plans are tried again now and then, so rarely that trying costs at most a small share of the time,
-and never if they would be slower even with perfect drafts.
+A plan's price for one answer is what a prefill as wide as this one has cost, plus the passes it is
+expected to need after that times what one of them has cost, drafting included. Plain decoding is
+always among the plans, and its price is measured like the others'. The cheapest plan by these
+numbers is used; other plans are tried again now and then, so rarely that trying costs at most a
+small share of the time, and never if they would be slower even with perfect drafts.
 
 Decides and remembers only: it is told what things cost and reads no clock.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deft_policies.memory import Average
 
@@ -35,38 +35,45 @@ class Choice:
 
 @dataclass(eq=False)
 class _PlanCost:
-    """What a plan has cost at batches of about one size."""
+    """What a plan has cost at batches of about one size, by the size of a pass's width."""
 
-    prefill_ms: Average = Average()
-    pass_ms: Average = Average()
+    prefill_ms: dict[int, Average] = field(default_factory=dict)
+    pass_ms: dict[int, Average] = field(default_factory=dict)
+    num_samples: int = 0
     last_used: int = 0
 
-    def price(self, passes: float) -> float:
-        return self.prefill_ms.value + passes * self.pass_ms.value
+    def price(self, passes: float, width: int) -> float:
+        """Of a prefill of about that width, and of passes as wide as they were so far."""
+        nearest = min(self.prefill_ms, key=lambda size: abs(size - _size(width)))
+        num_known = sum(one.count for one in self.pass_ms.values())
+        known_ms = sum(one.count * one.value for one in self.pass_ms.values())
+        return self.prefill_ms[nearest].value + passes * known_ms / max(num_known, 1)
 
 
 class Guard:
-    """Chooses among plans by name. `plain` needs `plain_passes` after the prefill, always."""
+    """Chooses among plans by name. `plain` takes a pass for every token but the first."""
 
-    def __init__(self, plans: Sequence[str], plain: str, plain_passes: int) -> None:
+    def __init__(self, plans: Sequence[str], plain: str) -> None:
         self._plans = tuple(dict.fromkeys((*plans, plain)))
         self._plain = plain
-        self._plain_passes = plain_passes
         self._costs: dict[tuple[str, int], _PlanCost] = {}
         self._usual: dict[str, Average] = {}  # passes needed, over all sessions
         self._num_actions = 0
         self._last_trial = 0
 
-    def choose(self, sessions: Sequence[Needed], may_try: bool = True) -> Choice:
-        """Pick the plan of the next batch; one that looks worse is tried only if that is fair."""
+    def choose(self, sessions: Sequence[Needed], length: int, may_try: bool = True) -> Choice:
+        """Pick the plan of the next batch, whose answers will have about `length` tokens.
+
+        One that looks worse is tried only if that is fair.
+        """
         size = _size(len(sessions))
         unknown = [plan for plan in self._plans if not self._is_known(plan, size)]
         if self._plain in unknown:
             return Choice(self._plain, "measuring plain decoding", is_trial=True)
         known = [plan for plan in self._plans if plan not in unknown]
-        prices = {plan: self.expected_ms(plan, sessions) for plan in known}
+        prices = {plan: self.expected_ms(plan, sessions, length) for plan in known}
         best = self._cheapest(prices)
-        tried = self._worth_trying(unknown, prices, best, size) if may_try else None
+        tried = self._worth_trying(unknown, prices, best, size, length) if may_try else None
         if tried is not None:
             return Choice(tried, f"trying {tried} beside {best}", is_trial=True)
         others = [plan for plan in known if (plan == self._plain) != (best == self._plain)]
@@ -74,24 +81,21 @@ class Guard:
         against = f", {prices[rival]:.2f} ms with {rival}" if rival is not None else ""
         return Choice(best, f"expects {prices[best]:.2f} ms with {best}{against}")
 
-    def learn(
-        self,
-        choice: Choice,
-        num_rows: int,
-        prefill_ms: float,
-        passes_ms: float,
-        num_passes: int,
-    ) -> None:
-        """Take in what a batch has cost: its prefill, and the `num_passes` behind it together.
+    def learn(self, choice: Choice, num_rows: int, passes: Sequence[tuple[int, float]]) -> None:
+        """Take in the width and the milliseconds of a batch's passes, the prefill's first.
 
-        Drafting is part of both.
+        Drafting is part of them.
         """
         self._num_actions += 1
         known = self._costs.setdefault((choice.plan, _size(num_rows)), _PlanCost())
         known.last_used = self._num_actions
-        known.prefill_ms = known.prefill_ms.with_time(prefill_ms, _WEIGHT, _OUTLIER)
-        if num_passes > 0:
-            known.pass_ms = known.pass_ms.with_time(passes_ms / num_passes, _WEIGHT, _OUTLIER)
+        known.num_samples += 1
+        by_size: dict[int, list[float]] = {}
+        for width, ms in passes[1:]:
+            by_size.setdefault(_size(width), []).append(ms)
+        taken = [(known.pass_ms, size, sum(ms) / len(ms)) for size, ms in by_size.items()]
+        for costs, size, ms in [(known.prefill_ms, _size(passes[0][0]), passes[0][1]), *taken]:
+            costs[size] = costs.get(size, Average()).with_time(ms, _WEIGHT, _OUTLIER)
         if choice.is_trial:
             self._last_trial = self._num_actions
 
@@ -100,22 +104,22 @@ class Guard:
         for table in (session, self._usual):
             table[plan] = table.get(plan, Average()).with_sample(passes, _WEIGHT)
 
-    def expected_ms(self, plan: str, sessions: Sequence[Needed]) -> float:
+    def expected_ms(self, plan: str, sessions: Sequence[Needed], length: int) -> float:
         """The plan's price for these sessions together; they wait for the slowest of them."""
-        passes = max(self._expected_passes(plan, session) for session in sessions)
-        return self._costs[plan, _size(len(sessions))].price(passes)
+        passes = max(self._expected_passes(plan, session, length) for session in sessions)
+        return self._costs[plan, _size(len(sessions))].price(passes, length)
 
     def _is_known(self, plan: str, size: int) -> bool:
         """Once is not enough: whatever runs for the first time warms things up."""
         cost = self._costs.get((plan, size))
-        return cost is not None and cost.prefill_ms.count >= _SAMPLES_NEEDED
+        return cost is not None and cost.num_samples >= _SAMPLES_NEEDED
 
-    def _expected_passes(self, plan: str, session: Needed) -> float:
-        """What the session needed lately, else what sessions usually need, else half of plain."""
+    def _expected_passes(self, plan: str, session: Needed, length: int) -> float:
+        """As the session lately, else as sessions usually, else a quarter of plain's."""
         if plan == self._plain:
-            return self._plain_passes
+            return length - 1
         known = session.get(plan) or self._usual.get(plan)
-        return known.value if known is not None else self._plain_passes / 2
+        return known.value if known is not None else (length - 1) / 4
 
     def _cheapest(self, prices: Mapping[str, float]) -> str:
         """The cheapest plan; plain decoding unless it is clearly beaten."""
@@ -124,7 +128,12 @@ class Guard:
         return best if is_clear else self._plain
 
     def _worth_trying(
-        self, unknown: Sequence[str], prices: Mapping[str, float], best: str, size: int
+        self,
+        unknown: Sequence[str],
+        prices: Mapping[str, float],
+        best: str,
+        size: int,
+        length: int,
     ) -> str | None:
         """A plan to try now, if one is due: unknown ones first, then the longest unused."""
         if self._num_actions - self._last_trial < MIN_INTERVAL:
@@ -134,7 +143,7 @@ class Guard:
         rested = {
             plan: self._num_actions - self._costs[plan, size].last_used
             for plan in prices
-            if plan != best and self._costs[plan, size].price(1) < prices[best]
+            if plan != best and self._costs[plan, size].price(1, length) < prices[best]
         }
         due = [plan for plan, rest in rested.items() if rest >= self._interval(plan, prices, best)]
         return max(due, key=lambda plan: rested[plan]) if due else None
@@ -146,7 +155,7 @@ class Guard:
         nobody has seen yet, as after warming up, has no price worth believing, and waits no longer
         than it must.
         """
-        if plan not in self._usual:
+        if plan != self._plain and plan not in self._usual:
             return MIN_INTERVAL
         extra = max(prices[plan] - prices[best], 0.0)
         allowed = _EXPLORE_SHARE * prices[best] / max(len(prices) - 1, 1)

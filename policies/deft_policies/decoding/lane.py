@@ -58,10 +58,9 @@ class Group:
     def learn_cost(self) -> None:
         """Tell the guard what they have cost together: the longest was there all the time."""
         if self.guard is not None:
-            first, *later = max((row.records for row in self.rows), key=len)
-            later_ms = sum(one.ms(*Stage) for one in later)
-            num_rows = len(self.rows)
-            self.guard.learn(self.choice, num_rows, first.ms(*Stage), later_ms, len(later))
+            records = max((row.records for row in self.rows), key=len)
+            passes = [(one.num_nodes, one.ms(*Stage)) for one in records]
+            self.guard.learn(self.choice, len(self.rows), passes)
 
 
 class Lane:

@@ -18,6 +18,7 @@ from tests.policies.decoding.scripts import Decoding, Session, clock, tokens_of
 from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
 
 PLAIN_PASSES = 6
+LENGTH = 1 + PLAIN_PASSES
 
 
 @dataclass
@@ -38,20 +39,20 @@ class World:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.guard = Guard(list(self.truths), "plain", PLAIN_PASSES)
+        self.guard = Guard(list(self.truths), "plain")
         self.rng = random.Random(self.seed)
         self.sessions: list[dict[str, Average]] = [{}]
         self.spent_ms = 0.0
         self.choices: list[Choice] = []
 
     def act(self) -> Choice:
-        choice = self.guard.choose(self.sessions)
+        choice = self.guard.choose(self.sessions, LENGTH)
         truth = self.truths[choice.plan]
         passes = self._passes(choice.plan, truth)
         prefill = truth.prefill_ms * self._jitter()
         later = passes * truth.pass_ms * self._jitter()
         self.spent_ms += prefill + later
-        self.guard.learn(choice, len(self.sessions), prefill, later, passes)
+        self.guard.learn(choice, len(self.sessions), costs(prefill, later, passes))
         for session in self.sessions:
             self.guard.learn_passes(choice.plan, passes, session)
         self.choices.append(choice)
@@ -70,6 +71,13 @@ class World:
         truth = self.truths[plan]
         passes = PLAIN_PASSES if plan == "plain" else truth.passes
         return truth.prefill_ms + passes * truth.pass_ms
+
+
+def costs(
+    prefill_ms: float, later_ms: float, num_later: int, width: int = 7
+) -> list[tuple[int, float]]:
+    """Passes as a guard is told of them, `num_later` behind the prefill."""
+    return [(width, prefill_ms), *[(width, later_ms / max(num_later, 1))] * num_later]
 
 
 def world(**plans: tuple[float, float, float]) -> World:
@@ -115,25 +123,25 @@ def test_a_good_plan_that_was_slow_the_first_time_is_found_all_the_same() -> Non
 
 
 def test_after_warming_up_every_plan_is_tried_once_before_its_price_is_believed() -> None:
-    """At first a plan is taken to need half of plain's passes, which makes these look useless."""
+    """At first a plan is taken to need a quarter of plain's passes, whatever it is worth."""
     plans = {f"plan-{index}": (12.0, 4.0, 6.0) for index in range(4)}
     one = world(**plans, memory=(12.0, 4.0, 1.0))
     for name, truth in one.truths.items():
         for _ in range(2):
-            one.guard.learn(Choice(name, ""), 1, truth.prefill_ms, truth.pass_ms * 6, 6)
+            one.guard.learn(Choice(name, ""), 1, costs(truth.prefill_ms, truth.pass_ms * 6, 6))
     chosen = [one.act().plan for _ in range(60)]
-    assert set(chosen) == set(one.truths)
+    assert set(chosen) == set(one.truths) - {"plain"}  # whose passes are known
     assert chosen[-10:].count("memory") == 10
 
 
 def test_the_start_of_an_episode_is_no_trial_and_teaches_nothing_about_drafts() -> None:
     one = world(head=(10.5, 3.0, 2.0))
     for name in ("plain", "plain", "head", "head"):
-        one.guard.learn(Choice(name, ""), 1, 10.5, 18.0, 6)
+        one.guard.learn(Choice(name, ""), 1, costs(10.5, 18.0, 6))
     for _ in range(40):
-        choice = one.guard.choose(one.sessions, may_try=False)
+        choice = one.guard.choose(one.sessions, LENGTH, may_try=False)
         assert not choice.is_trial
-        one.guard.learn(choice, 1, 10.5, 18.0, 6)
+        one.guard.learn(choice, 1, costs(10.5, 18.0, 6))
     assert one.sessions[0] == {}
 
 
@@ -161,8 +169,8 @@ def test_one_slow_measurement_does_not_change_the_plan() -> None:
     one = world(head=(10.5, 3.0, 2.0))
     for _ in range(100):
         one.act()
-    one.guard.learn(Choice("head", ""), 1, 400.0, 900.0, 2)
-    head, plain = (one.guard.expected_ms(plan, one.sessions) for plan in ("head", "plain"))
+    one.guard.learn(Choice("head", ""), 1, costs(400.0, 900.0, 2))
+    head, plain = (one.guard.expected_ms(plan, one.sessions, LENGTH) for plan in ("head", "plain"))
     assert head < 0.95 * plain
 
 
@@ -174,9 +182,13 @@ def test_each_session_gets_the_plan_that_suits_it() -> None:
     for _ in range(20):
         one.guard.learn_passes("head", 1, lucky)
         one.guard.learn_passes("head", 6, unlucky)
-    one.guard.choose([lucky])  # a trial may be due
-    assert one.guard.expected_ms("head", [lucky]) < one.guard.expected_ms("plain", [lucky])
-    assert one.guard.expected_ms("head", [unlucky]) > one.guard.expected_ms("plain", [unlucky])
+    one.guard.choose([lucky], LENGTH)  # a trial may be due
+    assert one.guard.expected_ms("head", [lucky], LENGTH) < one.guard.expected_ms(
+        "plain", [lucky], LENGTH
+    )
+    assert one.guard.expected_ms("head", [unlucky], LENGTH) > one.guard.expected_ms(
+        "plain", [unlucky], LENGTH
+    )
 
 
 def test_a_batch_waits_for_its_slowest_row() -> None:
@@ -188,16 +200,28 @@ def test_a_batch_waits_for_its_slowest_row() -> None:
     for _ in range(20):
         one.guard.learn_passes("head", 1, lucky)
         one.guard.learn_passes("head", 6, unlucky)
-    alone = one.guard.expected_ms("head", [unlucky, unlucky])
-    assert one.guard.expected_ms("head", [lucky, unlucky]) == alone
+    alone = one.guard.expected_ms("head", [unlucky, unlucky], LENGTH)
+    assert one.guard.expected_ms("head", [lucky, unlucky], LENGTH) == alone
 
 
 def test_batch_sizes_are_measured_apart() -> None:
     one = world(head=(10.5, 3.0, 2.0))
     for _ in range(60):
         one.act()
-    assert one.guard.choose([{}] * 4).plan == "plain"
-    assert "measuring" in one.guard.choose([{}] * 4).reason
+    assert one.guard.choose([{}] * 4, LENGTH).plan == "plain"
+    assert "measuring" in one.guard.choose([{}] * 4, LENGTH).reason
+
+
+def test_a_plan_is_priced_by_how_long_answers_are_and_how_wide_passes() -> None:
+    guard = Guard(["draft"], "plain")
+    for _ in range(2):
+        guard.learn(Choice("plain", ""), 1, costs(10.0, 20.0, 10, width=1))
+        guard.learn(Choice("draft", ""), 1, costs(20.0, 12.0, 3, width=60))
+        guard.learn(Choice("draft", ""), 1, costs(90.0, 12.0, 3, width=500))
+        guard.learn_passes("draft", 3, {})
+    assert guard.expected_ms("plain", [{}], 60) == 10.0 + 59 * 2.0
+    assert guard.expected_ms("draft", [{}], 60) == 20.0 + 3 * 4.0
+    assert guard.expected_ms("draft", [{}], 400) == 90.0 + 3 * 4.0
 
 
 def test_the_reason_names_both_prices() -> None:
@@ -233,10 +257,10 @@ def test_whatever_things_cost_speculation_is_never_on_where_plain_looks_faster(
     truths = {f"plan-{index}": PlanTruth(*one) for index, one in enumerate(plans)}
     one = World({"plain": PlanTruth(*plain)} | truths, noise, seed)
     for _ in range(120):
-        choice = one.guard.choose(one.sessions)
+        choice = one.guard.choose(one.sessions, LENGTH)
         if not choice.is_trial and choice.plan != "plain":
-            expected = one.guard.expected_ms(choice.plan, one.sessions)
-            assert expected < one.guard.expected_ms("plain", one.sessions)
+            expected = one.guard.expected_ms(choice.plan, one.sessions, LENGTH)
+            assert expected < one.guard.expected_ms("plain", one.sessions, LENGTH)
         one.act()
     trials = [number for number, choice in enumerate(one.choices) if choice.is_trial]
     gaps = [later - earlier for earlier, later in zip(trials[1:], trials[2:], strict=False)]

@@ -180,18 +180,18 @@ def test_what_scripted_edits_cost_beside_plain_decoding(capsys: pytest.CaptureFi
     engine = Engine(target, widest=512)
     with torch.inference_mode():
         target.texts = [old]
-        target.measure_width(prompts, 512)
+        engine.warm_up(prompts, find_method("lossless"), Form(400, STOP))
         lines = [f"{LENGTH} tokens, drafts {target.text_width} wide after the first pass"]
         for name, text in {"plain": old, **cases}.items():
-            target.texts, took_ms = [text], list[float]()
+            target.texts, took = [text], list[tuple[float, int]]()
             method = find_method("autoregressive" if name == "plain" else "lossless")
             for _ in range(1 if name == "plain" else 3):
                 row = Row(method, Form(400, STOP), memory)
                 started = time.perf_counter()
                 engine.decode(prompts, [row], clock())
-                took_ms.append(1000 * (time.perf_counter() - started))
+                took.append((1000 * (time.perf_counter() - started), row.num_passes))
                 assert row.tokens == text
-            lines.append(f"{name:14} {min(took_ms):6.0f} ms in {row.num_passes} passes")
+            lines.append("{:14} {:6.0f} ms in {} passes".format(name, *min(took)))
     with capsys.disabled():
         sys.stdout.write("\n".join(["", *lines, ""]))
 
@@ -260,3 +260,37 @@ def test_they_are_in_500_sessions(cases: Sessions) -> None:
 def test_a_longer_answer_than_is_remembered_is_refused() -> None:
     with pytest.raises(ValueError, match="answer of at most 4096 tokens"):
         SessionMemory(answer=(1,) * 4097)
+
+
+def plans_of_a_session(monkeypatch: pytest.MonkeyPatch, wide_ms: float) -> list[str]:
+    """How a guarded session of the same text is decoded where a pass without drafts takes 1 ms."""
+    monkeypatch.setattr(
+        "deft_policies.decoding.batch.Record.ms",
+        lambda record, *stages: 1.0 if record.num_nodes == 1 else wide_ms,
+    )
+    target, memory, plans = WantedTarget(decoder(), ACTIONS), SessionMemory(), list[str]()
+    target.texts = [text_of(0, 20)]
+    engine, method = Engine(target, widest=512), find_method("lossless")
+    for _ in range(60):
+        row = Row(method, Form(400, STOP), memory)
+        with torch.inference_mode():
+            engine.decode(prompt(2, 0), [row], clock())
+        assert row.tokens == text_of(0, 20)
+        memory = row.memory
+        plans.append(row.plan)
+    return plans
+
+
+def test_a_text_is_decoded_plainly_where_checking_the_last_one_costs_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = plans_of_a_session(monkeypatch, wide_ms=30.0)
+    assert plans.count("previous-answer") == 2  # tried once to warm it up, once to measure it
+
+
+def test_it_is_drafted_from_the_last_one_where_that_costs_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = plans_of_a_session(monkeypatch, wide_ms=10.0)
+    assert plans[0] == "plain"  # there is no text to draft from yet
+    assert plans[30:].count("previous-answer") > 25

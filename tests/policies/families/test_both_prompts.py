@@ -131,13 +131,17 @@ def test_one_that_acts_is_not_held_up_by_one_that_thinks(both: VlaPolicy) -> Non
     rounds_until_it_ends(thinking)
 
 
+def unguarded(one: ActRequest) -> ActRequest:
+    return replace(one, options=replace(one.options, decoding="lossless:guard=off"))
+
+
 def test_each_kind_drafts_from_what_the_session_said_in_its_own_way(both: VlaPolicy) -> None:
     memory = SessionMemory()
     for thinks in (True, False, True, False):
-        (answer,) = both.act([request(0, thinks, memory)])
+        (answer,) = both.act([unguarded(request(0, thinks, memory))])
         memory, last = answer.memory, trace_of(answer)
         assert last.plan == ("previous-answer" if thinks else last.plan)
-    (text,) = both.act([request(0, True, memory)])
+    (text,) = both.act([unguarded(request(0, True, memory))])
     assert trace_of(text).num_passes == 1  # the same frame: all of the text stands
 
 
