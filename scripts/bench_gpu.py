@@ -27,7 +27,7 @@ from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.families.loading import load_policy
 from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.formats import Precision, Quantization
 from scripts.predict_gpu import predictions
@@ -143,7 +143,7 @@ def _eager(policy: VlaPolicy) -> Contender:
     ours = policy.model
     assert isinstance(ours, OpenVLA)
     model = OpenVLA(VlaTarget(ours.network), ours.encoder, ours.images, ours.statistics)
-    slow = VlaPolicy(model, PolicySettings())
+    slow = VlaPolicy(model)
     return Contender(f"{AUTOREGRESSIVE} eager", slow, AUTOREGRESSIVE)
 
 

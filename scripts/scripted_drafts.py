@@ -24,7 +24,8 @@ from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
 from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.staging import to_device
 from deft_policies.model.vla import OpenVLAModel
@@ -217,8 +218,7 @@ class ScriptedPolicy(VlaPolicy):
             answers=self._next,
         )
         key = policy.info.default_statistics_key
-        settings = PolicySettings(statistics_key=key, method=script.method)
-        super().__init__(model, settings, models)
+        super().__init__(model, ModelOptions(statistics_key=key), models, script.method)
 
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Capture what this script's own drafts need beside the policy's."""

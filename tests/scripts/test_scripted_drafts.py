@@ -14,10 +14,10 @@ from deft_client.types import DecodeTrace, Observation
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.benchmark.summary import Decoding, Speed
 from deft_policies.benchmark.tables import Report
-from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.families.openvla import OpenVLA
-from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import WordIds
@@ -38,7 +38,7 @@ def make_policy() -> VlaPolicy:
         ImageProcessor(model.config.image, ImageChain.NONE),
         model.config.statistics,
     )
-    return VlaPolicy(ours, PolicySettings(method=find_method("autoregressive")))
+    return VlaPolicy(ours, ModelOptions(decoding="autoregressive"))
 
 
 def make_frames(count: int) -> list[ReplayFrame]:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -13,18 +12,15 @@ from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medu
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes, needed_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint, open_source
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
 from deft_policies.decoding.retrieval import load_index
-from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError
 from deft_policies.families.ecot import ECOT
-from deft_policies.families.family import Family, Model, Opened
+from deft_policies.families.family import Family, Opened
 from deft_policies.families.oft.family import OFT
 from deft_policies.families.openvla import OPENVLA, OpenVLA
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.policy import VlaPolicy, choose_method
 from deft_policies.families.target import VlaTarget
 from deft_policies.families.weights import choose_device, choose_dtype
 from deft_policies.model.formats import Precision, Quantization
@@ -65,7 +61,7 @@ def open_model(options: ModelOptions) -> Opened:
 
 def load_policy(options: ModelOptions) -> VlaPolicy:
     """Load what the options name; what needs no weights to be checked is checked before them."""
-    method = _choose_method(options)
+    method = choose_method(options)
     _check_draft_files(options)
     device = choose_device(options.device)
     if options.num_threads is not None:
@@ -95,7 +91,7 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
             if isinstance(model.aloud, OpenVLA):
                 model.aloud.draft = draft
         drafts = _load_drafts(options, model)
-    return VlaPolicy(model, _settings(options, method, model), drafts)
+    return VlaPolicy(model, options, drafts, method)
 
 
 def load_float32_twin(options: ModelOptions) -> VlaPolicy:
@@ -115,8 +111,7 @@ def load_float32_twin(options: ModelOptions) -> VlaPolicy:
     drawn = load_policy(replace(plain, precision=Precision.BFLOAT16)).model
     assert isinstance(drawn, OpenVLA)
     target = VlaTarget(drawn.network.float())
-    model = OpenVLA(target, drawn.encoder, drawn.images, drawn.statistics)
-    return VlaPolicy(model, _settings(plain, _choose_method(plain), model))
+    return VlaPolicy(OpenVLA(target, drawn.encoder, drawn.images, drawn.statistics), plain)
 
 
 def _load_draft_model(
@@ -159,25 +154,6 @@ def _load_drafts(options: ModelOptions, model: OpenVLA) -> DraftModels:
     return drafts
 
 
-def _settings(options: ModelOptions, method: Method, model: Model) -> PolicySettings:
-    dtype = model.network.decoder.embedding.weight.dtype
-    return PolicySettings(
-        name=options.name,
-        statistics_key=options.statistics_key,
-        method=method,
-        sampling=Sampling(options.temperature, options.seed),
-        is_guarded=options.is_guarded,
-        versions=(("deft", _version_of("deft-vla")), ("torch", torch.__version__)),
-        details=(
-            ("weights", options.checkpoint or f"random:{options.random_weights}"),
-            ("device", _describe(model.device)),
-            ("dtype", str(dtype).removeprefix("torch.")),
-            ("quantization", model.network.describe_quantization()),
-            *([("draft model", options.draft_model)] if options.draft_model else []),
-        ),
-    )
-
-
 def _check_draft_files(options: ModelOptions) -> None:
     """Raise `CheckpointError` for a head or an index that is not there, and two small models."""
     if options.draft_model is not None and options.self_draft_layers is not None:
@@ -192,30 +168,6 @@ def _check_draft_files(options: ModelOptions) -> None:
         raise CheckpointError(
             f"--retrieval-index {index}: no such file; `deft index DATA --out {index}` writes one"
         )
-
-
-def _choose_method(options: ModelOptions) -> Method:
-    method = find_method(options.decoding)
-    if options.radius is not None:
-        method = method.with_radius(options.radius)
-    if options.drafts is not None:
-        method = method.with_drafts(options.drafts)
-    if options.draft_tree is not None:
-        method = method.with_shape(options.draft_tree)
-    return method
-
-
-def _describe(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"cpu ({torch.get_num_threads()} threads)"
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def examine(options: ModelOptions) -> list[Finding]:

@@ -4,8 +4,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method, method_names, turned
-from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD, Method
+from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import (
@@ -36,6 +37,7 @@ from deft_policies.errors import (
     UnknownDecodingError,
 )
 from deft_policies.families.family import AnswerFormat, Model, OnePassModel, TokenModel, Values
+from deft_policies.families.options import ModelOptions
 from deft_policies.model.statistics import find_statistics_key
 from deft_policies.model.vla import digest_of
 from deft_policies.self_test import self_test
@@ -43,22 +45,6 @@ from deft_policies.self_test import self_test
 _log = logging.getLogger(__name__)
 _TESTED_TOKENS = 32  # of a text
 _METHODS_KEPT = 128  # with knobs or a radius; callers may ask for any
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What a policy does where a request does not say otherwise.
-
-    `sampling` holds for every method that a request may name, and so does `is_guarded` where false.
-    """
-
-    statistics_key: str | None = None
-    method: Method = field(default_factory=lambda: find_method(DEFAULT_METHOD))
-    sampling: Sampling = Sampling()
-    is_guarded: bool = True
-    versions: tuple[tuple[str, str], ...] = ()
-    details: tuple[tuple[str, str], ...] = ()
-    name: str | None = None  # what it calls itself; None: as the model's family
 
 
 @dataclass(eq=False)
@@ -77,11 +63,17 @@ class VlaPolicy:
     def __init__(
         self,
         model: Model,
-        settings: PolicySettings | None = None,
+        options: ModelOptions | None = None,
         drafts: DraftModels | None = None,
+        method: Method | None = None,
     ) -> None:
+        """Of the options those of the model itself are told, and no longer looked at.
+
+        Without a `method` their own is the default.
+        """
         self.model = model
-        self.settings = settings or PolicySettings()
+        self.options = options or ModelOptions()
+        self.method = method or choose_method(self.options)
         self.drafts = drafts or DraftModels()
         # All ways of asking the one network, the first where no reasoning is asked for.
         self._models = [model]
@@ -89,6 +81,8 @@ class VlaPolicy:
             self._models.append(model.aloud)
         self._keys = tuple(model.formats)
         self._default_key = self._find_default_key()
+        self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
+        self._details = _describe(model, self.options)
         # What callers make up may push out no method that has a name.
         self._named: dict[str, Method] = {}
         self._find_made_up = lru_cache(maxsize=_METHODS_KEPT)(self._build_method)
@@ -108,12 +102,12 @@ class VlaPolicy:
     @property
     def info(self) -> ServerInfo:
         """What the server advertises."""
-        model, settings = self.model, self.settings
+        model, options = self.model, self.options
         config, one = model.network.config, model.formats[self._any_key]
         told = {name: text for way in self._models for name, text in way.details.items()}
         longest = self._models[-1].formats[self._any_key]
         return ServerInfo(
-            policy=settings.name or model.family,
+            policy=options.name or model.family,
             action_dim=len(one.limits.low),
             chunk_length=model.num_steps,
             statistics_keys=self._keys,
@@ -130,8 +124,8 @@ class VlaPolicy:
             state_dim=model.state_dim,
             max_tokens=None if longest.stop is None else longest.max_tokens,
             thinks_when_asked=len(self._models) > 1,
-            versions=dict(settings.versions),
-            details={**dict(settings.details), **told, **self._described()},
+            versions=self._versions,
+            details={**self._details, **told, **self._described()},
         )
 
     @property
@@ -142,7 +136,7 @@ class VlaPolicy:
     def _default_method(self) -> str:
         if isinstance(self.model, OnePassModel):
             return self.model.method
-        return self.settings.method.name
+        return self.method.name
 
     def _methods(self) -> tuple[str, ...]:
         if isinstance(self.model, OnePassModel):
@@ -150,7 +144,7 @@ class VlaPolicy:
         return tuple(name for name in method_names() if self.has_method(name))
 
     def _described(self) -> dict[str, str]:
-        return self.settings.method.described() if isinstance(self.model, TokenModel) else {}
+        return self.method.described() if isinstance(self.model, TokenModel) else {}
 
     def fingerprint(self) -> str:
         """A digest of its weights and of those that draft."""
@@ -248,7 +242,7 @@ class VlaPolicy:
         several = [one for one in self._models if isinstance(one, TokenModel)]
         batches = [[self._blank_prompts(one, rows) for rows in reserve.batches] for one in several]
         forms = [{form.max_tokens: form.form for form in one.formats.values()} for one in several]
-        every = dict.fromkeys((self.settings.method.name, *names))
+        every = dict.fromkeys((self.method.name, *names))
         for index, name in enumerate(every):
             seconds = time.perf_counter() - started
             left = (
@@ -398,7 +392,7 @@ class VlaPolicy:
         The same object each time, as what its plans have cost is remembered with it. May run on any
         thread.
         """
-        name = options.decoding or self.settings.method.name
+        name = options.decoding or self.method.name
         is_made_up = options.radius is not None or (":" in name and name != self._default_method)
         if is_made_up:
             return self._find_made_up(name, options.radius)
@@ -408,8 +402,7 @@ class VlaPolicy:
 
     def _build_method(self, name: str, radius: int | None) -> Method:
         """What callers changed about the default is for that one alone."""
-        settings = self.settings
-        default = settings.method
+        default = self.method
         base, _, knobs = name.partition(":")
         if base == default.name.partition(":")[0]:
             method = turned(default, knobs) if name != default.name else default
@@ -419,8 +412,9 @@ class VlaPolicy:
             method = find_method(name)
         if radius is not None:
             method = method.with_radius(radius)
-        method = method.with_sampling(settings.sampling)
-        return method if settings.is_guarded else replace(method, is_guarded=False)
+        options = self.options
+        method = method.with_sampling(Sampling(options.temperature, options.seed))
+        return method if options.is_guarded else replace(method, is_guarded=False)
 
     def find_key(self, key: str | None) -> str:
         """The statistics key meant by a request that names this one, or none."""
@@ -430,10 +424,44 @@ class VlaPolicy:
         return self.model.formats[self.find_key(key)]
 
     def _find_default_key(self) -> str | None:
-        given = self.settings.statistics_key
+        given = self.options.statistics_key
         if given is None and len(self._keys) != 1:
             return None  # every request has to name one
         return find_statistics_key(self._keys, given)
+
+
+def choose_method(options: ModelOptions) -> Method:
+    """The method that options name, with what they change about it."""
+    method = find_method(options.decoding)
+    if options.radius is not None:
+        method = method.with_radius(options.radius)
+    if options.drafts is not None:
+        method = method.with_drafts(options.drafts)
+    if options.draft_tree is not None:
+        method = method.with_shape(options.draft_tree)
+    return method
+
+
+def _describe(model: Model, options: ModelOptions) -> dict[str, str]:
+    """What was loaded, for people."""
+    device, weight = model.device, model.network.decoder.embedding.weight
+    about = f"cpu ({torch.get_num_threads()} threads)"
+    if device.type == "cuda":
+        about = f"{device} ({torch.cuda.get_device_name(device)})"
+    details = {
+        "weights": options.checkpoint or f"random:{options.random_weights}",
+        "device": about,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "quantization": model.network.describe_quantization(),
+    }
+    return {**details, "draft model": options.draft_model} if options.draft_model else details
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _form(one: AnswerFormat, options: ActOptions) -> Form:

@@ -1,6 +1,6 @@
 """VlaPolicy as a server uses it: golden answers, batches, refusals, sessions."""
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +10,6 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
 from deft_policies.checkpoint.tokenizer import load_encoder
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Scores, Sequences
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import (
@@ -22,7 +20,8 @@ from deft_policies.errors import (
     UnknownStatisticsKeyError,
 )
 from deft_policies.families.openvla import OpenVLA
-from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import CapturedRunner
@@ -34,11 +33,11 @@ from tests import golden
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import golden_model, tiny_model
 
-PLAIN = find_method("autoregressive")
+PLAIN = ModelOptions(decoding="autoregressive")
 
 
 def golden_policy(
-    settings: PolicySettings | None = None, runner: StepRunner | None = None
+    options: ModelOptions | None = None, runner: StepRunner | None = None
 ) -> VlaPolicy:
     model = golden_model()
     config = model.config
@@ -48,16 +47,16 @@ def golden_policy(
     images = ImageProcessor(config.image, ImageChain.NONE)
     target = VlaTarget(model, runner=runner)
     ours = OpenVLA(target, encoder, images, config.statistics)
-    return VlaPolicy(ours, settings or PolicySettings(method=PLAIN))
+    return VlaPolicy(ours, options or PLAIN)
 
 
 def tiny_policy(
-    settings: PolicySettings | None = None, model: OpenVLAModel | None = None
+    options: ModelOptions | None = None, model: OpenVLAModel | None = None
 ) -> VlaPolicy:
     model = model or tiny_model()
     images = ImageProcessor(model.config.image, ImageChain.NONE)
     ours = OpenVLA(VlaTarget(model), WordIds(300), images, model.config.statistics)
-    return VlaPolicy(ours, settings or PolicySettings(method=PLAIN))
+    return VlaPolicy(ours, options or PLAIN)
 
 
 def request_for(
@@ -83,7 +82,7 @@ def golden_requests() -> list[ActRequest]:
 
 @pytest.mark.parametrize("method", ["autoregressive", "lossless"])
 def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
-    policy = golden_policy(PolicySettings(method=find_method(method)))
+    policy = golden_policy(ModelOptions(decoding=method))
     requests = golden_requests()
     assert len(requests) >= 12
     for case, request in zip(golden.cases_with_image(), requests, strict=True):
@@ -97,7 +96,7 @@ def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
 
 def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> None:
     runner = CapturedRunner(RecordingCapturer(), Reserve(1, 272, 304))
-    policy = golden_policy(PolicySettings("libero_spatial", PLAIN), runner)
+    policy = golden_policy(replace(PLAIN, statistics_key="libero_spatial"), runner)
     policy.warm_up()
     num_captured = runner.num_captured
     requests = golden_requests()
@@ -132,10 +131,10 @@ def test_rows_of_one_batch_may_use_different_methods() -> None:
 
 
 def test_the_second_frame_of_a_session_is_drafted_from_the_first() -> None:
-    policy = tiny_policy(PolicySettings(method=find_method("within-bins").with_radius(0)))
+    policy = tiny_policy(ModelOptions(decoding="within-bins", radius=0))
     request = request_for()
     found = policy.act([request])[0]
-    again = policy.act([dataclasses.replace(request, memory=found.memory)])[0]
+    again = policy.act([replace(request, memory=found.memory)])[0]
     assert tokens_of([found]) == tokens_of([again])
     first, second = found.chunk, again.chunk
     assert first.trace is not None
@@ -160,7 +159,7 @@ LVSPEC = ActOptions(decoding="lvspec:plan=memory", want_trace=True)
 def test_judging_is_timed_apart_from_the_passes_it_judges() -> None:
     policy, memory = tiny_policy(), SessionMemory()
     for _ in range(2):
-        request = dataclasses.replace(request_for(options=LVSPEC), memory=memory)
+        request = replace(request_for(options=LVSPEC), memory=memory)
         (answer,) = policy.act([request])
         memory, timings, trace = answer.memory, answer.chunk.timings, answer.chunk.trace
     assert trace is not None
@@ -171,12 +170,12 @@ def test_judging_is_timed_apart_from_the_passes_it_judges() -> None:
 
 
 def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one() -> None:
-    policy = tiny_policy(PolicySettings(method=PLAIN, sampling=Sampling(2.0, seed=5)))
+    policy = tiny_policy(replace(PLAIN, temperature=2.0, seed=5))
     episodes = []
     for _ in range(2):
         draws, memory = [], SessionMemory()
         for _ in range(3):
-            answer = policy.act([dataclasses.replace(request_for(), memory=memory)])[0]
+            answer = policy.act([replace(request_for(), memory=memory)])[0]
             draws += tokens_of([answer])
             memory = answer.memory
         episodes.append(draws)
@@ -220,7 +219,7 @@ def test_info_tells_keys_chain_size_and_methods_that_can_be_had() -> None:
     assert info.decoding == "autoregressive"
     assert "lossless" in info.decoding_methods
     assert "spec-vla" not in info.decoding_methods  # needs a draft head
-    chosen = golden_policy(PolicySettings("bridge_orig", PLAIN)).info
+    chosen = golden_policy(replace(PLAIN, statistics_key="bridge_orig")).info
     assert chosen.default_statistics_key == "bridge_orig"
 
 
@@ -245,10 +244,10 @@ def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> 
     target = Exhausted(tiny_model())
     images = ImageProcessor(target.model.config.image, ImageChain.NONE)
     ours = OpenVLA(target, WordIds(300), images, target.model.config.statistics)
-    policy = VlaPolicy(ours, PolicySettings(method=find_method("lossless")))
+    policy = VlaPolicy(ours, ModelOptions(decoding="lossless"))
     memory = policy.act([request_for()])[0].memory
     target.is_full = True
-    other = dataclasses.replace(request_for(seed=9), memory=memory)
+    other = replace(request_for(seed=9), memory=memory)
     with pytest.raises(DeviceError, match="memory .* batch of 1"):
         policy.act([other])
     target.is_full = False
@@ -256,7 +255,7 @@ def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> 
 
 
 def test_methods_that_callers_make_up_push_out_no_others_costs() -> None:
-    policy = tiny_policy(PolicySettings(method=find_method("lossless")))
+    policy = tiny_policy(ModelOptions(decoding="lossless"))
     names = (None, "deft", "top-k")
     before = [policy.method_for(ActOptions(decoding=name)) for name in names]
     for number in range(200):
@@ -266,7 +265,7 @@ def test_methods_that_callers_make_up_push_out_no_others_costs() -> None:
 
 
 def test_warming_up_leaves_no_trace() -> None:
-    policy = tiny_policy(PolicySettings(method=find_method("lossless")))
+    policy = tiny_policy(ModelOptions(decoding="lossless"))
     fresh = tokens_of(policy.act([request_for()]))
     policy.warm_up()
     assert tokens_of(policy.act([request_for()])) == fresh

@@ -11,13 +11,13 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.target import Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.openvla import OpenVLA
-from deft_policies.families.policy import PolicySettings, VlaPolicy
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import WordIds
@@ -103,7 +103,7 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
     model = tiny_model()
     images = ImageProcessor(model.config.image, ImageChain.NONE)
     ours = OpenVLA(Broken(model), WordIds(300), images, model.config.statistics)
-    policy = VlaPolicy(ours, PolicySettings(method=find_method("autoregressive")))
+    policy = VlaPolicy(ours, ModelOptions(decoding="autoregressive"))
     fine, broken = policy.start([request_for(0), request_for(1)])
     while not broken.has_ended:
         policy.step()
@@ -123,7 +123,7 @@ def test_where_one_frame_cannot_start_none_does() -> None:
 
     model = tiny_policy().token_model
     assert isinstance(model, OpenVLA)
-    policy = VlaPolicy(model, PolicySettings(method=find_method("autoregressive")), Failing())
+    policy = VlaPolicy(model, ModelOptions(decoding="autoregressive"), Failing())
     with pytest.raises(RequestError, match="no n-grams today"):
         policy.start([request_for(0), request_for(1, ActOptions(decoding="pld"))])
     assert [lane.rows for lane in policy.engine._lanes if lane.rows] == []
@@ -142,7 +142,7 @@ def test_nothing_is_on_its_way_after_a_step_that_failed() -> None:
     target = Exhausted(model)
     images = ImageProcessor(model.config.image, ImageChain.NONE)
     ours = OpenVLA(target, WordIds(300), images, model.config.statistics)
-    policy = VlaPolicy(ours, PolicySettings(method=find_method("autoregressive")))
+    policy = VlaPolicy(ours, ModelOptions(decoding="autoregressive"))
     started = policy.start([request_for(0), request_for(1)])
     policy.step()
     with pytest.raises(Exception, match="no memory for a batch of 2"):
