@@ -25,29 +25,30 @@ class CatalogEntry:
     """One policy: what it is, the flags it takes, and how to build it from them.
 
     `add_flags` must be quick and import nothing heavy: it also runs for `--help`. `load` may take
-    minutes; the server calls it on the policy thread. `examine` says whether `load` could work.
+    minutes; the server calls it on the policy thread. `read` tells how a model of a family is
+    loaded; None where the policy has no model.
     """
 
     summary: str
     add_flags: Callable[[_ArgumentGroup], None]
     load: Callable[[Namespace], Policy]
-    examine: Callable[[Namespace], Sequence[Finding]] = lambda _: ()
-    read: Callable[[Namespace], ModelOptions] | None = None  # where it is a model of a family
+    read: Callable[[Namespace], ModelOptions] | None = None
 
+    def examine(self, namespace: Namespace) -> Sequence[Finding]:
+        """Whether `load` could work."""
+        if self.read is None:
+            return ()
+        from deft_policies.families.loading import examine
 
-class UnknownPolicyError(PolicyError):
-    """There is no policy of that name; the message lists those there are."""
-
-    def __init__(self, name: str) -> None:
-        close = get_close_matches(name, CATALOG, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"unknown policy {name!r}; known: {', '.join(CATALOG)}.{hint}")
+        return examine(self.read(namespace))
 
 
 def find(name: str) -> CatalogEntry:
-    """Return the entry of that name, or raise `UnknownPolicyError`."""
+    """Return the entry of that name, or raise `PolicyError`."""
     if name not in CATALOG:
-        raise UnknownPolicyError(name)
+        close = get_close_matches(name, CATALOG, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise PolicyError(f"unknown policy {name!r}; known: {', '.join(CATALOG)}.{hint}")
     return CATALOG[name]
 
 
@@ -92,12 +93,7 @@ def _of_model(
 
         return load_policy(read(namespace))
 
-    def examine_model(namespace: Namespace) -> Sequence[Finding]:
-        from deft_policies.families.loading import examine
-
-        return examine(read(namespace))
-
-    return CatalogEntry(summary, partial(add_flags, family=family), load, examine_model, read)
+    return CatalogEntry(summary, partial(add_flags, family=family), load, read)
 
 
 CATALOG: dict[str, CatalogEntry] = {

@@ -3,11 +3,9 @@
 PolicyError
 ├── RequestError        the caller asked for something this policy does not do
 │   ├── UnknownStatisticsKeyError
-│   ├── UnknownDecodingError
-│   └── UnusableObservationError
+│   └── UnknownDecodingError
 ├── NotFiniteError        the model computed NaN or infinity: there is no answer
 ├── NoActionError         what the model wrote holds no action: `reasoning` has it
-├── SelfTestError         a loaded policy answers known frames as no policy should
 ├── CheckpointError       files that cannot be loaded; the message names the file and the fix
 └── DeviceError           the device cannot do it: memory, dtype, missing library
 """
@@ -33,7 +31,6 @@ class UnknownStatisticsKeyError(RequestError):
     def __init__(self, key: str | None, known: Sequence[str]) -> None:
         asked = "no statistics_key was given" if key is None else f"unknown statistics_key {key!r}"
         super().__init__("statistics_key", f"{asked}; known keys: {', '.join(known) or 'none'}")
-        self.known = tuple(known)
 
 
 class UnknownDecodingError(RequestError):
@@ -41,10 +38,6 @@ class UnknownDecodingError(RequestError):
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         super().__init__("decoding", f"unknown decoding {name!r}; known: {', '.join(known)}")
-
-
-class UnusableObservationError(RequestError):
-    """The observation is well formed, but not what this policy was trained to see."""
 
 
 class NotFiniteError(PolicyError):
@@ -55,10 +48,6 @@ class NoActionError(PolicyError):
     """What the model wrote holds no action. The session's memory of it is as good as any."""
 
     reasoning = ""  # what it wrote, once somebody has put it into words
-
-
-class SelfTestError(PolicyError):
-    """A loaded policy does not answer known frames as any policy should."""
 
 
 class CheckpointError(PolicyError):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActionLimits, ActRequest, Policy
-from deft_policies.errors import SelfTestError
+from deft_policies.errors import PolicyError
 
 _INSTRUCTION = "pick up the cup"
 _ROUNDING = 1e-6  # of the range
@@ -27,7 +27,7 @@ def self_test(
     complete: Same = lambda observation: observation,
     asked: ActOptions | None = None,
 ) -> None:
-    """Raise `SelfTestError` unless every answer is finite, inside the limits, and repeats itself.
+    """Raise `PolicyError` unless every answer is finite, inside the limits, and repeats itself.
 
     Repeated are answers by `plain_method`, because others may take another way the second time.
     `complete` adds what the policy asks of an observation beside the frame. What is `asked` may
@@ -49,7 +49,7 @@ def self_test(
         first, again = (answer.chunk.actions for answer in answers[:2])
         texts = [answer.chunk.reasoning for answer in answers[:2]]
         if not np.array_equal(first, again) or texts[0] != texts[1]:
-            raise SelfTestError(
+            raise PolicyError(
                 f"the {name} frame was answered with {texts[0] or first.tolist()} and then with "
                 f"{texts[1] or again.tolist()}; this device does not compute reliably"
             )
@@ -66,11 +66,11 @@ def _known_frames(height: int, width: int) -> dict[str, NDArray[np.uint8]]:
 def _check(name: str, actions: NDArray[np.float64], limits: ActionLimits | None) -> None:
     found = f"the {name} frame was answered with {actions.tolist()}"
     if not actions.size or not np.isfinite(actions).all():
-        raise SelfTestError(f"{found}; expected finite actions")
+        raise PolicyError(f"{found}; expected finite actions")
     if limits is None:
         return
     slack = _ROUNDING * (limits.high - limits.low)
     if ((actions < limits.low - slack) | (actions > limits.high + slack)).any():
-        raise SelfTestError(
+        raise PolicyError(
             f"{found}; the statistics allow {limits.low.tolist()} to {limits.high.tolist()}"
         )

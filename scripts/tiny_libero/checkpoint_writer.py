@@ -48,7 +48,7 @@ _BICUBIC = 3  # in Pillow's numbering, which the processor's file uses
 
 # What the arrays of action statistics are called in the file, and here.
 _STATISTICS = {
-    **{name: name for name in ("mean", "std", "q01", "q99", "mask")},
+    **{"mean": "mean", "std": "std", "q01": "low", "q99": "high", "mask": "mask"},
     **{"max": "maximum", "min": "minimum"},
 }
 

@@ -120,8 +120,8 @@ def measure_statistics(episodes: Iterable[Demonstration]) -> ActionStatistics:
     mask = np.ones(labels.shape[1], dtype=np.bool_)
     mask[-1] = False
     return ActionStatistics(
-        q01=np.quantile(labels, 0.01, axis=0),
-        q99=np.quantile(labels, 0.99, axis=0),
+        low=np.quantile(labels, 0.01, axis=0),
+        high=np.quantile(labels, 0.99, axis=0),
         mask=mask,
         mean=labels.mean(axis=0),
         std=labels.std(axis=0),

@@ -9,7 +9,7 @@ import pytest
 from deft_client.types import ActionChunk
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.constant import ConstantPolicy
-from deft_policies.errors import SelfTestError
+from deft_policies.errors import PolicyError
 from deft_policies.self_test import self_test
 
 LIMITS = ActionLimits(np.full(7, -1.0), np.full(7, 1.0))
@@ -46,5 +46,5 @@ def test_a_sound_policy_passes() -> None:
 def test_what_is_not_finite_not_in_range_or_not_the_same_twice_fails(
     values: list[float], message: str
 ) -> None:
-    with pytest.raises(SelfTestError, match=message):
+    with pytest.raises(PolicyError, match=message):
         self_test(Saying(values=iter(values)), LIMITS)

@@ -234,7 +234,7 @@ def test_a_server_is_configured_by_the_environment_alone(compose: Compose) -> No
     settings = settings_of(compose.services["server-cpu"], values)
     given = settings.policy.namespace
     assert (given.statistics_key, given.quantization) == ("libero_object", "int8")
-    assert given.draft_head == [Path("/checkpoints/head")]
+    assert given.draft_heads == [Path("/checkpoints/head")]
     assert settings.settings.keys_file == Path("/config/keys.toml")
     assert settings.settings.tls_key == Path("/config/server.key")
     assert settings.settings.record is None

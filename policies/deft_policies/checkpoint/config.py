@@ -7,7 +7,7 @@ classes it was saved with.
 from pathlib import Path
 
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.statistics import load_statistics
+from deft_policies.checkpoint.statistics import find_statistics, parse_statistics
 from deft_policies.errors import CheckpointError
 from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
@@ -65,7 +65,7 @@ def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
         image=_read_image_processor(directory, towers),
         vocabulary=_read_vocabulary(fields, llm),
         prompt_template=_find_template(fields, directory, name),
-        statistics=load_statistics(fields),
+        statistics=parse_statistics(find_statistics(fields, directory)),
         training=load_training(directory),
     )
 

@@ -24,7 +24,7 @@ class JsonFields:
     """
 
     def __init__(self, path: Path, values: Mapping[str, object], where: str = "") -> None:
-        self._path = path
+        self.path = path
         self._values = values
         self._where = where
 
@@ -42,11 +42,6 @@ class JsonFields:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds {type(values).__name__}, expected an object")
         return JsonFields(path, values)
-
-    @property
-    def path(self) -> Path:
-        """The file these fields come from."""
-        return self._path
 
     def keys(self) -> tuple[str, ...]:
         """Names of the fields that are there."""
@@ -91,7 +86,7 @@ class JsonFields:
     def rows(self, key: str) -> tuple[tuple[float, ...], ...]:
         """A list of lists of numbers."""
         holder = {str(i): row for i, row in enumerate(self.items(key))}
-        rows = JsonFields(self._path, holder, f"{self._where}{key}.")
+        rows = JsonFields(self.path, holder, f"{self._where}{key}.")
         return tuple(rows.values(name, float) for name in holder)
 
     def section(self, key: str) -> "JsonFields":
@@ -99,17 +94,17 @@ class JsonFields:
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "must be an object")
-        return JsonFields(self._path, value, f"{self._where}{key}.")
+        return JsonFields(self.path, value, f"{self._where}{key}.")
 
     def sections(self, key: str) -> tuple["JsonFields", ...]:
         """A list of objects."""
         holder = {str(i): one for i, one in enumerate(self.items(key))}
-        parent = JsonFields(self._path, holder, f"{self._where}{key}.")
+        parent = JsonFields(self.path, holder, f"{self._where}{key}.")
         return tuple(parent.section(name) for name in holder)
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """An error about one field, to be raised by the caller."""
-        return CheckpointError(f"{self._path}: {self._where}{key} {problem}")
+        return CheckpointError(f"{self.path}: {self._where}{key} {problem}")
 
     def _get(self, key: str, default: object) -> object:
         value = self._values.get(key)

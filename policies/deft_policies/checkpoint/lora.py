@@ -30,7 +30,8 @@ class LoraAdapter:
     def __init__(self, directory: Path, reader: CheckpointReader, fields: JsonFields) -> None:
         self._directory = directory
         self._reader = reader
-        self._base = fields.value("base_model_name_or_path", str, "")
+        # The checkpoint that the adapter was trained on, as its trainer called it.
+        self.base = fields.value("base_model_name_or_path", str, "")
         self._replaced: dict[str, str] = {}
         self._factors = self._pair_factors(fields)
 
@@ -44,11 +45,6 @@ class LoraAdapter:
         return LoraAdapter(directory, reader, fields)
 
     @property
-    def base(self) -> str:
-        """The checkpoint that the adapter was trained on, as its trainer called it."""
-        return self._base
-
-    @property
     def targets(self) -> frozenset[str]:
         """Published names of the weights that change."""
         return frozenset(self._factors) | frozenset(self._replaced)
@@ -60,7 +56,7 @@ class LoraAdapter:
         if foreign:
             raise CheckpointError(
                 f"{path} changes weights that the base does not have: {list_names(foreign)}; "
-                f"give the base it was trained on ({self._base or 'not named in its config'})"
+                f"give the base it was trained on ({self.base or 'not named in its config'})"
             )
         wrong = [
             name for name in self.targets if set(self._shapes_of_changes(name)) != {shapes[name]}

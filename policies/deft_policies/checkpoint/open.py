@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,10 +67,8 @@ class CheckpointSource:
 
     def read_statistics(self) -> JsonFields:
         """The action statistics as they are written, by key."""
-        path = self.find(STATISTICS_FILE) / STATISTICS_FILE
-        if path.exists():
-            return JsonFields.load(path, f"restore {STATISTICS_FILE}")
-        return find_statistics(JsonFields.load(self.directory / CONFIG_FILE, "restore it"))
+        config = JsonFields.load(self.directory / CONFIG_FILE, "restore it")
+        return find_statistics(config, self.find(STATISTICS_FILE))
 
 
 def locate_checkpoint(
@@ -140,22 +137,19 @@ def _locate(name: str, download: Callable[[str], Path]) -> Path:
 _DERIVED = ".rotary_emb.inv_freq"
 
 
-class WeightChanges(Protocol):
-    """What a fine-tune that is not merged makes of the weights it was trained on."""
-
-    def merge(self, name: str, weight: Tensor) -> Tensor:
-        """Return the weight of this published name with its change, or as it is."""
-
-
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A checkpoint whose files fit together."""
+    """A checkpoint whose files fit together.
+
+    `merge` takes a published name and its weight to what a fine-tune that is not merged makes of
+    that weight.
+    """
 
     source: CheckpointSource
     config: OpenVLAConfig
     encoder: PromptEncoder
     reader: CheckpointReader
-    adapter: WeightChanges | None = None
+    merge: Callable[[str, Tensor], Tensor] | None = None
 
     def weight(self, name: str, device: torch.device) -> Tensor:
         """Read one tensor by its published name, with the adapter's change if there is one.
@@ -163,26 +157,22 @@ class Checkpoint:
         May be a view of the file: copy what is to stay.
         """
         tensor = self.reader.tensor(name, device)
-        return tensor if self.adapter is None else self.adapter.merge(name, tensor)
-
-
-def open_checkpoint(name: str, adapter: str | None = None) -> Checkpoint:
-    """Open a directory or hub id and check all of it; the weights stay where they are.
-
-    `adapter` is the directory of an unmerged LoRA adapter for it. A directory that is an adapter
-    itself finds its base by its own configuration.
-    """
-    return open_source(locate_checkpoint(name, adapter))
+        return tensor if self.merge is None else self.merge(name, tensor)
 
 
 def open_source(source: CheckpointSource) -> Checkpoint:
-    """Check all of the files that were located."""
+    """Check all of the files that were located; the weights stay where they are."""
     config = _load_config(source)
     tokenizer = source.find(TOKENIZER_FILE)
     encoder = load_encoder(tokenizer, config.prompt_template, config.vocabulary.text_vocab_size)
     reader = CheckpointReader.open(source.directory)
     check_tensors(source.directory, reader.stored, tensor_places(config))
-    return Checkpoint(source, config, encoder, reader, _load_adapter(source, reader))
+    checkpoint = Checkpoint(source, config, encoder, reader)
+    if source.overlay is None:
+        return checkpoint
+    adapter = LoraAdapter.load(source.overlay)
+    adapter.check({name: tensor.shape for name, tensor in reader.stored.items()})
+    return replace(checkpoint, merge=adapter.merge)
 
 
 def check_tensors(
@@ -273,14 +263,6 @@ def _load_config(source: CheckpointSource) -> OpenVLAConfig:
     if source.find(STATISTICS_FILE) == source.directory:
         return config
     return replace(config, statistics=parse_statistics(source.read_statistics()))
-
-
-def _load_adapter(source: CheckpointSource, reader: CheckpointReader) -> LoraAdapter | None:
-    if source.overlay is None:
-        return None
-    adapter = LoraAdapter.load(source.overlay)
-    adapter.check({name: tensor.shape for name, tensor in reader.stored.items()})
-    return adapter
 
 
 def _say(shape: Shape) -> str:

@@ -41,7 +41,7 @@ class CheckpointReader:
     """Hands out the tensors of a checkpoint by name. Used by one thread."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self._stored = MappingProxyType(dict(stored))
+        self.stored = MappingProxyType(dict(stored))
         self._open_path: Path | None = None
         self._open_file: Any = None  # the library leaves it untyped
         self._bytes_read = 0
@@ -67,14 +67,9 @@ class CheckpointReader:
         )
 
     @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """Every tensor there is, by name."""
-        return self._stored
-
-    @property
     def num_bytes(self) -> int:
         """Size of all tensors as they are stored."""
-        return sum(tensor.num_bytes for tensor in self._stored.values())
+        return sum(tensor.num_bytes for tensor in self.stored.values())
 
     def tensor(
         self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -83,7 +78,7 @@ class CheckpointReader:
 
         On a CPU and without a change of dtype it is a view of the file: copy what is to stay.
         """
-        stored = self._stored[name]
+        stored = self.stored[name]
         self._bytes_read += stored.num_bytes
         if self._open_path != stored.path or self._bytes_read > self._bytes_kept:
             self.close()

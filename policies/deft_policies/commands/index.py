@@ -3,7 +3,6 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from itertools import islice
 from pathlib import Path
 
@@ -35,20 +34,17 @@ from deft_policies.families.policy import VlaPolicy
 PROG = "deft index"
 
 
-class StoredActions(Enum):
-    """Which actions an index holds."""
-
-    OWN = "own"  # what the target answers to the frame now: the best guess of what it will say
-    RECORDED = "recorded"  # what was done: a demonstrator's, or what a server sent
+OWN, RECORDED = "own", "recorded"  # which actions an index holds
 
 
 def index_frames(
-    policy: VlaPolicy,
-    frames: Iterator[StoredStep],
-    actions: StoredActions,
-    batch_size: int = 8,
+    policy: VlaPolicy, frames: Iterator[StoredStep], actions: str, batch_size: int = 8
 ) -> RetrievalIndex:
-    """Look at every frame as the policy would, and keep its key and action."""
+    """Look at every frame as the policy would, and keep its key and action.
+
+    `actions` are its own, what the target answers to the frame now: the best guess of what it will
+    say; or recorded: what a demonstrator did, or a server sent.
+    """
     entries = [
         _entries(policy, batch, actions)
         for batch in iter(lambda: list(islice(frames, batch_size)), [])
@@ -60,13 +56,13 @@ def index_frames(
 
 @torch.inference_mode()
 def _entries(
-    policy: VlaPolicy, frames: Sequence[StoredStep], actions: StoredActions
+    policy: VlaPolicy, frames: Sequence[StoredStep], actions: str
 ) -> tuple[Tensor, Tensor]:
     """Keys [frame, feature] and action tokens [frame, position]."""
     clock = StageClock(policy.model.device)
     prompts = policy.token_model.see([frame.observation for frame in frames], clock)
     keys = frame_keys(prompts).cpu()
-    if actions is StoredActions.RECORDED:
+    if actions == RECORDED:
         return keys, _recorded(policy, frames)
     return keys, _own(policy, prompts, frames)
 
@@ -127,8 +123,8 @@ def _build_parser() -> ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the index")
     parser.add_argument(
         "--actions",
-        choices=[one.value for one in StoredActions],
-        default=StoredActions.OWN.value,
+        choices=[OWN, RECORDED],
+        default=OWN,
         help="own: let the policy answer every frame (default); recorded: what was done",
     )
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th frame")
@@ -140,7 +136,7 @@ def _build_parser() -> ArgumentParser:
 def _write(policy: VlaPolicy, given: Namespace) -> None:
     frames = islice(_frames(given), 0, None, given.every)
     chosen = islice(frames, given.limit)
-    index = index_frames(policy, chosen, StoredActions(given.actions), given.batch)
+    index = index_frames(policy, chosen, given.actions, given.batch)
     save_index(index, given.out)
     kilobytes = given.out.stat().st_size / 1e3
     sys.stdout.write(

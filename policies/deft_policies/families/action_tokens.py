@@ -16,8 +16,9 @@ from deft_policies.model.statistics import ActionStatistics
 # An arm's action: three of translation, three of rotation, and the gripper.
 _POSE = (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 3 + (DimensionGroup.GRIP,)
 # In training the range is widened by this before dividing by it.
-_RANGE_EPS = 1e-8
+RANGE_EPS = 1e-8
 _MM_PER_METRE = 1000.0
+_OPEN_ABOVE = 0.5  # gripper values above it mean one class, others the other
 
 Tokens = NDArray[np.int64]  # [..., action_dim]
 Actions = NDArray[np.float64]  # [..., action_dim]
@@ -29,7 +30,6 @@ class RobotScale:
 
     metres: float
     radians: float
-    open_above: float = 0.5  # gripper values above it mean one class, others the other
 
     @staticmethod
     def of_statistics(key: str) -> "RobotScale | None":
@@ -72,7 +72,7 @@ class ActionCodec:
     def bin_widths(self, statistics: ActionStatistics) -> NDArray[np.float64]:
         """Robot units between the centres of neighbouring bins, [action_dim]."""
         step = self._edges[1] - self._edges[0]
-        reach = np.abs(statistics.q99 - statistics.q01) / 2.0
+        reach = np.abs(statistics.high - statistics.low) / 2.0
         widths: NDArray[np.float64] = np.where(statistics.mask, step * reach, step)
         return widths
 
@@ -86,7 +86,7 @@ class ActionCodec:
             DimensionGroup.GRIP: 0.0,
         }
         widths = self.bin_widths(statistics)
-        boundary = self._find_boundary(statistics, scale.open_above)
+        boundary = self._find_boundary(statistics)
         return ActionSpace(
             groups=_POSE,
             unit_per_bin=tuple(
@@ -97,26 +97,31 @@ class ActionCodec:
             ),
         )
 
-    def _find_boundary(self, statistics: ActionStatistics, open_above: float) -> int:
+    def _find_boundary(self, statistics: ActionStatistics) -> int:
         """The lowest token whose gripper value (the last dimension) is not above the threshold."""
         action_tokens = self._vocabulary.tokens
         ids = np.arange(action_tokens.first, action_tokens.last + 1)
         rows = np.repeat(ids[:, None], statistics.action_dim, axis=1)
-        is_above = self.decode(rows, statistics)[:, -1] > open_above
+        is_above = self.decode(rows, statistics)[:, -1] > _OPEN_ABOVE
         return int(action_tokens.first + is_above.sum())
 
 
-def unnormalise(normalised: Actions, statistics: ActionStatistics) -> Actions:
-    """Stretch [-1, 1] to q01..q99 where the mask says so."""
-    low, high = statistics.q01, statistics.q99
-    # The original's order of operations: another one would differ in the last bit.
-    stretched = 0.5 * (normalised + 1) * (high - low) + low
+def unnormalise(
+    normalised: NDArray[np.floating], statistics: ActionStatistics, widened_by: float = 0.0
+) -> Actions:
+    """Stretch [-1, 1] to the statistics' range where the mask says so.
+
+    float32 becomes float64 after the first two operations, as in the original: another order would
+    differ in the last bit.
+    """
+    low, high = statistics.low, statistics.high
+    stretched = 0.5 * (normalised + 1) * (high - low + widened_by) + low
     return np.where(statistics.mask, stretched, normalised)
 
 
 def normalise(actions: Actions, statistics: ActionStatistics) -> Actions:
     """Robot units to [-1, 1] as in training; a dimension that never changes becomes 0."""
-    low, high = statistics.q01, statistics.q99
-    squeezed = 2 * (actions - low) / (high - low + _RANGE_EPS) - 1
+    low, high = statistics.low, statistics.high
+    squeezed = 2 * (actions - low) / (high - low + RANGE_EPS) - 1
     squeezed = np.where(high == low, 0.0, squeezed)
     return np.where(statistics.mask, squeezed, actions)

@@ -111,7 +111,7 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     statistics = checkpoint.config.statistics
     max_tokens = _find_room(checkpoint.config, options.max_tokens)
 
-    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> OpenVLA:
+    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> OpenVLA:
         network, _ = load_network(checkpoint, options, device, dtype)
         recorded = range(1, _PROMPT.stop) if acts_at_once else _PROMPT
         target, images = around(network, options, runner, recorded)
@@ -127,7 +127,7 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     summary = f"ecot: up to {max_tokens} tokens of text and action from one picture"
     if acts_at_once:
         summary += ", and by OpenVLA's prompt one action at once"
-    return Opened(summary, tuple(statistics), load)
+    return Opened(summary, checkpoint.config, tuple(statistics), load)
 
 
 def _find_prompts(noted: Sequence[str], options: ModelOptions) -> tuple[PromptTemplate, bool]:

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,12 +23,13 @@ from deft_policies.decoding.batch import Form
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.target import Prompts
-from deft_policies.errors import UnusableObservationError
+from deft_policies.errors import RequestError
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.prompt import PromptSource
+from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.vla import OpenVLAModel
 
 Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
@@ -99,11 +99,11 @@ class Model(ABC):
         return self.images.pixel_values(fitted, weight.device, weight.dtype)
 
     def check(self, observation: Observation) -> None:
-        """Raise `UnusableObservationError` for what it was not made to look at."""
+        """Raise `RequestError` for what it was not made to look at."""
         num_ids = len(self.encode(observation.instruction))
         if num_ids > self.longest_prompt:
             beside = "image" if self.num_pictures == 1 else "pictures"
-            raise UnusableObservationError(
+            raise RequestError(
                 "instruction",
                 f"the prompt has {num_ids} tokens, at most {self.longest_prompt} fit beside the "
                 f"{beside}; shorten the instruction",
@@ -146,12 +146,8 @@ class OnePassModel(Model):
         """What each row's format decodes, and a trace where the answer is tokens."""
 
 
-class LoadModel(Protocol):
-    """Reads the weights. Passes run on `runner`, where that is shared with another model."""
-
-    def __call__(
-        self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
-    ) -> Model: ...
+# Reads the weights. The runner is that of another model, where passes run on the same one.
+LoadModel = Callable[[torch.device, torch.dtype, StepRunner | None], Model]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +155,7 @@ class Opened:
     """A checkpoint that was found in order, or sizes to draw random weights for."""
 
     summary: str  # what it answers from what, for people
+    config: OpenVLAConfig
     statistics_keys: tuple[str, ...]
     load: LoadModel
 

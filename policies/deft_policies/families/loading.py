@@ -10,7 +10,7 @@ import torch
 from deft_policies.base import Finding, Verdict
 from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes, needed_bytes
-from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint, open_source
+from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.retrieval import load_index
 from deft_policies.decoding.target import self_draft_target
@@ -76,7 +76,7 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
         _log.warning(
             "no --statistics-key is given, so every request must name one of %s", ", ".join(keys)
         )
-    model = opened.load(device, dtype)
+    model = opened.load(device, dtype, None)
     if (
         options.num_threads is None
         and device.type == "cpu"
@@ -171,22 +171,25 @@ def _check_draft_files(options: ModelOptions) -> None:
 
 
 def examine(options: ModelOptions) -> list[Finding]:
-    """Say whether `load_policy` could work: device, files, memory, statistics, family."""
-    findings = [_tried("device", lambda: _examine_device(options))]
+    """Say whether `load_policy` could work: device, files, memory, statistics."""
+    found = [_tried("device", lambda: _examine_device(options))]
     name = options.checkpoint
-    if findings[0].verdict is Verdict.BAD:
-        return findings
+    if found[0].verdict is Verdict.BAD or (name is None and options.random_weights is not None):
+        return found
     if name is None:
-        if options.random_weights is None:
-            findings.append(Finding("checkpoint", Verdict.BAD, "none is named; give --checkpoint"))
-        return findings
+        return [*found, Finding("checkpoint", Verdict.BAD, "none is named; give --checkpoint")]
     if not Path(name).expanduser().is_dir():
         text = f"{name} is no directory here; it would be fetched from the hub"
-        return [*findings, Finding("checkpoint", Verdict.DOUBTFUL, text)]
-    findings += _examine_checkpoint(options, name)
-    if not any(one.verdict is Verdict.BAD for one in findings):
-        findings.append(_tried("family", lambda: _examine_family(options)))
-    return findings
+        return [*found, Finding("checkpoint", Verdict.DOUBTFUL, text)]
+    try:
+        opened = open_model(options)
+    except PolicyError as error:
+        return [*found, Finding("checkpoint", Verdict.BAD, str(error))]
+    text = f"{name}: all tensors, tokenizer and statistics of {opened.summary}"
+    found.append(Finding("checkpoint", Verdict.GOOD, text))
+    found.append(_tried("memory", lambda: _examine_memory(opened, options)))
+    found.append(_tried("statistics", lambda: _examine_statistics(opened, options)))
+    return found
 
 
 def _examine_device(options: ModelOptions) -> Finding:
@@ -202,35 +205,21 @@ def _examine_device(options: ModelOptions) -> Finding:
     return Finding("device", Verdict.DOUBTFUL, text)
 
 
-def _examine_checkpoint(options: ModelOptions, name: str) -> list[Finding]:
-    try:
-        checkpoint = open_source(locate_checkpoint(name, options.adapter))
-    except PolicyError as error:
-        return [Finding("checkpoint", Verdict.BAD, str(error))]
-    checkpoint.reader.close()
+def _examine_memory(opened: Opened, options: ModelOptions) -> Finding:
     device = choose_device(options.device)
     dtype = choose_dtype(options.precision, device)
-    need = needed_bytes(checkpoint.config, device, dtype, options.quantization)
-    keys = tuple(checkpoint.config.statistics)
-
-    def examine_memory() -> Finding:
-        check_memory(need, device)
-        text = f"needs about {need / _GIB:.1f} GiB on {device}"
-        return Finding("memory", Verdict.GOOD, text)
-
-    def examine_statistics() -> Finding:
-        if options.statistics_key is None and len(keys) > 1:
-            text = f"no default; every frame must name one of {', '.join(keys)}"
-            return Finding("statistics", Verdict.DOUBTFUL, text)
-        chosen = find_statistics_key(keys, options.statistics_key)
-        return Finding("statistics", Verdict.GOOD, f"{chosen} of {', '.join(keys)}")
-
-    whole = Finding("checkpoint", Verdict.GOOD, f"{name}: all tensors, tokenizer and statistics")
-    return [whole, _tried("memory", examine_memory), _tried("statistics", examine_statistics)]
+    need = needed_bytes(opened.config, device, dtype, options.quantization)
+    check_memory(need, device)
+    return Finding("memory", Verdict.GOOD, f"needs about {need / _GIB:.1f} GiB on {device}")
 
 
-def _examine_family(options: ModelOptions) -> Finding:
-    return Finding("family", Verdict.GOOD, open_model(options).summary)
+def _examine_statistics(opened: Opened, options: ModelOptions) -> Finding:
+    keys = opened.statistics_keys
+    if options.statistics_key is None and len(keys) > 1:
+        text = f"no default; every frame must name one of {', '.join(keys)}"
+        return Finding("statistics", Verdict.DOUBTFUL, text)
+    chosen = find_statistics_key(keys, options.statistics_key)
+    return Finding("statistics", Verdict.GOOD, f"{chosen} of {', '.join(keys)}")
 
 
 def _tried(subject: str, look: Callable[[], Finding]) -> Finding:

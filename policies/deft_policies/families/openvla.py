@@ -140,12 +140,13 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     checkpoint = None if source is None else open_files(source, options)
     config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
 
-    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> OpenVLA:
+    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> OpenVLA:
         network, encoder = load_network(checkpoint, options, device, dtype)
         target, images = around(network, options, runner, range(1, LONGEST_INSTRUCTION))
         return OpenVLA(target, encoder, images, config.statistics)
 
-    return Opened("openvla: one action from one picture", tuple(config.statistics), load)
+    summary = "openvla: one action from one picture"
+    return Opened(summary, config, tuple(config.statistics), load)
 
 
 def around(

@@ -79,6 +79,7 @@ class VlaPolicy:
         self._models = [model]
         if isinstance(model, TokenModel) and model.aloud is not None:
             self._models.append(model.aloud)
+        self._token_models = [one for one in self._models if isinstance(one, TokenModel)]
         self._keys = tuple(model.formats)
         self._default_key = self._find_default_key()
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
@@ -88,7 +89,7 @@ class VlaPolicy:
         self._find_made_up = lru_cache(maxsize=_METHODS_KEPT)(self._build_method)
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
-            widest = max(one.widest for one in self._models if isinstance(one, TokenModel))
+            widest = max(one.widest for one in self._token_models)
             self._engine = Engine(model.target, self.drafts, widest)
             self._check_method(ActOptions())
 
@@ -105,6 +106,8 @@ class VlaPolicy:
         model, options = self.model, self.options
         config, one = model.network.config, model.formats[self._any_key]
         told = {name: text for way in self._models for name, text in way.details.items()}
+        if self._token_models:
+            told |= self.method.described()
         longest = self._models[-1].formats[self._any_key]
         return ServerInfo(
             policy=options.name or model.family,
@@ -125,7 +128,7 @@ class VlaPolicy:
             max_tokens=None if longest.stop is None else longest.max_tokens,
             thinks_when_asked=len(self._models) > 1,
             versions=self._versions,
-            details={**self._details, **told, **self._described()},
+            details={**self._details, **told},
         )
 
     @property
@@ -142,9 +145,6 @@ class VlaPolicy:
         if isinstance(self.model, OnePassModel):
             return (self.model.method,)
         return tuple(name for name in method_names() if self.has_method(name))
-
-    def _described(self) -> dict[str, str]:
-        return self.method.described() if isinstance(self.model, TokenModel) else {}
 
     def fingerprint(self) -> str:
         """A digest of its weights and of those that draft."""
@@ -213,17 +213,16 @@ class VlaPolicy:
                 _log.info("capturing passes of up to %d rows", model.runner.reserve.rows)
             model.capture()
             self.capture(self._methods() if methods is None else methods)
-            for one in self._models:
-                if isinstance(one, TokenModel):
-                    form = _form(one.formats[self._any_key], self._tested(one))
-                    prompts = self._blank_prompts(one, 1)
-                    self._engine.warm_up(prompts, self.method_for(ActOptions()), form)
+            for one in self._token_models:
+                form = _form(one.formats[self._any_key], self._tested(one))
+                prompts = self._blank_prompts(one, 1)
+                self._engine.warm_up(prompts, self.method_for(ActOptions()), form)
         limits = self.action_limits(self._any_key)
         for one in self._models:
             self_test(
                 self,
                 None if limits.may_exceed else limits,
-                AUTOREGRESSIVE if isinstance(one, TokenModel) else None,
+                AUTOREGRESSIVE if self._token_models else None,
                 one.complete,
                 self._tested(one),
             )
@@ -236,10 +235,10 @@ class VlaPolicy:
 
     def capture(self, names: Sequence[str]) -> None:
         """Capture all that these methods and the default can need, for any batch in the reserve."""
-        started, model, reserve = time.perf_counter(), self.model, self.model.runner.reserve
-        if reserve is None or not isinstance(model, TokenModel):
+        started, reserve = time.perf_counter(), self.model.runner.reserve
+        several = self._token_models
+        if reserve is None or not several:
             return
-        several = [one for one in self._models if isinstance(one, TokenModel)]
         batches = [[self._blank_prompts(one, rows) for rows in reserve.batches] for one in several]
         forms = [{form.max_tokens: form.form for form in one.formats.values()} for one in several]
         every = dict.fromkeys((self.method.name, *names))
@@ -296,9 +295,9 @@ class VlaPolicy:
         frames = [self._frame(request, clock) for request in batch]
         rows = [frame.row for frame in frames if frame.row is not None]
         try:
-            for model in self._models:
+            for model in self._token_models:
                 some = [frame for frame in frames if frame.model is model]
-                if some and isinstance(model, TokenModel):
+                if some:
                     prompts = model.see([frame.request.observation for frame in some], clock)
                     asked = [frame.row for frame in some if frame.row is not None]
                     self._engine.start(prompts, asked)

@@ -23,17 +23,12 @@ class ImageProcessor:
 
     def __init__(self, config: ImageProcessorConfig, chain: ImageChain) -> None:
         self._config = config
-        self._chain = chain
+        self.chain = chain  # what is done to a frame before the checkpoint's own resize
         self._table = torch.from_numpy(build_normalization_table(config))
-
-    @property
-    def chain(self) -> ImageChain:
-        """What is done to a frame before the checkpoint's own resize."""
-        return self._chain
 
     def fit(self, image: Image) -> Image:
         """Bring a frame to the towers' size, uint8 [size, size, 3]."""
-        return resize_like_processor(self._chain.apply(image, self._config.size), self._config)
+        return resize_like_processor(self.chain.apply(image, self._config.size), self._config)
 
     def pixel_values(
         self,

@@ -21,8 +21,7 @@ from deft_policies.model.kernels.fp8 import Fp8Linear
 _GROUP = 32  # inputs that share an int4 scale on a CPU
 _GROUP_CUDA = 128
 _TILE = 16  # what fp8 matrix products ask of both sides
-_FP8_CAPABILITY = (8, 9)
-_INT4_CAPABILITY = (8, 0)
+_CAPABILITY = {Quantization.FP8: (8, 9), Quantization.INT4: (8, 0)}  # of a GPU, at least
 
 
 def check_quantization(
@@ -35,14 +34,17 @@ def check_quantization(
         _import_torchao()
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"quantization works on cpu and cuda, not on {device}")
-    if quantization is Quantization.FP8 and device.type == "cuda":
-        _check_capability(quantization, device, _FP8_CAPABILITY)
-        if dtype is not torch.bfloat16:
-            raise DeviceError("fp8 on a GPU yields bfloat16 only; use --dtype bfloat16")
-    if quantization is Quantization.INT4 and device.type == "cuda":
-        _check_capability(quantization, device, _INT4_CAPABILITY)
-        if dtype is not torch.bfloat16:
-            raise DeviceError("int4 on a GPU multiplies bfloat16 only; use --dtype bfloat16")
+    least = _CAPABILITY.get(quantization)
+    if least is None or device.type == "cpu":
+        return
+    name, found = quantization.value, torch.cuda.get_device_capability(device)
+    if found < least:
+        raise DeviceError(
+            f"{name} needs compute capability {least[0]}.{least[1]}, {device} has "
+            f"{found[0]}.{found[1]}; use int8 instead"
+        )
+    if dtype is not torch.bfloat16:
+        raise DeviceError(f"{name} on a GPU goes with bfloat16 only; use --dtype bfloat16")
 
 
 def quantize_linears(
@@ -101,15 +103,6 @@ def _config(library: ModuleType, quantization: Quantization, device: torch.devic
         weight_dtype=torch.int4,  # type: ignore[attr-defined]  # missing from torch's stubs
         granularity=library.PerGroup(_GROUP),
     )
-
-
-def _check_capability(
-    quantization: Quantization, device: torch.device, least: tuple[int, int]
-) -> None:
-    needed = f"{quantization.value} needs compute capability {least[0]}.{least[1]}"
-    found = torch.cuda.get_device_capability(device)
-    if found < least:
-        raise DeviceError(f"{needed}, {device} has {found[0]}.{found[1]}; use int8 instead")
 
 
 def _import_torchao() -> ModuleType:

@@ -5,6 +5,7 @@ without a checkpoint.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -76,8 +77,9 @@ def openvla_7b() -> OpenVLAConfig:
 def openvla_small() -> OpenVLAConfig:
     """A model that answers on a laptop, with the 7B's ratio of decoder to towers."""
     sizes = openvla_7b()
-    dino, siglip = sizes.towers
-    return OpenVLAConfig(
+    towers = (replace(one, width=96, depth=5, heads=3, mlp=384) for one in sizes.towers)
+    return replace(
+        sizes,
         llm=LlamaSizes(
             vocabulary=1088,
             width=256,
@@ -87,14 +89,8 @@ def openvla_small() -> OpenVLAConfig:
             num_kv_heads=8,
             head_dim=32,
         ),
-        towers=(
-            TowerConfig(dino.family, dino.prefix, width=96, depth=5, heads=3, mlp=384),
-            TowerConfig(siglip.family, siglip.prefix, width=96, depth=5, heads=3, mlp=384),
-        ),
-        image=sizes.image,
+        towers=tuple(towers),
         vocabulary=ActionVocabulary(text_vocab_size=1024),
-        prompt_template=sizes.prompt_template,
-        statistics=sizes.statistics,
     )
 
 

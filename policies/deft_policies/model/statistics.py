@@ -17,14 +17,15 @@ FILTERED_SUFFIX = "_no_noops"
 
 @dataclass(frozen=True, eq=False)
 class ActionStatistics:
-    """Range of each action dimension over a data set; dimensions outside `mask` stay as they are.
+    """Where -1 and 1 of each dimension lie in robot units; outside `mask` values stay as they are.
 
-    Only `q01`, `q99` and `mask` are used for acting. The others are what OpenVLA's files also
+    Of an action, or of the state that a robot reports: quantiles of a data set, or its extremes.
+    Only `low`, `high` and `mask` are used for acting. The others are what OpenVLA's files also
     hold; None where a file leaves them out.
     """
 
-    q01: NDArray[np.float64]  # [action_dim]
-    q99: NDArray[np.float64]  # [action_dim]
+    low: NDArray[np.float64]  # [action_dim]
+    high: NDArray[np.float64]  # [action_dim]
     mask: NDArray[np.bool_]  # [action_dim]
     mean: NDArray[np.float64] | None = None  # [action_dim]
     std: NDArray[np.float64] | None = None  # [action_dim]
@@ -34,21 +35,23 @@ class ActionStatistics:
     num_trajectories: int = 0
 
     def __post_init__(self) -> None:
-        if self.q01.ndim != 1 or not self.q01.shape == self.q99.shape == self.mask.shape:
+        if self.low.ndim != 1 or not self.low.shape == self.high.shape == self.mask.shape:
             raise ValueError(
-                "q01, q99 and mask must have one length, got "
-                f"{self.q01.shape}, {self.q99.shape} and {self.mask.shape}"
+                "its two ends and its mask must have one length, got "
+                f"{self.low.shape}, {self.high.shape} and {self.mask.shape}"
             )
-        if not (np.isfinite(self.q01).all() and np.isfinite(self.q99).all()):
-            raise ValueError("q01 and q99 must be finite")
-        swapped = np.flatnonzero(self.mask & (self.q01 > self.q99))
+        if not (np.isfinite(self.low).all() and np.isfinite(self.high).all()):
+            raise ValueError("both ends must be finite")
+        swapped = np.flatnonzero(self.mask & (self.low > self.high))
         if swapped.size:
-            raise ValueError(f"q01 must not be above q99, as it is in dimensions {swapped}")
+            raise ValueError(
+                f"the lower end must not be above the upper, as it is in dimensions {swapped}"
+            )
 
     @property
     def action_dim(self) -> int:
         """Numbers in an action."""
-        return len(self.q01)
+        return len(self.low)
 
     def means_the_same(self, other: "ActionStatistics") -> bool:
         """Whether a normalised action is the same action under both."""
@@ -58,12 +61,12 @@ class ActionStatistics:
     @property
     def lowest(self) -> NDArray[np.float64]:
         """Smallest value each dimension of an action can take, [action_dim]."""
-        return np.where(self.mask, self.q01, -1.0)
+        return np.where(self.mask, self.low, -1.0)
 
     @property
     def highest(self) -> NDArray[np.float64]:
         """Largest value each dimension of an action can take, [action_dim]."""
-        return np.where(self.mask, self.q99, 1.0)
+        return np.where(self.mask, self.high, 1.0)
 
 
 def find_statistics_key(known: Sequence[str], key: str | None) -> str:

@@ -43,14 +43,10 @@ def tensor_places(config: OpenVLAConfig) -> tuple[TensorPlace, ...]:
     return tuple(places)
 
 
-def _dense(theirs: str, ours: str | None, shape: tuple[int, int]) -> Iterator[TensorPlace]:
+def _with_bias(theirs: str, ours: str | None, shape: Shape) -> Iterator[TensorPlace]:
+    """A linear layer, or a norm."""
     for kind, size in (("weight", shape), ("bias", shape[:1])):
         yield TensorPlace(f"{theirs}.{kind}", size, None if ours is None else f"{ours}.{kind}")
-
-
-def _norm(theirs: str, ours: str | None, width: int) -> Iterator[TensorPlace]:
-    for kind in ("weight", "bias"):
-        yield TensorPlace(f"{theirs}.{kind}", (width,), None if ours is None else f"{ours}.{kind}")
 
 
 def _tower(sizes: TowerConfig) -> Iterator[TensorPlace]:
@@ -67,21 +63,21 @@ def _tower(sizes: TowerConfig) -> Iterator[TensorPlace]:
         for place in _block(sizes):
             ours = f"blocks.{index}.{place.parameter}" if is_used else None
             yield replace(place, name=f"blocks.{index}.{place.name}", parameter=ours)
-    yield from _norm("norm", None, width)
+    yield from _with_bias("norm", None, (width,))
     if sizes.has_attention_pool:
         yield from _attention_pool(sizes)
 
 
 def _block(sizes: TowerConfig) -> Iterator[TensorPlace]:
     width, mlp_width = sizes.width, sizes.mlp
-    yield from _norm("norm1", "norm1", width)
-    yield from _dense("attn.qkv", "qkv", (3 * width, width))
-    yield from _dense("attn.proj", "out", (width, width))
+    yield from _with_bias("norm1", "norm1", (width,))
+    yield from _with_bias("attn.qkv", "qkv", (3 * width, width))
+    yield from _with_bias("attn.proj", "out", (width, width))
     if sizes.has_layer_scale:
         yield TensorPlace("ls1.scale_factor", (width,), "scale1")
-    yield from _norm("norm2", "norm2", width)
-    yield from _dense("mlp.fc1", "mlp_in", (mlp_width, width))
-    yield from _dense("mlp.fc2", "mlp_out", (width, mlp_width))
+    yield from _with_bias("norm2", "norm2", (width,))
+    yield from _with_bias("mlp.fc1", "mlp_in", (mlp_width, width))
+    yield from _with_bias("mlp.fc2", "mlp_out", (width, mlp_width))
     if sizes.has_layer_scale:
         yield TensorPlace("ls2.scale_factor", (width,), "scale2")
 
@@ -89,21 +85,21 @@ def _block(sizes: TowerConfig) -> Iterator[TensorPlace]:
 def _attention_pool(sizes: TowerConfig) -> Iterator[TensorPlace]:
     width, mlp_width = sizes.width, sizes.mlp
     yield TensorPlace("attn_pool.latent", (1, 1, width))
-    yield from _dense("attn_pool.q", None, (width, width))
-    yield from _dense("attn_pool.kv", None, (2 * width, width))
-    yield from _dense("attn_pool.proj", None, (width, width))
-    yield from _norm("attn_pool.norm", None, width)
-    yield from _dense("attn_pool.mlp.fc1", None, (mlp_width, width))
-    yield from _dense("attn_pool.mlp.fc2", None, (width, mlp_width))
+    yield from _with_bias("attn_pool.q", None, (width, width))
+    yield from _with_bias("attn_pool.kv", None, (2 * width, width))
+    yield from _with_bias("attn_pool.proj", None, (width, width))
+    yield from _with_bias("attn_pool.norm", None, (width,))
+    yield from _with_bias("attn_pool.mlp.fc1", None, (mlp_width, width))
+    yield from _with_bias("attn_pool.mlp.fc2", None, (width, mlp_width))
 
 
 def _projector(config: OpenVLAConfig) -> Iterator[TensorPlace]:
     vision, width = config.vision_width, config.llm.width
     inner = 4 * vision if config.is_fused else width
-    yield from _dense("projector.fc1", "projector.fc1", (inner, vision))
-    yield from _dense("projector.fc2", "projector.fc2", (width, inner))
+    yield from _with_bias("projector.fc1", "projector.fc1", (inner, vision))
+    yield from _with_bias("projector.fc2", "projector.fc2", (width, inner))
     if config.is_fused:
-        yield from _dense("projector.fc3", "projector.fc3", (width, width))
+        yield from _with_bias("projector.fc3", "projector.fc3", (width, width))
 
 
 def _decoder(sizes: LlamaSizes) -> Iterator[TensorPlace]:

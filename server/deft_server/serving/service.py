@@ -25,7 +25,7 @@ from deft_client.types import (
     altered,
 )
 from deft_policies.base import ActionLimits, ActRequest
-from deft_policies.errors import PolicyError, RequestError, UnusableObservationError
+from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import ServerError, UnsafeAnswerError
 from deft_server.serving.access import Access, Caller
 from deft_server.serving.bounds import ConnectionBounds, DecodeThreads
@@ -170,7 +170,7 @@ class Service:
         policy = self.policy
         self._check_options(options)
         if not observation.instruction.strip():
-            raise UnusableObservationError("instruction", "it is empty; say what is to be done")
+            raise RequestError("instruction", "it is empty; say what is to be done")
         policy.check(observation, options)
         session = self.sessions.open(caller.name, options.session_id, now_s)
         request = ActRequest(observation, session.memory, self._asked(options))

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from deft_policies.checkpoint.open import load_model, open_checkpoint
+from deft_policies.checkpoint.open import Checkpoint, load_model, locate_checkpoint, open_source
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.tensor_names import tensor_places
@@ -19,6 +19,11 @@ from tests import golden
 from tests.tiny_openvla import CPU, tiny_config
 
 INSTRUCTIONS = ("pick up the red mug", "open the drawer")
+
+
+def open_checkpoint(name: str, adapter: str | None = None) -> Checkpoint:
+    """Find a directory's files, or those of an adapter for it, and check all of them."""
+    return open_source(locate_checkpoint(name, adapter))
 
 
 def tensor_shapes(config: OpenVLAConfig) -> dict[str, tuple[int, ...]]:

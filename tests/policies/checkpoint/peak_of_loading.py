@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deft_policies.checkpoint.open import load_model, open_checkpoint
+from deft_policies.checkpoint.open import load_model, locate_checkpoint, open_source
 
 
 def status_bytes(field: str) -> int:
@@ -17,7 +17,7 @@ def status_bytes(field: str) -> int:
 
 
 if __name__ == "__main__":
-    checkpoint = open_checkpoint(sys.argv[1])
+    checkpoint = open_source(locate_checkpoint(sys.argv[1]))
     before = status_bytes("VmRSS")
     load_model(checkpoint, torch.device("cpu"), torch.bfloat16)
     sys.stdout.write(str((status_bytes("VmHWM") - before) / checkpoint.reader.num_bytes))

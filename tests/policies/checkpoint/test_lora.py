@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deft_policies.checkpoint.lora import LoraAdapter
-from deft_policies.checkpoint.open import load_model, open_checkpoint
+from deft_policies.checkpoint.open import load_model
 from deft_policies.errors import CheckpointError
 from tests import golden
-from tests.policies.checkpoint.checkpoint_files import edit_json
+from tests.policies.checkpoint.checkpoint_files import edit_json, open_checkpoint
 from tests.tiny_openvla import CPU, golden_model
 
 ADAPTERS = golden.GOLDEN / "lora"
@@ -54,10 +54,10 @@ def test_merged_weights_equal_pefts(case: str) -> None:
 
 def test_weights_without_a_change_stay_as_they_are() -> None:
     checkpoint = open_checkpoint(str(ADAPTERS / "plain"))
-    assert checkpoint.adapter is not None
+    changed = LoraAdapter.load(ADAPTERS / "plain").targets
     loaded = load_model(checkpoint, CPU, torch.float32).named_tensors()
     for name, tensor in golden_model().named_tensors().items():
-        assert torch.equal(loaded[name], tensor) is (name not in checkpoint.adapter.targets)
+        assert torch.equal(loaded[name], tensor) is (name not in changed)
 
 
 def test_merging_rounds_only_once() -> None:
@@ -75,7 +75,7 @@ def test_an_adapter_can_be_named_beside_its_base(tmp_path: Path) -> None:
     )
     checkpoint = open_checkpoint(str(golden.TINY_OPENVLA), str(adapter))
     assert checkpoint.source.directory == golden.TINY_OPENVLA
-    assert checkpoint.adapter is not None
+    assert checkpoint.merge is not None
 
 
 def test_statistics_and_tokenizer_of_the_adapter_come_first(tmp_path: Path) -> None:

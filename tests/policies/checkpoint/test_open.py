@@ -15,7 +15,7 @@ from deft_policies.checkpoint.memory import (
     needed_bytes,
     weight_bytes,
 )
-from deft_policies.checkpoint.open import load_model, locate_checkpoint, open_checkpoint
+from deft_policies.checkpoint.open import load_model, locate_checkpoint
 from deft_policies.checkpoint.reader import CheckpointReader
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.model.formats import Quantization
@@ -27,6 +27,7 @@ from tests.policies.checkpoint.checkpoint_files import (
     edit_json,
     link_golden,
     loaded_tensors,
+    open_checkpoint,
     random_tensors,
     replace_file,
     slow_tensors,

@@ -13,7 +13,7 @@ from deft_policies.base import ActRequest
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.target import Prompts
-from deft_policies.errors import CheckpointError, UnusableObservationError
+from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.options import ModelOptions
@@ -135,7 +135,7 @@ def test_a_draft_model_whose_actions_mean_something_else_is_refused(tmp_path: Pa
     with pytest.raises(CheckpointError, match="128 bins.*256"):
         load_policy(replace(GOLDEN, draft_model=str(tiny(tmp_path / "a", vocabulary=wide))))
     ours = golden_statistics()[KEY]
-    other = {KEY: replace(ours, q99=ours.q99 * 2 + 1)}
+    other = {KEY: replace(ours, high=ours.high * 2 + 1)}
     with pytest.raises(CheckpointError, match="'libero_spatial'"):
         load_policy(replace(GOLDEN, draft_model=str(tiny(tmp_path / "b", statistics=other))))
     elsewhere = {"elsewhere": ours}
@@ -150,5 +150,5 @@ def test_an_instruction_too_long_for_the_draft_model_is_refused(tmp_path: Path) 
     short = replace(config.llm, max_positions=64)
     policy = load_policy(replace(GOLDEN, draft_model=str(tiny(tmp_path, llm=short))))
     observation = Observation(np.zeros((8, 8, 3), dtype=np.uint8), "x" * 60)
-    with pytest.raises(UnusableObservationError, match="fit beside"):
+    with pytest.raises(RequestError, match="fit beside"):
         policy.check(observation, ActOptions(statistics_key=KEY))

@@ -17,7 +17,7 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.audit import audit, describe
 from deft_policies.benchmark.replay import ReplayFrame
-from deft_policies.errors import CheckpointError, RequestError, UnusableObservationError
+from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import load_policy, open_model
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_said_before_the_first_frame(folder: Path, tmp_path
 def test_a_prompt_that_leaves_no_room_is_refused(folder: Path) -> None:
     case = request(CASES[0], "lossless")
     long = replace(case.observation, instruction="lift the cup " * 400)
-    with pytest.raises(UnusableObservationError, match="shorten the instruction"):
+    with pytest.raises(RequestError, match="shorten the instruction"):
         policy_of(folder).check(long, case.options)
 
 

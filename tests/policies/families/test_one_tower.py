@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
-from deft_policies.checkpoint.open import Checkpoint, load_model, open_checkpoint
+from deft_policies.checkpoint.open import Checkpoint, load_model
 from deft_policies.checkpoint.tokenizer import load_encoder
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
@@ -17,6 +17,7 @@ from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import ResizeStrategy
 from deft_policies.model.vla import OpenVLAModel
 from tests import golden_ecot
+from tests.policies.checkpoint.checkpoint_files import open_checkpoint
 from tests.tiny_openvla import CPU
 
 CASES: list[Mapping[str, Any]] = golden_ecot.expected(golden_ecot.ONE_TOWER)["cases"]

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deft_policies.checkpoint.open import load_model, open_checkpoint
+from deft_policies.checkpoint.open import load_model
 from deft_policies.errors import DeviceError
 from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization, quantize_linears
 from deft_policies.model.vla import OpenVLAModel
 from tests import golden
+from tests.policies.checkpoint.checkpoint_files import open_checkpoint
 from tests.tiny_openvla import CPU, golden_model
 
 pytest.importorskip("torchao")

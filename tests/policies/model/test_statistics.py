@@ -1,11 +1,12 @@
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.statistics import load_statistics, parse_statistics
+from deft_policies.checkpoint.statistics import find_statistics, parse_statistics
 from deft_policies.errors import CheckpointError, UnknownStatisticsKeyError
 from deft_policies.model.statistics import (
     ActionStatistics,
@@ -22,6 +23,10 @@ def write_config(directory: Path, norm_stats: object = None) -> JsonFields:
     return JsonFields.load(path, "")
 
 
+def load_statistics(config: JsonFields) -> Mapping[str, ActionStatistics]:
+    return parse_statistics(find_statistics(config, config.path.parent))
+
+
 def golden_statistics() -> dict[str, ActionStatistics]:
     config = JsonFields.load(golden.TINY_OPENVLA / "config.json", "")
     return dict(load_statistics(config))
@@ -29,8 +34,8 @@ def golden_statistics() -> dict[str, ActionStatistics]:
 
 def test_statistics_are_read_as_they_are_written() -> None:
     libero = golden_statistics()["libero_spatial"]
-    assert libero.q01[0] == -0.7454732114076613
-    assert libero.q99[5] == 0.14571428298950195
+    assert libero.low[0] == -0.7454732114076613
+    assert libero.high[5] == 0.14571428298950195
     assert libero.mask.tolist() == [True] * 6 + [False]
     assert (libero.num_transitions, libero.num_trajectories) == (52970, 432)
 

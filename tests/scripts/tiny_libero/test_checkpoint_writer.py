@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from deft_policies.checkpoint.config import load_config
-from deft_policies.checkpoint.open import open_checkpoint
 from deft_policies.checkpoint.tokenizer import load_tokenizer
 from deft_policies.errors import CheckpointError
 from deft_policies.model.sizes import OpenVLAConfig, ResizeStrategy, TrainingNotes
@@ -16,6 +15,7 @@ from scripts.tiny_libero.tokenizer import build_tokenizer
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import (
     loaded_tensors,
+    open_checkpoint,
     random_tensors,
     slow_tensors,
     v01_config,
@@ -43,8 +43,8 @@ def test_a_written_configuration_is_read_back(tmp_path: Path, config: OpenVLACon
     assert again.image.normalizations == config.image.normalizations
     assert (again.image.size, again.image.is_stretched) == (28, True)
     for key, statistics in config.statistics.items():
-        assert again.statistics[key].q01.tobytes() == statistics.q01.tobytes()
-        assert again.statistics[key].q99.tobytes() == statistics.q99.tobytes()
+        assert again.statistics[key].low.tobytes() == statistics.low.tobytes()
+        assert again.statistics[key].high.tobytes() == statistics.high.tobytes()
         assert again.statistics[key].mask.tolist() == statistics.mask.tolist()
 
 

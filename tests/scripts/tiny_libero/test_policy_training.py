@@ -50,7 +50,7 @@ SIZES = PolicyModelConfig(
     heads=2,
     mlp=48,
 )
-UNITS = ActionStatistics(q01=-np.ones(7), q99=np.ones(7), mask=np.ones(7, np.bool_))
+UNITS = ActionStatistics(low=-np.ones(7), high=np.ones(7), mask=np.ones(7, np.bool_))
 TOKENIZER = build_tokenizer(["lift the milk", "put the butter", *vocabulary()], TAGS)
 CONFIG = build_config(SIZES, TOKENIZER.get_vocab_size(), {"made-up": UNITS})
 ACTIONS = CONFIG.vocabulary.tokens

@@ -8,6 +8,7 @@ the prompt.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +157,7 @@ class ChunkModel:
             assert states is not None
             own.append(states.to(patches))
         inputs = tuple(self._pad(one) for one in own)
-        step = self._padded_step if prompts.is_padded else self._exact_step
+        step = partial(self._answer_step, prompts.is_padded)
         key = ("answer", prompts.is_padded, inputs[0].shape, inputs[1].shape)
         found = self.runner.run(key, step, inputs)
         shape = (len(patches), self.shape.num_steps, self.shape.action_dim)
@@ -184,14 +185,13 @@ class ChunkModel:
         mean = words.sum(dim=1, dtype=torch.float32) / is_read.sum(dim=1, keepdim=True)
         return mean.to(words.dtype)
 
-    def _exact_step(self, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor) -> Tensors:
-        return self._score(self._compose(patches, ids, lengths, *state), lengths, None)
-
-    def _padded_step(
-        self, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor
+    def _answer_step(
+        self, is_padded: bool, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor
     ) -> Tensors:
-        """The same where rows have their own lengths: nothing sees what is behind the stop."""
+        """Where rows have their own lengths, nothing sees what is behind the stop."""
         embeds = self._compose(patches, ids, lengths, *state)
+        if not is_padded:
+            return self._score(embeds, lengths, None)
         used = self.num_before + lengths + self.shape.num_values + 1
         is_used = torch.arange(embeds.shape[1], device=ids.device) < used[:, None]
         return self._score(embeds, lengths, is_used[:, None, None, :])

@@ -15,9 +15,10 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import DecodeTrace, Image, Observation, PassTrace
 from deft_policies.base import ActionLimits
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
+from deft_policies.checkpoint.statistics import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.errors import CheckpointError, NotFiniteError, UnusableObservationError
-from deft_policies.families.action_tokens import ActionCodec
+from deft_policies.errors import CheckpointError, NotFiniteError, RequestError
+from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
 from deft_policies.families.family import AnswerFormat, Family, OnePassModel, Opened, Values
 from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts, ChunkShape
 from deft_policies.families.oft.files import (
@@ -28,7 +29,6 @@ from deft_policies.families.oft.files import (
     load_state_projector,
 )
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
-from deft_policies.families.oft.ranges import EXTREMES, QUANTILES, Ranges, parse_ranges
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.weights import (
     LONGEST_INSTRUCTION,
@@ -40,6 +40,7 @@ from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.prompt import PromptSource
 from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.statistics import ActionStatistics
 
 METHOD = "parallel"
 WRIST = "wrist"  # in the name of a camera that the model may look through
@@ -62,10 +63,10 @@ class Oft(OnePassModel):
         chunk: ChunkModel,
         encoder: PromptSource,
         images: ImageProcessor,
-        actions: Mapping[str, Ranges],
-        states: Mapping[str, Ranges],
+        actions: Mapping[str, ActionStatistics],
+        states: Mapping[str, ActionStatistics],
     ) -> None:
-        """The ranges of actions and states are by statistics key."""
+        """The statistics of actions and states are by key."""
         self.chunk = chunk
         self.actions, self.states = actions, states
         self._codec = ActionCodec(chunk.model.config.vocabulary)
@@ -82,21 +83,22 @@ class Oft(OnePassModel):
             "state": "not looked at" if shape.state_dim is None else f"{shape.state_dim}, raw",
         }
 
-    def _format(self, ranges: Ranges) -> AnswerFormat:
+    def _format(self, statistics: ActionStatistics) -> AnswerFormat:
         """A chunk. A head may exceed the statistics; poses, unlike motions, never stand still."""
         shape = self.chunk.shape
 
         def decode(values: Values) -> NDArray[np.float64]:
             if self.chunk.parts.head is None:
-                return ranges.unnormalise(self._codec.normalised(values.astype(np.int64)))
-            return ranges.unnormalise(values.astype(np.float32))
+                normalised = self._codec.normalised(values.astype(np.int64))
+                return unnormalise(normalised, statistics, RANGE_EPS)
+            return unnormalise(values.astype(np.float32), statistics, RANGE_EPS)
 
         return AnswerFormat(
             max_tokens=shape.num_values,
             decode=decode,
             limits=ActionLimits(
-                low=np.where(ranges.mask, ranges.low, -1.0),
-                high=np.where(ranges.mask, ranges.high, 1.0),
+                statistics.lowest,
+                statistics.highest,
                 may_exceed=self.chunk.parts.head is not None,
             ),
         )
@@ -112,7 +114,7 @@ class Oft(OnePassModel):
         found, wanted = observation.state, self.state_dim
         if wanted is not None and (found is None or len(found) != wanted):
             got = "none" if found is None else f"{len(found)} numbers"
-            raise UnusableObservationError(
+            raise RequestError(
                 "state", f"the model reads the robot's raw state, {wanted} numbers; got {got}"
             )
         super().check(observation)
@@ -157,7 +159,7 @@ class Oft(OnePassModel):
             return [observation.image]
         names = [name for name in observation.cameras if WRIST in name]
         if len(names) != num_wrists:
-            raise UnusableObservationError(
+            raise RequestError(
                 "cameras",
                 f"the model looks at the frame and {num_wrists} further picture(s) whose names "
                 f"contain {WRIST!r}; got {list(observation.cameras)}",
@@ -172,8 +174,17 @@ class Oft(OnePassModel):
         rows = []
         for seen, key in zip(observations, keys, strict=True):
             assert seen.state is not None
-            rows.append(self.states[key].normalise_state(seen.state.astype(np.float64)))
+            rows.append(normalise_state(seen.state.astype(np.float64), self.states[key]))
         return torch.from_numpy(np.array(rows, dtype=np.float32)).to(self.chunk.device)
+
+
+def normalise_state(
+    state: NDArray[np.float64], statistics: ActionStatistics
+) -> NDArray[np.float64]:
+    """A robot's raw state [state_dim], cut off at -1 and 1."""
+    low, high = statistics.low, statistics.high
+    squeezed = 2 * (state - low) / (high - low + RANGE_EPS) - 1
+    return np.clip(np.where(statistics.mask, squeezed, state), -1.0, 1.0)
 
 
 def _require_finite(values: object) -> None:
@@ -220,14 +231,14 @@ OFT = Family(Oft.family, _matches, _open)
 def _opened(
     options: ModelOptions,
     shape: ChunkShape,
-    actions: Mapping[str, Ranges],
-    states: Mapping[str, Ranges],
+    actions: Mapping[str, ActionStatistics],
+    states: Mapping[str, ActionStatistics],
     checkpoint: Checkpoint | None = None,
     parts: ChunkParts | None = None,
 ) -> Opened:
     """Where weights are drawn, so are the parts."""
 
-    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None) -> Oft:
+    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> Oft:
         network, encoder = load_network(checkpoint, options, device, dtype)
         found = parts or _draw_parts(network.config, options.seed, device)
         num_patches, rows = network.config.num_patches, options.largest_batch
@@ -239,7 +250,8 @@ def _opened(
     summary = (
         f"oft: {shape.num_steps} actions of {shape.action_dim} from {shape.num_pictures} picture(s)"
     )
-    return Opened(summary, tuple(actions), load)
+    config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
+    return Opened(summary, config, tuple(actions), load)
 
 
 def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
@@ -259,7 +271,7 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
                 f"{film} is of a fine-tune with FiLM, which has a "
                 f"*{OftFile.HEAD.value}*checkpoint* beside it; restore that file"
             )
-        checkpoint = replace(checkpoint, adapter=towers)
+        checkpoint = replace(checkpoint, merge=towers.merge)
     parts = ChunkParts(
         head=head,
         # The original leaves the state out where the model answers with tokens.
@@ -267,7 +279,7 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
         film=None if towers is None else towers.build_film(config),
     )
     action_dim = _find_action_dim(checkpoint, parts)
-    actions, states = _read_ranges(checkpoint, parts, action_dim)
+    actions, states = _read_statistics(checkpoint, parts, action_dim)
     state_dim = None if parts.state is None else parts.state.fc1.in_features
     shape = _choose_shape(options, action_dim, state_dim, _find_source(checkpoint))
     return _opened(options, shape, actions, states, checkpoint, parts)
@@ -279,8 +291,8 @@ def _open_random(options: ModelOptions) -> Opened:
     looked_at = f"--random-weights {options.random_weights}"
     shape = _choose_shape(options, statistics.action_dim, _STATE_DIM, looked_at)
     ones = np.ones(_STATE_DIM)
-    action = Ranges(statistics.q01, statistics.q99, statistics.mask)
-    return _opened(options, shape, {key: action}, {key: Ranges(-ones, ones, ones > 0)})
+    states = {key: ActionStatistics(-ones, ones, ones > 0)}
+    return _opened(options, shape, {key: statistics}, states)
 
 
 def _draw_parts(config: OpenVLAConfig, seed: int, device: torch.device) -> ChunkParts:
@@ -333,16 +345,17 @@ def _find_action_dim(checkpoint: Checkpoint, parts: ChunkParts) -> int:
     return dims.pop()
 
 
-def _read_ranges(
+def _read_statistics(
     checkpoint: Checkpoint, parts: ChunkParts, action_dim: int
-) -> tuple[dict[str, Ranges], dict[str, Ranges]]:
+) -> tuple[Mapping[str, ActionStatistics], Mapping[str, ActionStatistics]]:
     """Of actions and of states."""
-    rows = EXTREMES if action_dim == _ALOHA_DIM else QUANTILES
+    ends = EXTREMES if action_dim == _ALOHA_DIM else QUANTILES
     statistics = checkpoint.source.read_statistics()
-    actions, states = (parse_ranges(statistics, block, rows) for block in ("action", "proprio"))
+    actions = parse_statistics(statistics, "action", ends)
+    states = parse_statistics(statistics, "proprio", ends)
     wanted = None if parts.state is None else parts.state.fc1.in_features
     for key in actions:
-        found = len(states[key].low) if key in states else 0
+        found = states[key].action_dim if key in states else 0
         if wanted not in (None, found):
             raise CheckpointError(
                 f"{statistics.path}: {key}.proprio has {found} dimensions, but "

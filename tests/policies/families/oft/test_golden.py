@@ -12,18 +12,20 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk, ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.checkpoint.statistics import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.tensor_file import read_tensors
+from deft_policies.families.action_tokens import RANGE_EPS, unnormalise
 from deft_policies.families.loading import load_policy
 from deft_policies.families.oft.chunk_model import ChunkModel
-from deft_policies.families.oft.family import Oft
+from deft_policies.families.oft.family import Oft, normalise_state
 from deft_policies.families.oft.files import FilmTowers
 from deft_policies.families.oft.modules import StateProjector
-from deft_policies.families.oft.ranges import EXTREMES, QUANTILES, Ranges, parse_ranges
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
+from deft_policies.model.statistics import ActionStatistics
 from tests import golden_oft
 from tests.golden_oft import OftCase
 from tests.policies.families.oft.slow_forward import (
@@ -200,10 +202,12 @@ def test_the_instruction_is_averaged_as_in_the_original(policies: Policies) -> N
             assert distance(found, case.array("language_mean")) < 1e-6
 
 
-def ranges_of(case: OftCase, scheme: tuple[str, str]) -> tuple[Ranges, Ranges | None]:
+def ranges_of(
+    case: OftCase, scheme: tuple[str, str]
+) -> tuple[ActionStatistics, ActionStatistics | None]:
     path = golden_oft.OFT / case.variant.name / "dataset_statistics.json"
     statistics = JsonFields.load(path, "")
-    actions, states = (parse_ranges(statistics, one, scheme) for one in ("action", "proprio"))
+    actions, states = (parse_statistics(statistics, one, scheme) for one in ("action", "proprio"))
     return actions[case.statistics_key], states.get(case.statistics_key)
 
 
@@ -213,17 +217,19 @@ def test_actions_are_stretched_to_the_last_bit(case: OftCase) -> None:
     scheme = EXTREMES if is_aloha else QUANTILES
     other = QUANTILES if is_aloha else EXTREMES
     normalised = case.array("normalised")
-    found = ranges_of(case, scheme)[0].unnormalise(normalised)
+    ranges = ranges_of(case, scheme)[0]
+    found = unnormalise(normalised, ranges, RANGE_EPS)
     np.testing.assert_array_equal(found, case.actions)
-    assert np.abs(ranges_of(case, other)[0].unnormalise(normalised) - case.actions).max() > 1e-2
+    wrong = unnormalise(normalised, ranges_of(case, other)[0], RANGE_EPS)
+    assert np.abs(wrong - case.actions).max() > 1e-2
     if case.variant.has_head:
-        widened = ranges_of(case, scheme)[0].unnormalise(normalised.astype(np.float64))
+        widened = unnormalise(normalised.astype(np.float64), ranges, RANGE_EPS)
         assert not np.array_equal(widened, case.actions)
 
 
 def test_the_range_is_widened_a_little_before_stretching() -> None:
-    ranges = Ranges(np.zeros(1), np.zeros(1), np.ones(1, dtype=bool))
-    assert ranges.unnormalise(np.ones((1, 1))).item() == 1e-8
+    ranges = ActionStatistics(np.zeros(1), np.zeros(1), np.ones(1, dtype=bool))
+    assert unnormalise(np.ones((1, 1)), ranges, RANGE_EPS).item() == 1e-8
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -234,7 +240,7 @@ def test_states_are_normalised_to_the_last_bit_and_cut_off(case: OftCase) -> Non
     scheme = EXTREMES if is_aloha else QUANTILES
     _, ranges = ranges_of(case, scheme)
     assert ranges is not None
-    found = ranges.normalise_state(case.state)
+    found = normalise_state(case.state, ranges)
     np.testing.assert_array_equal(found, np.array(case.fields["state_normalised"]))
     assert np.abs(found).max() <= 1.0
 
@@ -243,9 +249,9 @@ def test_a_state_that_never_changes_in_the_data_is_normalised_as_in_the_original
     stored = golden_oft.conventions()["proprio_normalisation"]
     low, high = (np.array(stored["stats"][row]) for row in QUANTILES)
     assert (low == high).any()
-    ranges = Ranges(low, high, np.ones(len(low), dtype=bool))
+    ranges = ActionStatistics(low, high, np.ones(len(low), dtype=bool))
     for one in stored["cases"]:
-        found = ranges.normalise_state(np.array(one["state"]))
+        found = normalise_state(np.array(one["state"]), ranges)
         np.testing.assert_array_equal(found, one["normalised"])
 
 

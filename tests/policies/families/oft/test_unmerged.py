@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
-from deft_policies.checkpoint.open import load_model, open_checkpoint
+from deft_policies.checkpoint.open import load_model
 from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.oft.family import Oft
@@ -19,7 +19,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from tests import golden, golden_oft
-from tests.policies.checkpoint.checkpoint_files import edit_json
+from tests.policies.checkpoint.checkpoint_files import edit_json, open_checkpoint
 from tests.tiny_openvla import CPU
 
 CASES = [
