@@ -213,9 +213,9 @@ class VlaPolicy:
                 _log.info("capturing passes of up to %d rows", model.runner.reserve.rows)
             model.capture()
             self.capture(self._methods() if methods is None else methods)
-            for one in self._token_models:
-                form = _form(one.formats[self._any_key], self._tested(one))
-                prompts = self._blank_prompts(one, 1)
+            for way in self._token_models:
+                form = _form(way.formats[self._any_key], self._tested(way))
+                prompts = self._blank_prompts(way, 1)
                 self._engine.warm_up(prompts, self.method_for(ActOptions()), form)
         limits = self.action_limits(self._any_key)
         for one in self._models:
