@@ -142,7 +142,7 @@ def _eager(policy: VlaPolicy) -> Contender:
     """Plain decoding without recorded passes."""
     ours = policy.model
     assert isinstance(ours, OpenVLA)
-    model = OpenVLA(VlaTarget(ours.network), ours.encoder, ours.images, ours.statistics)
+    model = OpenVLA(VlaTarget(ours.network), ours.encode, ours.images, ours.statistics)
     slow = VlaPolicy(model)
     return Contender(f"{AUTOREGRESSIVE} eager", slow, AUTOREGRESSIVE)
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.random_weights import WordIds
+from deft_policies.model.random_weights import word_ids
 from scripts import bench_gpu
 from scripts.bench_gpu import verdicts
 from scripts.reproduce.published import RELAXED_GOAL
@@ -34,7 +35,7 @@ def make_policy() -> VlaPolicy:
     model = tiny_model()
     ours = OpenVLA(
         VlaTarget(model, action_rows_only=True),
-        WordIds(64),
+        partial(word_ids, 64),
         ImageProcessor(model.config.image, ImageChain.NONE),
         model.config.statistics,
     )

@@ -58,7 +58,7 @@ class Ecot(OpenVLA):
     ) -> None:
         self._max_tokens, self._stop = max_tokens, stop
         self._words = encoder
-        super().__init__(target, encoder, images, statistics)
+        super().__init__(target, encoder.encode, images, statistics)
         self.details["prompt"] = encoder.template.value
         self.details["longest answer"] = f"{max_tokens} tokens"
 
@@ -118,7 +118,7 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
         aloud = Ecot(target, encoder, images, statistics, stop, max_tokens)
         if not acts_at_once:
             return aloud
-        model = OpenVLA(target, checkpoint.encoder, images, statistics)
+        model = OpenVLA(target, checkpoint.encoder.encode, images, statistics)
         model.aloud = aloud
         at_once = checkpoint.encoder.template.value
         aloud.details["prompt"] = f"{at_once}; {template.value} where reasoning is asked for"

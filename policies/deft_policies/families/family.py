@@ -26,9 +26,9 @@ from deft_policies.decoding.target import Prompts
 from deft_policies.errors import RequestError
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import VlaTarget
+from deft_policies.families.weights import Encode
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
-from deft_policies.model.prompt import PromptSource
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.vla import OpenVLAModel
 
@@ -65,14 +65,13 @@ class Model(ABC):
     def __init__(
         self,
         network: OpenVLAModel,
-        encoder: PromptSource,
+        encode: Encode,
         images: ImageProcessor,
         formats: Mapping[str, AnswerFormat],
         runner: StepRunner,
     ) -> None:
-        """`formats` are by statistics key."""
+        """`formats` are by statistics key. `encode` may be called from any thread."""
         self.network = network
-        self.encoder = encoder
         self.images = images
         self.formats = formats
         self.runner = runner
@@ -80,8 +79,7 @@ class Model(ABC):
         self.num_steps = 1  # actions per answer
         self.num_pictures = 1  # the frame, then wrist cameras
         self.state_dim: int | None = None  # numbers of the robot's state it reads
-        # Remembers the instructions of late. May be called from any thread.
-        self.encode: Callable[[str], Sequence[int]] = lru_cache(maxsize=256)(encoder.encode)
+        self.encode: Encode = lru_cache(maxsize=256)(encode)  # the instructions of late
 
     @property
     def device(self) -> torch.device:

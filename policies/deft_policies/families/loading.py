@@ -111,7 +111,7 @@ def load_float32_twin(options: ModelOptions) -> VlaPolicy:
     drawn = load_policy(replace(plain, precision=Precision.BFLOAT16)).model
     assert isinstance(drawn, OpenVLA)
     target = VlaTarget(drawn.network.float())
-    return VlaPolicy(OpenVLA(target, drawn.encoder, drawn.images, drawn.statistics), plain)
+    return VlaPolicy(OpenVLA(target, drawn.encode, drawn.images, drawn.statistics), plain)
 
 
 def _load_draft_model(

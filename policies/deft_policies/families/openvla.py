@@ -23,6 +23,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import VlaTarget
 from deft_policies.families.weights import (
     LONGEST_INSTRUCTION,
+    Encode,
     choose_runner,
     load_network,
     named_sizes,
@@ -30,7 +31,6 @@ from deft_policies.families.weights import (
 from deft_policies.model.formats import Quantization
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import Reserve, StepRunner
-from deft_policies.model.prompt import PromptSource
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
 
@@ -45,7 +45,7 @@ class OpenVLA(TokenModel):
     def __init__(
         self,
         target: VlaTarget,
-        encoder: PromptSource,
+        encode: Encode,
         images: ImageProcessor,
         statistics: Mapping[str, ActionStatistics],
     ) -> None:
@@ -55,7 +55,7 @@ class OpenVLA(TokenModel):
         self.codec = ActionCodec(network.config.vocabulary)
         self.draft: OpenVLA | None = None  # another checkpoint that drafts
         formats = {key: self._format(key, one) for key, one in statistics.items()}
-        super().__init__(network, encoder, images, formats, target.runner)
+        super().__init__(network, encode, images, formats, target.runner)
         rows_only = len(target.vocabulary) < target.num_tokens
         self.details = {
             "head": "action rows only" if rows_only else "whole vocabulary",
@@ -141,9 +141,9 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
 
     def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> OpenVLA:
-        network, encoder = load_network(checkpoint, options, device, dtype)
+        network, encode = load_network(checkpoint, options, device, dtype)
         target, images = around(network, options, runner, range(1, LONGEST_INSTRUCTION))
-        return OpenVLA(target, encoder, images, config.statistics)
+        return OpenVLA(target, encode, images, config.statistics)
 
     summary = "openvla: one action from one picture"
     return Opened(summary, config, tuple(config.statistics), load)

@@ -1,6 +1,8 @@
 """From options to a network on its device, the same for all families."""
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +15,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import CapturedRunner, CudaCapturer
 from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
-from deft_policies.model.prompt import PromptSource
-from deft_policies.model.random_weights import NAMED_SIZES, WordIds, build_random_model
+from deft_policies.model.random_weights import NAMED_SIZES, build_random_model, word_ids
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.vla import OpenVLAModel
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
 _log = logging.getLogger(__name__)
+Encode = Callable[[str], Sequence[int]]  # an instruction to the ids of the whole prompt
 LONGEST_INSTRUCTION = 64  # ids of a prompt that passes are captured for
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
 
@@ -60,19 +62,19 @@ def load_network(
     options: ModelOptions,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[OpenVLAModel, PromptSource]:
-    """Read a checkpoint's weights, or draw random ones where there is none."""
+) -> tuple[OpenVLAModel, Encode]:
+    """Read a checkpoint's weights and how it reads prompts, or draw random ones without one."""
     if checkpoint is None:
         config = named_sizes(options.random_weights)
         network = build_random_model(config, device, dtype, options.seed, options.quantization)
-        encoder: PromptSource = WordIds(config.vocabulary.tokens.first)
+        encode: Encode = partial(word_ids, config.vocabulary.tokens.first)
     else:
         network = load_model(checkpoint, device, dtype, options.quantization)
-        encoder = checkpoint.encoder
+        encode = checkpoint.encoder.encode
     kernels = _find_kernels(device) if options.fuses_kernels else None
     if kernels is not None:
         network.fuse(kernels)
-    return network, encoder
+    return network, encode
 
 
 def named_sizes(name: str | None) -> OpenVLAConfig:

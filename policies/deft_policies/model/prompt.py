@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -50,13 +49,6 @@ class PromptTemplate(Enum):
         is_vicuna = self in (PromptTemplate.V01, PromptTemplate.ECOT)
         text = (_VICUNA if is_vicuna else _OPENVLA).replace("{instruction}", instruction.lower())
         return text if self.ends_in_blank else f"{text} TASK:"
-
-
-class PromptSource(Protocol):
-    """Turns an instruction into the ids the decoder reads around the patches."""
-
-    def encode(self, instruction: str) -> Sequence[int]:
-        """Ids of the whole prompt. May be called from any thread."""
 
 
 class PromptEncoder:

@@ -136,17 +136,11 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.normal_(std=min(1.0, fan_in**-0.5), generator=generator)
 
 
-class WordIds:
-    """Prompt ids without a tokenizer: one per character pair, always the same for the same text.
+def word_ids(num_ids: int, instruction: str) -> tuple[int, ...]:
+    """Prompt ids below `num_ids` without a tokenizer, always the same for the same text.
 
     As many as a real tokenizer would give, within a few.
     """
-
-    def __init__(self, num_ids: int) -> None:
-        self._num_ids = num_ids
-
-    def encode(self, instruction: str) -> tuple[int, ...]:
-        """Ids of an instruction, the first one standing for the beginning."""
-        pieces = [instruction[i : i + 4].encode() for i in range(0, len(instruction), 4)]
-        wrapped = range(2, 16)  # what the prompt puts around an instruction
-        return (1, *wrapped, *(sum(piece) % self._num_ids for piece in pieces), 3)
+    pieces = [instruction[i : i + 4].encode() for i in range(0, len(instruction), 4)]
+    wrapped = range(2, 16)  # what the prompt puts around an instruction
+    return (1, *wrapped, *(sum(piece) % num_ids for piece in pieces), 3)

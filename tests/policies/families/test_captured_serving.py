@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
-from deft_policies.model.random_weights import WordIds
+from deft_policies.model.random_weights import word_ids
 from deft_policies.model.statistics import ActionStatistics
 from scripts.scripted_drafts import random_head
 from tests.recorder import RecordingCapturer
@@ -39,7 +40,7 @@ def policy_on(runner: StepRunner, key_mask: KeyMask = KeyMask.CAUSAL) -> VlaPoli
     images = ImageProcessor(tiny_config().image, ImageChain.NONE)
     smaller = ActionStatistics(-np.ones(7) / 2, np.ones(7) / 2, np.arange(7) < 6)
     statistics = {"first": tiny_config().statistics["tiny"], "second": smaller}
-    return VlaPolicy(OpenVLA(target, WordIds(300), images, statistics), drafts=drafts)
+    return VlaPolicy(OpenVLA(target, partial(word_ids, 300), images, statistics), drafts=drafts)
 
 
 def mixed_batches(seed: int = 0) -> list[list[tuple[Observation, ActOptions, int]]]:

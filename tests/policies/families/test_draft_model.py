@@ -102,7 +102,7 @@ def test_the_draft_model_looks_at_no_frame_that_it_does_not_draft_for(tmp_path: 
     assert isinstance(policy.model, OpenVLA)
     assert policy.model.draft is not None
     own = policy.model.draft
-    policy.model.draft = Counting(own.target, own.encoder, own.images, own.statistics)
+    policy.model.draft = Counting(own.target, own.encode, own.images, own.statistics)
     watched = VlaPolicy(policy.model, drafts=policy.drafts)
     act(watched, "autoregressive")
     act(watched, "pld")

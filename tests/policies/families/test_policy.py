@@ -1,6 +1,7 @@
 """VlaPolicy as a server uses it: golden answers, batches, refusals, sessions."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import Reserve, StepRunner
-from deft_policies.model.random_weights import WordIds
+from deft_policies.model.random_weights import word_ids
 from deft_policies.model.vla import OpenVLAModel
 from tests import golden
 from tests.recorder import RecordingCapturer
@@ -46,7 +47,7 @@ def golden_policy(
     )
     images = ImageProcessor(config.image, ImageChain.NONE)
     target = VlaTarget(model, runner=runner)
-    ours = OpenVLA(target, encoder, images, config.statistics)
+    ours = OpenVLA(target, encoder.encode, images, config.statistics)
     return VlaPolicy(ours, options or PLAIN)
 
 
@@ -55,7 +56,7 @@ def tiny_policy(
 ) -> VlaPolicy:
     model = model or tiny_model()
     images = ImageProcessor(model.config.image, ImageChain.NONE)
-    ours = OpenVLA(VlaTarget(model), WordIds(300), images, model.config.statistics)
+    ours = OpenVLA(VlaTarget(model), partial(word_ids, 300), images, model.config.statistics)
     return VlaPolicy(ours, options or PLAIN)
 
 
@@ -243,7 +244,7 @@ def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> 
     policy = tiny_policy()
     target = Exhausted(tiny_model())
     images = ImageProcessor(target.model.config.image, ImageChain.NONE)
-    ours = OpenVLA(target, WordIds(300), images, target.model.config.statistics)
+    ours = OpenVLA(target, partial(word_ids, 300), images, target.model.config.statistics)
     policy = VlaPolicy(ours, ModelOptions(decoding="lossless"))
     memory = policy.act([request_for()])[0].memory
     target.is_full = True

@@ -1,6 +1,7 @@
 """A policy that is played round by round answers as one that is asked for whole batches."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.random_weights import WordIds
+from deft_policies.model.random_weights import word_ids
 from tests.policies.families.test_policy import request_for, tiny_policy, tokens_of
 from tests.tiny_openvla import tiny_model
 
@@ -102,7 +103,7 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
 
     model = tiny_model()
     images = ImageProcessor(model.config.image, ImageChain.NONE)
-    ours = OpenVLA(Broken(model), WordIds(300), images, model.config.statistics)
+    ours = OpenVLA(Broken(model), partial(word_ids, 300), images, model.config.statistics)
     policy = VlaPolicy(ours, ModelOptions(decoding="autoregressive"))
     fine, broken = policy.start([request_for(0), request_for(1)])
     while not broken.has_ended:
@@ -141,7 +142,7 @@ def test_nothing_is_on_its_way_after_a_step_that_failed() -> None:
     model = tiny_model()
     target = Exhausted(model)
     images = ImageProcessor(model.config.image, ImageChain.NONE)
-    ours = OpenVLA(target, WordIds(300), images, model.config.statistics)
+    ours = OpenVLA(target, partial(word_ids, 300), images, model.config.statistics)
     policy = VlaPolicy(ours, ModelOptions(decoding="autoregressive"))
     started = policy.start([request_for(0), request_for(1)])
     policy.step()

@@ -32,13 +32,13 @@ from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.weights import (
     LONGEST_INSTRUCTION,
+    Encode,
     choose_runner,
     load_network,
     named_sizes,
 )
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
-from deft_policies.model.prompt import PromptSource
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
 
@@ -61,7 +61,7 @@ class Oft(OnePassModel):
     def __init__(
         self,
         chunk: ChunkModel,
-        encoder: PromptSource,
+        encode: Encode,
         images: ImageProcessor,
         actions: Mapping[str, ActionStatistics],
         states: Mapping[str, ActionStatistics],
@@ -71,7 +71,7 @@ class Oft(OnePassModel):
         self.actions, self.states = actions, states
         self._codec = ActionCodec(chunk.model.config.vocabulary)
         formats = {key: self._format(one) for key, one in actions.items()}
-        super().__init__(chunk.model, encoder, images, formats, chunk.runner)
+        super().__init__(chunk.model, encode, images, formats, chunk.runner)
         shape, has_film = chunk.shape, chunk.parts.film is not None
         self.num_steps = shape.num_steps
         self.num_pictures = shape.num_pictures
@@ -239,13 +239,13 @@ def _opened(
     """Where weights are drawn, so are the parts."""
 
     def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> Oft:
-        network, encoder = load_network(checkpoint, options, device, dtype)
+        network, encode = load_network(checkpoint, options, device, dtype)
         found = parts or _draw_parts(network.config, options.seed, device)
         num_patches, rows = network.config.num_patches, options.largest_batch
         reserve = shape.reserve(num_patches, LONGEST_INSTRUCTION, rows)
         chunk = ChunkModel(network, found, shape, runner or choose_runner(options, device, reserve))
         images = ImageProcessor(network.config.image, options.image_chain or ImageChain.OFT)
-        return Oft(chunk, encoder, images, actions, states)
+        return Oft(chunk, encode, images, actions, states)
 
     summary = (
         f"oft: {shape.num_steps} actions of {shape.action_dim} from {shape.num_pictures} picture(s)"
