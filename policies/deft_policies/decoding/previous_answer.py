@@ -1,15 +1,16 @@
 """The last answer of the session as a draft of the next one: verified reuse of long texts.
 
 In the first pass the whole of it rides behind the prompt as one chain. Where the target says
-another token, what was matched stays, and up to three chains guess how the old text goes on behind
-the new token: after skipping what it replaced (a number changed), from the replaced token on
-(something was inserted), or behind the nearest later place that ends as the answer does now
-(something was left out). The first of them gets half the width or more, the others enough to line
-up. Everything happens on the host, on ids that it has read anyway.
+another token, what was matched stays, and up to four chains guess how the old text goes on behind
+the new token: after skipping what it replaced (a number changed), with what the target has said
+behind the old words since and without; from the replaced token on (something was inserted); or
+behind the nearest later place that ends as the answer does now (something was left out). The first
+of them gets half the width or more, the others enough to line up. Everything happens on the host.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -34,37 +35,64 @@ class Alignment:
     count: int = 0  # tokens of the new answer that are taken in
     place: int = 0  # of the first old token that is not matched
     changed: int = 0  # new tokens since then
-    chains: list[range] = field(default_factory=list)  # of the old answer, as they were guessed
+    drafted: list[int] = field(default_factory=list)  # of the last tree, by node; the root is none
+    # Of the last tree: where in the old answer a chain began, and its nodes.
+    chains: list[tuple[int, list[int]]] = field(default_factory=list)
+    fresh: list[int] = field(init=False)  # the old answer as the target would have it now
 
-    def take(self, tokens: Sequence[int]) -> None:
-        """Line up with what was committed: the chain that it begins like is where it stands."""
+    def __post_init__(self) -> None:
+        self.fresh = list(self.old)
+
+    def take(self, tokens: Sequence[int], said: Sequence[int] = ()) -> None:
+        """Line up with what was committed: the chain that it begins like is where it stands.
+
+        `said` is what the target said after each node of the last tree, the root first. It says so
+        in sight of the new picture, if behind old words.
+        """
         new = tokens[self.count :]
         self.count = len(tokens)
-        lengths = [self._alike(chain.start, new) for chain in self.chains]
-        best = max(lengths, default=0)
+        chains = [(self._alike(nodes, new), start, nodes) for start, nodes in self.chains]
+        best, start, nodes = max(chains, key=itemgetter(0), default=(0, 0, []))
         if best:
-            self.place, self.changed = self.chains[lengths.index(best)].start + best, 0
+            self.place, self.changed = start + best, 0
         self.changed += len(new) - best
+        for place, node in enumerate(nodes, start + 1):
+            if self.place < place < len(self.fresh) - 1 and node < len(said):
+                self.fresh[place] = said[node]
 
-    def _alike(self, start: int, new: Sequence[int]) -> int:
-        """How many of the new tokens are the old ones from a place on."""
-        old = self.old[start : start + len(new)]
-        return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(old))
+    def _alike(self, nodes: Sequence[int], new: Sequence[int]) -> int:
+        """How many of the new tokens are those of a chain."""
+        pairs = enumerate(zip(nodes, new, strict=False))
+        most = min(len(nodes), len(new))
+        return next((i for i, (node, one) in pairs if self.drafted[node - 1] != one), most)
 
-    def guess(self, tokens: Sequence[int], width: int, depth: int) -> list[range]:
-        """The chains to try next, in order, of `width` tokens together and `depth` at most."""
-        places = [self.place + self.changed]
+    def guess(self, tokens: Sequence[int], width: int, depth: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of up to `width` guesses behind the root, which is node 0."""
+        skipped = self.place + self.changed
+        starts = [skipped]
         if self.changed:
-            places += [self.place, *self._found(tokens)]
-        places = [one for one in dict.fromkeys(places) if one < len(self.old)]
-        chains: list[range] = []
-        short = min(max(_SHORT, width // 4), width // max(len(places), 1))
-        for number, start in reversed(list(enumerate(places))):
-            most = width if number == 0 else short
-            chains.insert(0, range(start, min(start + min(most, depth), len(self.old))))
-            width -= len(chains[0])
-        self.chains = [chain for chain in chains if chain]
-        return self.chains
+            starts += [self.place, *self._found(tokens)]
+        texts = [(one, self.old) for one in dict.fromkeys(starts) if one < len(self.old)]
+        if self.fresh[skipped:] != list(self.old[skipped:]):
+            texts.insert(0, (skipped, self.fresh))
+        short = min(max(_SHORT, width // 4), width // max(len(texts), 1))
+        self.drafted, self.chains = [], []
+        parents: list[int] = []
+        known: dict[tuple[int, int], int] = {}
+        for number, (start, text) in reversed(list(enumerate(texts))):
+            most = width if number == 0 else len(parents) + short
+            above, nodes = 0, list[int]()
+            for token in text[start : start + depth]:
+                if (above, token) not in known:
+                    if len(parents) == most:
+                        break
+                    self.drafted.append(token)
+                    parents.append(above)
+                    known[above, token] = len(parents)
+                above = known[above, token]
+                nodes.append(above)
+            self.chains.insert(0, (start, nodes))
+        return self.drafted, parents
 
     def _found(self, tokens: Sequence[int]) -> list[int]:
         """Behind the nearest place that ends in the longest part of what the answer ends in.
@@ -109,7 +137,12 @@ class PreviousAnswer(DraftSource):
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
         """One tree of every row's chains, which share what starts alike."""
-        grown = [self._grow(row, room.widest) for row in batch.rows]
+        last, seen = batch.last, [[[0], [0]]] * batch.num_rows
+        if last is not None and any(self._has_guessed(row) for row in batch.rows):
+            seen = torch.stack((last.tree.tokens, last.predictions), dim=1).tolist()
+        grown = [
+            self._grow(row, room.widest, *one) for row, one in zip(batch.rows, seen, strict=True)
+        ]
         size = max(len(tokens) for tokens, _ in grown)
         numbers = [
             [[*one, *(0,) * (size - len(one))] for one in (*both, [1] * len(both[0]))]
@@ -126,21 +159,17 @@ class PreviousAnswer(DraftSource):
             is_chain=all(above == list(range(len(above))) for _, above in grown),
         ).below(room.roots)
 
-    def _grow(self, row: Row | None, widest: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the guesses behind the root, which is node 0."""
-        tokens: list[int] = []
-        parents: list[int] = []
+    def _has_guessed(self, row: Row | None) -> bool:
+        return row in self._alignments and bool(self._alignments[row].chains)
+
+    def _grow(
+        self, row: Row | None, widest: int, drafted: list[int], said: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a row's guesses, given the last tree and what was said after it."""
         alignment = None if row is None else self._alignments.get(row)
         if row is None or alignment is None or row.is_done:
-            return tokens, parents
-        alignment.take(row.tokens)
-        nodes: dict[tuple[int, int], int] = {}
-        for chain in alignment.guess(row.tokens, widest - 1, row.limit - 1 - row.count):
-            above = 0
-            for token in alignment.old[chain.start : chain.stop]:
-                if (above, token) not in nodes:
-                    tokens.append(token)
-                    parents.append(above)
-                    nodes[above, token] = len(tokens)
-                above = nodes[above, token]
-        return tokens, parents
+            return [], []
+        guessed = alignment.drafted
+        is_ours = drafted[1 : len(guessed) + 1] == guessed  # of other sources we know nothing
+        alignment.take(row.tokens, said if is_ours else ())
+        return alignment.guess(row.tokens, widest - 1, row.limit - 1 - row.count)

@@ -117,18 +117,48 @@ def test_edits_of_one_token_far_apart_take_about_a_pass_each(seed: int) -> None:
     assert passes(old, deleted) <= 16
 
 
+def test_what_the_target_says_behind_old_words_is_drafted_next() -> None:
+    """Here it says the same whatever stands before, so the first pass tells of every edit.
+
+    One more pass carries half of the text, and another one the rest.
+    """
+    old = text_of(0)
+    new = [
+        6 + (token - 5) % (VOCABULARY - 6) if n % 20 == 7 else token for n, token in enumerate(old)
+    ]
+    assert sum(a != b for a, b in zip(old, new, strict=True)) == 13
+    assert passes(old, new) == 3
+
+
+def test_a_target_that_says_nonsense_behind_old_words_costs_no_more_passes() -> None:
+    alignment, new = Alignment([1, 2, 3, 4, 5, 6, 7, 8]), [1, 2, 9, 4, 5, 6]
+    alignment.guess([], 8, 8)
+    alignment.take(new[:3], [1, 2, 9, 0, 0, 0, 0, 0, 0])
+    drafted, parents = alignment.guess(new[:3], 40, 8)
+    pairs = list(zip(parents, drafted, strict=True))
+    above = 0
+    for token in (4, 5, 6, 7, 8):
+        above = pairs.index((above, token)) + 1
+
+
 def passes_of_ids(old: Sequence[int], new: Sequence[int], limit: int) -> int:
     """Passes until a target that wants `new` has said it, counted without a model."""
     alignment, said, num = Alignment(old), list[int](), 0
     while len(said) < len(new):
         alignment.take(said)
         ahead = new[len(said) : -1]
-        chains = alignment.guess(said, 511, limit - 1 - len(said))
-        kept = [
-            next((n for n, (at, one) in enumerate(pairs) if old[at] != one), len(pairs))
-            for pairs in (list(zip(chain, ahead, strict=False)) for chain in chains)
-        ]
-        said += new[len(said) : len(said) + max(kept, default=0) + 1]
+        drafted, parents = alignment.guess(said, 511, limit - 1 - len(said))
+        above, kept = 0, 0
+        for token in ahead:
+            found = [
+                n
+                for n, one in enumerate(zip(parents, drafted, strict=True))
+                if one == (above, token)
+            ]
+            if not found:
+                break
+            above, kept = found[0] + 1, kept + 1
+        said += new[len(said) : len(said) + kept + 1]
         num += 1
     return num
 
