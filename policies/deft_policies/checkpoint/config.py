@@ -46,11 +46,13 @@ _TIMM_SIZES = {
 }
 
 
-def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
+def load_config(
+    directory: Path, name: str = "", statistics_directory: Path | None = None
+) -> OpenVLAConfig:
     """Read the configuration of a checkpoint directory.
 
     `name` is what the user called it (a hub id, say); like the directory's own name it tells the
-    first release apart.
+    first release apart. Statistics may lie in a directory of their own, an adapter's.
     """
     fields = JsonFields.load(
         directory / CONFIG_FILE,
@@ -65,7 +67,7 @@ def load_config(directory: Path, name: str = "") -> OpenVLAConfig:
         image=_read_image_processor(directory, towers),
         vocabulary=_read_vocabulary(fields, llm),
         prompt_template=_find_template(fields, directory, name),
-        statistics=parse_statistics(find_statistics(fields, directory)),
+        statistics=parse_statistics(find_statistics(fields, statistics_directory or directory)),
         training=load_training(directory),
     )
 

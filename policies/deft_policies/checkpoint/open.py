@@ -21,11 +21,7 @@ from deft_policies.checkpoint.lora import (
 )
 from deft_policies.checkpoint.memory import check_memory, needed_bytes
 from deft_policies.checkpoint.reader import CheckpointReader, Shape, StoredTensor, list_names
-from deft_policies.checkpoint.statistics import (
-    STATISTICS_FILE,
-    find_statistics,
-    parse_statistics,
-)
+from deft_policies.checkpoint.statistics import STATISTICS_FILE, find_statistics
 from deft_policies.checkpoint.tensor_file import require_finite
 from deft_policies.checkpoint.tokenizer import TOKENIZER_FILE, load_encoder
 from deft_policies.errors import CheckpointError
@@ -162,7 +158,7 @@ class Checkpoint:
 
 def open_source(source: CheckpointSource) -> Checkpoint:
     """Check all of the files that were located; the weights stay where they are."""
-    config = _load_config(source)
+    config = load_config(source.directory, source.name, source.find(STATISTICS_FILE))
     tokenizer = source.find(TOKENIZER_FILE)
     encoder = load_encoder(tokenizer, config.prompt_template, config.vocabulary.text_vocab_size)
     reader = CheckpointReader.open(source.directory)
@@ -256,13 +252,6 @@ def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:
             yield f"decoder.{name}.", part
     for index, layer in enumerate(model.decoder.layers):
         yield f"decoder.layers.{index}.", layer
-
-
-def _load_config(source: CheckpointSource) -> OpenVLAConfig:
-    config = load_config(source.directory, source.name)
-    if source.find(STATISTICS_FILE) == source.directory:
-        return config
-    return replace(config, statistics=parse_statistics(source.read_statistics()))
 
 
 def _say(shape: Shape) -> str:

@@ -127,7 +127,7 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     summary = f"ecot: up to {max_tokens} tokens of text and action from one picture"
     if acts_at_once:
         summary += ", and by OpenVLA's prompt one action at once"
-    return Opened(summary, checkpoint.config, tuple(statistics), load)
+    return Opened(summary, checkpoint.config, load)
 
 
 def _find_prompts(noted: Sequence[str], options: ModelOptions) -> tuple[PromptTemplate, bool]:

@@ -154,7 +154,6 @@ class Opened:
 
     summary: str  # what it answers from what, for people
     config: OpenVLAConfig
-    statistics_keys: tuple[str, ...]
     load: LoadModel
 
 

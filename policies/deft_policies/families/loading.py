@@ -69,7 +69,7 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     dtype = choose_dtype(options.precision, device)
     check_quantization(options.quantization, device, dtype)
     opened = open_model(options)
-    keys = opened.statistics_keys
+    keys = tuple(opened.config.statistics)
     if options.statistics_key is not None:
         find_statistics_key(keys, options.statistics_key)
     elif len(keys) > 1:
@@ -214,7 +214,7 @@ def _examine_memory(opened: Opened, options: ModelOptions) -> Finding:
 
 
 def _examine_statistics(opened: Opened, options: ModelOptions) -> Finding:
-    keys = opened.statistics_keys
+    keys = tuple(opened.config.statistics)
     if options.statistics_key is None and len(keys) > 1:
         text = f"no default; every frame must name one of {', '.join(keys)}"
         return Finding("statistics", Verdict.DOUBTFUL, text)

@@ -19,7 +19,7 @@ from deft_policies.errors import CheckpointError
 from deft_policies.families.action_tokens import ActionCodec, RobotScale
 from deft_policies.families.family import AnswerFormat, Family, Opened, TokenModel, Values
 from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
-from deft_policies.families.options import ModelOptions
+from deft_policies.families.options import OF_REASONING, ModelOptions
 from deft_policies.families.target import VlaTarget
 from deft_policies.families.weights import (
     LONGEST_INSTRUCTION,
@@ -132,7 +132,7 @@ class OpenVLA(TokenModel):
 def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     """Raises `CheckpointError` if it is OFT's, or could be and nobody says it is not."""
     check_one_action(options, OpenVLA.family)
-    if given := options.of_reasoning():
+    if given := options.given(OF_REASONING):
         raise CheckpointError(
             f"{', '.join(given)}: openvla writes nothing but actions; leave it out, or say "
             "--family ecot"
@@ -146,7 +146,7 @@ def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
         return OpenVLA(target, encode, images, config.statistics)
 
     summary = "openvla: one action from one picture"
-    return Opened(summary, config, tuple(config.statistics), load)
+    return Opened(summary, config, load)
 
 
 def around(

@@ -29,8 +29,8 @@ _METHODS = (  # as decoding/methods.py has them, which imports torch
     "spec-vla-published, fly, lvspec, small-model, specvlm, pld, token-recycling, heisd-like, "
     "kerv-like, ratio-test, within-bins, top-k, near-top, entropy-radius"
 )
-# What an option says nothing to: a model which answers in one pass; one that writes no words.
-_OF_DECODING, _OF_REASONING = "decoding", "reasoning"
+# Of a model that answers token by token; of one that writes before it acts.
+OF_DECODING, OF_REASONING = "decoding", "reasoning"
 
 
 def _flag(
@@ -147,25 +147,25 @@ class ModelOptions:
         "--decoding",
         DEFAULT_METHOD,
         read=method_text,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         metavar="METHOD",
         help=f"one of {_METHODS}; or NAME:KNOB=VALUE,..., or a file that ends in .toml; "
         "default: lossless, the actions of plain decoding",
     )
     radius: int | None = _flag(
         "--radius",
-        of=_OF_DECODING,
+        of=OF_DECODING,
         type=partial(_at_least, 0),
         metavar="BINS",
         help="acceptance radius",
     )
     temperature: float = _flag(
-        "--temperature", 0.0, of=_OF_DECODING, type=float, help="draw tokens; default 0: greedy"
+        "--temperature", 0.0, of=OF_DECODING, type=float, help="draw tokens; default 0: greedy"
     )
     action_rows_only: bool = _flag(
         "--action-rows-only",
         False,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         action="store_true",
         help="compute logits of action tokens alone; equal unless the model would answer with "
         "another token, which `deft bench --audit` counts",
@@ -174,7 +174,7 @@ class ModelOptions:
         "--draft-head",
         (),
         read=tuple,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         type=Path,
         action="append",
         metavar="DIR",
@@ -184,33 +184,33 @@ class ModelOptions:
         "--draft-rope",
         RopeOffset.CORRECT,
         read=RopeOffset,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         help="where a head places its guesses; 'published' as Spec-VLA's code does",
     )
     key_mask: KeyMask = _flag(
         "--draft-key-mask",
         KeyMask.CAUSAL,
         read=KeyMask,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         help="what a head may attend to; 'prefix-only' as Spec-VLA's training does",
     )
     retrieval_index: Path | None = _flag(
         "--retrieval-index",
-        of=_OF_DECODING,
+        of=OF_DECODING,
         type=Path,
         metavar="FILE",
         help="stored frames to draft from",
     )
     draft_model: str | None = _flag(
         "--draft-model",
-        of=_OF_DECODING,
+        of=OF_DECODING,
         metavar="DIR|HUB-ID",
         help="another checkpoint that drafts (source small-model), with a tokenizer, pictures and "
         "a cache of its own; its bins must mean the same",
     )
     self_draft_layers: int | None = _flag(
         "--self-draft-layers",
-        of=_OF_DECODING,
+        of=OF_DECODING,
         type=_positive,
         metavar="N",
         help="draft with the decoder's own first N layers (source small-model)",
@@ -218,7 +218,7 @@ class ModelOptions:
     drafts: tuple[DraftKind, ...] | None = _flag(
         "--drafts",
         read=read_kinds,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         type=partial(_readable, read_kinds),
         metavar="SOURCE[,SOURCE...]",
         help="draft from these alone: "
@@ -228,7 +228,7 @@ class ModelOptions:
     draft_tree: TreeShape | None = _flag(
         "--draft-tree",
         read=read_tree,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         type=partial(_readable, read_tree),
         metavar="SHAPE",
         help="dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH (a tree of fixed shape), "
@@ -237,13 +237,13 @@ class ModelOptions:
     is_guarded: bool = _flag(
         "--no-guard",
         True,
-        of=_OF_DECODING,
+        of=OF_DECODING,
         action="store_false",
         help="never fall back to plain decoding by measured cost",
     )
     prompt: str | None = _flag(
         "--prompt",
-        of=_OF_REASONING,
+        of=OF_REASONING,
         choices=PROMPTS,
         help="what ECoT's models are asked by; with openvla+ they act at once, by OpenVLA's "
         "prompt, wherever no reasoning is asked for; default: what the checkpoint notes, else "
@@ -251,23 +251,16 @@ class ModelOptions:
     )
     max_tokens: int | None = _flag(
         "--max-tokens",
-        of=_OF_REASONING,
+        of=OF_REASONING,
         type=_positive,
         metavar="N",
         help="of an answer with reasoning, text and action; frames may ask for less; default: "
         "1024, or what there is room for",
     )
 
-    def of_reasoning(self) -> list[str]:
-        """The flags given that say nothing to a model which writes nothing but actions."""
-        return self._given(_OF_REASONING)
-
-    def of_decoding(self) -> list[str]:
-        """The flags given that say nothing to a model which answers in one pass."""
-        return self._given(_OF_DECODING)
-
-    def _given(self, of: str) -> list[str]:
-        ours = [one for one in fields(self) if one.metadata.get("of") == of]
+    def given(self, *kinds: str) -> list[str]:
+        """The flags of these kinds that were given, for a model to which they say nothing."""
+        ours = [one for one in _FLAGS if one.metadata["of"] in kinds]
         return [one.metadata["flag"] for one in ours if getattr(self, one.name) != one.default]
 
 

@@ -29,7 +29,7 @@ from deft_policies.families.oft.files import (
     load_state_projector,
 )
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
-from deft_policies.families.options import ModelOptions
+from deft_policies.families.options import OF_DECODING, OF_REASONING, ModelOptions
 from deft_policies.families.weights import (
     LONGEST_INSTRUCTION,
     Encode,
@@ -217,7 +217,7 @@ def _matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
 
 def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
     """Raises `CheckpointError` for what is wrong, and for what no file tells."""
-    if given := options.of_decoding() + options.of_reasoning():
+    if given := options.given(OF_DECODING, OF_REASONING):
         raise CheckpointError(
             f"{', '.join(given)}: an OFT model answers in one pass, nothing is drafted or written; "
             "leave it out"
@@ -230,6 +230,7 @@ OFT = Family(Oft.family, _matches, _open)
 
 def _opened(
     options: ModelOptions,
+    config: OpenVLAConfig,
     shape: ChunkShape,
     actions: Mapping[str, ActionStatistics],
     states: Mapping[str, ActionStatistics],
@@ -250,8 +251,7 @@ def _opened(
     summary = (
         f"oft: {shape.num_steps} actions of {shape.action_dim} from {shape.num_pictures} picture(s)"
     )
-    config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
-    return Opened(summary, config, tuple(actions), load)
+    return Opened(summary, config, load)
 
 
 def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
@@ -282,17 +282,19 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
     actions, states = _read_statistics(checkpoint, parts, action_dim)
     state_dim = None if parts.state is None else parts.state.fc1.in_features
     shape = _choose_shape(options, action_dim, state_dim, _find_source(checkpoint))
-    return _opened(options, shape, actions, states, checkpoint, parts)
+    return _opened(options, config, shape, actions, states, checkpoint, parts)
 
 
 def _open_random(options: ModelOptions) -> Opened:
     """Sizes of a model with a head that reads a state, whose answers will be noise."""
-    (key, statistics), *_ = named_sizes(options.random_weights).statistics.items()
+    config = named_sizes(options.random_weights)
+    (key, statistics), *_ = config.statistics.items()
+    actions = {key: statistics}
     looked_at = f"--random-weights {options.random_weights}"
     shape = _choose_shape(options, statistics.action_dim, _STATE_DIM, looked_at)
     ones = np.ones(_STATE_DIM)
     states = {key: ActionStatistics(-ones, ones, ones > 0)}
-    return _opened(options, shape, {key: statistics}, states)
+    return _opened(options, replace(config, statistics=actions), shape, actions, states)
 
 
 def _draw_parts(config: OpenVLAConfig, seed: int, device: torch.device) -> ChunkParts:
