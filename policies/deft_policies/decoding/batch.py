@@ -179,16 +179,11 @@ class Pass:
         return self.tree.num_nodes, self.path.shape[1]
 
     @property
-    def for_host(self) -> tuple[Tensor, ...]:
-        """What the host reads of it, [row, number] each: drafts kept, tokens, the target's own."""
-        return self.num[:, None], self.tokens, self.own
-
-    @property
-    def for_trace(self) -> tuple[Tensor, ...]:
-        """What a trace tells of it, [row, number] each."""
-        tree = self.tree
-        parts = (tree.tokens, tree.parents, tree.sources, tree.is_real, self.predictions)
-        return *parts, self.path, self.num[:, None], self.bonus[:, None]
+    def told(self) -> tuple[Tensor, ...]:
+        """What the host reads of it, [row, number] each: what is committed, then for a trace."""
+        tree, num = self.tree, self.num[:, None]
+        nodes = (tree.tokens, tree.parents, tree.sources, tree.is_real, self.predictions)
+        return num, self.tokens, self.own, *nodes, self.path, num, self.bonus[:, None]
 
     def put(self, other: "Pass", first: int) -> None:
         """Write the rows of another here, from `first` on; it may have fewer nodes and steps."""
@@ -214,13 +209,17 @@ class Pass:
 class Record:
     """What is read of a pass: on the device, and put into words when somebody asks."""
 
-    for_host: tuple[Tensor, ...]  # [row, number]: see `Pass`
-    for_trace: tuple[Tensor, ...]
+    told: tuple[Tensor, ...]  # [row, number]: see `Pass`
     num_nodes: int
     first: int  # the slot of its first row
     is_prefill: bool
     clock: StageClock
     laps: range  # of the clock
+
+    @property
+    def committed(self) -> tuple[Tensor, ...]:
+        """Drafts kept, tokens and the target's own, [row, number] each."""
+        return self.told[:3]
 
     def ms(self, *stages: Stage) -> float:
         """Time spent in these stages."""
@@ -229,7 +228,7 @@ class Record:
     def describe(self, slot: int) -> PassTrace:
         """One row's pass, without the nodes that were only padding."""
         row, size = slot - self.first, self.num_nodes
-        numbers: list[int] = torch.cat([one[row] for one in self.for_trace]).tolist()
+        numbers: list[int] = torch.cat([one[row] for one in self.told[3:]]).tolist()
         tokens, parents, sources, is_real, predictions = (
             numbers[start : start + size] for start in range(0, 5 * size, size)
         )

@@ -208,22 +208,12 @@ class Extrapolation(DraftSource):
 
     def draft(self, batch: Batch, room: Room) -> Chains:
         """Evaluate the line one step ahead."""
-        steps = batch.past[:, -2:]
-        weights = line_weights(2, steps.device)
-        ahead = (steps.float() * weights[:, None]).sum(dim=1, keepdim=True).round().long()
-        tokens = ahead.clamp(self._tokens.first, self._tokens.last)
+        before, newest = batch.past[:, -2:-1], batch.past[:, -1:]
+        tokens = (2 * newest - before).clamp(self._tokens.first, self._tokens.last)
         # A position that held something else than a bin is not on any line: repeat it.
-        is_bin = self._tokens.contains(steps).all(dim=1, keepdim=True)
-        tokens = torch.where(is_bin, tokens, steps[:, -1:])
+        is_bin = self._tokens.contains(before) & self._tokens.contains(newest)
+        tokens = torch.where(is_bin, tokens, newest)
         return from_here(batch, tokens, _with_steps(batch, 2).expand_as(tokens), room)
-
-
-def line_weights(num_steps: int, device: torch.device) -> Tensor:
-    """Weights [step] whose sum with the last values is their least-squares line one step ahead."""
-    times = torch.arange(num_steps, dtype=torch.float32, device=device)
-    centred = times - times.mean()
-    reach = num_steps - times.mean()
-    return 1 / num_steps + reach * centred / centred.square().sum()
 
 
 class NgramLookup(DraftSource):

@@ -24,11 +24,21 @@ from deft_policies.decoding.growth import (
     grow_tree,
 )
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import MOST_GROWN, DraftKind, KeyMask, RopeOffset, TreeShape
+from deft_policies.decoding.plan import (
+    MOST_BRANCHES,
+    MOST_GROWN,
+    MOST_LEVELS,
+    DraftKind,
+    KeyMask,
+    RopeOffset,
+    TreeShape,
+)
 from deft_policies.decoding.target import Prompts, Sequences, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 from deft_policies.model.kv_cache import Append
+
+_LARGEST = MOST_LEVELS * MOST_BRANCHES  # nodes that a tree is ever grown behind
 
 
 def _grow(
@@ -72,7 +82,7 @@ class HeadDrafts(DraftSource):
         self._rope_offset, self._key_mask = rope_offset, key_mask
         whole = method.whole_vocabulary
         self._drafted: TokenRange = target.vocabulary if whole else target.action_tokens
-        self._rows = Sequences(head.sizes.cache, head.fc.weight)
+        self._rows = Sequences(head.sizes, head.fc.weight)
         # [row] each: positions of the prompt, and 0 in the first round and 1 later.
         self._prompt = self._has_grown = torch.zeros(0, dtype=torch.int64)
         self._num_patches = 0
@@ -85,7 +95,7 @@ class HeadDrafts(DraftSource):
         self._prompt, self._has_grown = blank
         if batch.longest > 0:
             self._room = batch.longest + batch.positions
-            self._rows.fix(batch.capacity, self._room + batch.positions + MOST_GROWN)
+            self._rows.fix(batch.capacity, self._room + _LARGEST)
 
     def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Take in the prompts: the pairs of all their positions but the last."""
@@ -96,7 +106,7 @@ class HeadDrafts(DraftSource):
         alone = sum(one is not None for one in batch.all_rows) == num_rows
         if not self._rows.is_fixed:
             self._room = max(reach, 0 if alone else self._room)
-            self._rows.reserve(batch.capacity, self._room + batch.positions + MOST_GROWN)
+            self._rows.reserve(batch.capacity, self._room + _LARGEST)
         self._num_patches = prompts.patches.stop - prompts.patches.start
         torch.sub(prompts.lengths, 1, out=self._rows.length[here])
         self._prompt[here] = prompts.lengths
@@ -174,9 +184,6 @@ class HeadDrafts(DraftSource):
         ancestors = nodes.ancestors
         num_rows, width = nodes.tokens.shape
         slot = self._room + ancestors.shape[2] - width
-        missing = slot + width - self._rows.cache.length
-        if missing > 0:  # a tree that is larger than most
-            self._rows.cache = self._rows.cache.longer(missing)
         committed = self._visible(seen[:, None]).expand(-1, width, -1)
         if self._key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)

@@ -18,22 +18,22 @@ from deft_policies.errors import RequestError, UnknownDecodingError
 
 LARGEST = 10_000.0  # of any number of a rule
 _SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
-Turn = Callable[[Method, str], Method]
+ApplyKnob = Callable[[Method, str], Method]
 
 
 def find_method(text: str) -> Method:
     """The method that a text describes, named by it; raises `RequestError` where none is."""
     name, _, knobs = text.partition(":")
-    return turned(_base(name), knobs)
+    return apply_knobs(_base(name), knobs)
 
 
-def turned(method: Method, knobs: str) -> Method:
+def apply_knobs(method: Method, knobs: str) -> Method:
     """The method with KNOB=VALUE,... applied in order, which its name tells."""
     if not knobs:
         return method
     name = with_knobs(method.name, dict(_split(part) for part in knobs.split(",")))
     for part in knobs.split(","):
-        method = _turned(method, *_split(part))
+        method = _with_knob(method, *_split(part))
     return replace(method, name=name)
 
 
@@ -54,17 +54,17 @@ def _base(name: str) -> Method:
     return found if isinstance(found, Method) else rule_method(found)
 
 
-def _turned(method: Method, key: str, value: str) -> Method:
-    turn = _METHOD_KNOBS.get(key)
+def _with_knob(method: Method, key: str, value: str) -> Method:
+    apply = _METHOD_KNOBS.get(key)
     try:
-        if turn is not None:
-            return turn(method, value)
-        return replace(method, rule=_turned_rule(method, method.rule, key, value))
+        if apply is not None:
+            return apply(method, value)
+        return replace(method, rule=_with_rule_knob(method, method.rule, key, value))
     except ValueError as error:
         raise RequestError("decoding", f"{method.name!r}, knob {key!r}: {error}") from error
 
 
-def _turned_rule(method: Method, rule: AcceptanceRule, key: str, value: str) -> AcceptanceRule:
+def _with_rule_knob(method: Method, rule: AcceptanceRule, key: str, value: str) -> AcceptanceRule:
     """The rule with one of its fields changed; `inner.key` reaches into a rule that it wraps."""
     field, _, inner = key.partition(".")
     hints = get_type_hints(type(rule))
@@ -74,7 +74,7 @@ def _turned_rule(method: Method, rule: AcceptanceRule, key: str, value: str) -> 
         raise RequestError("decoding", f"{method.name!r} has no knob {key!r}; it has: {known}")
     old = getattr(rule, field)
     is_rule = isinstance(old, AcceptanceRule)
-    new = _turned_rule(method, old, inner, value) if is_rule else _number(hints[field], value)
+    new = _with_rule_knob(method, old, inner, value) if is_rule else _number(hints[field], value)
     return replace(rule, **{field: new})  # type: ignore[type-var]
 
 
@@ -117,7 +117,7 @@ def _with_patch_share(method: Method, text: str) -> Method:
     return replace(method, patch_share=share)
 
 
-_METHOD_KNOBS: Mapping[str, Turn] = MappingProxyType(
+_METHOD_KNOBS: Mapping[str, ApplyKnob] = MappingProxyType(
     {
         "radius": lambda method, text: method.with_radius(_number(int, text)),
         "rule": lambda method, name: replace(method, rule=_base(name).rule),

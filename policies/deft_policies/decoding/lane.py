@@ -29,7 +29,6 @@ from deft_policies.model.layout import Tensors
 from deft_policies.model.staging import to_device
 
 _DRAFTS_KEPT = 16  # of methods that are asked for in turn
-Lap = Callable[[Stage], object]
 Maker = Callable[[DraftKind, Method], DraftSource]
 
 
@@ -87,9 +86,8 @@ class Lane:
         self._is_switched = False  # to any method
         self._last: Pass | None = None  # of all rows in use
         if self.is_fixed:
-            nodes, hidden = bucket(widest), target.embed(whole.tokens[0, 0])
-            steps, bins = min(nodes, whole.positions), len(target.action_tokens)
-            self._last = Pass.blank(whole.capacity, nodes, steps, hidden, bins)
+            nodes = bucket(widest)
+            self._last = self._blank_pass(whole.capacity, nodes, min(nodes, whole.positions))
             self._sequences.fix(whole.capacity, whole.longest + whole.positions + nodes)
             target.record(self._sequences, widest)
 
@@ -169,8 +167,8 @@ class Lane:
         if done is not None:
             clock.lap(Stage.VERIFY)
         else:
-            last = self._play(batch, drafts, depth, tree, self._lap(clock, Stage.VERIFY))
-            done = last.for_host, last.for_trace, last.num_nodes
+            last = self._play(batch, drafts, depth, tree, clock)
+            done = last.told, last.num_nodes
         self._note(rows, Record(*done, 0, False, clock, clock.take_laps()))
 
     def _play(
@@ -179,37 +177,36 @@ class Lane:
         drafts: Sequence[DraftSource],
         depth: int,
         tree: DraftTree | None,
-        lap: Lap,
+        clock: StageClock,
     ) -> Pass:
         """A round: draft behind what was accepted, verify the drafts, judge them, commit."""
         last = batch.last
         assert last is not None
         if tree is None:
             tree = self._draft(batch, drafts, depth)
-            lap(Stage.DRAFT)
+            clock.lap(Stage.DRAFT)
+        self._keep(batch, last)
+        clock.lap(Stage.COMMIT)
+        scores = self.target.score(self._sequences, tree)
+        clock.lap(Stage.VERIFY)
+        done = self._judge(batch, tree, scores, depth)
+        self._commit(batch, done, scores.logits)
+        self._settle(done, 0)
+        clock.lap(Stage.JUDGE)
+        return done
+
+    def _keep(self, batch: Batch, last: Pass) -> None:
+        """Keep in the cache what the last pass has accepted."""
         is_alone = last.num_nodes == 1 and not self.is_fixed
         kept: Tensor | int = 1 if is_alone else last.num + 1
         if self.is_fixed or None in batch.rows:  # those that have ended keep nothing more
             kept = kept * batch.is_open
         self._sequences.keep(last.path, kept, last.tree.is_chain or not self.plan.kinds)
-        lap(Stage.COMMIT)
-        scores = self.target.score(self._sequences, tree)
-        lap(Stage.VERIFY)
-        done = self._judge(batch, tree, scores, depth)
-        self._commit(batch, done, scores.logits)
-        if self.is_fixed:
-            self._settle(done, 0)
-        else:
-            self._last = done
-        lap(Stage.JUDGE)
-        return done
 
     def _replay(
         self, batch: Batch, drafts: Sequence[DraftSource], depth: int, tree: DraftTree | None
-    ) -> tuple[Tensors, Tensors, int] | None:
-        """The same as one launch: what the host and a trace read of it, and how many nodes.
-
-        None if it is not recorded.
+    ) -> tuple[Tensors, int] | None:
+        """The same as one launch: what it tells, and how many nodes; None if it is not recorded.
 
         What is recorded drafts, too, or is given a tree that could only be made step by step.
         """
@@ -237,17 +234,15 @@ class Lane:
             assert self._last is not None
             batch.last = self._last.of_rows(batch.num_rows)
             guessed = DraftTree(*columns) if columns else None
-            self._play(batch, drafts, depth, guessed, lambda _: None)
-            last = self._last.of_rows(batch.num_rows)
-            return (torch.cat((*last.for_host, *last.for_trace), dim=1),)
+            self._play(batch, drafts, depth, guessed, StageClock(torch.device("cpu")))
+            return (torch.cat(self._last.of_rows(batch.num_rows).told, dim=1),)
 
         (found,) = self.target.runner.run((self, key), step, given)
         assert batch.last is not None
         nodes, steps = batch.last.size
         # The next round overwrites it, and a trace is put into words much later.
         sizes = [1, steps, steps, found.shape[1] - 1 - 2 * steps]
-        *for_host, for_trace = torch.split(found.clone(), sizes, dim=1)
-        return tuple(for_host), (for_trace,), nodes
+        return torch.split(found.clone(), sizes, dim=1), nodes
 
     def record(self, group: Group, method: Method, plan: Plan) -> None:
         """Record every round that answers like these may need; they are not decoded to their end.
@@ -304,30 +299,24 @@ class Lane:
         for one in self._drafts:
             if HIDDEN not in one.needs:
                 one.begin(part, prompts, None)
-        depth, lap = max(row.limit for row in rows) - 1, self._lap(clock, Stage.PREFILL)
+        depth = max(row.limit for row in rows) - 1
         tree = self._draft(part, _able(self._riders, rows), depth, prompts.last_tokens)
-        lap(Stage.DRAFT)
+        clock.lap(Stage.DRAFT)
         self._reserve(first + size, prompts, depth)
         scores, hidden = self.target.prefill(self._sequences, first, prompts, tree)
-        lap(Stage.PREFILL)
+        clock.lap(Stage.PREFILL)
         if self.method.rule.needs_patches:
             part.keep_patches(hidden[:, prompts.patches])
         done = self._judge(part, tree, scores, depth)
         self._commit(part, done, scores.logits)
         self._settle(done, first)
-        lap(Stage.JUDGE)
-        read = done.for_host, done.for_trace, done.num_nodes
-        self._note(rows, Record(*read, first, True, clock, clock.take_laps()))
+        clock.lap(Stage.JUDGE)
+        record = Record(done.told, done.num_nodes, first, True, clock, clock.take_laps())
+        self._note(rows, record)
         if not all(row.is_done for row in rows):
             for one in self._drafts:
                 if HIDDEN in one.needs:
                     one.begin(part, prompts, hidden)
-
-    def _lap(self, clock: StageClock, whole: Stage) -> Lap:
-        """What books time. Without drafts a pass is a `whole` stage, and ends judged."""
-        if self.plan.kinds:
-            return clock.lap
-        return lambda stage: clock.lap(whole) if stage is Stage.JUDGE else None
 
     def _reserve(self, num_rows: int, prompts: Prompts, depth: int) -> None:
         """Room for the whole of these answers and a tree behind."""
@@ -425,19 +414,21 @@ class Lane:
     def _settle(self, done: Pass, first: int) -> None:
         """Let this be the last pass of the rows from `first` on, beside that of others."""
         old, stop = self._last, first + len(done.num)
-        others = [row.slot + 1 for row in self.rows if row.records and row.slot < first]
-        others += [row.slot + 1 for row in self.rows if row.records and row.slot >= stop]
+        begun = [row.slot for row in self.rows if row.records]
+        others = [slot + 1 for slot in begun if not first <= slot < stop]
         if self.is_fixed and old is not None:
             old.put(done, first)
         elif old is None or not others:
             self._last = done
         else:
             nodes, steps = (max(a, b) for a, b in zip(old.size, done.size, strict=True))
-            hidden = self.target.embed(self._whole.tokens[0, 0])
-            bins = len(self.target.action_tokens)
-            self._last = Pass.blank(max(stop, *others), nodes, steps, hidden, bins)
+            self._last = self._blank_pass(max(stop, *others), nodes, steps)
             self._last.put(old.of_rows(max(others)), 0)
             self._last.put(done, first)
+
+    def _blank_pass(self, rows: int, nodes: int, steps: int) -> Pass:
+        hidden = self.target.embed(self._whole.tokens[0, 0])
+        return Pass.blank(rows, nodes, steps, hidden, len(self.target.action_tokens))
 
     def _note_text(self, batch: Batch, done: Pass) -> None:
         """Where the action begins that the next token may belong to: behind the last text."""
@@ -463,11 +454,11 @@ class Lane:
         unread, self._unread = self._unread, []
         sums = self._whole.sums
         parts = [(sums - sums == 0).long()]
-        parts += [part for _, record in unread for part in record.for_host]
+        parts += [part for _, record in unread for part in record.committed]
         numbers = self.read_from_device(torch.cat([part.flatten() for part in parts]))
         is_finite, start = numbers, self._whole.capacity
         for rows, record in unread:
-            num_rows, steps = record.for_host[1].shape
+            num_rows, steps = record.committed[1].shape
             nums, tokens = start, start + num_rows
             own = tokens + num_rows * steps
             start = own + num_rows * steps

@@ -17,7 +17,7 @@ from torch.nn import functional
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import CheckpointError
-from deft_policies.model.kv_cache import Append, CacheSizes, KVCache
+from deft_policies.model.kv_cache import Append, KVCache
 from deft_policies.model.layout import (
     EagerRunner,
     StepRunner,
@@ -29,7 +29,7 @@ from deft_policies.model.layout import (
     tree_mask,
     tree_slots,
 )
-from deft_policies.model.llama import LlamaDecoder, take_rows
+from deft_policies.model.llama import LlamaDecoder, LlamaSizes, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
@@ -78,7 +78,7 @@ class Sequences:
     aside before, as what is recorded points to it.
     """
 
-    def __init__(self, sizes: CacheSizes, like: Tensor, rows: int = 0, length: int = 0) -> None:
+    def __init__(self, sizes: LlamaSizes, like: Tensor, rows: int = 0, length: int = 0) -> None:
         self._sizes, self._like = sizes, like
         self.cache = KVCache(sizes, rows, length, like)
         with torch.inference_mode(False):
@@ -168,7 +168,7 @@ class Target:
 
     def sequences(self) -> Sequences:
         """Memory for rows of its own."""
-        return Sequences(self.decoder.sizes.cache, self.decoder.embedding.weight)
+        return Sequences(self.decoder.sizes, self.decoder.embedding.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, [..., width]."""

@@ -24,7 +24,7 @@ from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method, method_names, turned
+from deft_policies.decoding.knobs import apply_knobs, find_method, method_names
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
 from deft_policies.decoding.sampling import Sampling
 from deft_policies.decoding.target import Prompts
@@ -404,7 +404,7 @@ class VlaPolicy:
         default = self.method
         base, _, knobs = name.partition(":")
         if base == default.name.partition(":")[0]:
-            method = turned(default, knobs) if name != default.name else default
+            method = apply_knobs(default, knobs) if name != default.name else default
         elif base not in method_names():
             raise UnknownDecodingError(base, self._methods())
         else:

@@ -5,21 +5,14 @@ So a layer appends with one copy, and keeping the accepted nodes of a draft tree
 one scatter over all layers. Knows nothing of trees or of who may attend to whom.
 """
 
-from copy import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-
-@dataclass(frozen=True)
-class CacheSizes:
-    """What one token leaves behind."""
-
-    num_layers: int
-    num_heads: int
-    head_dim: int
+if TYPE_CHECKING:
+    from deft_policies.model.llama import LlamaSizes
 
 
 @dataclass(frozen=True)
@@ -43,14 +36,14 @@ class KVCache:
     Slots beyond what a caller reads may hold anything finite.
     """
 
-    def __init__(self, sizes: CacheSizes, num_rows: int, length: int, like: Tensor) -> None:
+    def __init__(self, sizes: "LlamaSizes", num_rows: int, length: int, like: Tensor) -> None:
         """Allocate with the device and dtype of `like`."""
         self.num_rows = num_rows
         self.length = length
-        self._num_heads = sizes.num_heads
+        self._num_heads = sizes.num_kv_heads
         # Zeros, not garbage: a masked slot still enters 0 * value, and 0 * NaN is NaN. And not an
         # inference tensor: that could not be written to outside of inference mode.
-        shape = (sizes.num_layers, num_rows, length, 2 * sizes.num_heads, sizes.head_dim)
+        shape = (sizes.num_layers, num_rows, length, 2 * sizes.num_kv_heads, sizes.head_dim)
         with torch.inference_mode(False):
             self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
             self._flat = self.data.flatten(3).flatten(1, 2)
@@ -58,15 +51,6 @@ class KVCache:
     def fits(self, num_rows: int, length: int) -> bool:
         """Whether a batch of these sizes has room."""
         return num_rows <= self.num_rows and length <= self.length
-
-    def longer(self, more: int) -> "KVCache":
-        """A copy with more slots behind."""
-        longer = copy(self)
-        with torch.inference_mode(False):
-            longer.length = self.length + more
-            longer.data = functional.pad(self.data, (0, 0, 0, 0, 0, more))
-            longer._flat = longer.data.flatten(3).flatten(1, 2)
-        return longer
 
     def open(self, num_rows: int, num_tokens: int, append: Append) -> "CacheWindow":
         """The part of the cache that one pass writes and reads."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.kv_cache import CacheSizes, CacheWindow
+from deft_policies.model.kv_cache import CacheWindow
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -33,11 +33,6 @@ class LlamaSizes:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 2048
-
-    @property
-    def cache(self) -> CacheSizes:
-        """What one token leaves in the key/value cache."""
-        return CacheSizes(self.num_layers, self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)

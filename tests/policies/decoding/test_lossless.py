@@ -236,12 +236,12 @@ class KeepsWrongSlots(Sequences):
 
 class KeepsOneTooFewTarget(Target):
     def sequences(self) -> Sequences:
-        return KeepsOneTooFew(self.decoder.sizes.cache, self.decoder.embedding.weight)
+        return KeepsOneTooFew(self.decoder.sizes, self.decoder.embedding.weight)
 
 
 class KeepsWrongSlotsTarget(Target):
     def sequences(self) -> Sequences:
-        return KeepsWrongSlots(self.decoder.sizes.cache, self.decoder.embedding.weight)
+        return KeepsWrongSlots(self.decoder.sizes, self.decoder.embedding.weight)
 
 
 Judge = Callable[..., Accepted]

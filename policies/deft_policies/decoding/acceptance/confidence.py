@@ -23,7 +23,7 @@ class TopK(AcceptanceRule):
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Likely enough by rank all the way."""
         ranked = scored.drafted_log_probs() >= _kth_largest(scored, self.k)
-        return scored.whole_paths(scored.is_equal | (ranked & scored.is_relaxable))
+        return scored.relaxed_paths(ranked)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class NearTop(AcceptanceRule):
         best = scored.action_log_probs.amax(dim=2).gather(1, scored.parents)
         near = drafted.exp() >= best.exp() - self.delta
         ranked = drafted >= _kth_largest(scored, self.n)
-        return scored.whole_paths(scored.is_equal | (near & ranked & scored.is_relaxable))
+        return scored.relaxed_paths(near & ranked)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class EntropyRadius(AcceptanceRule):
         """Near enough for the target's certainty all the way."""
         share = (scored.entropy / self.full).clamp(max=1.0)
         radius = self.low + (self.high - self.low) * share
-        near = (scored.deviations.abs() <= radius) & scored.is_relaxable
-        return scored.whole_paths(scored.is_equal | near)
+        return scored.relaxed_paths(scored.deviations.abs() <= radius)
 
     def with_radius(self, radius: int) -> AcceptanceRule:
         """Replace the largest radius."""

@@ -21,8 +21,7 @@ class WithinBins(AcceptanceRule):
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near all the way."""
-        near = (scored.deviations.abs() <= self.radius) & scored.is_relaxable
-        return scored.whole_paths(scored.is_equal | near)
+        return scored.relaxed_paths(scored.deviations.abs() <= self.radius)
 
     def with_radius(self, radius: int) -> AcceptanceRule:
         """Replace r."""
@@ -69,8 +68,7 @@ class ScheduledRadius(AcceptanceRule):
         """Near all the way, by the radius of this step."""
         steps = scored.context.num_steps.float()
         radius = self.low + (self.high - self.low) * torch.exp(-((steps / self.tau) ** self.beta))
-        near = (scored.deviations.abs() <= radius.unsqueeze(1)) & scored.is_relaxable
-        return scored.whole_paths(scored.is_equal | near)
+        return scored.relaxed_paths(scored.deviations.abs() <= radius.unsqueeze(1))
 
     def with_radius(self, radius: int) -> AcceptanceRule:
         """A constant radius."""
@@ -99,8 +97,7 @@ class WithinLimits(AcceptanceRule):
         near = near & (scored.at_positions(space.groups) != DimensionGroup.GRIP)
         boundary = scored.at_positions(space.class_boundary)
         same_class = (scored.tree.tokens >= boundary) == (scored.expected >= boundary)
-        fine = torch.where(boundary == NO_CLASS, near, same_class) & scored.is_relaxable
-        return scored.whole_paths(scored.is_equal | fine)
+        return scored.relaxed_paths(torch.where(boundary == NO_CLASS, near, same_class))
 
     def _radii(self, scored: ScoredTree) -> Tensor:
         """Limits in bins, [row, position]."""

@@ -128,13 +128,9 @@ class ScoredTree:
     vocabulary: TokenRange
     action_tokens: TokenRange
     context: ActionContext
-    num_tokens: int = 0  # of the model's whole vocabulary; 0: `vocabulary` is all of it
+    num_tokens: int | None = None  # of the model's whole vocabulary; None: `vocabulary` is all
     limit: Tensor | None = None  # [row], tokens of the answer; None: as many as the space has
     begin: Tensor | None = None  # [row], where an action behind text begins; below 0: no text
-
-    def __post_init__(self) -> None:
-        if self.num_tokens == 0:
-            object.__setattr__(self, "num_tokens", len(self.vocabulary))
 
     @cached_property
     def parents(self) -> Tensor:
@@ -197,6 +193,10 @@ class ScoredTree:
         fine = (local & self.tree.is_real) | (self.tree.parents < 0)
         return (self.tree.ancestor_mask() <= fine.unsqueeze(1)).all(dim=2)
 
+    def relaxed_paths(self, near: Tensor) -> Tensor:
+        """Whole paths of tokens that are equal, or near where they may be relaxed."""
+        return self.whole_paths(self.is_equal | (near & self.is_relaxable))
+
     def sum_along_paths(self, values: Tensor) -> Tensor:
         """Sum [row, node] values over each node's path, the root left out; float32 [row, node]."""
         below = self.tree.ancestor_mask()[:, :, 1:].float()
@@ -221,7 +221,8 @@ class ScoredTree:
         same where only action rows are scored: what is left out has next to no odds.
         """
         log_probs = self.scores.logits.log_softmax(dim=2)
-        here = -(log_probs.exp() * log_probs).nansum(dim=2) / math.log(self.num_tokens)
+        largest = math.log(self.num_tokens or len(self.vocabulary))
+        here = -(log_probs.exp() * log_probs).nansum(dim=2) / largest
         return here.gather(1, self.parents)
 
     @cached_property

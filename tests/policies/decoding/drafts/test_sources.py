@@ -16,7 +16,6 @@ from deft_policies.decoding.drafts import (
     PreviousAction,
     Recycled,
     Retrieval,
-    line_weights,
 )
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.growers import MedusaDrafts
@@ -80,13 +79,6 @@ def test_extrapolation_continues_the_line_inside_the_vocabulary() -> None:
     assert ask(two, [memory], [[]], 5) == [[[34, 44, 60, 7]]]  # 7 is no bin: repeated
     assert ask(two, [memory_of((30, 30, 0))], [[]], 3) == [[[]]]
     assert Extrapolation.least_steps == 2
-
-
-@pytest.mark.parametrize("num_steps", [2, 3, 5])
-def test_line_weights_reproduce_any_line(num_steps: int) -> None:
-    values = torch.tensor([3.0 + 2.0 * step for step in range(num_steps + 1)])
-    ahead = (line_weights(num_steps, CPU) * values[:-1]).sum()
-    assert float(ahead) == pytest.approx(float(values[-1]), abs=1e-5)
 
 
 def test_ngram_lookup_repeats_what_followed_the_same_tokens_at_the_same_phase() -> None:
