@@ -333,8 +333,8 @@ class SmallModelDrafts(DraftSource):
         self._lookup = NgramLookup()
         self._rows = model.sequences()
         self._waiting: list[tuple[Batch, Prompts]] = []  # what has begun and is not yet read
-        self._guessed: Tensor | None = None  # [row, step], asked along with an earlier pass
-        self._ahead: Tensor | None = None  # [row, step, token], log-probabilities after each
+        # Asked along with an earlier pass: [row, step], and log-probabilities [row, step, token].
+        self._guessed, self._ahead = torch.zeros(0, 0), torch.zeros(0, 0, 0)
 
     def allocate(self, batch: Batch) -> None:
         """Nothing is left to be read."""
@@ -357,7 +357,7 @@ class SmallModelDrafts(DraftSource):
         """Draft behind the roots."""
         assert batch.last is not None
         shape = room.shape.cut(room.depth).grown_through(room.widest)
-        first = self._take_in(batch, batch.last, room, shape)[:, 0]
+        first = self._take_in(batch, batch.last, room, shape)
         deepest = _deepest(batch, room.shape)
         drafted = self._drafted.first - self._shift
         start = GrowthStart(self.kind, room.roots, first, deepest, drafted)
@@ -365,30 +365,28 @@ class SmallModelDrafts(DraftSource):
 
     def _take_in(self, batch: Batch, last: Pass, room: Room, shape: TreeShape) -> Tensor:
         """Let the model read what the target has committed; its log-probabilities at the roots."""
+        num_rows, end = batch.num_rows, last.num + 1
         chain = torch.cat((last.tree.tokens[:, :1], last.tokens), dim=1)
-        kept = (last.num + 1) * batch.is_open
+        kept = end * batch.is_open
         guessed = self._guess(batch, room, shape, room.roots[:, None])
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return self._read(chain, last.num + 1, kept, guessed)
-        is_new = torch.zeros(batch.num_rows, dtype=torch.bool)
+        is_old = torch.ones(num_rows, dtype=torch.bool)
         for part, _ in waiting:
-            is_new[part.first : part.first + part.num_rows] = True
-        found = chain.new_zeros(batch.num_rows, len(self._drafted), dtype=torch.float32)
-        if not bool(is_new.all()):
-            found = self._read(chain, last.num + 1, kept, guessed[:, :0])[:, 0]
+            is_old[part.first : part.first + part.num_rows] = False
+        has_old = bool(is_old.any())
+        if len(waiting) + has_old > 1:  # a guess is asked of all rows in one pass, or of none
+            guessed = guessed[:, :0]
+        found = chain.new_zeros(num_rows, len(self._drafted), dtype=torch.float32)
+        if has_old:
+            found = self._read(chain, end, kept, guessed)
         for part, prompts in waiting:
             # Rows of the part that have ended meanwhile may lie behind the batch.
             here = slice(part.first, part.first + part.num_rows)
-            rows = [_of_rows(one, here) for one in (chain, last.num + 1, kept, guessed)]
-            if len(waiting) > 1 or not bool(is_new.all()):
-                rows[3] = rows[3][:, :0]
-            got = self._read(rows[0], rows[1], rows[2], rows[3], part.first, prompts)
-            found[here] = got[: max(batch.num_rows - part.first, 0), 0]
-        if self._guessed is not None and self._ahead is not None:
-            num_rows = batch.num_rows
-            self._guessed, self._ahead = self._guessed[:num_rows], self._ahead[:num_rows]
-        return found[:, None]
+            mine = [_of_rows(one, here) for one in (chain, end, kept, guessed)]
+            read = self._read(mine[0], mine[1], mine[2], mine[3], part.first, prompts)
+            found[here] = read[: max(num_rows - part.first, 0)]
+        self._guessed, self._ahead = self._guessed[:num_rows], self._ahead[:num_rows]
+        return found
 
     def _read(
         self,
@@ -403,7 +401,7 @@ class SmallModelDrafts(DraftSource):
         tree = DraftTree.chain(chain)
         found = self._ask(tree, end[:, None], guessed, first, prompts)
         self._rows.keep(tree.depths(), kept, in_place=True, first=first)
-        return found
+        return found[:, 0]
 
     def _go_on(self, batch: Batch, room: Room, shape: TreeShape) -> GoOn:
         assert batch.last is not None
@@ -455,7 +453,7 @@ class SmallModelDrafts(DraftSource):
     def _foresaw(self, nodes: OpenNodes, is_done: Tensor) -> Tensor | None:
         """What was asked along with an earlier pass, if every row goes on as guessed."""
         guessed, ahead = self._guessed, self._ahead
-        if guessed is None or ahead is None or guessed.shape[1] == 0:
+        if guessed.shape[1] == 0:
             return None
         if not bool(((guessed[:, 0] == nodes.tokens[:, 0]) | is_done).all()):
             return None

@@ -68,15 +68,12 @@ def predict(
 def judge(
     method: Method, scored: ScoredTree, noise: Noise, stop: Tensor | None, steps: int
 ) -> Accepted:
-    """Choose what is committed; no path is of use that has more than `steps` nodes.
+    """Choose what of some guesses is committed; no path is of use that is longer than `steps`.
 
     An answer's last token, the one at its limit or the `stop` token [row], is always the target's
     own word: guesses in its place never count.
     """
     tree, rule = scored.tree, method.rule
-    if tree.num_nodes == 1:
-        none = torch.zeros_like(scored.predictions)
-        return Accepted(none, none[:, 0], scored.predictions[:, 0], scored.predictions)
     if method.sampling.temperature > 0.0 and tree.drawn is not None:
         return _ratio_test(scored, tree.drawn, noise, method.sampling.temperature, stop, steps)
     if method.loop is Loop.PUBLISHED:

@@ -103,7 +103,7 @@ class Sequences:
     def reserve(self, rows: int, length: int) -> None:
         """Make room for so many rows of so many slots; what is cached stays."""
         old = self.cache
-        if old.fits(rows, length):
+        if rows <= old.num_rows and length <= old.length:
             return
         self.is_fixed = False
         rows = max(rows, old.num_rows)

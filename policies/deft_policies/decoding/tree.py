@@ -60,15 +60,7 @@ class DraftTree:
     @staticmethod
     def root_only(tokens: Tensor) -> "DraftTree":
         """A tree without guesses: what plain decoding verifies. `tokens` is [row]."""
-        root = tokens[:, None]
-        return DraftTree(
-            tokens=root,
-            parents=torch.full_like(root, -1),
-            is_real=torch.ones_like(root, dtype=torch.bool),
-            log_probs=torch.zeros_like(root, dtype=torch.float32),
-            sources=torch.full_like(root, -1),
-            is_chain=True,
-        )
+        return DraftTree.chain(tokens[:, None])
 
     @staticmethod
     def chain(tokens: Tensor, source: int = -1) -> "DraftTree":

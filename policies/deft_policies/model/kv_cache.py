@@ -48,10 +48,6 @@ class KVCache:
             self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
             self._flat = self.data.flatten(3).flatten(1, 2)
 
-    def fits(self, num_rows: int, length: int) -> bool:
-        """Whether a batch of these sizes has room."""
-        return num_rows <= self.num_rows and length <= self.length
-
     def open(self, num_rows: int, num_tokens: int, append: Append) -> "CacheWindow":
         """The part of the cache that one pass writes and reads."""
         rows = slice(append.first_row, append.first_row + num_rows)
