@@ -29,6 +29,7 @@ from deft_policies.model.layout import Tensors
 from deft_policies.model.staging import to_device
 
 _DRAFTS_KEPT = 16  # of methods that are asked for in turn
+Lap = Callable[[Stage], object]
 Maker = Callable[[DraftKind, Method], DraftSource]
 
 
@@ -167,7 +168,7 @@ class Lane:
         if done is not None:
             clock.lap(Stage.VERIFY)
         else:
-            last = self._play(batch, drafts, depth, tree, clock)
+            last = self._play(batch, drafts, depth, tree, self._lap(clock, Stage.VERIFY))
             done = last.told, last.num_nodes
         self._note(rows, Record(*done, 0, False, clock, clock.take_laps()))
 
@@ -177,22 +178,22 @@ class Lane:
         drafts: Sequence[DraftSource],
         depth: int,
         tree: DraftTree | None,
-        clock: StageClock,
+        lap: Lap,
     ) -> Pass:
         """A round: draft behind what was accepted, verify the drafts, judge them, commit."""
         last = batch.last
         assert last is not None
         if tree is None:
             tree = self._draft(batch, drafts, depth)
-            clock.lap(Stage.DRAFT)
+            lap(Stage.DRAFT)
         self._keep(batch, last)
-        clock.lap(Stage.COMMIT)
+        lap(Stage.COMMIT)
         scores = self.target.score(self._sequences, tree)
-        clock.lap(Stage.VERIFY)
+        lap(Stage.VERIFY)
         done = self._judge(batch, tree, scores, depth)
         self._commit(batch, done, scores.logits)
         self._settle(done, 0)
-        clock.lap(Stage.JUDGE)
+        lap(Stage.JUDGE)
         return done
 
     def _keep(self, batch: Batch, last: Pass) -> None:
@@ -234,7 +235,7 @@ class Lane:
             assert self._last is not None
             batch.last = self._last.of_rows(batch.num_rows)
             guessed = DraftTree(*columns) if columns else None
-            self._play(batch, drafts, depth, guessed, StageClock(torch.device("cpu")))
+            self._play(batch, drafts, depth, guessed, lambda _: None)
             return (torch.cat(self._last.of_rows(batch.num_rows).told, dim=1),)
 
         (found,) = self.target.runner.run((self, key), step, given)
@@ -299,24 +300,30 @@ class Lane:
         for one in self._drafts:
             if HIDDEN not in one.needs:
                 one.begin(part, prompts, None)
-        depth = max(row.limit for row in rows) - 1
+        depth, lap = max(row.limit for row in rows) - 1, self._lap(clock, Stage.PREFILL)
         tree = self._draft(part, _able(self._riders, rows), depth, prompts.last_tokens)
-        clock.lap(Stage.DRAFT)
+        lap(Stage.DRAFT)
         self._reserve(first + size, prompts, depth)
         scores, hidden = self.target.prefill(self._sequences, first, prompts, tree)
-        clock.lap(Stage.PREFILL)
+        lap(Stage.PREFILL)
         if self.method.rule.needs_patches:
             part.keep_patches(hidden[:, prompts.patches])
         done = self._judge(part, tree, scores, depth)
         self._commit(part, done, scores.logits)
         self._settle(done, first)
-        clock.lap(Stage.JUDGE)
+        lap(Stage.JUDGE)
         record = Record(done.told, done.num_nodes, first, True, clock, clock.take_laps())
         self._note(rows, record)
         if not all(row.is_done for row in rows):
             for one in self._drafts:
                 if HIDDEN in one.needs:
                     one.begin(part, prompts, hidden)
+
+    def _lap(self, clock: StageClock, whole: Stage) -> Lap:
+        """What books time. Without drafts a pass is a `whole` stage, and ends judged."""
+        if self.plan.kinds:
+            return clock.lap
+        return lambda stage: clock.lap(whole) if stage is Stage.JUDGE else None
 
     def _reserve(self, num_rows: int, prompts: Prompts, depth: int) -> None:
         """Room for the whole of these answers and a tree behind."""
