@@ -1,7 +1,6 @@
 """Grown trees: EAGLE-2's against plain lists, templates against a table of odds by path."""
 
 import random
-from argparse import ArgumentTypeError
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from deft_policies.decoding.growth import GrowthStart, OpenNodes, grow_tree
 from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate, read_tree
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.families.options import _draft_tree
 from tests.policies.decoding.trees import num_real, paths_of
 from tests.tiny_target import path_to
 
@@ -123,8 +121,8 @@ def test_the_flag_reads_every_kind_of_tree() -> None:
 
 @pytest.mark.parametrize("text", ["", "chain", "chain:0", "chain:1,2", "dynamic:5", "bush:3"])
 def test_a_tree_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"expected dynamic:LEVELS,TOP_K,GUESSES"):
-        _draft_tree(text)
+    with pytest.raises(ValueError, match=r"expected dynamic:LEVELS,TOP_K,GUESSES"):
+        read_tree(text)
 
 
 # Dynamic trees, as EAGLE-2 grows them.
