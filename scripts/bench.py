@@ -57,7 +57,7 @@ def others_asked_for(given: Namespace) -> Further:
             loops = [Contender(one.value, TransformersPolicy(policy, one)) for one in BaselineLoop]
             contenders += loops
         if given.scripted_drafts:
-            is_guarded = not getattr(given, "no_guard", False)
+            is_guarded = getattr(given, "is_guarded", True)
             contenders += _scripted(policy, frames, given.scripted_drafts, is_guarded)
         baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value
         return list(contenders), baseline

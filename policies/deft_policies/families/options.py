@@ -65,7 +65,7 @@ def _readable(read: Callable[[str], object], text: str) -> str:
 _positive = partial(_at_least, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, and how it runs. None leaves the choice to device, checkpoint or family."""
 

@@ -29,7 +29,9 @@ NUM_STEPS = 8 * EVERY
 
 def demonstrate(folder: Path, chain: ImageChain) -> Path:
     """A recording whose actions are the policy's own, behind a chain."""
-    options = ModelOptions(str(CHECKPOINT), statistics_key=STATISTICS_KEY, image_chain=chain)
+    options = ModelOptions(
+        checkpoint=str(CHECKPOINT), statistics_key=STATISTICS_KEY, image_chain=chain
+    )
     policy = load_policy(options)
     parts = [encode_header(EpisodeHeader("arm", 1000.0, part=0))]
     picture = frame(96, 96)
