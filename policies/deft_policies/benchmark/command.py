@@ -126,6 +126,8 @@ def bench(
             contenders = [replace(one, want_reasoning=thinks) for one in contenders]
             beside, baseline = others(policy, frames)
             contenders += beside
+            if policy.model.runner.reserve is None:  # else steps are recorded as they come up
+                policy.warm_up()  # a server's guard knows from its start what plans cost
             report = measure(policy, contenders, frames, given.warm_ups, baseline)
             if given.audit:
                 found = run_audit(command.model_options(), frames, contenders[0].options(frames[0]))

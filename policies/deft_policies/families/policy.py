@@ -229,9 +229,10 @@ class VlaPolicy:
 
     def _tested(self, model: Model) -> ActOptions:
         """How a model is asked before anybody waits: of a text for its beginning."""
-        if model.formats[self._any_key].stop is None:
+        answer = model.formats[self._any_key]
+        if answer.stop is None:
             return ActOptions()
-        return ActOptions(want_reasoning=True, max_tokens=_TESTED_TOKENS)
+        return ActOptions(want_reasoning=True, max_tokens=min(_TESTED_TOKENS, answer.max_tokens))
 
     def capture(self, names: Sequence[str]) -> None:
         """Capture all that these methods and the default can need, for any batch in the reserve."""

@@ -333,6 +333,14 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert report["rates"]["bytes_per_s"] > 0.0
 
 
+def test_bench_warms_up_as_a_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed = []
+    monkeypatch.setattr(VlaPolicy, "warm_up", lambda policy: warmed.append(policy.info.decoding))
+    few = ["--frames", "1", "--warm-ups", "0", "--threads", "1", "--dtype", "float32"]
+    assert deft(["bench", "--random-weights", str(golden.TINY_OPENVLA), *few]) == 0
+    assert warmed == ["lossless"]
+
+
 def test_bench_runs_drafts_that_are_right_to_order(tmp_path: Path) -> None:
     target = tmp_path / "bench.json"
     arguments = ["--checkpoint", str(golden.TINY_OPENVLA), "--statistics-key", "libero_spatial"]
