@@ -5,11 +5,11 @@ once and written in place, so that a round can be recorded by running it on them
 last target pass left behind for the next round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class Row:
     slot: int = -1  # in its batch
     tokens: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)  # the target's, given what stands before
+    drafted: list[int] = field(default_factory=list)  # the last tree's tokens, the root first
+    predictions: list[int] = field(default_factory=list)  # the target's token after each of them
     count: int = 0  # tokens that are known to be decoded, though perhaps not yet read
     is_done: bool = False
     is_finite: bool = True
@@ -104,10 +106,13 @@ class Row:
         self.records.append(record)
         self.count += 1
 
-    def take(self, tokens: Sequence[int], own: Sequence[int], is_finite: bool) -> None:
-        """Take in what a pass has committed."""
-        self.tokens += tokens
-        self.own += own
+    def take(self, told: Sequence[list[int]], is_finite: bool) -> None:
+        """Take in what the host has read of a pass: the first of `Pass.told`."""
+        (num_kept,), tokens, own, *nodes = told
+        self.tokens += tokens[: num_kept + 1]
+        self.own += own[: num_kept + 1]
+        if nodes:
+            self.drafted, self.predictions = nodes
         self.count = max(self.count, len(self.tokens))
         self.is_finite = self.is_finite and is_finite
         ended = self.form.stop is not None and self.tokens[-1:] == [self.form.stop]
@@ -180,10 +185,10 @@ class Pass:
 
     @property
     def told(self) -> tuple[Tensor, ...]:
-        """What the host reads of it, [row, number] each: what is committed, then for a trace."""
-        tree, num = self.tree, self.num[:, None]
-        nodes = (tree.tokens, tree.parents, tree.sources, tree.is_real, self.predictions)
-        return num, self.tokens, self.own, *nodes, self.path, num, self.bonus[:, None]
+        """What the host reads, [row, number] each: what is committed, then by node, for a trace."""
+        tree = self.tree
+        nodes = (tree.tokens, self.predictions, tree.parents, tree.sources, tree.is_real)
+        return self.num[:, None], self.tokens, self.own, *nodes, self.path, self.bonus[:, None]
 
     def put(self, other: "Pass", first: int) -> None:
         """Write the rows of another here, from `first` on; it may have fewer nodes and steps."""
@@ -210,16 +215,15 @@ class Record:
     """What is read of a pass: on the device, and put into words when somebody asks."""
 
     told: tuple[Tensor, ...]  # [row, number]: see `Pass`
-    num_nodes: int
     first: int  # the slot of its first row
     is_prefill: bool
     clock: StageClock
     laps: range  # of the clock
 
     @property
-    def committed(self) -> tuple[Tensor, ...]:
-        """Drafts kept, tokens and the target's own, [row, number] each."""
-        return self.told[:3]
+    def num_nodes(self) -> int:
+        """Of its tree, padding among them."""
+        return self.told[3].shape[1]
 
     def ms(self, *stages: Stage) -> float:
         """Time spent in these stages."""
@@ -227,23 +231,19 @@ class Record:
 
     def describe(self, slot: int) -> PassTrace:
         """One row's pass, without the nodes that were only padding."""
-        row, size = slot - self.first, self.num_nodes
-        numbers: list[int] = torch.cat([one[row] for one in self.told[3:]]).tolist()
-        tokens, parents, sources, is_real, predictions = (
-            numbers[start : start + size] for start in range(0, 5 * size, size)
-        )
-        *path, accepted, bonus = numbers[5 * size :]
-        number = {node: index for index, node in enumerate(n for n in range(size) if is_real[n])}
-        number[-1] = -1
+        row = slot - self.first
+        found = [one[0] for one in read_lists([one[row : row + 1] for one in self.told])]
+        (num_kept,), _, _, tokens, predictions, parents, sources, is_real, path, (bonus,) = found
+        real = [node for node, is_one in enumerate(is_real) if is_one]
+        number = {-1: -1, **{node: index for index, node in enumerate(real)}}
         names = (*(kind.value for kind in source_kinds()), "")  # the root's source is -1: the last
-        real = [node for node in number if node >= 0]
         return PassTrace(
             is_prefill=self.is_prefill,
             tokens=tuple(tokens[node] for node in real),
             parents=tuple(number[parents[node]] for node in real),
             sources=tuple(names[sources[node]] for node in real),
             predictions=tuple(predictions[node] for node in real),
-            path=tuple(number[node] for node in path[1 : accepted + 1]),
+            path=tuple(number[node] for node in path[1 : num_kept + 1]),
             bonus=bonus,
             draft_ms=self.ms(Stage.DRAFT),
             pass_ms=self.ms(Stage.PREFILL, Stage.VERIFY),
@@ -431,6 +431,12 @@ class Batch:
         """[row, patch, width], where the rule reads them."""
         whole = self.shared.get("patches")
         return None if whole is None else whole[self.first : self.first + self.num_rows]
+
+
+def read_lists(parts: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Tensors [row, number] as lists, in one read from the device."""
+    numbers: Iterator[int] = iter(torch.cat([one.flatten() for one in parts]).tolist())
+    return [[list(islice(numbers, one.shape[1])) for _ in range(len(one))] for one in parts]
 
 
 def runs_of(slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -20,7 +20,8 @@ from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree, TokenRange
 
-MEMORY, FRAME, HIDDEN, LOGITS = "memory", "frame", "hidden", "logits"
+MEMORY, FRAME, PREDICTIONS = "memory", "frame", "predictions"
+HIDDEN, LOGITS = "hidden", "logits"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class DraftSource(ABC):
     """One source of guesses, for one batch.
 
     `kind` is its name. `needs` says what it reads: the session's "memory", the "frame" (what the
-    prompts hold), the target's "hidden" states or its "logits" (also `Batch.last.predictions`). One
-    that needs neither of the last two may ride behind the prompt. A `capturable` one reads nothing
+    prompts hold), on the host the last tree's "predictions" (`Row.drafted`, `Row.predictions`), the
+    target's "hidden" states or its "logits" (also `Batch.last.predictions`). One that needs neither
+    of the last two may ride behind the prompt. A `capturable` one reads nothing
     but tensors and keeps what changes in tensors that stay where they are, so that what it does
     between passes can be recorded and replayed without it. It is asked where `least_steps` past
     actions are known.

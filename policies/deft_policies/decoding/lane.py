@@ -14,9 +14,17 @@ from torch import Tensor
 
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ScoredTree
-from deft_policies.decoding.batch import Batch, Pass, Record, Row, runs_of
+from deft_policies.decoding.batch import Batch, Pass, Record, Row, read_lists, runs_of
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.drafts import HIDDEN, LOGITS, MEMORY, DraftSource, Room, merge
+from deft_policies.decoding.drafts import (
+    HIDDEN,
+    LOGITS,
+    MEMORY,
+    PREDICTIONS,
+    DraftSource,
+    Room,
+    merge,
+)
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.judge import Noise, judge, predict
 from deft_policies.decoding.methods import Method
@@ -112,6 +120,7 @@ class Lane:
         needs = frozenset[str]().union(*(one.needs for one in self._drafts))
         self._keeps_hidden, self._keeps_logits = HIDDEN in needs, LOGITS in needs
         self._reads_past = MEMORY in needs
+        self._num_read = 5 if PREDICTIONS in needs else 3  # of what a pass tells
         self._rule = str(method.rule) if any(one.kinds for one in method.plans) else ""
 
     def _draft_of(self, kind: DraftKind) -> DraftSource:
@@ -169,8 +178,8 @@ class Lane:
             clock.lap(Stage.VERIFY)
         else:
             last = self._play(batch, drafts, depth, tree, self._lap(clock, Stage.VERIFY))
-            done = last.told, last.num_nodes
-        self._note(rows, Record(*done, 0, False, clock, clock.take_laps()))
+            done = last.told
+        self._note(rows, Record(done, 0, False, clock, clock.take_laps()))
 
     def _play(
         self,
@@ -206,8 +215,8 @@ class Lane:
 
     def _replay(
         self, batch: Batch, drafts: Sequence[DraftSource], depth: int, tree: DraftTree | None
-    ) -> tuple[Tensors, int] | None:
-        """The same as one launch: what it tells, and how many nodes; None if it is not recorded.
+    ) -> Tensors | None:
+        """The same as one launch: what it tells; None if it is not recorded.
 
         What is recorded drafts, too, or is given a tree that could only be made step by step.
         """
@@ -240,10 +249,8 @@ class Lane:
 
         (found,) = self.target.runner.run((self, key), step, given)
         assert batch.last is not None
-        nodes, steps = batch.last.size
         # The next round overwrites it, and a trace is put into words much later.
-        sizes = [1, steps, steps, found.shape[1] - 1 - 2 * steps]
-        return torch.split(found.clone(), sizes, dim=1), nodes
+        return torch.split(found.clone(), [one.shape[1] for one in batch.last.told], dim=1)
 
     def record(self, group: Group, method: Method, plan: Plan) -> None:
         """Record every round that answers like these may need; they are not decoded to their end.
@@ -312,7 +319,7 @@ class Lane:
         self._commit(part, done, scores.logits)
         self._settle(done, first)
         lap(Stage.JUDGE)
-        record = Record(done.told, done.num_nodes, first, True, clock, clock.take_laps())
+        record = Record(done.told, first, True, clock, clock.take_laps())
         self._note(rows, record)
         if not all(row.is_done for row in rows):
             for one in self._drafts:
@@ -457,31 +464,21 @@ class Lane:
             self._read()
 
     def _read(self) -> None:
-        """Read what passes have committed since the last time: the one read of a round."""
+        """Read what passes have told since the last time: the one read of a round."""
         unread, self._unread = self._unread, []
         sums = self._whole.sums
-        parts = [(sums - sums == 0).long()]
-        parts += [part for _, record in unread for part in record.committed]
-        numbers = self.read_from_device(torch.cat([part.flatten() for part in parts]))
-        is_finite, start = numbers, self._whole.capacity
+        parts = [(sums - sums == 0).long()[:, None]]
+        parts += [part for _, record in unread for part in record.told[: self._num_read]]
+        is_finite, *told = self.read_from_device(parts)
         for rows, record in unread:
-            num_rows, steps = record.committed[1].shape
-            nums, tokens = start, start + num_rows
-            own = tokens + num_rows * steps
-            start = own + num_rows * steps
+            read, told = told[: self._num_read], told[self._num_read :]
             for row in rows:
-                index = row.slot - record.first
-                committed = slice(index * steps, index * steps + numbers[nums + index] + 1)
-                row.take(
-                    numbers[tokens:own][committed],
-                    numbers[own:start][committed],
-                    is_finite=bool(is_finite[row.slot]),
-                )
+                mine = [one[row.slot - record.first] for one in read]
+                row.take(mine, is_finite=is_finite[row.slot] == [1])
 
-    def read_from_device(self, numbers: Tensor) -> list[int]:
+    def read_from_device(self, parts: Sequence[Tensor]) -> list[list[list[int]]]:
         """The one place where the host waits for the device."""
-        found: list[int] = numbers.tolist()
-        return found
+        return read_lists(parts)
 
     def _finish(self, done: list[Row]) -> list[Row]:
         """Let go of what has ended, tell what happened, and let the guards learn."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.batch import Batch, Row
-from deft_policies.decoding.drafts import MEMORY, DraftSource, Room
+from deft_policies.decoding.drafts import MEMORY, PREDICTIONS, DraftSource, Room
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
@@ -118,7 +118,7 @@ class PreviousAnswer(DraftSource):
     """A source of chains from the session's last answer. Text, numbers and actions alike."""
 
     kind = DraftKind.PREVIOUS_ANSWER
-    needs = frozenset({MEMORY})
+    needs = frozenset({MEMORY, PREDICTIONS})
     capturable = False
 
     def __init__(self) -> None:
@@ -137,12 +137,7 @@ class PreviousAnswer(DraftSource):
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
         """One tree of every row's chains, which share what starts alike."""
-        last, seen = batch.last, [[[0], [0]]] * batch.num_rows
-        if last is not None and any(self._has_guessed(row) for row in batch.rows):
-            seen = torch.stack((last.tree.tokens, last.predictions), dim=1).tolist()
-        grown = [
-            self._grow(row, room.widest, *one) for row, one in zip(batch.rows, seen, strict=True)
-        ]
+        grown = [self._grow(row, room.widest) for row in batch.rows]
         size = max(len(tokens) for tokens, _ in grown)
         numbers = [
             [[*one, *(0,) * (size - len(one))] for one in (*both, [1] * len(both[0]))]
@@ -159,17 +154,12 @@ class PreviousAnswer(DraftSource):
             is_chain=all(above == list(range(len(above))) for _, above in grown),
         ).below(room.roots)
 
-    def _has_guessed(self, row: Row | None) -> bool:
-        return row in self._alignments and bool(self._alignments[row].chains)
-
-    def _grow(
-        self, row: Row | None, widest: int, drafted: list[int], said: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a row's guesses, given the last tree and what was said after it."""
+    def _grow(self, row: Row | None, widest: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a row's guesses."""
         alignment = None if row is None else self._alignments.get(row)
         if row is None or alignment is None or row.is_done:
             return [], []
         guessed = alignment.drafted
-        is_ours = drafted[1 : len(guessed) + 1] == guessed  # of other sources we know nothing
-        alignment.take(row.tokens, said if is_ours else ())
+        is_ours = row.drafted[1 : len(guessed) + 1] == guessed  # not another source's
+        alignment.take(row.tokens, row.predictions if is_ours else ())
         return alignment.guess(row.tokens, widest - 1, row.limit - 1 - row.count)

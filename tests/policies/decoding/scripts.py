@@ -234,7 +234,7 @@ def filled(rows: Sequence[Row], committed: Sequence[Sequence[int]]) -> Batch:
     batch.fill(rows, None, drafts=True, reads_past=True)
     for slot, tokens in enumerate(committed):
         if tokens:
-            rows[slot].take(list(tokens), list(tokens), True)
+            rows[slot].take([[len(tokens) - 1], list(tokens), list(tokens)], is_finite=True)
         batch.tokens[slot, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
         batch.count[slot] = len(tokens)
     return batch

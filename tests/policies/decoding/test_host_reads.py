@@ -5,7 +5,9 @@ would make the host wait for a value (tolist, item, bool, indexing by a mask) fa
 runs through cannot do so; the one read of a round is answered by a script and counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.lane import Lane
 from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
@@ -27,6 +30,7 @@ from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
 
 META = torch.device("meta")
 NUM_ROWS = 2
+FORM = Form.action(ActionSpace.in_bins(LENGTH))
 SHAPES = (
     TreeShape(5, 4, 20),
     TreeShape(5, 4, 20, is_full_depth=True),
@@ -57,22 +61,24 @@ def meta_prompts() -> Prompts:
     return Prompts(embeds, numbers, numbers, slice(1, 1 + NUM_PATCHES), features)
 
 
-def reads_and_passes(method: Method, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def reads_and_passes(
+    method: Method, monkeypatch: pytest.MonkeyPatch, form: Form = FORM
+) -> tuple[int, int]:
     """Decode on meta tensors; a read tells that rows go on by two and by three tokens."""
     reads = []
 
-    def read(lane: Lane, numbers: Tensor) -> list[int]:
-        assert numbers.device == META
-        reads.append(numbers)
-        room = len(numbers) - lane._whole.capacity
-        steps = (room // NUM_ROWS - 1) // 2
-        counts = [min(kept, steps - 1) for kept in (1, 2)]
-        return [1] * lane._whole.capacity + counts + [0] * (room - NUM_ROWS)
+    def read(lane: Lane, parts: Sequence[Tensor]) -> list[list[list[int]]]:
+        assert {one.device for one in parts} == {META}
+        reads.append(parts)
+        lists = [[[1] * one.shape[1] for _ in range(len(one))] for one in parts]
+        for number, (_, tokens) in enumerate(pairwise(parts)):
+            if number % lane._num_read == 1:  # drafts kept, of a pass
+                lists[number] = [[min(kept, tokens.shape[1] - 1)] for kept in (1, 2)]
+        return lists
 
     monkeypatch.setattr(Lane, "read_from_device", read)
     own = tuple((30 + step,) * LENGTH for step in range(3))
-    memory = SessionMemory(own=own, drift=(0.0,) * LENGTH)
-    form = Form.action(ActionSpace.in_bins(LENGTH))
+    memory = SessionMemory(own=own, drift=(0.0,) * LENGTH, answer=(7,) * 20)
     rows = [Row(method, form, memory) for _ in range(NUM_ROWS)]
     engine = Engine(meta_target(), meta_models())
     with torch.inference_mode():
@@ -108,6 +114,15 @@ def test_several_sources_together_read_nothing_more(monkeypatch: pytest.MonkeyPa
     plan = Plan("all", RIDES_IN_PREFILL[:3], OUR_KINDS)
     num_reads, num_passes = reads_and_passes(planned(plan), monkeypatch)
     assert num_reads == num_passes
+
+
+def test_a_text_drafted_from_the_last_one_reads_once_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the target has said behind the old words comes with what was committed."""
+    text = Form(24, stop=5)
+    num_reads, num_passes = reads_and_passes(find_method("lossless:guard=off"), monkeypatch, text)
+    assert num_reads == num_passes > 2
 
 
 def test_plain_decoding_reads_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
