@@ -6,6 +6,7 @@ not be replaced afterwards.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,8 +128,7 @@ class Projection:
         self._packed: Tensor | None = None
         is_small = is_plain and linear.weight.numel() <= _MOST_PACKED
         is_float32 = linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
-        has_layout = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        if packs and is_small and is_float32 and has_layout:
+        if packs and is_small and is_float32 and can_pack():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     @property
@@ -143,9 +143,7 @@ class Projection:
             return self._fp8.multiply(rows)
         assert isinstance(inputs, Tensor)
         if self._packed is not None:
-            pointwise = torch.ops.mkldnn._linear_pointwise
-            multiplied: Tensor = pointwise(inputs, self._packed, None, "none", [], "")
-            return multiplied
+            return _multiply_packed(inputs, self._packed)
         if self._turned is None:
             return functional.linear(inputs, self._weight)
         return torch.mm(inputs, self._turned)
@@ -161,6 +159,22 @@ class Projection:
             return self.apply(inputs)
         residual.addmm_(inputs, self._turned)
         return None
+
+
+def _multiply_packed(inputs: Tensor, packed: Tensor) -> Tensor:
+    multiplied: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, None, "none", [], "")
+    return multiplied
+
+
+@lru_cache(maxsize=1)
+def can_pack() -> bool:
+    """Whether this torch multiplies by packed weights: its operators for that are private."""
+    weight = torch.eye(2, device="cpu")
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return torch.equal(_multiply_packed(weight, packed), weight)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
 
 
 class _Norm:
