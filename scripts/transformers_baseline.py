@@ -66,7 +66,7 @@ class TransformersPolicy:
         prompts = model.see([request.observation], clock)
         answer = model.formats[self._ours.find_key(request.options.statistics_key)]
         decode = self._forward if self._loop is BaselineLoop.FORWARD else self._generate
-        tokens = decode(prompts.embeds, answer.max_tokens, clock)
+        tokens = decode(prompts.embeds, answer.form.max_tokens, clock)
         clock.skip()
         actions = answer.decode(np.array(tokens))
         clock.lap(Stage.FINISH)

@@ -27,7 +27,7 @@ from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.sampling import first_maximum
@@ -133,8 +133,7 @@ def method_of(kind: DraftKind, rng: random.Random) -> Method:
     """Exact match with this source, and perhaps others."""
     others = [one for one in OUR_KINDS if one != kind]
     kinds = (kind, *rng.sample(others, rng.randint(0, 2)))
-    riders = tuple(one for one in kinds if one in RIDES_IN_PREFILL)
-    plan = Plan("case", riders, kinds, shape_of(rng))
+    plan = Plan("case", kinds, kinds, shape_of(rng))
     share = rng.choice([0.1, 1.0])
     return replace(find_method("lossless"), plans=(plan,), is_guarded=False, patch_share=share)
 

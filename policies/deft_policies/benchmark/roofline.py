@@ -227,7 +227,7 @@ class CostModel:
         assert isinstance(model, TokenModel)
         config = model.network.config
         prompt = len(model.encode(frame.observation.instruction)) + config.num_patches
-        length = model.formats[self.policy.find_key(frame.statistics_key)].max_tokens
+        length = model.formats[self.policy.find_key(frame.statistics_key)].form.max_tokens
         if trace is not None:
             length = len(trace.tokens)
         # A trace without passes is another engine's: plain decoding, one token per pass.

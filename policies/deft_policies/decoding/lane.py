@@ -37,6 +37,7 @@ from deft_policies.model.layout import Tensors
 from deft_policies.model.staging import to_device
 
 _DRAFTS_KEPT = 16  # of methods that are asked for in turn
+_MOST_RIDERS = 3  # sources that draft behind the prompt
 Lap = Callable[[Stage], object]
 Maker = Callable[[DraftKind, Method], DraftSource]
 
@@ -87,7 +88,7 @@ class Lane:
         self.is_recording = False
         self._make, self._widest, self._whole = make, widest, whole
         self._made: dict[Hashable, DraftSource] = {}
-        self._num_promised = 0  # of these, the first: recordings use them
+        self._num_promised = 0  # of these, the first: recordings may use them
         self._recorded: set[Hashable] = set()
         self._sequences = target.sequences()
         self._groups: list[Group] = []
@@ -107,15 +108,15 @@ class Lane:
 
     def switch_to(self, method: Method, plan: Plan) -> None:
         """Decode by another method and plan from now on; nobody is on the way here."""
-        is_switched = self._is_switched and self.method is method and self.plan is plan
-        if is_switched and not self.is_recording:
+        if self._is_switched and self.method is method and self.plan is plan:
             return
         self.method, self.plan, self._is_switched = method, plan, True
         by_kind = {kind: self._draft_of(kind) for kind in plan.kinds}
         self._drafts = tuple(by_kind.values())
         # What reads the target's own passes has nothing to say before the first of them.
-        riders = (by_kind[kind] for kind in plan.prefill)
-        self._riders = tuple(one for one in riders if not one.needs & {HIDDEN, LOGITS})
+        riders = [by_kind[kind] for kind in plan.prefill]
+        riders = [one for one in riders if not one.needs & {HIDDEN, LOGITS}]
+        self._riders = tuple(riders[:_MOST_RIDERS])
         self._between = tuple(by_kind[kind] for kind in plan.rounds)
         needs = frozenset[str]().union(*(one.needs for one in self._drafts))
         self._keeps_hidden, self._keeps_logits = HIDDEN in needs, LOGITS in needs
@@ -130,7 +131,6 @@ class Lane:
                 del made[list(made)[self._num_promised]]
             made[key] = self._make(kind, self.method)
             made[key].allocate(self._whole)
-            self._num_promised += self.is_recording
         return made[key]
 
     def fits(self, prompts: Prompts, rows: Sequence[Row]) -> bool:
@@ -260,6 +260,7 @@ class Lane:
         """
         self.is_recording = True
         self.switch_to(method, plan)
+        self._num_promised = len(self._made)
         self.join(group)
         self._prefill(group, StageClock(self.target.device))
         batch, drafts, shape = self._in_use(), _able(self._between, group.rows), self.plan.shape

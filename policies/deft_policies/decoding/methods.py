@@ -22,7 +22,6 @@ from deft_policies.decoding.acceptance.distance import (
 )
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.plan import (
-    OUR_KINDS,
     PLAIN,
     DraftKind,
     Loop,
@@ -91,8 +90,8 @@ class Method:
         """
         if self.plans == (PLAIN,):
             raise RequestError("drafts", f"{self.name!r} drafts nothing; choose another method")
-        plans, required = (plan_of(drafts),), frozenset(drafts)
-        return replace(self, plans=plans, required=required, is_guarded=False)
+        plan = Plan("+".join(kind.value for kind in drafts), drafts, drafts)
+        return replace(self, plans=(plan,), required=frozenset(drafts), is_guarded=False)
 
     def with_shape(self, shape: TreeShape) -> "Method":
         """With other trees; of the plans that become alike, the first."""
@@ -285,20 +284,3 @@ def rule_method(found: EntryPoint) -> Method:
         )
     said = (type(rule).__doc__ or found.value).strip().splitlines()[0]
     return Method(found.name, said, rule, OUR_PLANS)
-
-
-RIDES_IN_PREFILL = (
-    DraftKind.PREVIOUS,
-    DraftKind.EXTRAPOLATION,
-    DraftKind.NGRAM,
-    DraftKind.RETRIEVAL,
-    DraftKind.PREVIOUS_ANSWER,
-)
-_NEVER_RIDE = frozenset(OUR_KINDS) - frozenset(RIDES_IN_PREFILL)
-MAX_PREFILL_KINDS = 3
-
-
-def plan_of(drafts: tuple[DraftKind, ...]) -> Plan:
-    """Put each source where it can draft; growers win the rounds, else guessers draft tails too."""
-    riders = tuple(kind for kind in drafts if kind not in _NEVER_RIDE)[:MAX_PREFILL_KINDS]
-    return Plan("+".join(kind.value for kind in drafts) or "plain", riders, drafts)

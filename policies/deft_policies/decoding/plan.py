@@ -229,7 +229,7 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Plan:
-    """What rides in the prefill (at most three kinds), and what drafts between later passes."""
+    """What rides in the prefill, if it can, and what drafts between later passes."""
 
     name: str
     prefill: tuple[DraftKind, ...] = ()

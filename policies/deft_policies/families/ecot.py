@@ -77,7 +77,8 @@ class Ecot(OpenVLA):
             return self.codec.decode(tokens[None, -1 - dim : -1], statistics)
 
         action = super()._format(key, statistics)
-        return replace(action, max_tokens=self._max_tokens, decode=decode, stop=self._stop)
+        form = replace(action.form, max_tokens=self._max_tokens, stop=self._stop)
+        return replace(action, form=form, decode=decode)
 
     @property
     def longest_prompt(self) -> int:

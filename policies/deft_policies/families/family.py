@@ -18,7 +18,6 @@ from torch import Tensor
 from deft_client.types import DecodeTrace, Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.checkpoint.open import CheckpointSource
-from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import WIDEST
@@ -39,22 +38,13 @@ Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised
 class AnswerFormat:
     """What an answer under one statistics key is, and how it becomes actions.
 
-    An answer has exactly `max_tokens` tokens, or ends with `stop` where there is one. `decode`
-    takes its tokens (or normalised values, of a model that answers with numbers) to actions
-    [step, action_dim] in robot units, and raises `NoActionError` where they hold none. Without a
-    `space` tokens have no distances, and only acceptance rules that need none can judge them.
+    `decode` takes its tokens (or normalised values, of a model that answers with numbers) to
+    actions [step, action_dim] in robot units, and raises `NoActionError` where they hold none.
     """
 
-    max_tokens: int
+    form: Form
     decode: Callable[[Values], NDArray[np.float64]]
     limits: ActionLimits
-    stop: int | None = None
-    space: ActionSpace | None = None
-
-    @property
-    def form(self) -> Form:
-        """What the decoder is asked for."""
-        return Form(self.max_tokens, self.stop, self.space)
 
 
 class Model(ABC):

@@ -12,6 +12,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
 from deft_policies.base import ActionLimits
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
+from deft_policies.decoding.batch import Form
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.target import Prompts
@@ -69,16 +70,15 @@ class OpenVLA(TokenModel):
             return self.codec.decode(tokens.astype(np.int64)[None], statistics)
 
         return AnswerFormat(
-            max_tokens=statistics.action_dim,
-            decode=decode,
-            limits=ActionLimits(statistics.lowest, statistics.highest),
-            space=self.codec.action_space(statistics, RobotScale.of_statistics(key)),
+            Form.action(self.codec.action_space(statistics, RobotScale.of_statistics(key))),
+            decode,
+            ActionLimits(statistics.lowest, statistics.highest),
         )
 
     @property
     def longest_prompt(self) -> int:
         """Ids that a prompt may have."""
-        longest_answer = max(one.max_tokens for one in self.formats.values())
+        longest_answer = max(one.form.max_tokens for one in self.formats.values())
         # Trees of full depth reach beyond a short answer.
         taken = self.network.config.num_patches + max(longest_answer, MOST_LEVELS)
         return self.target.max_positions - taken

@@ -108,7 +108,7 @@ class VlaPolicy:
         told = {name: text for way in self._models for name, text in way.details.items()}
         if self._token_models:
             told |= self.method.described()
-        longest = self._models[-1].formats[self._any_key]
+        longest = self._models[-1].formats[self._any_key].form
         return ServerInfo(
             policy=options.name or model.family,
             action_dim=len(one.limits.low),
@@ -164,7 +164,7 @@ class VlaPolicy:
 
     def action_space(self, statistics_key: str | None) -> ActionSpace:
         """What one bin means to the robot under a statistics key; None is the default."""
-        space = self._format(statistics_key).space
+        space = self._format(statistics_key).form.space
         if space is None:
             raise PolicyError(f"{self.model.family} answers with no action tokens")
         return space
@@ -190,7 +190,7 @@ class VlaPolicy:
     def _check_method(self, options: ActOptions) -> None:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
-            form = _form(self.model_for(options).formats[key], options)
+            form = _form(self.model_for(options).formats[key].form, options)
             self._engine.check(Row(self.method_for(options), form))
             return
         if options.decoding not in (None, self._default_method):
@@ -214,7 +214,7 @@ class VlaPolicy:
             model.capture()
             self.capture(self._methods() if methods is None else methods)
             for way in self._token_models:
-                form = _form(way.formats[self._any_key], self._tested(way))
+                form = _form(way.formats[self._any_key].form, self._tested(way))
                 prompts = self._blank_prompts(way, 1)
                 self._engine.warm_up(prompts, self.method_for(ActOptions()), form)
         limits = self.action_limits(self._any_key)
@@ -229,10 +229,10 @@ class VlaPolicy:
 
     def _tested(self, model: Model) -> ActOptions:
         """How a model is asked before anybody waits: of a text for its beginning."""
-        answer = model.formats[self._any_key]
-        if answer.stop is None:
+        form = model.formats[self._any_key].form
+        if form.stop is None:
             return ActOptions()
-        return ActOptions(want_reasoning=True, max_tokens=min(_TESTED_TOKENS, answer.max_tokens))
+        return ActOptions(want_reasoning=True, max_tokens=min(_TESTED_TOKENS, form.max_tokens))
 
     def capture(self, names: Sequence[str]) -> None:
         """Capture all that these methods and the default can need, for any batch in the reserve."""
@@ -241,7 +241,10 @@ class VlaPolicy:
         if reserve is None or not several:
             return
         batches = [[self._blank_prompts(one, rows) for rows in reserve.batches] for one in several]
-        forms = [{form.max_tokens: form.form for form in one.formats.values()} for one in several]
+        forms = [
+            {answer.form.max_tokens: answer.form for answer in one.formats.values()}
+            for one in several
+        ]
         every = dict.fromkeys((self.method.name, *names))
         for index, name in enumerate(every):
             seconds = time.perf_counter() - started
@@ -314,7 +317,7 @@ class VlaPolicy:
         options, model, row = request.options, self.model_for(request.options), None
         key = self.find_key(options.statistics_key)
         if isinstance(model, TokenModel):
-            form = _form(model.formats[key], options)
+            form = _form(model.formats[key].form, options)
             row = Row(self.method_for(options), form, request.memory, options.want_trace)
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
@@ -464,21 +467,21 @@ def _version_of(distribution: str) -> str:
         return "not installed"
 
 
-def _form(one: AnswerFormat, options: ActOptions) -> Form:
+def _form(form: Form, options: ActOptions) -> Form:
     """What the decoder is asked for; raises `RequestError` for what is too long."""
     wanted = options.max_tokens
     if wanted is None:
-        return one.form
-    if one.stop is None:
+        return form
+    if form.stop is None:
         raise RequestError(
             "max_tokens",
-            f"all answers without reasoning have {one.max_tokens} tokens here; leave it out",
+            f"all answers without reasoning have {form.max_tokens} tokens here; leave it out",
         )
-    if not 1 <= wanted <= one.max_tokens:
+    if not 1 <= wanted <= form.max_tokens:
         raise RequestError(
-            "max_tokens", f"must be 1 to {one.max_tokens} (--max-tokens), got {wanted}"
+            "max_tokens", f"must be 1 to {form.max_tokens} (--max-tokens), got {wanted}"
         )
-    return replace(one.form, max_tokens=wanted)
+    return replace(form, max_tokens=wanted)
 
 
 @contextmanager

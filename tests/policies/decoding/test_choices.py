@@ -105,7 +105,7 @@ def test_what_is_changed_about_a_method_leaves_the_method_as_it_was() -> None:
     before = find_method("within-bins")
     after = before.with_radius(3).with_drafts(PREVIOUS).with_shape(TreeShape.chain(2))
     assert after.rule == WithinBins(3)
-    assert [plan.prefill for plan in after.plans] == [(DraftKind.PREVIOUS,)]
+    assert [plan.rounds for plan in after.plans] == [PREVIOUS]
     assert [plan.shape for plan in after.plans] == [TreeShape.chain(2)]
     assert find_method("within-bins") == before != after
 

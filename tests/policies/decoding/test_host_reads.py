@@ -18,7 +18,7 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.lane import Lane
-from deft_policies.decoding.methods import METHODS, RIDES_IN_PREFILL, Method
+from deft_policies.decoding.methods import METHODS, Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex
 from deft_policies.decoding.target import Prompts, Target
@@ -103,15 +103,13 @@ def test_no_rule_reads_anything(method: Method, monkeypatch: pytest.MonkeyPatch)
 def test_no_source_reads_anything(
     kind: DraftKind, shape: TreeShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    riders = (kind,) if kind in RIDES_IN_PREFILL else (DraftKind.PREVIOUS,)
-    num_reads, num_passes = reads_and_passes(
-        planned(Plan("case", riders, (kind,), shape)), monkeypatch
-    )
+    plan = Plan("case", (kind, DraftKind.PREVIOUS), (kind,), shape)
+    num_reads, num_passes = reads_and_passes(planned(plan), monkeypatch)
     assert num_reads == num_passes > 2
 
 
 def test_several_sources_together_read_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan("all", RIDES_IN_PREFILL[:3], OUR_KINDS)
+    plan = Plan("all", OUR_KINDS, OUR_KINDS)
     num_reads, num_passes = reads_and_passes(planned(plan), monkeypatch)
     assert num_reads == num_passes
 

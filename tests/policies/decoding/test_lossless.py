@@ -21,7 +21,7 @@ from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.judge import Accepted, judge
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import RIDES_IN_PREFILL, Method
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import (
@@ -145,8 +145,7 @@ def script(case: Case, number: int) -> Guess:
 
 
 def method_of(case: Case) -> Method:
-    riders = tuple(kind for kind in case.drafts if kind in RIDES_IN_PREFILL)[:3]
-    plan = Plan("case", riders, case.drafts, case.shape)
+    plan = Plan("case", case.drafts, case.drafts, case.shape)
     method = find_method("lossless:guard=off,patch_share=0.5")
     return replace(method, plans=(plan,), multi_level=case.script_seed % 2 == 1)
 

@@ -9,7 +9,7 @@ from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.knobs import find_method, method_names
-from deft_policies.decoding.methods import AUTOREGRESSIVE, METHODS, Method, plan_of
+from deft_policies.decoding.methods import AUTOREGRESSIVE, METHODS, Method
 from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
 from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.decoding.target import first_layers
@@ -194,13 +194,16 @@ def test_presets_carry_different_names_and_say_what_they_do() -> None:
     for method in METHODS:
         assert method.summary
         assert len({plan.name for plan in method.plans}) == len(method.plans)
-        assert all(len(plan.prefill) <= 3 for plan in method.plans)
 
 
-def test_named_sources_draft_where_they_can() -> None:
-    plan = plan_of((DraftKind.HEAD, DraftKind.PREVIOUS, DraftKind.RECYCLED))
-    assert plan.prefill == (DraftKind.PREVIOUS,)
-    assert plan.rounds == (DraftKind.HEAD, DraftKind.PREVIOUS, DraftKind.RECYCLED)
+def test_of_named_sources_three_that_need_no_pass_ride_behind_the_prompt() -> None:
+    method = find_method("lossless:drafts=head+previous-answer+previous+ngram+extrapolation")
+    traces = decode_by(method, num_steps=3)
+    riding = {source for trace in traces for source in trace.passes[0].sources}
+    later = {source for trace in traces for one in trace.passes[1:] for source in one.sources}
+    assert riding <= {"", "previous", "ngram"}
+    assert "previous" in riding
+    assert "head" in later
 
 
 def test_plain_decoding_says_what_recomputing_everything_says() -> None:

@@ -16,6 +16,7 @@ from deft_client.types import DecodeTrace, Image, Observation, PassTrace
 from deft_policies.base import ActionLimits
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.checkpoint.statistics import EXTREMES, QUANTILES, parse_statistics
+from deft_policies.decoding.batch import Form
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import CheckpointError, NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
@@ -94,7 +95,7 @@ class Oft(OnePassModel):
             return unnormalise(values.astype(np.float32), statistics, RANGE_EPS)
 
         return AnswerFormat(
-            max_tokens=shape.num_values,
+            form=Form(shape.num_values),
             decode=decode,
             limits=ActionLimits(
                 statistics.lowest,
