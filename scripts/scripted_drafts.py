@@ -21,7 +21,7 @@ from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.growers import HeadDrafts
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
-from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape
+from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape, source_number
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.families.options import ModelOptions
@@ -179,7 +179,9 @@ class ScriptedHead(HeadDrafts):
         path = torch.where(is_right > 0, answer, spoil(answer, self._drafted))
         chain = torch.cat((room.roots[:, None], path), dim=1)
         kept = torch.arange(tree.num_nodes - depth, device=answer.device)
-        return DraftTree.side_by_side([tree.select(kept), DraftTree.chain(chain, self.kind.number)])
+        return DraftTree.side_by_side(
+            [tree.select(kept), DraftTree.chain(chain, source_number(self.kind))]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +191,11 @@ class ScriptedModels(DraftModels):
     answers: Answers
 
     @property
-    def kinds(self) -> frozenset[DraftKind]:
+    def kinds(self) -> frozenset[str]:
         """Chains in the place of retrieval, and a head where there is one."""
         return super().kinds | {DraftKind.RETRIEVAL}
 
-    def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
+    def make(self, kind: str, target: Target, method: Method) -> DraftSource:
         """A source for one batch."""
         answers, script = self.answers, self.answers.script
         if self.head is not None and kind == DraftKind.HEAD:

@@ -28,7 +28,7 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.plan import OUR_KINDS, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import Prompts, self_draft_target
@@ -100,9 +100,9 @@ class Bench:
             ]
         return max(errors)
 
-    def flips(self, kind: DraftKind, session: int) -> Iterator[Flip]:
+    def flips(self, kind: str, session: int) -> Iterator[Flip]:
         """Play one session with this source and look at every token of it."""
-        rng = random.Random(f"{kind.value} {session}")
+        rng = random.Random(f"{kind} {session}")
         rows = rng.randint(1, MOST_ROWS)
         engine, method = Engine(self.target, self.models), method_of(kind, rng)
         memories = [SessionMemory()] * rows
@@ -116,9 +116,7 @@ class Bench:
                 if tuple(answer.tokens) != self.plain[frame]:
                     yield from self._explained(frame, tuple(answer.tokens), kind, session)
 
-    def _explained(
-        self, frame: int, tokens: Tokens, kind: DraftKind, session: int
-    ) -> Iterator[Flip]:
+    def _explained(self, frame: int, tokens: Tokens, kind: str, session: int) -> Iterator[Flip]:
         own = lead(self.target, self.frames[frame], tokens)
         exact = lead(self.exact.target, self.exact_frames[frame], tokens)
         for position, token in enumerate(tokens):
@@ -126,10 +124,10 @@ class Bench:
             if plain != token:
                 margin = float((exact[position][plain] - exact[position][token]).abs())
                 limit = 2 * self.largest_error
-                yield Flip(kind.value, session, position, plain, token, margin, limit)
+                yield Flip(kind, session, position, plain, token, margin, limit)
 
 
-def method_of(kind: DraftKind, rng: random.Random) -> Method:
+def method_of(kind: str, rng: random.Random) -> Method:
     """Exact match with this source, and perhaps others."""
     others = [one for one in OUR_KINDS if one != kind]
     kinds = (kind, *rng.sample(others, rng.randint(0, 2)))
@@ -208,7 +206,7 @@ def batch_of(frames: Sequence[Prompts]) -> Prompts:
 def main(arguments: list[str]) -> int:
     """Play all sessions and list what flipped."""
     num_sessions = int(arguments[0]) if arguments else 500
-    kinds = [one for one in OUR_KINDS if one.value in (arguments[1:] or [one.value])]
+    kinds = [one for one in OUR_KINDS if one in (arguments[1:] or [one])]
     num_flips = num_faults = 0
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         bench = Bench(Path(folder))
@@ -222,7 +220,7 @@ def main(arguments: list[str]) -> int:
                         f"{flip.plain} -> {flip.drafted}, float32 margin {flip.margin:.4f}, "
                         f"limit {flip.limit:.4f}: {verdict}\n"
                     )
-            sys.stdout.write(f"{kind.value}: {num_sessions} sessions\n")
+            sys.stdout.write(f"{kind}: {num_sessions} sessions\n")
             sys.stdout.flush()
     sys.stdout.write(f"{num_flips} flips, {num_faults} of them no near ties\n")
     return int(num_faults > 0)

@@ -4,14 +4,13 @@ import torch
 
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource, Room, from_here
-from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.target import Target
 
 
 class MiddleSource(DraftSource):
     """Knows nothing but the target; its kind is the name of the entry point."""
 
-    kind = DraftKind("middle")
+    kind = "middle"
     needs = frozenset({MEMORY})
     capturable = True
 

@@ -170,9 +170,7 @@ def test_steps_follow_from_the_number_of_samples(num_samples, steps, warm_up_ste
 
 def test_judging_says_how_many_actions_are_left(demos, capsys):
     frames = held_out_frames(EpisodeSource((demos,)))
-    setups = [
-        DraftSetup(kind.value, (kind,)) for kind in (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION)
-    ]
+    setups = [DraftSetup(kind, (kind,)) for kind in (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION)]
     assert len(list(evaluate(tiny_target().policy, frames, setups, [0, 9]))) == 4
     assert f"/{4 * sum(map(len, frames))} [" in capsys.readouterr().err
 

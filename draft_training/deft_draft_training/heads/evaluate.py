@@ -41,7 +41,7 @@ class DraftSetup:
     """A draft source to judge, by a name of the caller's."""
 
     name: str
-    drafts: tuple[DraftKind, ...]
+    drafts: tuple[str, ...]
     models: DraftModels = DraftModels()
     shape: TreeShape | None = None  # None: the tree that the decoder takes first
 

@@ -236,7 +236,7 @@ class Record:
         (num_kept,), _, _, tokens, predictions, parents, sources, is_real, path, (bonus,) = found
         real = [node for node, is_one in enumerate(is_real) if is_one]
         number = {-1: -1, **{node: index for index, node in enumerate(real)}}
-        names = (*(kind.value for kind in source_kinds()), "")  # the root's source is -1: the last
+        names = (*source_kinds(), "")  # the root's source is -1: the last
         return PassTrace(
             is_prefill=self.is_prefill,
             tokens=tuple(tokens[node] for node in real),

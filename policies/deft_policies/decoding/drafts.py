@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.plan import DraftKind, TreeShape
+from deft_policies.decoding.plan import DraftKind, TreeShape, source_number
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree, TokenRange
@@ -54,7 +54,7 @@ class DraftSource(ABC):
     actions are known.
     """
 
-    kind: DraftKind
+    kind: str
     needs: frozenset[str]
     capturable: bool
     least_steps = 0
@@ -77,7 +77,7 @@ class DraftSource(ABC):
 
 
 def merge(
-    found: Sequence[tuple[DraftKind, Chains | DraftTree]], roots: Tensor, room: Room, trims: bool
+    found: Sequence[tuple[str, Chains | DraftTree]], roots: Tensor, room: Room, trims: bool
 ) -> DraftTree:
     """One tree of all guesses: trees side by side, then chains, which share what starts alike.
 
@@ -97,7 +97,7 @@ def merge(
     return _cut(DraftTree.side_by_side(trees), room.widest)
 
 
-def _tree_of(chains: Sequence[tuple[DraftKind, Chains]], roots: Tensor, depth: int) -> DraftTree:
+def _tree_of(chains: Sequence[tuple[str, Chains]], roots: Tensor, depth: int) -> DraftTree:
     parts = [_fitted(one, depth) for _, one in chains]
     tokens = torch.cat([one.tokens for one in parts], dim=1)
     known = torch.cat([one.is_known for one in parts], dim=1).cummin(dim=2).values
@@ -105,7 +105,7 @@ def _tree_of(chains: Sequence[tuple[DraftKind, Chains]], roots: Tensor, depth: i
     # Filled on the device: a list would have to be copied there, which makes the host wait.
     sources = torch.cat(
         [
-            tokens.new_full((one.tokens.shape[1] * depth,), kind.number)
+            tokens.new_full((one.tokens.shape[1] * depth,), source_number(kind))
             for (kind, _), one in zip(chains, parts, strict=True)
         ]
     )

@@ -67,8 +67,8 @@ class DraftModels:
     index: RetrievalIndex | None = None
     small_model: Target | None = None
 
-    def _makers(self) -> dict[DraftKind, Callable[[Target, Method], DraftSource]]:
-        makers: dict[DraftKind, Callable[[Target, Method], DraftSource]] = {
+    def _makers(self) -> dict[str, Callable[[Target, Method], DraftSource]]:
+        makers: dict[str, Callable[[Target, Method], DraftSource]] = {
             DraftKind.PREVIOUS: lambda target, method: PreviousAction(),
             DraftKind.EXTRAPOLATION: lambda target, method: Extrapolation(target.action_tokens),
             DraftKind.NGRAM: lambda target, method: NgramLookup(),
@@ -89,11 +89,11 @@ class DraftModels:
         return makers
 
     @property
-    def kinds(self) -> frozenset[DraftKind]:
+    def kinds(self) -> frozenset[str]:
         """The sources that can be had."""
         return frozenset(self._makers())
 
-    def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
+    def make(self, kind: str, target: Target, method: Method) -> DraftSource:
         """A source for one batch, as a method runs it."""
         return self._makers()[kind](target, method)
 
@@ -107,7 +107,7 @@ class Engine:
         self.target = target
         self._models = models or DraftModels()
         self._widest = widest
-        self._plugins = {DraftKind(one.name): one for one in entry_points(group=DRAFT_SOURCES)}
+        self._plugins = {one.name: one for one in entry_points(group=DRAFT_SOURCES)}
         self._kinds = self._models.kinds | self._plugins.keys()  # of sources that can be had
         self._lanes: list[Lane] = []
         self._guards: dict[int, dict[int, Guard]] = {}  # by method, then by tokens; 0: texts
@@ -210,7 +210,7 @@ class Engine:
         """
         missing = method.required - self._kinds
         if missing:
-            names = ", ".join(sorted(kind.value for kind in missing))
+            names = ", ".join(sorted(missing))
             raise RequestError(
                 "decoding",
                 f"{method.name!r} needs draft sources that were not loaded: {names}; load a draft "
@@ -285,7 +285,7 @@ class Engine:
         self._lanes.append(lane)
         return lane
 
-    def _make(self, kind: DraftKind, method: Method) -> DraftSource:
+    def _make(self, kind: str, method: Method) -> DraftSource:
         found = self._plugins.get(kind)
         if found is None:
             return self._models.make(kind, self.target, method)

@@ -12,7 +12,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.plan import MOST_BRANCHES, DraftKind, Path, TreeShape, TreeTemplate
+from deft_policies.decoding.plan import (
+    MOST_BRANCHES,
+    Path,
+    TreeShape,
+    TreeTemplate,
+    source_number,
+)
 from deft_policies.decoding.sampling import Sampling, Stream, exponential, target_odds
 from deft_policies.decoding.tree import DraftTree, DrawnOdds
 
@@ -21,7 +27,7 @@ from deft_policies.decoding.tree import DraftTree, DrawnOdds
 class GrowthStart:
     """What a tree grows from."""
 
-    kind: DraftKind
+    kind: str
     roots: Tensor  # [row]
     log_probs: Tensor  # [row, token], of the roots' children; column i is token `first_token + i`
     deepest: Tensor  # [row], levels that are of use
@@ -100,7 +106,7 @@ def _best_of(levels: Sequence[Level], num_guesses: int, start: GrowthStart) -> D
         parents=torch.where(above < 0, 0, renumbered.gather(1, above.clamp(min=0))),
         is_real=is_real,
         log_probs=log_probs.masked_fill(~is_real, 0.0),
-        sources=torch.full_like(kept, start.kind.number),
+        sources=torch.full_like(kept, source_number(start.kind)),
     ).below(start.roots)
 
 
@@ -165,7 +171,7 @@ def _laid_out(
         parents=indices.parents.expand_as(every),
         is_real=is_real,
         log_probs=log_probs.masked_fill(~is_real, 0.0),
-        sources=torch.full_like(every, start.kind.number),
+        sources=torch.full_like(every, source_number(start.kind)),
     ).below(start.roots)
 
 

@@ -39,7 +39,7 @@ from deft_policies.model.staging import to_device
 _DRAFTS_KEPT = 16  # of methods that are asked for in turn
 _MOST_RIDERS = 3  # sources that draft behind the prompt
 Lap = Callable[[Stage], object]
-Maker = Callable[[DraftKind, Method], DraftSource]
+Maker = Callable[[str, Method], DraftSource]
 
 
 @dataclass(eq=False)
@@ -124,7 +124,7 @@ class Lane:
         self._num_read = 5 if PREDICTIONS in needs else 3  # of what a pass tells
         self._rule = str(method.rule) if any(one.kinds for one in method.plans) else ""
 
-    def _draft_of(self, kind: DraftKind) -> DraftSource:
+    def _draft_of(self, kind: str) -> DraftSource:
         key, made = (kind, self.method.drafting), self._made
         if key not in made:
             if len(made) >= self._num_promised + _DRAFTS_KEPT:

@@ -50,7 +50,7 @@ class Method:
     rule: AcceptanceRule
     plans: tuple[Plan, ...]
     tie_break: TieBreak = TieBreak.CLOSEST
-    required: frozenset[DraftKind] = frozenset()
+    required: frozenset[str] = frozenset()
     whole_vocabulary: bool = False
     is_guarded: bool = False
     sampling: Sampling = Sampling()
@@ -73,7 +73,7 @@ class Method:
         drawn = self.sampling if self.draws_drafts else None
         return self.whole_vocabulary, self.multi_level, self.patch_share, drawn
 
-    def uses(self, kind: DraftKind) -> bool:
+    def uses(self, kind: str) -> bool:
         """Whether any of its plans drafts from this source."""
         return any(kind in plan.kinds for plan in self.plans)
 
@@ -83,19 +83,19 @@ class Method:
             raise RequestError("radius", f"radius must be 0 or more bins, got {radius}")
         return replace(self, rule=self.rule.with_radius(radius))
 
-    def with_drafts(self, drafts: tuple[DraftKind, ...]) -> "Method":
+    def with_drafts(self, drafts: tuple[str, ...]) -> "Method":
         """Drafting from these sources alone, however slow they are.
 
         Sources that need no pass of their own ride in the prefill, the others draft between passes.
         """
         if self.plans == (PLAIN,):
             raise RequestError("drafts", f"{self.name!r} drafts nothing; choose another method")
-        plan = Plan("+".join(kind.value for kind in drafts), drafts, drafts)
+        plan = Plan("+".join(drafts), drafts, drafts)
         return replace(self, plans=(plan,), required=frozenset(drafts), is_guarded=False)
 
     def with_shape(self, shape: TreeShape) -> "Method":
         """With other trees; of the plans that become alike, the first."""
-        found: dict[tuple[tuple[DraftKind, ...], ...], Plan] = {}
+        found: dict[tuple[tuple[str, ...], ...], Plan] = {}
         for plan in self.plans:
             found.setdefault((plan.prefill, plan.rounds), replace(plan, shape=shape))
         return replace(self, plans=tuple(found.values()))

@@ -7,46 +7,27 @@ from enum import Enum
 from functools import lru_cache
 from importlib.metadata import entry_points
 from math import prod
-from typing import ClassVar
 
 MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that are asked for
 MOST_GROWN = 128  # nodes that rounds which are recorded look behind
 DRAFT_SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
 
 
-@dataclass(frozen=True)
-class DraftKind:
-    """A draft source by name: one of ours, or one that an installed package brings."""
+class DraftKind(str):
+    """The name of a draft source: one of ours, or one that an installed package brings."""
 
-    value: str
-
-    HEAD: ClassVar["DraftKind"]  # the trained EAGLE-style draft head
-    PREVIOUS: ClassVar["DraftKind"]  # the target's own last action
-    EXTRAPOLATION: ClassVar["DraftKind"]  # the last actions, continued in a straight line
-    NGRAM: ClassVar["DraftKind"]  # what followed the same tokens earlier in the session
-    RETRIEVAL: ClassVar["DraftKind"]  # the action stored with the most similar frame
-    RECYCLED: ClassVar["DraftKind"]  # the target's answers behind its last mismatch (Jacobi)
-    MEDUSA: ClassVar["DraftKind"]  # parallel heads, one per position ahead
-    SMALL_MODEL: ClassVar["DraftKind"]  # a cheaper model of the same actions
-    TOKEN_RECYCLING: ClassVar["DraftKind"]  # what the target last said after the same tokens
-    PREVIOUS_ANSWER: ClassVar["DraftKind"]  # the last answer, text and all, as it lines up
-
-    @property
-    def number(self) -> int:
-        """What `DraftTree.sources` holds for this kind."""
-        return source_kinds().index(self)
+    HEAD = "head"  # the trained EAGLE-style draft head
+    PREVIOUS = "previous"  # the target's own last action
+    EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
+    NGRAM = "ngram"  # what followed the same tokens earlier in the session
+    RETRIEVAL = "retrieval"  # the action stored with the most similar frame
+    RECYCLED = "recycled"  # the target's answers behind its last mismatch (Jacobi)
+    MEDUSA = "medusa"  # parallel heads, one per position ahead
+    SMALL_MODEL = "small-model"  # a cheaper model of the same actions
+    TOKEN_RECYCLING = "token-recycling"  # what the target last said after the same tokens
+    PREVIOUS_ANSWER = "previous-answer"  # the last answer, text and all, as it lines up
 
 
-DraftKind.HEAD = DraftKind("head")
-DraftKind.PREVIOUS = DraftKind("previous")
-DraftKind.EXTRAPOLATION = DraftKind("extrapolation")
-DraftKind.NGRAM = DraftKind("ngram")
-DraftKind.RETRIEVAL = DraftKind("retrieval")
-DraftKind.RECYCLED = DraftKind("recycled")
-DraftKind.MEDUSA = DraftKind("medusa")
-DraftKind.SMALL_MODEL = DraftKind("small-model")
-DraftKind.TOKEN_RECYCLING = DraftKind("token-recycling")
-DraftKind.PREVIOUS_ANSWER = DraftKind("previous-answer")
 OUR_KINDS = (
     DraftKind.HEAD,
     DraftKind.PREVIOUS,
@@ -61,11 +42,15 @@ OUR_KINDS = (
 
 
 @lru_cache(maxsize=1)
-def source_kinds() -> tuple[DraftKind, ...]:
+def source_kinds() -> tuple[str, ...]:
     """Every source there can be: ours, then those of installed packages in order of name."""
     theirs = sorted({one.name for one in entry_points(group=DRAFT_SOURCES)})
-    ours = (*OUR_KINDS, DraftKind.PREVIOUS_ANSWER)
-    return (*ours, *(kind for kind in map(DraftKind, theirs) if kind not in ours))
+    return tuple(dict.fromkeys((*OUR_KINDS, DraftKind.PREVIOUS_ANSWER, *theirs)))
+
+
+def source_number(kind: str) -> int:
+    """What `DraftTree.sources` holds for this source."""
+    return source_kinds().index(kind)
 
 
 class RopeOffset(Enum):
@@ -232,12 +217,12 @@ class Plan:
     """What rides in the prefill, if it can, and what drafts between later passes."""
 
     name: str
-    prefill: tuple[DraftKind, ...] = ()
-    rounds: tuple[DraftKind, ...] = ()
+    prefill: tuple[str, ...] = ()
+    rounds: tuple[str, ...] = ()
     shape: TreeShape = TreeShape()
 
     @property
-    def kinds(self) -> frozenset[DraftKind]:
+    def kinds(self) -> frozenset[str]:
         """Every source it uses."""
         return frozenset(self.prefill + self.rounds)
 
@@ -295,14 +280,14 @@ def read_tree(text: str) -> TreeShape:
     return shape if isinstance(shape, TreeShape) else TreeShape.of_template(shape)
 
 
-def read_kinds(text: str) -> tuple[DraftKind, ...]:
+def read_kinds(text: str) -> tuple[str, ...]:
     """Draft sources by name, joined by + or commas, each once."""
-    known = {kind.value: kind for kind in source_kinds()}
+    known = source_kinds()
     names = [name.strip() for name in re.split(r"[,+]", text)]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
-    return tuple(known[name] for name in dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
 
 
 def _by_level(path: Path) -> tuple[int, Path]:

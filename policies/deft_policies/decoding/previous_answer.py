@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deft_policies.decoding.batch import Batch, Row
 from deft_policies.decoding.drafts import MEMORY, PREDICTIONS, DraftSource, Room
-from deft_policies.decoding.plan import DraftKind
+from deft_policies.decoding.plan import DraftKind, source_number
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.staging import to_device
@@ -150,7 +150,7 @@ class PreviousAnswer(DraftSource):
             parents=parents,
             is_real=is_real > 0,
             log_probs=torch.zeros_like(tokens, dtype=torch.float32),
-            sources=torch.full_like(tokens, self.kind.number),
+            sources=torch.full_like(tokens, source_number(self.kind)),
             is_chain=all(above == list(range(len(above))) for _, above in grown),
         ).below(room.roots)
 

@@ -12,7 +12,6 @@ from deft_client.commands.methods import method_text
 from deft_client.image_chain import ImageChain
 from deft_policies.decoding.plan import (
     OUR_KINDS,
-    DraftKind,
     KeyMask,
     RopeOffset,
     TreeShape,
@@ -215,14 +214,14 @@ class ModelOptions:
         metavar="N",
         help="draft with the decoder's own first N layers (source small-model)",
     )
-    drafts: tuple[DraftKind, ...] | None = _flag(
+    drafts: tuple[str, ...] | None = _flag(
         "--drafts",
         read=read_kinds,
         of=OF_DECODING,
         type=partial(_readable, read_kinds),
         metavar="SOURCE[,SOURCE...]",
         help="draft from these alone: "
-        + ", ".join(kind.value for kind in OUR_KINDS)
+        + ", ".join(OUR_KINDS)
         + ", or one that an installed package brings",
     )
     draft_tree: TreeShape | None = _flag(

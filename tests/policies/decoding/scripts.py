@@ -13,7 +13,7 @@ from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import LOGITS, MEMORY, Chains, DraftSource, Room, from_here
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind, TreeShape
+from deft_policies.decoding.plan import DraftKind, TreeShape, source_number
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.memory import SessionMemory
@@ -31,7 +31,7 @@ class ScriptedDrafts(DraftSource):
     guess: Guess
     max_nodes: int = 24
     max_depth: int | None = None  # else as deep as is of use
-    kind: DraftKind = DraftKind.HEAD
+    kind: str = DraftKind.HEAD
     needs: frozenset[str] = frozenset({LOGITS})
     capturable: bool = False
     depths_asked: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class ScriptedDrafts(DraftSource):
         tokens = [one + [one[0]] * pad for (one, _), pad in zip(grown, padding, strict=True)]
         parents = [one + [0] * pad for (_, one), pad in zip(grown, padding, strict=True)]
         real = [[True] * (widest - pad) + [False] * pad for pad in padding]
-        sources = torch.full((len(tokens), widest), self.kind.number)
+        sources = torch.full((len(tokens), widest), source_number(self.kind))
         sources[:, 0] = -1
         return DraftTree(
             tokens=torch.tensor(tokens),
@@ -79,10 +79,10 @@ class ScriptedModels(DraftModels):
     scripted: tuple[DraftSource, ...] = ()
 
     @property
-    def kinds(self) -> frozenset[DraftKind]:
+    def kinds(self) -> frozenset[str]:
         return super().kinds | {one.kind for one in self.scripted}
 
-    def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
+    def make(self, kind: str, target: Target, method: Method) -> DraftSource:
         found = [one for one in self.scripted if one.kind == kind]
         return found[0] if found else super().make(kind, target, method)
 

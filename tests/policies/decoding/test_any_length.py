@@ -90,7 +90,7 @@ class Scripted(DraftSource):
     skill: float
     seed: int
     rides: bool
-    kind: DraftKind = DraftKind.HEAD
+    kind: str = DraftKind.HEAD
     capturable: bool = False
     rng: random.Random = field(default_factory=random.Random)
 

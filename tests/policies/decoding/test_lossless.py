@@ -73,7 +73,7 @@ class Case:
     seed: int
     lengths: tuple[int, ...]  # text tokens of each row's prompt
     frames: tuple[int, ...]
-    drafts: tuple[DraftKind, ...]
+    drafts: tuple[str, ...]
     shape: TreeShape
     scripted_skill: float | None  # chance of a right guess, where a script stands for the head
     script_seed: int

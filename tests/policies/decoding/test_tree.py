@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.drafts import Chains, _cut, _trimmed, from_here, merge
-from deft_policies.decoding.plan import DraftKind
+from deft_policies.decoding.plan import DraftKind, source_number
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
 from tests.policies.decoding.scripts import batch_of, room_of
@@ -15,7 +15,7 @@ from tests.policies.decoding.trees import num_real, paths_of, random_tree
 from tests.tiny_target import LENGTH, path_to
 
 
-def merged(guesses: Chains, kind: DraftKind, counts: list[int], roots: list[int]) -> DraftTree:
+def merged(guesses: Chains, kind: str, counts: list[int], roots: list[int]) -> DraftTree:
     """The tree of whole actions [row, chain, position], of which so much is committed."""
     batch = batch_of([SessionMemory()] * len(counts), [[0] * count for count in counts])
     room = room_of(batch, roots=torch.tensor(roots))
@@ -53,7 +53,7 @@ def test_one_chain_becomes_a_chain_of_what_is_still_open() -> None:
     tree = merged(guesses, DraftKind.PREVIOUS, [2], [99])
     assert tree.tokens.tolist() == [[99, 12, 13, 14, 15]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
-    assert tree.sources[0].tolist() == [-1] + [DraftKind.PREVIOUS.number] * 4
+    assert tree.sources[0].tolist() == [-1] + [source_number(DraftKind.PREVIOUS)] * 4
 
 
 def test_chains_that_start_alike_share_their_nodes() -> None:

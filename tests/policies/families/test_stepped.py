@@ -117,7 +117,7 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
 
 def test_where_one_frame_cannot_start_none_does() -> None:
     class Failing(DraftModels):
-        def make(self, kind: DraftKind, target: Target, method: Method) -> DraftSource:
+        def make(self, kind: str, target: Target, method: Method) -> DraftSource:
             if kind == DraftKind.NGRAM:
                 raise RequestError("drafts", "no n-grams today")
             return super().make(kind, target, method)
