@@ -252,7 +252,7 @@ class ChunkCostModel(CostModel):
     def vision_cost(self, num_rows: int) -> Cost:
         """Towers and projector over every picture, and what turns an instruction into scales."""
         model = self._chunk
-        pictures = num_rows * model.shape.num_pictures
+        pictures = num_rows * model.parts.num_pictures
         seen = vision_cost(model.model.config, pictures, self.weights)
         return seen + module_cost(model.parts.film, num_rows, self.weights)
 
@@ -262,16 +262,16 @@ class ChunkCostModel(CostModel):
         """The decoder over pictures, state, prompt, chunk and stop; then the head."""
         model, weights, num_rows = self._chunk, self.weights, contender.batch_size
         prompt = len(self.policy.model.encode(frame.observation.instruction))
-        shape, parts = model.shape, model.parts
+        parts = model.parts
         has_head = parts.head is not None
         tokens = PassTokens(
             before=0,
-            new=model.num_before + prompt + shape.num_values + 1,
-            scored=0 if has_head else shape.num_values,
+            new=model.num_before + prompt + parts.num_values + 1,
+            scored=0 if has_head else parts.num_values,
             head_rows=0 if has_head else model.model.config.llm.vocabulary,
         )
         state = module_cost(parts.state, num_rows, weights)
-        head = module_cost(parts.head, num_rows * shape.num_steps, weights)
+        head = module_cost(parts.head, num_rows * parts.num_steps, weights)
         return [decoder_cost(model.model.config.llm, num_rows, tokens, weights) + state + head]
 
     @property

@@ -81,7 +81,7 @@ def test_towers_see_every_picture_of_every_robot(policy: VlaPolicy) -> None:
     assert isinstance(policy.model, Oft)
     model = policy.model.chunk
     weights = WeightBytes(4.0, 4.0)
-    pictures = 3 * model.shape.num_pictures
+    pictures = 3 * model.parts.num_pictures
     seen = vision_cost(model.model.config, pictures, weights)
     film = module_cost(model.parts.film, 3, weights)
     assert ChunkCostModel(policy, RATES).vision_cost(3) == seen + film

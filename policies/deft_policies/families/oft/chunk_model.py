@@ -25,36 +25,37 @@ _MOST_PADDING = Reserve().bucket
 
 
 @dataclass(frozen=True)
-class ChunkShape:
-    """What a model looks at and how much it answers."""
+class ChunkParts:
+    """What a fine-tune looks at, how much it answers, and what it adds to the model for that.
+
+    Without a head it answers with tokens.
+    """
 
     num_pictures: int
     num_steps: int
     action_dim: int
-    state_dim: int | None = None
+    head: RegressionHead | None = None
+    state: StateProjector | None = None
+    film: nn.ModuleList | None = None  # [tower]
 
     @property
     def num_values(self) -> int:
         """Numbers in a chunk."""
         return self.num_steps * self.action_dim
 
+    @property
+    def state_dim(self) -> int | None:
+        """Numbers of the robot's state; None where it is not looked at."""
+        return None if self.state is None else self.state.fc1.in_features
+
     def num_before(self, num_patches: int) -> int:
         """Positions between the first prompt id and the second one; a picture has `num_patches`."""
-        return self.num_pictures * num_patches + (self.state_dim is not None)
+        return self.num_pictures * num_patches + (self.state is not None)
 
     def reserve(self, num_patches: int, longest_prompt: int, num_rows: int) -> Reserve:
         """For passes of up to `num_rows` prompts of one id up to `longest_prompt`."""
         others = self.num_before(num_patches) + self.num_values + 1
         return Reserve(num_rows, others + 1, others + longest_prompt)
-
-
-@dataclass(frozen=True)
-class ChunkParts:
-    """What a fine-tune adds to the model; without a head it answers with tokens."""
-
-    head: RegressionHead | None = None
-    state: StateProjector | None = None
-    film: nn.ModuleList | None = None  # [tower]
 
     def to(self, like: Tensor) -> "ChunkParts":
         """The same on the device and in the dtype of `like`; moves the modules themselves."""
@@ -77,14 +78,9 @@ class ChunkModel:
     """Runs the pass. Used by one thread."""
 
     def __init__(
-        self,
-        model: OpenVLAModel,
-        parts: ChunkParts,
-        shape: ChunkShape,
-        runner: StepRunner | None = None,
+        self, model: OpenVLAModel, parts: ChunkParts, runner: StepRunner | None = None
     ) -> None:
         self.model = model
-        self.shape = shape
         self.parts = parts.to(model.decoder.embedding.weight)
         self._passes = LlamaPasses(model.decoder)
         self.runner: StepRunner = runner or EagerRunner()
@@ -97,17 +93,17 @@ class ChunkModel:
     @property
     def num_before(self) -> int:
         """Positions between the first prompt id and the second one."""
-        return self.shape.num_before(self.model.config.num_patches)
+        return self.parts.num_before(self.model.config.num_patches)
 
     @property
     def longest_prompt(self) -> int:
         """Ids that a prompt may have."""
-        taken = self.num_before + self.shape.num_values + 1
+        taken = self.num_before + self.parts.num_values + 1
         return self.model.decoder.sizes.max_positions - taken - _MOST_PADDING
 
     def lay_out(self, prompts: Sequence[Sequence[int]]) -> ChunkPrompts:
         """Bring prompts to one length, the next captured one where there is one."""
-        behind = [_FILLER_ID] * self.shape.num_values + [STOP_ID]
+        behind = [_FILLER_ID] * self.parts.num_values + [STOP_ID]
         texts = [[*ids, *behind] for ids in prompts]
         longest = max(len(text) for text in texts)
         reserve, rows = self.runner.reserve, len(prompts)
@@ -128,10 +124,10 @@ class ChunkModel:
         channels, size = 3 * len(config.towers), config.image.size
         weight = self.model.decoder.embedding.weight
         for rows in () if reserve is None else reserve.batches:
-            pixels = weight.new_zeros(rows, self.shape.num_pictures, channels, size, size)
-            states = weight.new_zeros(rows, self.shape.state_dim or 0)
+            pixels = weight.new_zeros(rows, self.parts.num_pictures, channels, size, size)
+            states = weight.new_zeros(rows, self.parts.state_dim or 0)
             for length in reserve.lengths if reserve is not None else ():
-                num_ids = length - self.num_before - self.shape.num_values - 1
+                num_ids = length - self.num_before - self.parts.num_values - 1
                 prompts = self.lay_out([[STOP_ID] * num_ids] * rows)
                 self.answer(self.see(pixels, prompts), prompts, states)
 
@@ -160,7 +156,7 @@ class ChunkModel:
         step = partial(self._answer_step, prompts.is_padded)
         key = ("answer", prompts.is_padded, inputs[0].shape, inputs[1].shape)
         found = self.runner.run(key, step, inputs)
-        shape = (len(patches), self.shape.num_steps, self.shape.action_dim)
+        shape = (len(patches), self.parts.num_steps, self.parts.action_dim)
         return tuple(one[: len(patches)].view(shape) for one in found)
 
     def _pad(self, values: Tensor) -> Tensor:
@@ -180,7 +176,7 @@ class ChunkModel:
     def mean_embedding(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """What FiLM reads of the instruction, [row, width]: its prompt and the stop token."""
         behind = _behind(ids, lengths)
-        is_read = (behind < 0) | (behind == self.shape.num_values)
+        is_read = (behind < 0) | (behind == self.parts.num_values)
         words: Tensor = self.model.decoder.embedding(ids) * is_read.unsqueeze(2)
         mean = words.sum(dim=1, dtype=torch.float32) / is_read.sum(dim=1, keepdim=True)
         return mean.to(words.dtype)
@@ -192,14 +188,14 @@ class ChunkModel:
         embeds = self._compose(patches, ids, lengths, *state)
         if not is_padded:
             return self._score(embeds, lengths, None)
-        used = self.num_before + lengths + self.shape.num_values + 1
+        used = self.num_before + lengths + self.parts.num_values + 1
         is_used = torch.arange(embeds.shape[1], device=ids.device) < used[:, None]
         return self._score(embeds, lengths, is_used[:, None, None, :])
 
     def _compose(self, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor) -> Tensor:
         """Decoder inputs [row, position, width]."""
         behind = _behind(ids, lengths)
-        is_asked = (behind >= 0) & (behind < self.shape.num_values)
+        is_asked = (behind >= 0) & (behind < self.parts.num_values)
         words = self.model.decoder.embedding(ids).masked_fill(is_asked.unsqueeze(2), 0.0)
         tokens = [] if self.parts.state is None else [self.parts.state(*state).unsqueeze(1)]
         return torch.cat((words[:, :1], patches, *tokens, words[:, 1:]), dim=1)
@@ -214,7 +210,7 @@ class ChunkModel:
                 every.expand(rows, -1),
                 Append(positions),
                 mask,
-                rows_out=last_of_prompt[:, None] + every[: self.shape.num_values],
+                rows_out=last_of_prompt[:, None] + every[: self.parts.num_values],
             ),
             None,
         )

@@ -21,7 +21,7 @@ from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import CheckpointError, NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
 from deft_policies.families.family import AnswerFormat, Family, OnePassModel, Opened, Values
-from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts, ChunkShape
+from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts
 from deft_policies.families.oft.files import (
     FilmTowers,
     OftFile,
@@ -73,34 +73,34 @@ class Oft(OnePassModel):
         self._codec = ActionCodec(chunk.model.config.vocabulary)
         formats = {key: self._format(one) for key, one in actions.items()}
         super().__init__(chunk.model, encode, images, formats, chunk.runner)
-        shape, has_film = chunk.shape, chunk.parts.film is not None
-        self.num_steps = shape.num_steps
-        self.num_pictures = shape.num_pictures
-        self.state_dim = shape.state_dim
+        parts = chunk.parts
+        self.num_steps = parts.num_steps
+        self.num_pictures = parts.num_pictures
+        self.state_dim = parts.state_dim
         self.details = {
-            "head": "tokens, whole vocabulary" if chunk.parts.head is None else "L1 regression",
-            "film": "yes" if has_film else "no",
-            "cameras": f"image and {shape.num_pictures - 1} whose names contain 'wrist'",
-            "state": "not looked at" if shape.state_dim is None else f"{shape.state_dim}, raw",
+            "head": "tokens, whole vocabulary" if parts.head is None else "L1 regression",
+            "film": "no" if parts.film is None else "yes",
+            "cameras": f"image and {parts.num_pictures - 1} whose names contain 'wrist'",
+            "state": "not looked at" if parts.state is None else f"{parts.state_dim}, raw",
         }
 
     def _format(self, statistics: ActionStatistics) -> AnswerFormat:
         """A chunk. A head may exceed the statistics; poses, unlike motions, never stand still."""
-        shape = self.chunk.shape
+        parts = self.chunk.parts
 
         def decode(values: Values) -> NDArray[np.float64]:
-            if self.chunk.parts.head is None:
+            if parts.head is None:
                 normalised = self._codec.normalised(values.astype(np.int64))
                 return unnormalise(normalised, statistics, RANGE_EPS)
             return unnormalise(values.astype(np.float32), statistics, RANGE_EPS)
 
         return AnswerFormat(
-            form=Form(shape.num_values),
+            form=Form(parts.num_values),
             decode=decode,
             limits=ActionLimits(
                 statistics.lowest,
                 statistics.highest,
-                may_exceed=self.chunk.parts.head is not None,
+                may_exceed=parts.head is not None,
             ),
         )
 
@@ -232,25 +232,24 @@ OFT = Family(Oft.family, _matches, _open)
 def _opened(
     options: ModelOptions,
     config: OpenVLAConfig,
-    shape: ChunkShape,
+    parts: ChunkParts,
     actions: Mapping[str, ActionStatistics],
     states: Mapping[str, ActionStatistics],
     checkpoint: Checkpoint | None = None,
-    parts: ChunkParts | None = None,
 ) -> Opened:
-    """Where weights are drawn, so are the parts."""
+    """Where weights are drawn, so are those of the parts."""
 
     def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> Oft:
         network, encode = load_network(checkpoint, options, device, dtype)
-        found = parts or _draw_parts(network.config, options.seed, device)
+        own = parts if checkpoint else _drawn(parts, config.llm.width, options.seed, device)
         num_patches, rows = network.config.num_patches, options.largest_batch
-        reserve = shape.reserve(num_patches, LONGEST_INSTRUCTION, rows)
-        chunk = ChunkModel(network, found, shape, runner or choose_runner(options, device, reserve))
+        reserve = own.reserve(num_patches, LONGEST_INSTRUCTION, rows)
+        chunk = ChunkModel(network, own, runner or choose_runner(options, device, reserve))
         images = ImageProcessor(network.config.image, options.image_chain or ImageChain.OFT)
         return Oft(chunk, encode, images, actions, states)
 
     summary = (
-        f"oft: {shape.num_steps} actions of {shape.action_dim} from {shape.num_pictures} picture(s)"
+        f"oft: {parts.num_steps} actions of {parts.action_dim} from {parts.num_pictures} picture(s)"
     )
     return Opened(summary, config, load)
 
@@ -273,17 +272,15 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
                 f"*{OftFile.HEAD.value}*checkpoint* beside it; restore that file"
             )
         checkpoint = replace(checkpoint, merge=towers.merge)
-    parts = ChunkParts(
+    parts = replace(
+        _choose_parts(options, _find_action_dim(checkpoint, head), _find_source(checkpoint)),
         head=head,
         # The original leaves the state out where the model answers with tokens.
         state=None if head is None else load_state_projector(directory, config.llm.width),
         film=None if towers is None else towers.build_film(config),
     )
-    action_dim = _find_action_dim(checkpoint, parts)
-    actions, states = _read_statistics(checkpoint, parts, action_dim)
-    state_dim = None if parts.state is None else parts.state.fc1.in_features
-    shape = _choose_shape(options, action_dim, state_dim, _find_source(checkpoint))
-    return _opened(options, config, shape, actions, states, checkpoint, parts)
+    actions, states = _read_statistics(checkpoint, parts)
+    return _opened(options, config, parts, actions, states, checkpoint)
 
 
 def _open_random(options: ModelOptions) -> Opened:
@@ -292,29 +289,26 @@ def _open_random(options: ModelOptions) -> Opened:
     (key, statistics), *_ = config.statistics.items()
     actions = {key: statistics}
     looked_at = f"--random-weights {options.random_weights}"
-    shape = _choose_shape(options, statistics.action_dim, _STATE_DIM, looked_at)
+    parts = _choose_parts(options, statistics.action_dim, looked_at)
     ones = np.ones(_STATE_DIM)
     states = {key: ActionStatistics(-ones, ones, ones > 0)}
-    return _opened(options, replace(config, statistics=actions), shape, actions, states)
+    return _opened(options, replace(config, statistics=actions), parts, actions, states)
 
 
-def _draw_parts(config: OpenVLAConfig, seed: int, device: torch.device) -> ChunkParts:
-    width = config.llm.width
-    (statistics, *_) = config.statistics.values()
+def _drawn(parts: ChunkParts, width: int, seed: int, device: torch.device) -> ChunkParts:
+    """With random weights: a head that reads a state."""
     torch.manual_seed(seed)
     with device:
-        head = RegressionHead(width, statistics.action_dim, _NUM_HEAD_BLOCKS)
+        head = RegressionHead(width, parts.action_dim, _NUM_HEAD_BLOCKS)
         state = StateProjector(_STATE_DIM, width)
-    return ChunkParts(head.requires_grad_(False), state.requires_grad_(False))
+    return replace(parts, head=head.requires_grad_(False), state=state.requires_grad_(False))
 
 
-def _choose_shape(
-    options: ModelOptions, action_dim: int, state_dim: int | None, looked_at: object
-) -> ChunkShape:
+def _choose_parts(options: ModelOptions, action_dim: int, looked_at: object) -> ChunkParts:
     """Join what the files tell and what the flags do."""
     num_steps = options.num_steps or (_ALOHA_STEPS if action_dim == _ALOHA_DIM else None)
     if num_steps is not None and options.num_pictures is not None:
-        return ChunkShape(options.num_pictures, num_steps, action_dim, state_dim)
+        return ChunkParts(options.num_pictures, num_steps, action_dim)
     wanted = []
     if options.num_pictures is None:
         wanted.append(
@@ -334,11 +328,11 @@ def _find_source(checkpoint: Checkpoint) -> object:
     return head or checkpoint.source.read_statistics().path
 
 
-def _find_action_dim(checkpoint: Checkpoint, parts: ChunkParts) -> int:
+def _find_action_dim(checkpoint: Checkpoint, head: RegressionHead | None) -> int:
     """The head's, or that of the statistics, which must be one and the same."""
     dims = {one.action_dim for one in checkpoint.config.statistics.values()}
-    if parts.head is not None:
-        dims.add(parts.head.action_dim)
+    if head is not None:
+        dims.add(head.action_dim)
     if len(dims) > 1:
         raise CheckpointError(
             f"{checkpoint.source.read_statistics().path} and {_find_source(checkpoint)} disagree "
@@ -349,20 +343,19 @@ def _find_action_dim(checkpoint: Checkpoint, parts: ChunkParts) -> int:
 
 
 def _read_statistics(
-    checkpoint: Checkpoint, parts: ChunkParts, action_dim: int
+    checkpoint: Checkpoint, parts: ChunkParts
 ) -> tuple[Mapping[str, ActionStatistics], Mapping[str, ActionStatistics]]:
     """Of actions and of states."""
-    ends = EXTREMES if action_dim == _ALOHA_DIM else QUANTILES
+    ends = EXTREMES if parts.action_dim == _ALOHA_DIM else QUANTILES
     statistics = checkpoint.source.read_statistics()
     actions = parse_statistics(statistics, "action", ends)
     states = parse_statistics(statistics, "proprio", ends)
-    wanted = None if parts.state is None else parts.state.fc1.in_features
     for key in actions:
         found = states[key].action_dim if key in states else 0
-        if wanted not in (None, found):
+        if parts.state_dim not in (None, found):
             raise CheckpointError(
                 f"{statistics.path}: {key}.proprio has {found} dimensions, but "
-                f"{find_file(checkpoint.source.tuned, OftFile.STATE)} reads {wanted}; restore "
-                "the files of one fine-tuning run"
+                f"{find_file(checkpoint.source.tuned, OftFile.STATE)} reads {parts.state_dim}; "
+                "restore the files of one fine-tuning run"
             )
     return actions, states

@@ -46,7 +46,7 @@ def slow_hidden(
     mistake: Mistake | None = None,
 ) -> Tensor:
     """Hidden states [value, width] of pixels [picture, channel, height, width]."""
-    model, num_values = chunk_model.model, chunk_model.shape.num_values
+    model, num_values = chunk_model.model, chunk_model.parts.num_values
     words = model.decoder.embedding(torch.tensor(ids))
     stop = model.decoder.embedding(torch.tensor([STOP_ID]))
     modulations = slow_modulations(chunk_model, words, stop, mistake)
@@ -97,7 +97,7 @@ def slow_modulations(
     if mistake is Mistake.MEAN_WITHOUT_BOS:
         read = read[1:]
     if mistake is Mistake.MEAN_WITH_PLACEHOLDERS:
-        zeros = torch.zeros(chunk_model.shape.num_values, words.shape[1])
+        zeros = torch.zeros(chunk_model.parts.num_values, words.shape[1])
         read = torch.cat((read, zeros))
     found = [film(read.mean(dim=0, keepdim=True)) for film in chunk_model.parts.film]
     if mistake is Mistake.FILM_WITHOUT_ONE:
@@ -108,7 +108,7 @@ def slow_modulations(
 
 def slow_actions(chunk_model: ChunkModel, hidden: Tensor, mistake: Mistake | None = None) -> Tensor:
     """Normalised actions [step, action_dim] of the head, one step after the other."""
-    head, dim = chunk_model.parts.head, chunk_model.shape.action_dim
+    head, dim = chunk_model.parts.head, chunk_model.parts.action_dim
     assert head is not None
     if mistake is Mistake.HEAD_BY_DIMENSION:
         hidden = hidden.view(dim, -1, hidden.shape[1]).transpose(0, 1).flatten(0, 1)

@@ -11,7 +11,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
-from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts, ChunkShape
+from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts
 from deft_policies.families.oft.family import Oft
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -46,14 +46,14 @@ def on(policy: VlaPolicy, runner: StepRunner) -> VlaPolicy:
     ours = policy.model
     assert isinstance(ours, Oft)
     own = ours.chunk
-    chunk = ChunkModel(own.model, own.parts, own.shape, runner)
+    chunk = ChunkModel(own.model, own.parts, runner)
     return VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.actions, ours.states))
 
 
 def captured(policy: VlaPolicy) -> CapturedRunner:
     assert isinstance(policy.model, Oft)
     model = policy.model.chunk
-    reserve = model.shape.reserve(model.model.config.num_patches, LONGEST, ROWS)
+    reserve = model.parts.reserve(model.model.config.num_patches, LONGEST, ROWS)
     return CapturedRunner(RecordingCapturer(), reserve)
 
 
@@ -110,7 +110,7 @@ def test_fused_kernels_answer_as_plain_ones_do() -> None:
         vla = tiny_model()
         if is_fused:
             vla.fuse(launch.kernels)
-        model = ChunkModel(vla, ChunkParts(), ChunkShape(1, 2, 7))
+        model = ChunkModel(vla, ChunkParts(1, 2, 7))
         size = vla.config.image.size
         pixels = torch.randn(2, 1, 6, size, size, generator=torch.Generator().manual_seed(0))
         prompts = model.lay_out([[1, 5, 9], [1, 7, 20, 30, 9]])

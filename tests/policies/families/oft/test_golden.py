@@ -280,7 +280,7 @@ def test_a_batch_of_different_prompts_is_answered_like_its_frames_alone(
     if is_recorded:
         ours = oft_of(policy)
         own, runner = ours.chunk, CapturedRunner(RecordingCapturer())
-        chunk = ChunkModel(own.model, own.parts, own.shape, runner)
+        chunk = ChunkModel(own.model, own.parts, runner)
         policy = VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.actions, ours.states))
     cases = [case for case in CASES if case.variant.name == name and case.fields["center_crop"]]
     assert len({len(case.fields["prompt_ids"]) for case in cases[:3]}) > 1
