@@ -20,7 +20,7 @@ from deft_client.libero.errors import SelectionError, SimulationError
 from deft_client.libero.simulator.conventions import METRES_PER_UNIT, to_robosuite
 from deft_client.libero.simulator.environment import Frame
 from deft_client.libero.simulator.scene import Scene
-from deft_client.types import Observation
+from deft_client.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.base import ActRequest, Policy
 from deft_policies.checkpoint.config import load_config
@@ -47,7 +47,7 @@ class TakeoverSettings:
 
 
 class Learner:
-    """Plays one episode with a policy."""
+    """Plays one episode with a policy. Where its text holds no action, the expert acts."""
 
     def __init__(
         self,
@@ -55,10 +55,12 @@ class Learner:
         instruction: str,
         takeover: TakeoverSettings,
         generator: np.random.Generator,
+        is_thinking: bool = False,
     ) -> None:
         self._policy, self._instruction = policy, instruction
         self._takeover, self._generator = takeover, generator
         self._memory = SessionMemory()
+        self._options = ActOptions(want_reasoning=is_thinking)
         self._places: deque[NDArray[np.float64]] = deque(maxlen=takeover.stuck_steps)
         self._led = self._num_wrong = 0
 
@@ -69,9 +71,11 @@ class Learner:
 
     def act(self, frame: Frame, scene: Scene, label: Label) -> NDArray[np.float64]:
         """The policy's action, or the expert's while it leads."""
-        request = ActRequest(Observation(frame.image, self._instruction), self._memory)
-        (found,) = self._policy.act([request])
+        observation = Observation(frame.image, self._instruction)
+        (found,) = self._policy.act([ActRequest(observation, self._memory, self._options)])
         self._memory = found.memory
+        if found.error is not None:
+            return label.action
         answer = to_robosuite(found.chunk.actions[0])
         is_wrong = answer[-1] != label.action[-1]
         if not self._led and self._takeover.steps and self._needs_help(scene, is_wrong):
@@ -101,12 +105,13 @@ class LearnerFactory:
     checkpoint: Path
     statistics_key: str
     takeover: TakeoverSettings = field(default_factory=TakeoverSettings)
+    is_thinking: bool = False
 
     def __call__(self, settings: DemosSettings, key: DemoKey, instruction: str) -> Actor:
         """A learner for the episode that has just begun."""
         policy = _load(self.checkpoint, self.statistics_key)
         generator = random_numbers(settings, key, "takeover")
-        return Learner(policy, instruction, self.takeover, generator)
+        return Learner(policy, instruction, self.takeover, generator, self.is_thinking)
 
 
 @lru_cache(maxsize=1)
@@ -148,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CHANCE",
         help="per step, of the expert leading for a moment (default: %(default)s)",
     )
+    add("--reasoning", action="store_true", help="let it think aloud before every action")
     add("--alone", action="store_true", help="the expert never leads: to see what a policy can do")
     return parser
 
@@ -159,12 +165,12 @@ def _job(given: argparse.Namespace) -> DemosJob:
         known = ", ".join(statistics)
         raise ConfigError(f"{given.checkpoint} has no statistics {key!r}; it has {known}")
     job, checkpoint = read_recording_flags(given), given.checkpoint.resolve()
-    alone = " alone" if given.alone else ""
-    settings = replace(job.settings, actor=f"{checkpoint.name} ({key}){alone}")
+    how = (" thinking aloud" if given.reasoning else "") + (" alone" if given.alone else "")
+    settings = replace(job.settings, actor=f"{checkpoint.name} ({key}){how}")
     takeover = TakeoverSettings(chance=given.lead)
     if given.alone:
         takeover = replace(takeover, steps=0)
-    learner = LearnerFactory(checkpoint, key, takeover)
+    learner = LearnerFactory(checkpoint, key, takeover, given.reasoning)
     return replace(job, settings=settings, new_actor=learner)
 
 

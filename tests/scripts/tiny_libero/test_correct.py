@@ -13,8 +13,11 @@ from deft_client.libero.simulator.conventions import CLOSE, OPEN
 from deft_client.libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
 from deft_client.libero.simulator.scene import Pose, Scene
 from deft_client.libero.simulator.suites import find_task
+from deft_client.types import ActOptions
 from deft_draft_training.errors import ConfigError
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
+from deft_policies.errors import NoActionError
 from scripts.tiny_libero.correct import Learner, TakeoverSettings, main
 from scripts.tiny_libero.expert.expert import Label
 from scripts.tiny_libero.expert.pick import Phase
@@ -74,6 +77,25 @@ def test_now_and_then_it_leads_by_chance():
 
 def test_a_policy_that_is_to_be_seen_alone_is_never_led():
     assert not any(led([0.0] * 40, TakeoverSettings(steps=0, chance=0.5)))
+
+
+class Speechless:
+    """A policy whose texts hold no action; it notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[ActOptions] = []
+
+    def act(self, requests: Sequence[ActRequest]) -> list[ActAnswer]:
+        self.asked += [one.options for one in requests]
+        (answer,) = POLICY.act(requests)
+        return [replace(answer, error=NoActionError("the text did not end"))]
+
+
+def test_where_a_text_holds_no_action_the_expert_acts():
+    policy = Speechless()
+    learner = Learner(policy, "lift it", TAKEOVER, np.random.default_rng(0), is_thinking=True)
+    assert np.array_equal(learner.act(FRAME, scene_at(0.0), LABEL), LABEL.action)
+    assert [one.want_reasoning for one in policy.asked] == [True]
 
 
 @pytest.mark.libero
