@@ -43,8 +43,9 @@ class JsonFields:
             raise CheckpointError(f"{path} holds {type(values).__name__}, expected an object")
         return JsonFields(path, values)
 
-    def keys(self) -> tuple[str, ...]:
-        """Names of the fields that are there."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields that are there."""
         return tuple(self._values)
 
     def has(self, key: str) -> bool:

@@ -145,7 +145,7 @@ def _scale(fields: JsonFields, module: str) -> float:
 
 def _by_pattern(patterns: JsonFields, module: str, default: float) -> float:
     """The value of the first pattern that the module's name ends in, as PEFT matches them."""
-    for pattern in patterns.keys():  # noqa: SIM118 - JsonFields is no mapping
+    for pattern in patterns.names:
         if re.match(rf"(.*\.)?({pattern})$", module):
             return patterns.value(pattern, float)
     return default

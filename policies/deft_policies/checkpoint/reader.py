@@ -120,7 +120,7 @@ def _open(path: Path) -> Any:
 def _read_sharded(index: Path) -> dict[str, StoredTensor]:
     fields = JsonFields.load(index, _DOWNLOAD)
     weight_map = fields.section("weight_map")
-    shard_of = {name: index.parent / weight_map.value(name, str) for name in weight_map.keys()}  # noqa: SIM118
+    shard_of = {name: index.parent / weight_map.value(name, str) for name in weight_map.names}
     if not shard_of:
         raise fields.error("weight_map", f"lists no tensors; {_DOWNLOAD}")
     stored: dict[str, StoredTensor] = {}

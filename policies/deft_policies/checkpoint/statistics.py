@@ -23,7 +23,7 @@ def find_statistics(config: JsonFields, directory: Path) -> JsonFields:
     if path.exists():
         return JsonFields.load(path, f"restore {STATISTICS_FILE}")
     statistics = config.section("norm_stats")
-    if not statistics.keys():
+    if not statistics.names:
         raise CheckpointError(
             f"{config.path} has no norm_stats and there is no {STATISTICS_FILE} beside it; copy "
             f"the {STATISTICS_FILE} of the fine-tuning run into {config.path.parent}"
@@ -39,9 +39,9 @@ def parse_statistics(
     The `block` of states is `proprio`, which data sets may leave out. `ends` are the two rows of it
     that become -1 and 1.
     """
-    if not fields.keys():
+    if not fields.names:
         raise CheckpointError(f"{fields.path} holds no statistics; expected one entry per data set")
-    data_sets = {key: fields.section(key) for key in fields.keys()}  # noqa: SIM118
+    data_sets = {key: fields.section(key) for key in fields.names}
     return {
         key: _parse_one(data_set, block, ends)
         for key, data_set in data_sets.items()

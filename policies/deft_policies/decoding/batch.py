@@ -179,11 +179,6 @@ class Pass:
         return self.tree.num_nodes
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Nodes and steps per row."""
-        return self.tree.num_nodes, self.path.shape[1]
-
-    @property
     def told(self) -> tuple[Tensor, ...]:
         """What the host reads, [row, number] each: what is committed, then by node, for a trace."""
         tree = self.tree

@@ -37,6 +37,7 @@ from deft_policies.decoding.target import Prompts, Sequences, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 from deft_policies.model.kv_cache import Append
+from deft_policies.model.llama import take_rows
 
 _LARGEST = MOST_LEVELS * MOST_BRANCHES  # nodes that a tree is ever grown behind
 
@@ -212,8 +213,7 @@ class MedusaDrafts(DraftSource):
         last = batch.last
         assert last is not None
         assert last.hidden is not None
-        rows = torch.arange(batch.num_rows, device=batch.device)
-        seen = last.hidden[rows, last.num]  # it has predicted the root
+        seen = take_rows(last.hidden, last.num[:, None])[:, 0]  # it has predicted the root
         num_heads, shape = self._heads.num_heads, room.shape
         # There are no more levels than heads, even where the shape is of full depth.
         depth = num_heads if shape.is_full_depth else min(num_heads, room.depth)
@@ -445,10 +445,9 @@ class SmallModelDrafts(DraftSource):
             self._rows.reserve(first_row + len(wanted), longest)
             scores = self.model.prefill(self._rows, first_row, prompts, tree)[0]
         first = self._drafted.first - self.model.vocabulary.first
-        rows = torch.arange(len(wanted), device=wanted.device)[:, None]
         odds = scores.logits[:, :, first : first + len(self._drafted)].log_softmax(dim=2)
         self._guessed, self._ahead = guessed, odds[:, num_nodes:]
-        return odds[rows, wanted]
+        return take_rows(odds, wanted)
 
     def _foresaw(self, nodes: OpenNodes, is_done: Tensor) -> Tensor | None:
         """What was asked along with an earlier pass, if every row goes on as guessed."""

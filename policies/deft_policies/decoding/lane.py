@@ -34,6 +34,7 @@ from deft_policies.decoding.target import WIDTHS, Prompts, Scores, Target, bucke
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import Average
 from deft_policies.model.layout import Tensors
+from deft_policies.model.llama import take_rows
 from deft_policies.model.staging import to_device
 
 _DRAFTS_KEPT = 16  # of methods that are asked for in turn
@@ -385,7 +386,7 @@ class Lane:
             accepted = judge(method, scored, noise, batch.stop if has_stop else None, steps)
             path, num, bonus, own = accepted.path, accepted.num, accepted.bonus, accepted.own
             tokens = _next_tokens(tree, path, num, bonus)
-        hidden = _at_path(scores.hidden, path) if self._keeps_hidden else None
+        hidden = take_rows(scores.hidden, path) if self._keeps_hidden else None
         said = self.target.action_logits(logits) if self._keeps_logits else None
         return Pass(tree, predictions, path, num, bonus, tokens, own, hidden, said)
 
@@ -418,7 +419,7 @@ class Lane:
         batch.tokens.scatter_(1, places, done.tokens)
         batch.own.scatter_(1, places, done.own)
         if wants_margins:
-            found = _at_path(logits, done.path)
+            found = take_rows(logits, done.path)
             batch.margins.scatter_(1, places, top_gap(found, first_maximum(found)))
         if batch.has_text and not self.method.rule.is_exact:
             self._note_text(batch, done)
@@ -436,7 +437,8 @@ class Lane:
         elif old is None or not others:
             self._last = done
         else:
-            nodes, steps = (max(a, b) for a, b in zip(old.size, done.size, strict=True))
+            nodes = max(old.num_nodes, done.num_nodes)
+            steps = max(old.path.shape[1], done.path.shape[1])
             self._last = self._blank_pass(max(stop, *others), nodes, steps)
             self._last.put(old.of_rows(max(others)), 0)
             self._last.put(done, first)
@@ -570,9 +572,3 @@ def _next_tokens(tree: DraftTree, path: Tensor, num: Tensor, bonus: Tensor) -> T
     drafted = tree.tokens.gather(1, path[:, 1:])
     shifted = torch.cat((drafted, bonus[:, None]), dim=1)
     return shifted.scatter_(1, num[:, None], bonus[:, None])
-
-
-def _at_path(values: Tensor, path: Tensor) -> Tensor:
-    """Pick the nodes [row, step] of a path from [row, node, ...]."""
-    rows = torch.arange(path.shape[0], device=path.device)[:, None]
-    return values[rows, path]

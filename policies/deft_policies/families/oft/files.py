@@ -64,11 +64,11 @@ def sign_of_oft(source: CheckpointSource) -> str:
     if (source.tuned / ADAPTER_FOLDER).is_dir():
         return f"a folder {ADAPTER_FOLDER}"
     statistics = source.read_statistics()
-    for key in statistics.keys():  # noqa: SIM118 - JsonFields is no mapping
+    for key in statistics.names:
         state = statistics.section(key).section("proprio")
         if any(
             any(state.values(row, float))
-            for row in state.keys()  # noqa: SIM118
+            for row in state.names
             if row != "mask" and state.is_list(row)
         ):
             return f"the proprio statistics of {key} in {statistics.path} are filled"
