@@ -40,33 +40,24 @@ class Accepted:
     own: Tensor  # [row, step], the target's token after each node of the path
 
 
-@dataclass(eq=False)
-class Noise:
-    """What the draws of a batch are a hash of, and how many positions there are, [row] each."""
-
-    keys: Tensor
-    limit: Tensor
-
-    def places(self, positions: Tensor) -> Tensor:
-        """Positions [row, ...] as far as the answer may go."""
-        return positions.minimum(self.limit[:, None] - 1)
-
-
 def predict(
-    method: Method, tree: DraftTree, logits: Tensor, first: int, noise: Noise, count: Tensor
+    method: Method, tree: DraftTree, logits: Tensor, first: int, keys: Tensor, count: Tensor
 ) -> Tensor:
-    """The target's token after each node, [row, node]; column 0 of the logits is token `first`."""
+    """The target's token after each node, [row, node]; column 0 of the logits is token `first`.
+
+    Draws are a hash of `keys` [row] and of the token's position, `count` [row] being the root's.
+    """
     if method.sampling.temperature == 0.0:
         best = first_maximum(logits)
         return best + first if first else best
     odds = target_odds(logits, method.sampling.temperature)
-    places = noise.places(count[:, None] + tree.depths())
-    drawn = exponential(noise.keys, Stream.ANSWER, places, odds.shape[2])
+    places = count[:, None] + tree.depths()
+    drawn = exponential(keys, Stream.ANSWER, places, odds.shape[2])
     return (odds / drawn).argmax(dim=2) + first
 
 
 def judge(
-    method: Method, scored: ScoredTree, noise: Noise, stop: Tensor | None, steps: int
+    method: Method, scored: ScoredTree, keys: Tensor, stop: Tensor | None, steps: int
 ) -> Accepted:
     """Choose what of some guesses is committed; no path is of use that is longer than `steps`.
 
@@ -75,7 +66,7 @@ def judge(
     """
     tree, rule = scored.tree, method.rule
     if method.sampling.temperature > 0.0 and tree.drawn is not None:
-        return _ratio_test(scored, tree.drawn, noise, method.sampling.temperature, stop, steps)
+        return _ratio_test(scored, tree.drawn, keys, method.sampling.temperature, stop, steps)
     if method.loop is Loop.PUBLISHED:
         return _longest_then_cut(scored, method, steps)
     if tree.is_chain and rule.is_exact:
@@ -155,7 +146,7 @@ def _first_leaf(scored: ScoredTree) -> Tensor:
 def _ratio_test(
     scored: ScoredTree,
     drawn: DrawnOdds,
-    noise: Noise,
+    keys: Tensor,
     temperature: float,
     stop: Tensor | None,
     steps: int,
@@ -175,11 +166,11 @@ def _ratio_test(
     odds = p[:, 0]
 
     def here() -> Tensor:
-        return noise.places((scored.num_committed + depth)[:, None])
+        return (scored.num_committed + depth)[:, None]
 
     for node in range(1, tree.num_nodes):
         token = tree.tokens[:, node] - first
-        coins = uniform(noise.keys, Stream.COIN, here(), MOST_TRIES).float()
+        coins = uniform(keys, Stream.COIN, here(), MOST_TRIES).float()
         coin = coins[rows, 0, tries.clamp(max=MOST_TRIES - 1)]
         asked = (tree.parents[:, node] == at) & is_judged[:, node] & (tries < MOST_TRIES) & ~ended
         stands = asked & (coin * q[rows, node, token] < odds[rows, token])
@@ -193,7 +184,7 @@ def _ratio_test(
         odds = torch.where(stands[:, None], p[:, node], odds)
         at, depth = torch.where(stands, node, at), depth + stands
         tries = torch.where(stands, 0, tries + asked)
-    drawn_noise = exponential(noise.keys, Stream.ANSWER, here(), p.shape[2])[:, 0]
+    drawn_noise = exponential(keys, Stream.ANSWER, here(), p.shape[2])[:, 0]
     bonus = (odds / drawn_noise).argmax(dim=1) + first
     walked = _walk(scored, at, steps)
     drafted = tree.tokens.gather(1, walked.path).roll(-1, dims=1)

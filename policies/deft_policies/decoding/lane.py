@@ -26,7 +26,7 @@ from deft_policies.decoding.drafts import (
     merge,
 )
 from deft_policies.decoding.guard import Choice, Guard
-from deft_policies.decoding.judge import Noise, judge, predict
+from deft_policies.decoding.judge import judge, predict
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, DraftKind, Plan
 from deft_policies.decoding.sampling import first_maximum, top_gap
@@ -371,9 +371,8 @@ class Lane:
 
     def _judge(self, batch: Batch, tree: DraftTree, scores: Scores, depth: int) -> Pass:
         """What the target says after each node, and which path is committed."""
-        method, logits, count = self.method, scores.logits, batch.count
-        first, noise = self.target.vocabulary.first, Noise(batch.keys, batch.limit)
-        predictions = predict(method, tree, logits, first, noise, count)
+        method, logits, first = self.method, scores.logits, self.target.vocabulary.first
+        predictions = predict(method, tree, logits, first, batch.keys, batch.count)
         if tree.num_nodes == 1:
             path, num = batch.zeros, batch.zero
             bonus, tokens, own = predictions[:, 0], predictions, predictions
@@ -383,7 +382,8 @@ class Lane:
             has_stop = any(row is not None and row.form.stop is not None for row in batch.rows)
             steps = max(1, min(tree.num_nodes, depth + 1, batch.positions))
             scored = self._scored(batch, tree, scores, predictions)
-            accepted = judge(method, scored, noise, batch.stop if has_stop else None, steps)
+            stop = batch.stop if has_stop else None
+            accepted = judge(method, scored, batch.keys, stop, steps)
             path, num, bonus, own = accepted.path, accepted.num, accepted.bonus, accepted.own
             tokens = _next_tokens(tree, path, num, bonus)
         hidden = take_rows(scores.hidden, path) if self._keeps_hidden else None

@@ -14,7 +14,7 @@ from deft_policies.decoding.acceptance.rule import (
 )
 from deft_policies.decoding.batch import Form
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.judge import Accepted, Noise, judge, predict
+from deft_policies.decoding.judge import Accepted, judge, predict
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
@@ -96,20 +96,20 @@ class Sampler:
     """The judge at a temperature, with noise of its own for every row."""
 
     method: Method
-    noise: Noise
+    keys: torch.Tensor
 
     def predict(self, scored: ScoredTree) -> torch.Tensor:
         logits, count = scored.scores.logits, scored.num_committed
-        return predict(self.method, scored.tree, logits, 0, self.noise, count)
+        return predict(self.method, scored.tree, logits, 0, self.keys, count)
 
     def judge(self, scored: ScoredTree) -> Accepted:
-        return judge(self.method, scored, self.noise, None, 3)
+        return judge(self.method, scored, self.keys, None, 3)
 
 
 def sampler(temperature: float, num_rows: int, seed: int) -> Sampler:
     method = find_method("ratio-test").with_sampling(Sampling(temperature))
     keys = torch.arange(num_rows) * 7919 + seed * 1_000_003
-    return Sampler(method, Noise(keys, torch.full((num_rows,), 3)))
+    return Sampler(method, keys)
 
 
 def outputs(scored: ScoredTree, drawn: Sampler) -> torch.Tensor:
@@ -298,7 +298,7 @@ def test_the_token_behind_accepted_drafts_is_drawn_with_the_noise_of_its_own_pos
     behind = p[drafts[:, 1]]
     assert (accepted.num == 2).all()
     places = torch.arange(3).expand(100, -1)
-    noise = exponential(drawn.noise.keys, Stream.ANSWER, places, NUM_TOKENS)
+    noise = exponential(drawn.keys, Stream.ANSWER, places, NUM_TOKENS)
     assert torch.equal(accepted.bonus, (behind / noise[:, 2]).argmax(dim=1))
     assert not torch.equal(accepted.bonus, (behind / noise[:, 0]).argmax(dim=1))
 
@@ -381,7 +381,7 @@ def test_the_noise_of_drafts_and_of_answers_never_meets() -> None:
     assert len(set(torch.stack(found).flatten().tolist())) == 9 * 9 * 4 * 3
 
 
-@pytest.mark.parametrize("kind", [DraftKind.HEAD, DraftKind.SMALL_MODEL], ids=lambda one: one.value)
+@pytest.mark.parametrize("kind", [DraftKind.HEAD, DraftKind.SMALL_MODEL])
 def test_a_frame_is_answered_alike_whatever_was_decoded_before_it_and_beside_it(
     kind: str,
 ) -> None:

@@ -3,7 +3,7 @@ import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form
-from deft_policies.decoding.judge import Noise, predict
+from deft_policies.decoding.judge import predict
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.sampling import Sampling, Stream, first_maximum, uniform
 from deft_policies.decoding.target import Target
@@ -40,7 +40,7 @@ def drawn(sampling: Sampling, draws: list[tuple[int, int]], places: torch.Tensor
             DraftTree.root_only(root[:, index]),
             LOGITS.expand(len(root), 1, -1),
             0,
-            Noise(keys, torch.full((len(root),), 1 << 30)),
+            keys,
             places[:, index],
         )
         for index in range(places.shape[1])

@@ -13,7 +13,7 @@ from deft_policies.decoding.acceptance.rule import (
     ScoredTree,
     SpaceTensors,
 )
-from deft_policies.decoding.judge import Accepted, Noise, judge
+from deft_policies.decoding.judge import Accepted, judge
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.target import Scores
@@ -86,9 +86,9 @@ def judged(
 ) -> Accepted:
     """The path that is committed greedily; none is longer than an action."""
     method = Method("test", "", rule, (), tie_break, loop=loop)
-    rows = torch.zeros_like(scored.num_committed)
+    keys = torch.zeros_like(scored.num_committed)
     steps = max(1, min(scored.tree.num_nodes, LENGTH))
-    return judge(method, scored, Noise(rows, rows), None, steps)
+    return judge(method, scored, keys, None, steps)
 
 
 @dataclass(frozen=True)
