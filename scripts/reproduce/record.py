@@ -181,7 +181,8 @@ class Replays:
     def _open(self, policy: VlaPolicy, row: Row, frames: FrameSet, folder: str) -> _Opened | None:
         """The row, once it has answered a frame; None, and said why, where it cannot."""
         first = next(frames.episodes())[1][0]
-        contender = Contender(row.slug, policy, row.method, batch_size=row.batch)
+        thinks = not policy.info.thinks_when_asked  # unless it always does, it acts at once
+        contender = Contender(row.slug, policy, row.method, None, row.batch, thinks)
         try:
             if row.acceptance is not None:
                 self._known.update(find_answers(policy, [ReplayFrame(first, "")]))

@@ -44,6 +44,7 @@ from scripts.reproduce.study import (
     load_study,
     study_names,
 )
+from tests import golden_ecot
 from tests.client.libero.episodes import header, record
 from tests.draft_training.made_up import write_demonstrations
 from tests.repository import ROOT
@@ -160,6 +161,16 @@ def test_cells_say_what_asking_the_policy_frame_by_frame_says(recorded, data):
     assert cell_of("passes", rows["plain"])[1] == np.mean(passes[PLAIN]) == 7
     assert cell_of("equal", rows["relaxed"])[1] == pytest.approx(100 * np.mean(same))
     assert cell_of("deg", rows["relaxed"])[1] == pytest.approx(turned)
+
+
+def test_a_policy_that_thinks_when_asked_acts_at_once_in_a_study(tmp_path, data):
+    checkpoint = golden_ecot.write(tmp_path / "policy")
+    note = {"instructions": ["lift it"], "assets": "", "prompts": ["openvla", "ecot"]}
+    (checkpoint / "training.json").write_text(json.dumps(note))
+    flags = ("--checkpoint", str(checkpoint), "--statistics-key", "bridge_orig", "--threads", "1")
+    Replays(PolicyWords("model", flags), tmp_path).record([Row("plain")], FrameSet(data, 1))
+    (answer,) = answers_of(load_run(tmp_path / "frames" / PLAIN))
+    assert (len(answer.accepted), answer.reasoning) == (7, "")
 
 
 def test_scripted_drafts_leave_answers_as_they_are(recorded):
