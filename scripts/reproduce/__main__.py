@@ -22,6 +22,7 @@ from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from scripts.local_server import ServerDidNotStartError
+from scripts.reproduce.choices import record_choices
 from scripts.reproduce.page import (
     FACTS,
     PAGE,
@@ -142,6 +143,7 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     num_timed = given.time or (_QUICK_TIMES if given.quick else 0)
     try:
         replays.record(rows, frames)
+        record_choices(words.load(), frames, out)
         if num_timed:
             replays.time(rows, frames.for_times(num_timed))
         if not given.no_episodes:

@@ -1,9 +1,9 @@
 """From recorded lines to a page and its plots; and whether they still say the same.
 
 The same lines give the same bytes. A page of prose quotes by a block, which begins with
-`<!-- from DIR#STUDY/TABLE -->` (or `DIR#facts`, `DIR#legend`; of an evaluation's runs, packed or
-not, `PATH#runs`, `PATH#tasks`) and ends with `<!-- end -->`; its content is made from the lines in
-DIR, a path beside the page.
+`<!-- from DIR#STUDY/TABLE -->` (or `DIR#facts`, `DIR#legend`, `DIR#choices`; of an evaluation's
+runs, packed or not, `PATH#runs`, `PATH#tasks`) and ends with `<!-- end -->`; its content is made
+from the lines in DIR, a path beside the page.
 """
 
 import difflib
@@ -21,6 +21,8 @@ from deft_client.libero.report.difference import conclusion
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs, pack_runs, unpack_runs
 from scripts.reproduce import played, record
+from scripts.reproduce.choices import FILE as CHOICES
+from scripts.reproduce.choices import choices_table
 from scripts.reproduce.measures import (
     MARGIN,
     NOTHING,
@@ -198,6 +200,9 @@ def _page(results: ResultsFolder) -> Iterator[str]:
         "`python -m scripts.reproduce --check` derives every number again."
     )
     yield _facts(results)
+    if (results.folder / CHOICES).exists():
+        yield "## How sure the target is"
+        yield choices_table(results.folder)
     for name, study in results.studies.items():
         yield f"## {study.title}"
         yield study.about.strip()
@@ -392,6 +397,8 @@ def _block(results: ResultsFolder, key: str) -> str:
         return _facts(results)
     if key == "legend":
         return _legend(results)
+    if key == "choices":
+        return choices_table(results.folder)
     study, _, table = key.partition("/")
     return _table(results, results.table(study, table))
 

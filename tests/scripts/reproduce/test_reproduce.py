@@ -1,5 +1,6 @@
 """Studies: rows answer frames, lines are kept, and every number of a page comes from them."""
 
+import gzip
 import json
 import os
 import shutil
@@ -20,6 +21,8 @@ from deft_policies.decoding.knobs import find_method
 from deft_policies.memory import SessionMemory
 from scripts.predict_gpu import action_ms
 from scripts.reproduce.__main__ import main
+from scripts.reproduce.choices import FILE as CHOICES
+from scripts.reproduce.choices import record_choices
 from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
 from scripts.reproduce.page import (
     PAGE,
@@ -171,6 +174,33 @@ def test_a_policy_that_thinks_when_asked_acts_at_once_in_a_study(tmp_path, data)
     Replays(PolicyWords("model", flags), tmp_path).record([Row("plain")], FrameSet(data, 1))
     (answer,) = answers_of(load_run(tmp_path / "frames" / PLAIN))
     assert (len(answer.accepted), answer.reasoning) == (7, "")
+
+
+def test_how_sure_the_target_is_comes_from_its_own_distributions(recorded, data, tmp_path):
+    policy, frames = WORDS.load(), FrameSet(data, 6)
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    record_choices(policy, frames, tmp_path)
+    content = (tmp_path / CHOICES).read_bytes()
+    record_choices(policy, frames, tmp_path)  # they are there
+    assert (tmp_path / CHOICES).read_bytes() == content
+    header, line = map(json.loads, gzip.decompress(content).splitlines())
+    assert header["frames"] == frames.label
+
+    first = policy.token_model.target.action_tokens.first
+    _, seen = next(frames.episodes())
+    for at, one in enumerate(seen):
+        asked = ActOptions(decoding=PLAIN, want_trace=True)
+        (answer,) = policy.act([ActRequest(one, SessionMemory(), asked)])
+        assert [first + each for each in line["first"][at]] == [*answer.chunk.trace.tokens]
+    apart = np.abs(np.array(line["first"]) - np.array(line["second"]))[:, :-1]
+    assert apart.min() > 0
+    assert 0 < np.min(line["probability"]) <= np.max(line["probability"]) <= 1
+    write(tmp_path)
+    (row,) = (one for one in (tmp_path / PAGE).read_text().splitlines() if "all but" in one)
+    assert f"| {100 * np.mean(apart <= 9):.1f}% |" in row
+    assert check(tmp_path) == []
+    with pytest.raises(ReproductionError, match="other frames"):
+        record_choices(policy, FrameSet(data, 5), tmp_path)
 
 
 def test_scripted_drafts_leave_answers_as_they_are(recorded):
