@@ -1,14 +1,14 @@
 """`make demo`: what Deft is for, within three minutes.
 
 All methods answer the same frames in turn, while plain decoding plays: how much faster, and are the
-answers the same? First with a text before every action, where the policy was taught to write one,
-and an episode of it is filmed with its text; then at once. At last plain decoding and the fastest
-play in real time, where the simulator waits for nobody and every millisecond counts.
+answers the same? Once with a text before every action, where the policy was taught to write one,
+and once at once. Then an episode of each kind is filmed, with plain decoding and with `lossless`.
 """
 
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from deft_client import ActOptions, PolicyClient, ServerInfo
@@ -23,15 +23,19 @@ from deft_client.libero.evaluation.selection import (
 from deft_client.libero.policies.source import PolicySource, build_policy
 from deft_client.libero.results.statistics import LEAST_EPISODES
 from deft_client.libero.results.store import load_runs
-from deft_client.libero.simulator.environment import open_environment
+from deft_client.libero.simulator.environment import (
+    Environment,
+    EnvironmentSettings,
+    open_environment,
+)
 from deft_client.libero.simulator.suites import find_suite
+from deft_client.reasoning import ACTION, parse_reasoning
 from scripts.interleaved import Answers, InterleavedPolicy, describe
 from scripts.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")
 METHODS = ("autoregressive", "lossless", "deft")
-THINKING = ("autoregressive", "lossless")
-IN_REAL_TIME, IN_REAL_TIME_EPISODES = ("autoregressive", "deft"), 2
+FILMED = THINKING = ("autoregressive", "lossless")
 SUITE, TRIAL = "libero_object", 40  # trials from 40 were never trained on
 STEPS, THINKING_STEPS = 60, 12  # of an episode while methods are compared
 MOST_LOAD = 1.2  # a core, the demonstration itself included: with more, others were at work
@@ -41,23 +45,18 @@ def main() -> int:
     """Run the demonstration; return its exit code."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     say("starting the server ...")
-    code = evaluate_command.DONE
     try:
         with local_server("--policy", "tiny-libero", "--threads", server_threads()) as url:
             with PolicyClient(url) as client:
                 info = client.info()
             say(f"ready: {info.policy}, trained on {info.assets} assets")
             tasks = choose_tasks(info)
+            compare(url, tasks, thinks=info.max_tokens is not None)
+            say(f"\nAn episode of each kind, with {' and with '.join(FILMED)}, is filmed")
+            code = evaluate_command.DONE
             if info.max_tokens is not None:
-                say(f"\nIt thinks aloud: {' and '.join(THINKING)} answer the same frames in turn")
-                say("\n" + describe(compare(url, tasks, THINKING, aloud=True), busy()))
-                flags = ("--decoding", THINKING[-1], "--reasoning")
-                code = play(url, tasks[:1], *flags)
-            say(f"\nIt acts at once: {', '.join(METHODS)} answer the same frames in turn")
-            say("\n" + describe(compare(url, tasks, METHODS), busy()))
-            say("In real time: the simulator goes on at 20 steps a second, answer or no answer")
-            flags = ("--decoding", *IN_REAL_TIME, "--real-time")
-            code = code or play(url, tasks[:IN_REAL_TIME_EPISODES], *flags)
+                code = film(url, tasks[0], "--reasoning")
+            code = code or film(url, tasks[0])
     except ServerDidNotStartError as error:
         print(error, file=sys.stderr)
         return 1
@@ -87,39 +86,53 @@ def choose_tasks(info: ServerInfo) -> list[int]:
     return list(known[::step][:LEAST_EPISODES])
 
 
-def compare(
-    url: str, tasks: list[int], methods: tuple[str, ...], aloud: bool = False
-) -> list[Answers]:
-    """Every episode's answers to the frames that the first method's actions lead to."""
-    config = RunConfig(SUITE, step_limit=THINKING_STEPS if aloud else STEPS)
-    episodes: list[Answers] = []
+def compare(url: str, tasks: list[int], thinks: bool) -> None:
+    """Have all methods answer the same frames of every task, and say what came of it."""
+    aloud, at_once = list[Answers](), list[Answers]()
+    say("\nAll methods answer the same frames in turn, and plain decoding acts")
     for number in tasks:
-        environment = open_environment(find_suite(SUITE).task(number), config.environment)
-        options = {
-            name: ActOptions(decoding=name, want_trace=True, want_reasoning=aloud)
-            for name in methods
-        }
-        policy = InterleavedPolicy(
-            {
-                name: build_policy(PolicySource(url, options=asked, stream=True), environment)
-                for name, asked in options.items()
-            }
-        )
-        log = EpisodePlayer(environment, policy, config).play(TRIAL, f"demo-{aloud}-{number}")
-        policy.close()
+        environment = open_environment(find_suite(SUITE).task(number), EnvironmentSettings())
+        say(f"   {environment.task.instruction}")
+        if thinks:
+            aloud.append(ask(url, environment, THINKING, THINKING_STEPS, aloud=True))
+            text = aloud[-1][THINKING[0]][-1].reasoning or ""
+            for part in parse_reasoning(text).parts:
+                if part.tag != ACTION:
+                    say(f"      {part.tag}: {part.text}")
+        at_once.append(ask(url, environment, METHODS, STEPS))
         environment.close()
-        episodes.append(policy.answers)
-        say(f"   {environment.task.instruction}: {len(log.actions)} steps")
-        if aloud:
-            say(f"      {log.answers[-1].reasoning}")
-    return episodes
+    doubts = busy()
+    if thinks:
+        say("\nThinking aloud, a text before every action:\n\n" + describe(aloud, doubts))
+    say("\nActing at once:\n\n" + describe(at_once, doubts))
 
 
-def play(url: str, tasks: list[int], *flags: str) -> int:
-    """Play trials of tasks and film them; return the exit code."""
+def ask(
+    url: str, environment: Environment, methods: Sequence[str], steps: int, aloud: bool = False
+) -> Answers:
+    """Every method's answers to the frames that the first one's actions lead to."""
+    sources = {
+        name: PolicySource(
+            url,
+            options=ActOptions(decoding=name, want_trace=True, want_reasoning=aloud),
+            stream=True,
+        )
+        for name in methods
+    }
+    policy = InterleavedPolicy(
+        {name: build_policy(one, environment) for name, one in sources.items()}
+    )
+    player = EpisodePlayer(environment, policy, RunConfig(SUITE, step_limit=steps))
+    player.play(TRIAL, f"demo-{aloud}-{environment.task.number}")
+    policy.close()
+    return policy.answers
+
+
+def film(url: str, task: int, *flags: str) -> int:
+    """Play a trial and film it; return the exit code."""
     return evaluate_command.main(
         [
-            *(SUITE, "--tasks", ",".join(map(str, tasks)), "--trials", str(TRIAL)),
+            *(SUITE, "--tasks", str(task), "--trials", str(TRIAL), "--decoding", *FILMED),
             *("--url", url, "--stream", "--video", "all", "--out", str(FOLDER), *flags),
         ]
     )

@@ -146,8 +146,10 @@ def _draw_reasoning(draw: ImageDraw.ImageDraw, found: Reasoning) -> None:
         draw.rectangle(corners, outline=_BOX, width=2)
         draw.text((corners[0] + 4, corners[1] + 2), _cut(draw, box.name, 14), _BOX, _font(14))
     points = [(scale * x, scale * y) for x, y in found.gripper]
-    if all(max(one) < PICTURE for one in points):
+    if points and all(max(one) < PICTURE for one in points):
         draw.line(points, fill=_GRIPPER, width=3)
+        x, y = points[0]  # where it is; a policy may foresee nothing
+        draw.ellipse((x - 5, y - 5, x + 5, y + 5), fill=_GRIPPER)
     for number, tag in enumerate(_TOLD):
         said = next((one.text for one in found.parts if one.tag == tag), "")
         place = (16, SIZE[1] + number * _LINE)

@@ -18,10 +18,12 @@ from deft_client.libero.evaluation.video import PICTURE
 from deft_client.libero.report.summary import STEPS_PER_S
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import RunResults
+from deft_client.reasoning import parse_reasoning
 
 FRAME_MS = 80  # GIF counts hundredths of a second
 SUFFIXES = (".webp", ".gif")
 _SIDE, _GAP, _CAPTION = 240, 8, 66  # pixels; letters are read at two thirds of it on a telephone
+_SAID = 22  # further pixels, where it thinks aloud
 _REST_MS = 1500  # in which the end can be seen
 _PAPER, _INK, _MUTED, _GOOD = (22, 24, 29), (240, 240, 236), (165, 167, 173), (98, 212, 138)
 
@@ -50,6 +52,17 @@ class Racer:
     def seconds(self) -> float:
         """How long the episode took."""
         return self.pace_ms * self.record.num_steps / 1000
+
+    @property
+    def thinks(self) -> bool:
+        """Whether there are texts to show."""
+        return any(one.reasoning for one in self.record.answers)
+
+    def said(self, step: int) -> str:
+        """What it was about to do by the last text before a step."""
+        texts = [one.reasoning for one in self.record.answers if one.used_step <= step]
+        parts = parse_reasoning(texts[-1]).parts if texts else ()
+        return next((one.text for one in parts if one.tag == "SUBTASK"), "")
 
 
 def find_races(runs: Sequence[RunResults]) -> Mapping[TrialKey, Sequence[Racer]]:
@@ -90,36 +103,45 @@ def draw_race(racers: Sequence[Racer], names: Sequence[str]) -> Iterator[np.ndar
     """The frames: every run at the step that it had reached by then."""
     films = [_read_frames(racer.path) for racer in racers]
     longest_ms = 1000 * max(racer.seconds for racer in racers)
-    size = (len(racers) * (_SIDE + _GAP) - _GAP, _SIDE + _CAPTION)
+    height = _SIDE + _CAPTION + _SAID * any(racer.thinks for racer in racers)
+    size = (len(racers) * (_SIDE + _GAP) - _GAP, height)
     for number in range(int((longest_ms + _REST_MS) / FRAME_MS) + 1):
         canvas = PillowImage.new("RGB", size, _PAPER)
         for index, (racer, film, name) in enumerate(zip(racers, films, names, strict=True)):
-            panel = _draw_panel(racer, film, name, number * FRAME_MS / 1000)
+            panel = _draw_panel(racer, film, name, number * FRAME_MS / 1000, height)
             canvas.paste(panel, (index * (_SIDE + _GAP), 0))
         yield np.asarray(canvas)
 
 
 def _draw_panel(
-    racer: Racer, film: Sequence[PillowImage.Image], name: str, now_s: float
+    racer: Racer, film: Sequence[PillowImage.Image], name: str, now_s: float, height: int
 ) -> PillowImage.Image:
-    """One run at a moment: its picture, and below it name, time, and step or outcome."""
+    """One run at a moment: its picture, and below it name, words, time, and step or outcome."""
     has_ended, outcome = now_s >= racer.seconds, racer.record.outcome
     step = racer.record.num_steps if has_ended else int(1000 * now_s / racer.pace_ms)
-    panel = PillowImage.new("RGB", (_SIDE, _SIDE + _CAPTION), _PAPER)
+    panel = PillowImage.new("RGB", (_SIDE, height), _PAPER)
     panel.paste(film[min(step, len(film) - 1)], (0, 0))
-    draw, base = ImageDraw.Draw(panel), _SIDE + _CAPTION - 8
+    draw, base = ImageDraw.Draw(panel), height - 8
     ink, muted = (_GOOD, _GOOD) if has_ended and outcome is Outcome.SUCCEEDED else (_INK, _MUTED)
     time, state = (
         f"{min(now_s, racer.seconds):.1f} s",
         outcome.value if has_ended else f"step {step}",
     )
     for place, anchor, text, size, colour in (
-        ((6, _SIDE + 6), "la", name, 19, _INK),
+        ((6, _SIDE + 6), "la", name, _size_of(name, 19), _INK),
+        ((6, _SIDE + 32), "la", racer.said(step), _size_of(racer.said(step), 16), _MUTED),
         ((6, base), "ls", time, 26, ink),
         ((_SIDE - 6, base), "rs", state, 18, muted),
     ):
         draw.text(place, text, fill=colour, font=ImageFont.load_default(size), anchor=anchor)
     return panel
+
+
+def _size_of(text: str, most: int) -> int:
+    """At most so many pixels a letter, and as many as let it fit below its picture."""
+    return int(
+        min(most, most * (_SIDE - 12) / max(1, ImageFont.load_default(most).getlength(text)))
+    )
 
 
 def _read_frames(path: Path) -> list[PillowImage.Image]:

@@ -44,6 +44,17 @@ def test_each_run_shows_the_step_it_had_reached(tmp_path: Path) -> None:
     assert right == pytest.approx(40 * 5, abs=6)
 
 
+def test_what_a_run_says_it_is_about_to_do_stands_below(tmp_path: Path) -> None:
+    run = load_run(film(tmp_path, "slow", 400.0))
+    (one,) = run.records
+    first, *later = one.answers
+    first = replace(first, reasoning="PLAN: all SUBTASK: reach it MOVE: right ACTION:")
+    racer = Racer(run, replace(one, answers=(first, *later)))
+    assert [racer.said(step) for step in (0, 1)] == ["reach it", ""]
+    silent, thinking = (next(draw_race([each], ["slow"])) for each in (Racer(run, one), racer))
+    assert thinking.shape[0] == silent.shape[0] + 22
+
+
 @pytest.mark.parametrize("suffix", [".webp", ".gif"])
 def test_the_report_writes_the_baseline_beside_the_quickest_run(
     tmp_path: Path, suffix: str
