@@ -74,16 +74,17 @@ def find_free_bytes(device: torch.device) -> int | None:
     return min(known, default=None)
 
 
-def _free_of_machine(path: Path = Path("/proc/meminfo")) -> int | None:
+def _free_of_machine() -> int | None:
     with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
+        for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
 
 
-def _free_of_container(directory: Path = Path("/sys/fs/cgroup")) -> int | None:
+def _free_of_container() -> int | None:
     """What the control group may still take; pages of files it has read can be given up."""
+    directory = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int((directory / "memory.max").read_text())
         used = int((directory / "memory.current").read_text())

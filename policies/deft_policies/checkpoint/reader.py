@@ -26,6 +26,7 @@ _DOWNLOAD = "download it again"
 # Mapped pages count as this process's memory until the file is closed; so it is reopened whenever
 # this much was read from it, or a hundredth of the checkpoint.
 _LEAST_BYTES_KEPT = 8 * 1024**2
+_MOST_NAMES = 8  # in an error
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,11 @@ def _read_sharded(index: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def list_names(names: Iterable[str], most: int = 8) -> str:
+def list_names(names: Iterable[str]) -> str:
     """Names for an error of one line: the first few, and how many more there are."""
     ordered = sorted(names)
-    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + rest
+    shown, others = ordered[:_MOST_NAMES], ordered[_MOST_NAMES:]
+    return ", ".join(shown) + (f" and {len(others)} more" if others else "")
 
 
 _ITEM_BYTES = {

@@ -78,11 +78,11 @@ class Sequences:
     aside before, as what is recorded points to it.
     """
 
-    def __init__(self, sizes: LlamaSizes, like: Tensor, rows: int = 0, length: int = 0) -> None:
+    def __init__(self, sizes: LlamaSizes, like: Tensor) -> None:
         self._sizes, self._like = sizes, like
-        self.cache = KVCache(sizes, rows, length, like)
+        self.cache = KVCache(sizes, 0, 0, like)
         with torch.inference_mode(False):
-            counters = torch.zeros(2, rows, dtype=torch.int64, device=like.device)
+            counters = torch.zeros(2, 0, dtype=torch.int64, device=like.device)
         # [row] each: committed slots, and the slot of the last pass's root.
         self.length, self.roots = counters
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
