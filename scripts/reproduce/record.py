@@ -262,4 +262,6 @@ def _describe(policy: VlaPolicy) -> Mapping[str, str]:
         **{name: info.details[name] for name in ("device", "dtype") if name in info.details},
         **info.versions,
     }
+    if info.max_tokens is not None and not info.thinks_when_asked:
+        told["answers"] = "a text, then an action"
     return {name: value for name, value in told.items() if value}
