@@ -31,12 +31,17 @@ def cases() -> list[dict[str, object]]:
     return [json.loads(line) for line in (GOLDEN / "cases.jsonl").read_text().splitlines()]
 
 
-def play(decoding: str) -> list[tuple[tuple[int, ...], int]]:
+def thinking_cases() -> list[dict[str, object]]:
+    """Every fourth of them has what it says where it thinks aloud."""
+    return [case for case in cases() if "thinking_tokens" in case]
+
+
+def play(decoding: str, aloud: bool = False) -> list[tuple[tuple[int, ...], int]]:
     """Tokens and passes for the stored frames, as one robot's session."""
     memory, answers = SessionMemory(), []
-    for case in cases():
+    for case in thinking_cases() if aloud else cases():
         observation = Observation(load_image(GOLDEN / str(case["image"])), str(case["instruction"]))
-        options = ActOptions(decoding=decoding, want_trace=True)
+        options = ActOptions(decoding=decoding, want_trace=True, want_reasoning=aloud)
         (answer,) = policy().act([ActRequest(observation, memory, options)])
         memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None
@@ -51,6 +56,25 @@ def test_it_answers_as_it_did_when_it_was_shipped():
             if margin < CLEAR_MARGIN:
                 break  # what follows depends on this token
             assert tokens[dim] == case["tokens"][dim]
+
+
+def test_it_thinks_aloud_as_it_did_when_it_was_shipped():
+    for case, (tokens, passes) in zip(thinking_cases(), play("autoregressive", True), strict=True):
+        assert passes == len(tokens)
+        for wanted, margin, token in zip(
+            case["thinking_tokens"], case["thinking_margins"], tokens, strict=False
+        ):
+            if margin < CLEAR_MARGIN:
+                break
+            assert token == wanted
+
+
+def test_its_thoughts_are_drafted_from_the_last_ones_and_stay_the_same():
+    plain, fast = play("autoregressive", True), play("lossless", True)
+    assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]
+    later = slice(1, None)  # the first frame of a session has nothing to draft from
+    passes = [sum(one for _, one in answers[later]) for answers in (plain, fast)]
+    assert passes[1] < 0.4 * passes[0]
 
 
 def test_lossless_answers_equal_plain_decoding_in_fewer_passes():
@@ -72,8 +96,7 @@ def test_it_stays_small():
     def size(*folders: Path) -> int:
         return sum(file.stat().st_size for folder in folders for file in folder.rglob("*"))
 
-    assert size(bundle.CHECKPOINT) <= 25e6
-    assert size(*bundle.HEADS) <= 10e6
+    assert size(bundle.CHECKPOINT, *bundle.HEADS) <= 20e6
     assert sum(p.numel() for p in policy().model.network.parameters()) <= 12e6
 
 
