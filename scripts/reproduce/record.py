@@ -187,7 +187,8 @@ class Replays:
             if row.acceptance is not None:
                 self._known.update(find_answers(policy, [ReplayFrame(first, "")]))
                 script = Script.of_head(row.slug, row.acceptance, chain=row.levels)
-                contender = Contender(row.slug, ScriptedPolicy(policy, script, self._known))
+                scripted = ScriptedPolicy(policy, script, self._known)
+                contender = Contender(row.slug, scripted, want_reasoning=thinks)
             options = contender.options(ReplayFrame(first, ""))
             contender.policy.check(first, options)
         except RequestError as error:
