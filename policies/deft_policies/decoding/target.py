@@ -31,6 +31,7 @@ from deft_policies.model.layout import (
 )
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput, Projection
+from deft_policies.model.staging import keep_freed_memory
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
 _EDITS_APART = 7  # tokens: a pass with the widest drafts of the golden sessions writes 8
@@ -153,6 +154,8 @@ class Target:
         self.runner: StepRunner = runner or EagerRunner()
         self.text_width = WIDTHS[-1]  # nodes of old text that a guarded pass carries
         self.reads_lengths = self.device.type == "cpu" and self.runner.reserve is None
+        if self.reads_lengths:
+            keep_freed_memory()
         self._passes = LlamaPasses(decoder, packs=self.reads_lengths)
         self._head = Projection(decoder.head)
 

@@ -114,7 +114,8 @@ class Projection:
         """Remember the weight; it must not be replaced afterwards, nor changed if it is packed.
 
         A small one in float32 that `packs` is copied into the layout of oneDNN on a CPU: half the
-        time of torch's own product, which lays the weight out in every call.
+        time of torch's own product of several tokens, which lays the weight out in every call. A
+        single token is multiplied as fast without, and its product added at once.
         """
         self._fp8 = linear if isinstance(linear, Fp8Linear) else None
         self._quantise = Fp8Rows.of if kernels is None else kernels.quantise_rows
@@ -142,7 +143,7 @@ class Projection:
             rows = inputs if isinstance(inputs, Fp8Rows) else self._quantise(inputs)
             return self._fp8.multiply(rows)
         assert isinstance(inputs, Tensor)
-        if self._packed is not None:
+        if self._packed is not None and inputs.shape[0] > 1:
             return _multiply_packed(inputs, self._packed)
         if self._turned is None:
             return functional.linear(inputs, self._weight)
@@ -153,9 +154,9 @@ class Projection:
 
         Returns what is still to be added: not every product can add at once.
         """
-        if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._packed is not None:
+        if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._turned is None:
             return self.apply(inputs)
-        if self._turned is None:
+        if self._packed is not None and inputs.shape[0] > 1:
             return self.apply(inputs)
         residual.addmm_(inputs, self._turned)
         return None

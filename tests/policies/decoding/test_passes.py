@@ -1,13 +1,16 @@
 """How many passes an action takes, and whether the trace tells the truth about them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method, method_names
 from deft_policies.decoding.methods import AUTOREGRESSIVE, METHODS, Method
 from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
@@ -15,7 +18,7 @@ from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.decoding.target import first_layers
 from deft_policies.errors import RequestError, UnknownDecodingError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from tests.policies.decoding.scripts import Decoding, ScriptedDrafts, Session, tokens_of
+from tests.policies.decoding.scripts import Decoding, ScriptedDrafts, Session, clock, tokens_of
 from tests.tiny_target import (
     LENGTH,
     WIDTH,
@@ -217,6 +220,45 @@ def test_plain_decoding_says_what_recomputing_everything_says() -> None:
         logits = TARGET.logits_along(one_row(PROMPTS, row), LENGTH)
         gaps = [float(top_gap(one, first_maximum(one))) for one in logits]
         assert trace.margins == pytest.approx(gaps, abs=1e-4)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_plain_round(num_layers: int) -> list[str]:
+    decoder = tiny_decoder(num_layers=num_layers)
+    engine = Engine(fast_target(decoder))
+    form = Form.action(ActionSpace.in_bins(LENGTH))
+    with torch.inference_mode():
+        engine.start(random_prompts(decoder, [3]), [Row(find_method(AUTOREGRESSIVE), form)])
+        for _ in range(2):
+            engine.step(clock())
+        with Operations() as seen:
+            engine.step(clock())
+    return seen.names
+
+
+def test_a_plain_round_does_no_more_than_a_pass_of_one_token_needs() -> None:
+    """So the passes of a longer answer cost what they must: the round adds next to nothing."""
+    two, three = operations_of_a_plain_round(2), operations_of_a_plain_round(3)
+    in_a_layer = len(three) - len(two)
+    assert in_a_layer <= 22
+    assert len(two) - 2 * in_a_layer <= 14  # embed, rotate, norm, head, choose, commit
+    # Each weight once, and none in a layout that is slow for a single token.
+    assert sum(name in ("aten::mm", "aten::addmm_") for name in two) == 2 * 4 + 1
+    assert not any("mkldnn" in name for name in two)
 
 
 def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:

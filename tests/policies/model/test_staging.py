@@ -1,9 +1,12 @@
 """What a frame brings along travels to the device without making the host wait."""
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,3 +57,32 @@ def test_no_copy_between_a_frame_and_its_prefill_makes_the_host_wait() -> None:
         target.read(images.pixel_values([frame], META), [[1, 2, 3]])
         batch.fill([row], None, drafts=True, reads_past=True)
     assert copies.go_on == [True] * 6
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_memory_that_a_pass_frees_is_kept_for_the_next_one() -> None:
+    """In a process of its own: the allocator of this one may have learnt it already."""
+    script = """
+import resource, sys, torch
+from deft_policies.model.staging import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+late = 0
+for size in (2**18, 2**19, 2**20):
+    for count in (4, 8, 12):
+        for _ in range(8):
+            before = faults()
+            held = [torch.ones(size) for _ in range(count)]
+            del held
+        late += faults() - before
+print(late)
+"""
+    found = {}
+    for word in ("keep", "give back"):
+        ran = subprocess.run([sys.executable, "-c", script, word], capture_output=True, check=True)
+        found[word] = int(ran.stdout)
+    if found["give back"] < 1024:  # pages of one such tensor
+        pytest.skip("this allocator keeps it anyway")
+    assert found["keep"] < 16
