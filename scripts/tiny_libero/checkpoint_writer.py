@@ -23,7 +23,7 @@ from deft_policies.checkpoint.config import (
     TRAINING_FILE,
 )
 from deft_policies.checkpoint.open import check_tensors
-from deft_policies.checkpoint.reader import INDEX_FILE, MODEL_FILE, StoredTensor
+from deft_policies.checkpoint.reader import INDEX_FILE, MODEL_FILE
 from deft_policies.checkpoint.statistics import STATISTICS_FILE
 from deft_policies.checkpoint.tensor_file import write_tensors
 from deft_policies.errors import CheckpointError
@@ -68,11 +68,8 @@ def write_checkpoint(
     """
     if directory.exists():
         raise CheckpointError(f"{directory} exists already; give a directory that does not")
-    stored = {
-        name: StoredTensor(directory, tuple(tensor.shape), tensor.nbytes)
-        for name, tensor in tensors.items()
-    }
-    check_tensors(directory, stored, tensor_places(config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_tensors(directory, shapes, tensor_places(config))
     dtype = next(iter(tensors.values())).dtype
     try:
         with creating(directory) as beside:

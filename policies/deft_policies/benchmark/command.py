@@ -24,7 +24,7 @@ from deft_policies.benchmark.replay import (
     replay,
     with_statistics_key,
 )
-from deft_policies.benchmark.roofline import ChunkCostModel, CostModel, measure_rates
+from deft_policies.benchmark.roofline import find_limits, measure_rates
 from deft_policies.benchmark.summary import Decoding, Speed, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
@@ -201,11 +201,10 @@ def measure(
     weight = policy.model.network.decoder.embedding.weight
     rates = measure_rates(weight.device, weight.dtype)
     decodes = isinstance(policy.model, TokenModel)
-    model = CostModel(policy, rates) if decodes else ChunkCostModel(policy, rates)
     return replace(
         report,
         decodings=_decodings(policy, runs, frames) if decodes else (),
-        rooflines=tuple(model.roofline(run, frames) for run in runs),
+        rooflines=tuple(find_limits(policy, run, frames, rates) for run in runs),
         rates=rates,
     )
 

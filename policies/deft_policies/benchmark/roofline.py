@@ -3,16 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
 import torch
 from torch import nn
 
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.families.family import TokenModel
-from deft_policies.families.oft.chunk_model import ChunkModel
 from deft_policies.families.oft.family import Oft
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization
@@ -166,7 +163,10 @@ def _tower_cost(tower: TowerConfig, num_rows: int, weight_bytes: float) -> Cost:
     return Cost(num_weights * weight_bytes, num_rows * flops)
 
 
-_NOTHING = Cost(0.0, 0.0)
+def module_cost(module: nn.Module | None, num_inputs: int, weights: WeightBytes) -> Cost:
+    """Each weight is read once, and multiplied once with each input."""
+    numbers = sum(weight.numel() for weight in module.parameters()) if module is not None else 0
+    return Cost(numbers * weights.other, 2.0 * numbers * num_inputs)
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,17 @@ class StageLimit:
 
     cost: Cost
     floor_ms: float
+
+    @staticmethod
+    def of(actions: Sequence[Sequence[Cost]], rates: DeviceRates) -> "StageLimit":
+        """From what the passes of each action cost, which follow each other."""
+        passes = [one for costs in actions for one in costs]
+        cost = Cost(
+            sum(one.num_bytes for one in passes) / len(actions),
+            sum(one.num_flops for one in passes) / len(actions),
+        )
+        floors = [one.floor_ms(rates.bytes_per_s, rates.flops_per_s) for one in passes]
+        return StageLimit(cost, sum(floors) / len(actions))
 
 
 @dataclass(frozen=True)
@@ -189,115 +200,69 @@ class Roofline:
         return sum(stage.floor_ms for stage in self.stages.values())
 
 
-@dataclass(frozen=True, eq=False)
-class CostModel:
-    """What the passes of one policy cost."""
-
-    policy: VlaPolicy
-    rates: DeviceRates
-
-    @cached_property
-    def weights(self) -> WeightBytes:
-        """How large the policy's weights are in memory."""
-        return WeightBytes.of(self.policy)
-
-    def roofline(self, run: Replay, frames: Sequence[ReplayFrame]) -> Roofline:
-        """The limits of what a run did, pass by pass."""
-        passes = [
-            self.pass_costs(frame, answer.chunk.trace, run.contender)
-            for frame, answer in zip(frames, run.answers, strict=True)
-        ]
-        stages = {
-            "vision": stage_limit([self.vision_cost(run.contender.batch_size)], self.rates),
-            "prefill": mean_limit([stage_limit(one[:1], self.rates) for one in passes]),
-        }
-        if any(len(one) > 1 for one in passes):
-            stages["decode"] = mean_limit([stage_limit(one[1:], self.rates) for one in passes])
-        return Roofline(stages)
-
-    def vision_cost(self, num_rows: int) -> Cost:
-        """Towers and projector over every picture."""
-        return vision_cost(self.policy.model.network.config, num_rows, self.weights)
-
-    def pass_costs(
-        self, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
-    ) -> list[Cost]:
-        """What each pass of one answer costs."""
-        model, num_rows = self.policy.model_for(contender.options(frame)), contender.batch_size
-        assert isinstance(model, TokenModel)
-        config = model.network.config
-        prompt = len(model.encode(frame.observation.instruction)) + config.num_patches
-        length = model.formats[self.policy.find_key(frame.statistics_key)].form.max_tokens
-        if trace is not None:
-            length = len(trace.tokens)
-        # A trace without passes is another engine's: plain decoding, one token per pass.
-        nodes, kept = [1] * length, [1] * length
-        if trace is not None and trace.passes:
-            nodes = [len(one.tokens) for one in trace.passes]
-            kept = [one.committed_length for one in trace.passes]
-        head_rows = len(model.target.vocabulary)
-        first = PassTokens(0, prompt + nodes[0] - 1, nodes[0], head_rows, is_causal=True)
-        costs = [decoder_cost(config.llm, num_rows, first, self.weights)]
-        before = prompt + kept[0] - 1
-        for num_nodes, committed in zip(nodes[1:], kept[1:], strict=True):
-            tokens = PassTokens(before, num_nodes, num_nodes, head_rows)
-            costs.append(decoder_cost(config.llm, num_rows, tokens, self.weights))
-            before += committed
-        return costs
+def find_limits(
+    policy: VlaPolicy, run: Replay, frames: Sequence[ReplayFrame], rates: DeviceRates
+) -> Roofline:
+    """The limits of what a run did, pass by pass."""
+    passes = [
+        pass_costs(policy, frame, answer.chunk.trace, run.contender)
+        for frame, answer in zip(frames, run.answers, strict=True)
+    ]
+    vision = pictures_cost(policy, run.contender.batch_size)
+    stages = {
+        "vision": StageLimit.of([[vision]], rates),
+        "prefill": StageLimit.of([one[:1] for one in passes], rates),
+    }
+    if any(len(one) > 1 for one in passes):
+        stages["decode"] = StageLimit.of([one[1:] for one in passes], rates)
+    return Roofline(stages)
 
 
-class ChunkCostModel(CostModel):
-    """The same of an OFT model, which answers a frame in one pass."""
-
-    def vision_cost(self, num_rows: int) -> Cost:
-        """Towers and projector over every picture, and what turns an instruction into scales."""
-        model = self._chunk
-        pictures = num_rows * model.parts.num_pictures
-        seen = vision_cost(model.model.config, pictures, self.weights)
-        return seen + module_cost(model.parts.film, num_rows, self.weights)
-
-    def pass_costs(
-        self, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
-    ) -> list[Cost]:
-        """The decoder over pictures, state, prompt, chunk and stop; then the head."""
-        model, weights, num_rows = self._chunk, self.weights, contender.batch_size
-        prompt = len(self.policy.model.encode(frame.observation.instruction))
-        parts = model.parts
-        has_head = parts.head is not None
-        tokens = PassTokens(
-            before=0,
-            new=model.num_before + prompt + parts.num_values + 1,
-            scored=0 if has_head else parts.num_values,
-            head_rows=0 if has_head else model.model.config.llm.vocabulary,
-        )
-        state = module_cost(parts.state, num_rows, weights)
-        head = module_cost(parts.head, num_rows * parts.num_steps, weights)
-        return [decoder_cost(model.model.config.llm, num_rows, tokens, weights) + state + head]
-
-    @property
-    def _chunk(self) -> ChunkModel:
-        assert isinstance(self.policy.model, Oft)
-        return self.policy.model.chunk
+def pictures_cost(policy: VlaPolicy, num_rows: int) -> Cost:
+    """Towers and projector over every picture, and what turns an instruction into scales."""
+    model, weights = policy.model, WeightBytes.of(policy)
+    film = model.chunk.parts.film if isinstance(model, Oft) else None
+    seen = vision_cost(model.network.config, num_rows * model.num_pictures, weights)
+    return seen + module_cost(film, num_rows, weights)
 
 
-def module_cost(module: nn.Module | None, num_inputs: int, weights: WeightBytes) -> Cost:
-    """Each weight is read once, and multiplied once with each input."""
-    numbers = sum(weight.numel() for weight in module.parameters()) if module is not None else 0
-    return Cost(numbers * weights.other, 2.0 * numbers * num_inputs)
+def pass_costs(
+    policy: VlaPolicy, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
+) -> list[Cost]:
+    """What each pass of one answer costs."""
+    model, num_rows = policy.model_for(contender.options(frame)), contender.batch_size
+    num_ids, weights = len(model.encode(frame.observation.instruction)), WeightBytes.of(policy)
+    if isinstance(model, Oft):
+        return [_chunk_cost(model, num_ids, num_rows, weights)]
+    assert isinstance(model, TokenModel)
+    config = model.network.config
+    prompt = num_ids + config.num_patches
+    length = model.formats[policy.find_key(frame.statistics_key)].form.max_tokens
+    if trace is not None:
+        length = len(trace.tokens)
+    # A trace without passes is another engine's: plain decoding, one token per pass.
+    nodes, kept = [1] * length, [1] * length
+    if trace is not None and trace.passes:
+        nodes = [len(one.tokens) for one in trace.passes]
+        kept = [one.committed_length for one in trace.passes]
+    head_rows, before, costs = len(model.target.vocabulary), 0, []
+    for num_nodes, committed in zip(nodes, kept, strict=True):
+        behind = 0 if before else prompt - 1
+        tokens = PassTokens(before, behind + num_nodes, num_nodes, head_rows, is_causal=not before)
+        costs.append(decoder_cost(config.llm, num_rows, tokens, weights))
+        before += behind + committed
+    return costs
 
 
-def stage_limit(costs: Sequence[Cost], rates: DeviceRates) -> StageLimit:
-    """The limit of passes that follow each other."""
-    floor = sum(cost.floor_ms(rates.bytes_per_s, rates.flops_per_s) for cost in costs)
-    return StageLimit(sum(costs, _NOTHING), floor)
-
-
-def mean_limit(limits: Sequence[StageLimit]) -> StageLimit:
-    """The limit of one action, from those of several."""
-    return StageLimit(
-        Cost(
-            float(np.mean([limit.cost.num_bytes for limit in limits])),
-            float(np.mean([limit.cost.num_flops for limit in limits])),
-        ),
-        float(np.mean([limit.floor_ms for limit in limits])),
+def _chunk_cost(model: Oft, num_ids: int, num_rows: int, weights: WeightBytes) -> Cost:
+    """The decoder over pictures, state, prompt, chunk and stop; then the head."""
+    parts, llm = model.chunk.parts, model.network.config.llm
+    tokens = PassTokens(
+        before=0,
+        new=model.chunk.num_before + num_ids + parts.num_values + 1,
+        scored=0 if parts.head else parts.num_values,
+        head_rows=0 if parts.head else llm.vocabulary,
     )
+    decoder = decoder_cost(llm, num_rows, tokens, weights)
+    state = module_cost(parts.state, num_rows, weights)
+    return decoder + state + module_cost(parts.head, num_rows * parts.num_steps, weights)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deft_policies.checkpoint.config import CONFIG_FILE
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.reader import CheckpointReader, Shape, list_names, read_header
+from deft_policies.checkpoint.reader import Shape, StoredTensor, list_names, read_header
 from deft_policies.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -27,9 +27,11 @@ _Factors = tuple[str, str, float]
 class LoraAdapter:
     """Changes to some weights of a model, under the published names of these weights."""
 
-    def __init__(self, directory: Path, reader: CheckpointReader, fields: JsonFields) -> None:
+    def __init__(
+        self, directory: Path, stored: Mapping[str, StoredTensor], fields: JsonFields
+    ) -> None:
         self._directory = directory
-        self._reader = reader
+        self._stored = stored
         # The checkpoint that the adapter was trained on, as its trainer called it.
         self.base = fields.value("base_model_name_or_path", str, "")
         self._replaced: dict[str, str] = {}
@@ -41,8 +43,7 @@ class LoraAdapter:
         remedy = f"copy the adapter's {ADAPTER_CONFIG_FILE} and {ADAPTER_FILE}"
         fields = JsonFields.load(directory / ADAPTER_CONFIG_FILE, remedy)
         _check_kind(fields)
-        reader = CheckpointReader(read_header(directory / ADAPTER_FILE))
-        return LoraAdapter(directory, reader, fields)
+        return LoraAdapter(directory, read_header(directory / ADAPTER_FILE), fields)
 
     @property
     def targets(self) -> frozenset[str]:
@@ -74,11 +75,11 @@ class LoraAdapter:
         there: product, change and sum are each rounded, so that answers are the merged model's.
         """
         if name in self._replaced:
-            weight = self._reader.tensor(self._replaced[name], weight.device)
+            weight = self._stored[self._replaced[name]].read(weight.device)
         factors = self._factors.get(name)
         if factors is None:
             return weight
-        down, up = (self._reader.tensor(one, weight.device) for one in factors[:2])
+        down, up = (self._stored[one].read(weight.device) for one in factors[:2])
         product = up.float().flatten(1) @ down.float().flatten(1)
         if down.dtype == weight.dtype:
             product = product.to(weight.dtype)
@@ -86,7 +87,7 @@ class LoraAdapter:
         return weight.float() + (product * factors[2]).view(weight.shape)
 
     def _shapes_of_changes(self, name: str) -> Iterator[Shape]:
-        stored = self._reader.stored
+        stored = self._stored
         if name in self._replaced:
             yield stored[self._replaced[name]].shape
         factors = self._factors.get(name)
@@ -97,7 +98,7 @@ class LoraAdapter:
 
     def _pair_factors(self, fields: JsonFields) -> dict[str, _Factors]:
         sides: dict[str, dict[str, str]] = {}
-        for stored_name in self._reader.stored:
+        for stored_name in self._stored:
             name = stored_name.removeprefix(_PREFIX)
             match = _FACTOR.fullmatch(name)
             if match is None:

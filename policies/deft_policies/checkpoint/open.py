@@ -20,7 +20,7 @@ from deft_policies.checkpoint.lora import (
     find_adapter,
 )
 from deft_policies.checkpoint.memory import check_memory, needed_bytes
-from deft_policies.checkpoint.reader import CheckpointReader, Shape, StoredTensor, list_names
+from deft_policies.checkpoint.reader import Shape, StoredTensor, find_tensors, list_names
 from deft_policies.checkpoint.statistics import STATISTICS_FILE, find_statistics
 from deft_policies.checkpoint.tensor_file import require_finite
 from deft_policies.checkpoint.tokenizer import TOKENIZER_FILE, load_encoder
@@ -144,7 +144,7 @@ class Checkpoint:
     source: CheckpointSource
     config: OpenVLAConfig
     encoder: PromptEncoder
-    reader: CheckpointReader
+    stored: Mapping[str, StoredTensor]
     merge: Callable[[str, Tensor], Tensor] | None = None
 
     def weight(self, name: str, device: torch.device) -> Tensor:
@@ -152,7 +152,7 @@ class Checkpoint:
 
         May be a view of the file: copy what is to stay.
         """
-        tensor = self.reader.tensor(name, device)
+        tensor = self.stored[name].read(device)
         return tensor if self.merge is None else self.merge(name, tensor)
 
 
@@ -161,32 +161,33 @@ def open_source(source: CheckpointSource) -> Checkpoint:
     config = load_config(source.directory, source.name, source.find(STATISTICS_FILE))
     tokenizer = source.find(TOKENIZER_FILE)
     encoder = load_encoder(tokenizer, config.prompt_template, config.vocabulary.text_vocab_size)
-    reader = CheckpointReader.open(source.directory)
-    check_tensors(source.directory, reader.stored, tensor_places(config))
-    checkpoint = Checkpoint(source, config, encoder, reader)
+    stored = find_tensors(source.directory)
+    shapes = {name: one.shape for name, one in stored.items()}
+    check_tensors(source.directory, shapes, tensor_places(config))
+    checkpoint = Checkpoint(source, config, encoder, stored)
     if source.overlay is None:
         return checkpoint
     adapter = LoraAdapter.load(source.overlay)
-    adapter.check({name: tensor.shape for name, tensor in reader.stored.items()})
+    adapter.check(shapes)
     return replace(checkpoint, merge=adapter.merge)
 
 
 def check_tensors(
-    directory: Path, stored: Mapping[str, StoredTensor], places: Sequence[TensorPlace]
+    directory: Path, found: Mapping[str, Shape], places: Sequence[TensorPlace]
 ) -> None:
     """Raise `CheckpointError` unless the tensors are those that the configuration asks for.
 
     Tensors that inference never uses may be missing.
     """
-    shapes = {place.name: place.shape for place in places}
+    wanted = {place.name: place.shape for place in places}
     missing = [
-        place.name for place in places if place.parameter is not None and place.name not in stored
+        place.name for place in places if place.parameter is not None and place.name not in found
     ]
-    unexpected = [name for name in stored if name not in shapes and not name.endswith(_DERIVED)]
+    unexpected = [name for name in found if name not in wanted and not name.endswith(_DERIVED)]
     wrong = [
-        f"{name} {_say(stored[name].shape)} instead of {_say(shape)}"
-        for name, shape in shapes.items()
-        if name in stored and stored[name].shape != shape
+        f"{name} {_say(found[name])} instead of {_say(shape)}"
+        for name, shape in wanted.items()
+        if found.get(name, shape) != shape
     ]
     problems = [
         f"{len(names)} {problem}: {list_names(names)}"
@@ -224,7 +225,6 @@ def load_model(
         fill_part(checkpoint, part, prefix, places)
         if prefix.startswith("decoder.layers."):
             model.quantize_layer(int(prefix.split(".")[2]), quantization, device)
-    checkpoint.reader.close()
     return model.eval().requires_grad_(False)
 
 
@@ -239,7 +239,7 @@ def fill_part(
             continue
         parameter = parameters[place.parameter.removeprefix(prefix)]
         weight = parameter[place.rows].copy_(checkpoint.weight(place.name, parameter.device))
-        require_finite(place.name, weight, checkpoint.reader.stored[place.name].path)
+        require_finite(place.name, weight, checkpoint.stored[place.name].path)
 
 
 def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:

@@ -4,11 +4,9 @@ Files are memory-mapped and tensors come out one at a time, so that loading neve
 checkpoint a second time. Knows names and shapes, nothing of what they are for.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +21,11 @@ Shape = tuple[int, ...]
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DOWNLOAD = "download it again"
-# Mapped pages count as this process's memory until the file is closed; so it is reopened whenever
-# this much was read from it, or a hundredth of the checkpoint.
-_LEAST_BYTES_KEPT = 8 * 1024**2
 _MOST_NAMES = 8  # in an error
+_DTYPES = {
+    *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"),
+    *("I64", "I32", "I16", "I8", "U8", "BOOL"),
+}
 
 
 @dataclass(frozen=True)
@@ -34,76 +33,48 @@ class StoredTensor:
     """Where a tensor is and what it looks like."""
 
     path: Path
+    name: str
     shape: Shape
-    num_bytes: int
 
+    def read(self, device: torch.device | None = None) -> Tensor:
+        """On a CPU it is a view of the file: copy what is to stay.
 
-class CheckpointReader:
-    """Hands out the tensors of a checkpoint by name. Used by one thread."""
-
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self.stored = MappingProxyType(dict(stored))
-        self._open_path: Path | None = None
-        self._open_file: Any = None  # the library leaves it untyped
-        self._bytes_read = 0
-        self._bytes_kept = max(_LEAST_BYTES_KEPT, self.num_bytes // 100)
-
-    @staticmethod
-    def open(directory: Path) -> "CheckpointReader":
-        """Find a directory's weight files and read their headers."""
-        index = directory / INDEX_FILE
-        if index.exists():
-            return CheckpointReader(_read_sharded(index))
-        single = directory / MODEL_FILE
-        if single.exists():
-            return CheckpointReader(read_header(single))
-        pickled = sorted(directory.glob("pytorch_model*.bin"))
-        if pickled:
-            raise CheckpointError(
-                f"{pickled[0]} is a pickle, which is never opened; convert the checkpoint to "
-                "safetensors with save_pretrained(..., safe_serialization=True)"
-            )
-        raise CheckpointError(
-            f"{directory} holds neither {MODEL_FILE} nor {INDEX_FILE}; {_DOWNLOAD}"
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors as they are stored."""
-        return sum(tensor.num_bytes for tensor in self.stored.values())
-
-    def tensor(
-        self, name: str, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Read one tensor to a device and dtype.
-
-        On a CPU and without a change of dtype it is a view of the file: copy what is to stay.
+        The file is opened each time, because mapped pages count as this process's memory until it
+        is closed.
         """
-        stored = self.stored[name]
-        self._bytes_read += stored.num_bytes
-        if self._open_path != stored.path or self._bytes_read > self._bytes_kept:
-            self.close()
-            self._open_path, self._open_file = stored.path, _open(stored.path)
-            self._bytes_read = stored.num_bytes
-        if self._open_file is None:
-            raise RuntimeError(f"{stored.path} was closed while a tensor was read")
-        tensor: Tensor = self._open_file.get_tensor(name)
-        return tensor.to(device=device, dtype=dtype)
+        with _open(self.path) as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor.to(device)
 
-    def close(self) -> None:
-        """Let go of the open file; the next tensor opens it again."""
-        self._open_file, self._open_path = None, None
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Find a directory's weight files and read their headers."""
+    index = directory / INDEX_FILE
+    if index.exists():
+        return _read_sharded(index)
+    single = directory / MODEL_FILE
+    if single.exists():
+        return read_header(single)
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled:
+        raise CheckpointError(
+            f"{pickled[0]} is a pickle, which is never opened; convert the checkpoint to "
+            "safetensors with save_pretrained(..., safe_serialization=True)"
+        )
+    raise CheckpointError(f"{directory} holds neither {MODEL_FILE} nor {INDEX_FILE}; {_DOWNLOAD}")
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """List the tensors of one safetensors file, which must be whole."""
-    file = _open(path)
     stored = {}
-    for name in file.keys():  # noqa: SIM118 - it is no mapping and cannot be iterated
-        view = file.get_slice(name)
-        shape = tuple(view.get_shape())
-        num_bytes = math.prod(shape) * _itemsize(view.get_dtype(), path)
-        stored[name] = StoredTensor(path, shape, num_bytes)
+    with _open(path) as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping and cannot be iterated
+            view = file.get_slice(name)
+            if (dtype := view.get_dtype()) not in _DTYPES:
+                raise CheckpointError(
+                    f"{path} holds tensors of type {dtype}, which are not supported"
+                )
+            stored[name] = StoredTensor(path, name, tuple(view.get_shape()))
     return stored
 
 
@@ -145,15 +116,3 @@ def list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown, others = ordered[:_MOST_NAMES], ordered[_MOST_NAMES:]
     return ", ".join(shown) + (f" and {len(others)} more" if others else "")
-
-
-_ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
-    "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
-
-
-def _itemsize(dtype: str, path: Path) -> int:
-    if dtype not in _ITEM_BYTES:
-        raise CheckpointError(f"{path} holds tensors of type {dtype}, which are not supported")
-    return _ITEM_BYTES[dtype]

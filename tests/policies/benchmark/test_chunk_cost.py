@@ -8,13 +8,14 @@ from torch import nn
 
 from deft_policies.benchmark.replay import Contender, ReplayFrame, generate_frames
 from deft_policies.benchmark.roofline import (
-    ChunkCostModel,
     Cost,
     DeviceRates,
     PassTokens,
     WeightBytes,
     decoder_cost,
     module_cost,
+    pass_costs,
+    pictures_cost,
     vision_cost,
 )
 from deft_policies.families.loading import load_policy
@@ -64,7 +65,6 @@ def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy
     frame = ReplayFrame(policy.model.complete(generate_frames(1)[0].observation), "episode")
     prompt = policy.model.encode(frame.observation.instruction)
     length = model.num_before + model.lay_out([prompt]).ids.shape[1]
-    costs = ChunkCostModel(policy, RATES)
     has_head = model.parts.head is not None
     read = (0, 0) if has_head else (56, model.model.config.llm.vocabulary)
     weights = WeightBytes(4.0, 4.0)
@@ -72,7 +72,7 @@ def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy
     extra = module_cost(model.parts.state, 2, weights) + module_cost(
         model.parts.head, 2 * 8, weights
     )
-    assert costs.pass_costs(frame, None, Contender("two", policy, batch_size=2)) == [
+    assert pass_costs(policy, frame, None, Contender("two", policy, batch_size=2)) == [
         decoder + extra
     ]
 
@@ -84,7 +84,7 @@ def test_towers_see_every_picture_of_every_robot(policy: VlaPolicy) -> None:
     pictures = 3 * model.parts.num_pictures
     seen = vision_cost(model.model.config, pictures, weights)
     film = module_cost(model.parts.film, 3, weights)
-    assert ChunkCostModel(policy, RATES).vision_cost(3) == seen + film
+    assert pictures_cost(policy, 3) == seen + film
     assert (film.num_bytes > 0) == (model.parts.film is not None)
 
 

@@ -189,7 +189,7 @@ def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> No
 
 
 def test_tables_are_markdown_with_numbers_to_the_right() -> None:
-    text = render(["name", "ms"], [["plain", "12.5"], ["deft", "3.1"]])
+    text = render([{"name": "plain", "ms": "12.5"}, {"name": "deft", "ms": "3.1"}])
     assert text.splitlines() == [
         "| name  |   ms |",
         "| ----- | ---: |",

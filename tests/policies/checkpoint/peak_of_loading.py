@@ -20,4 +20,5 @@ if __name__ == "__main__":
     checkpoint = open_source(locate_checkpoint(sys.argv[1]))
     before = status_bytes("VmRSS")
     load_model(checkpoint, torch.device("cpu"), torch.bfloat16)
-    sys.stdout.write(str((status_bytes("VmHWM") - before) / checkpoint.reader.num_bytes))
+    size = sum(path.stat().st_size for path in Path(sys.argv[1]).glob("*.safetensors"))
+    sys.stdout.write(str((status_bytes("VmHWM") - before) / size))
