@@ -40,10 +40,17 @@ def _flag(
     **argument: Any,
 ) -> Any:
     """An option and its flag. `argument` goes to argparse, `read` makes the option of a text."""
+    if isinstance(default, bool):
+        argument["action"] = "store_false" if default else "store_true"
+    if isinstance(default, Enum):
+        read = type(default)
     if isinstance(read, type) and issubclass(read, Enum):
         argument["choices"] = [one.value for one in read]
     about = {"flag": name, "read": read, "of": of, "argument": argument}
     return field(default=default, metadata=about)
+
+
+_of_decoding, _of_reasoning = partial(_flag, of=OF_DECODING), partial(_flag, of=OF_REASONING)
 
 
 def _at_least(lowest: int, text: str) -> int:
@@ -93,10 +100,7 @@ class ModelOptions:
         "--dtype", read=Precision, help="default: bfloat16 on a GPU"
     )
     quantization: Quantization = _flag(
-        "--quantization",
-        Quantization.NONE,
-        read=Quantization,
-        help="weight-only, of the decoder's matrices",
+        "--quantization", Quantization.NONE, help="weight-only, of the decoder's matrices"
     )
     image_chain: ImageChain | None = _flag(
         "--image-chain",
@@ -105,14 +109,9 @@ class ModelOptions:
         "default: none, of OFT's models oft",
     )
     seed: int = _flag("--seed", 0, type=int, help="of drawing, and of random weights")
-    has_graphs: bool = _flag(
-        "--no-graphs", True, action="store_false", help="on a GPU: run passes eagerly"
-    )
+    has_graphs: bool = _flag("--no-graphs", True, help="on a GPU: run passes eagerly")
     fuses_kernels: bool = _flag(
-        "--no-fused-kernels",
-        True,
-        action="store_false",
-        help="on a GPU: PyTorch's own kernels alone",
+        "--no-fused-kernels", True, help="on a GPU: PyTorch's own kernels alone"
     )
     largest_batch: int = _flag(
         "--largest-batch",
@@ -142,115 +141,89 @@ class ModelOptions:
         metavar="N",
         help="how many OFT's models look at: the frame, then the wrist cameras in their order",
     )
-    decoding: str = _flag(
+    decoding: str = _of_decoding(
         "--decoding",
         DEFAULT_METHOD,
         read=method_text,
-        of=OF_DECODING,
         metavar="METHOD",
         help=f"one of {_METHODS}; or NAME:KNOB=VALUE,..., or a file that ends in .toml; "
         "default: lossless, the actions of plain decoding",
     )
-    radius: int | None = _flag(
-        "--radius",
-        of=OF_DECODING,
-        type=partial(_at_least, 0),
-        metavar="BINS",
-        help="acceptance radius",
+    radius: int | None = _of_decoding(
+        "--radius", type=partial(_at_least, 0), metavar="BINS", help="acceptance radius"
     )
-    temperature: float = _flag(
-        "--temperature", 0.0, of=OF_DECODING, type=float, help="draw tokens; default 0: greedy"
+    temperature: float = _of_decoding(
+        "--temperature", 0.0, type=float, help="draw tokens; default 0: greedy"
     )
-    action_rows_only: bool = _flag(
+    action_rows_only: bool = _of_decoding(
         "--action-rows-only",
         False,
-        of=OF_DECODING,
-        action="store_true",
         help="compute logits of action tokens alone; equal unless the model would answer with "
         "another token, which `deft bench --audit` counts",
     )
-    draft_heads: tuple[Path, ...] = _flag(
+    draft_heads: tuple[Path, ...] = _of_decoding(
         "--draft-head",
         (),
         read=tuple,
-        of=OF_DECODING,
         type=Path,
         action="append",
         metavar="DIR",
         help="a trained draft head (EAGLE-style or Medusa); one of each kind may be given",
     )
-    rope_offset: RopeOffset = _flag(
+    rope_offset: RopeOffset = _of_decoding(
         "--draft-rope",
         RopeOffset.CORRECT,
-        read=RopeOffset,
-        of=OF_DECODING,
         help="where a head places its guesses; 'published' as Spec-VLA's code does",
     )
-    key_mask: KeyMask = _flag(
+    key_mask: KeyMask = _of_decoding(
         "--draft-key-mask",
         KeyMask.CAUSAL,
-        read=KeyMask,
-        of=OF_DECODING,
         help="what a head may attend to; 'prefix-only' as Spec-VLA's training does",
     )
-    retrieval_index: Path | None = _flag(
-        "--retrieval-index",
-        of=OF_DECODING,
-        type=Path,
-        metavar="FILE",
-        help="stored frames to draft from",
+    retrieval_index: Path | None = _of_decoding(
+        "--retrieval-index", type=Path, metavar="FILE", help="stored frames to draft from"
     )
-    draft_model: str | None = _flag(
+    draft_model: str | None = _of_decoding(
         "--draft-model",
-        of=OF_DECODING,
         metavar="DIR|HUB-ID",
         help="another checkpoint that drafts (source small-model), with a tokenizer, pictures and "
         "a cache of its own; its bins must mean the same",
     )
-    self_draft_layers: int | None = _flag(
+    self_draft_layers: int | None = _of_decoding(
         "--self-draft-layers",
-        of=OF_DECODING,
         type=_positive,
         metavar="N",
         help="draft with the decoder's own first N layers (source small-model)",
     )
-    drafts: tuple[str, ...] | None = _flag(
+    drafts: tuple[str, ...] | None = _of_decoding(
         "--drafts",
         read=read_kinds,
-        of=OF_DECODING,
         type=partial(_readable, read_kinds),
         metavar="SOURCE[,SOURCE...]",
         help="draft from these alone: "
         + ", ".join(OUR_KINDS)
         + ", or one that an installed package brings",
     )
-    draft_tree: TreeShape | None = _flag(
+    draft_tree: TreeShape | None = _of_decoding(
         "--draft-tree",
         read=read_tree,
-        of=OF_DECODING,
         type=partial(_readable, read_tree),
         metavar="SHAPE",
         help="dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH (a tree of fixed shape), "
         "branches:NUM,LEVELS, chain:LEVELS or eagle; default: the method's",
     )
-    is_guarded: bool = _flag(
-        "--no-guard",
-        True,
-        of=OF_DECODING,
-        action="store_false",
-        help="never fall back to plain decoding by measured cost",
+    is_guarded: bool = _of_decoding(
+        "--no-guard", True, help="never fall back to plain decoding by measured cost"
     )
-    prompt: str | None = _flag(
+    prompt: str | None = _of_reasoning(
         "--prompt",
-        of=OF_REASONING,
         choices=PROMPTS,
         help="what ECoT's models are asked by; with openvla+ they act at once, by OpenVLA's "
         "prompt, wherever no reasoning is asked for; default: what the checkpoint notes, else "
         "vicuna, as in all published code that serves them",
     )
-    max_tokens: int | None = _flag(
+    max_tokens: int | None = _of_reasoning(
         "--max-tokens",
-        of=OF_REASONING,
         type=_positive,
         metavar="N",
         help="of an answer with reasoning, text and action; frames may ask for less; default: "
