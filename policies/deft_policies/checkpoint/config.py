@@ -8,7 +8,6 @@ from pathlib import Path
 
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.statistics import find_statistics, parse_statistics
-from deft_policies.errors import CheckpointError
 from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
@@ -89,20 +88,17 @@ def load_training(directory: Path) -> TrainingNotes:
 
 def _read_vocabulary(fields: JsonFields, llm: LlamaSizes) -> ActionVocabulary:
     padding = fields.count("pad_to_multiple_of", _MOST_TOKENS, _PAD_TO_MULTIPLE_OF)
-    num_bins = fields.value("n_action_bins", int, DEFAULT_NUM_BINS)
-    if not 2 <= num_bins <= llm.vocabulary - padding:
-        raise fields.error(
-            "n_action_bins", f"is {num_bins}, expected 2 to {llm.vocabulary - padding}"
-        )
-    return ActionVocabulary(llm.vocabulary - padding, num_bins)
+    size = llm.vocabulary - padding
+    return ActionVocabulary(size, fields.count("n_action_bins", size, DEFAULT_NUM_BINS, least=2))
 
 
 def _check_architecture(fields: JsonFields) -> None:
     model_type = fields.value("model_type", str, "unknown")
     if model_type != MODEL_TYPE:
-        raise CheckpointError(
-            f"{fields.path}: model_type is {model_type!r}, expected {MODEL_TYPE!r}; give an "
-            "OpenVLA checkpoint in its Hugging Face layout"
+        raise fields.error(
+            "model_type",
+            f"is {model_type!r}, expected {MODEL_TYPE!r}; give an OpenVLA checkpoint in its "
+            "Hugging Face layout",
         )
 
 
@@ -122,14 +118,16 @@ def _read_towers(fields: JsonFields) -> tuple[TowerConfig, ...]:
         raise fields.error("image_sizes", f"must be {expected} equal sizes, got {list(sizes)}")
     if any(fields.items("timm_override_act_layers", ())):
         raise fields.error("timm_override_act_layers", "is set; only timm's own are supported")
-    towers = tuple(_read_tower(fields, index, sizes[0]) for index in range(expected))
+    towers = tuple(
+        _read_tower(fields, timm_id, prefix, sizes[0])
+        for timm_id, prefix in zip(ids, _TOWER_PREFIXES, strict=False)
+    )
     if len({tower.num_patches for tower in towers}) != 1:
         raise fields.error("vision_sizes", "gives the towers different numbers of patches")
     return towers
 
 
-def _read_tower(fields: JsonFields, index: int, image_size: int) -> TowerConfig:
-    timm_id = fields.values("timm_model_ids", str, (SIGLIP_TIMM_ID,))[index]
+def _read_tower(fields: JsonFields, timm_id: str, prefix: str, image_size: int) -> TowerConfig:
     known = _TIMM_SIZES.get(timm_id.partition(".")[0])
     if known is None:
         raise fields.error(
@@ -139,7 +137,7 @@ def _read_tower(fields: JsonFields, index: int, image_size: int) -> TowerConfig:
     sizes = fields.section("vision_sizes").section(family.value)
     tower = TowerConfig(
         family=family,
-        prefix=_TOWER_PREFIXES[index],
+        prefix=prefix,
         width=sizes.count("width", _MOST_WIDTH, width),
         depth=sizes.count("depth", _MOST_LAYERS, depth),
         heads=sizes.count("heads", _MOST_HEADS, heads),
@@ -195,12 +193,11 @@ def _read_image_processor(directory: Path, towers: tuple[TowerConfig, ...]) -> I
     fields = JsonFields.load(
         directory / PREPROCESSOR_FILE, "copy it from the checkpoint this one was fine-tuned from"
     )
+    known = {one.value: one for one in ResizeStrategy}
     strategy = fields.value("image_resize_strategy", str, ResizeStrategy.LETTERBOX.value)
-    try:
-        resize = ResizeStrategy(strategy)
-    except ValueError:
-        known = ", ".join(one.value for one in ResizeStrategy)
-        raise fields.error("image_resize_strategy", f"is {strategy!r}; known: {known}") from None
+    if strategy not in known:
+        raise fields.error("image_resize_strategy", f"is {strategy!r}; known: {', '.join(known)}")
+    resize = known[strategy]
     normalizations = _read_normalizations(fields)
     if len(normalizations) != len(towers):
         raise fields.error(

@@ -63,11 +63,15 @@ class JsonFields:
             raise self.error(key, f"must be {_NAMES[kind][0]}, got {value!r}")
         return cast(T, float(value) if kind is float else value)  # type: ignore[arg-type]
 
-    def count(self, key: str, most: int, default: int | None = None) -> int:
-        """A whole number from 1 to `most`: what is beyond it no model has, and nobody can hold."""
+    def optional(self, key: str, kind: type[T]) -> T | None:
+        """A value of this kind; None where it is absent."""
+        return self.value(key, kind) if self.has(key) else None
+
+    def count(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
+        """A whole number up to `most`: what is beyond it no model has, and nobody can hold."""
         value = self.value(key, int, default)
-        if not 1 <= value <= most:
-            raise self.error(key, f"is {value}, expected 1 to {most}")
+        if not least <= value <= most:
+            raise self.error(key, f"is {value}, expected {least} to {most}")
         return value
 
     def values(self, key: str, kind: type[T], default: Sequence[T] | None = None) -> tuple[T, ...]:
@@ -86,9 +90,8 @@ class JsonFields:
 
     def rows(self, key: str) -> tuple[tuple[float, ...], ...]:
         """A list of lists of numbers."""
-        holder = {str(i): row for i, row in enumerate(self.items(key))}
-        rows = JsonFields(self.path, holder, f"{self._where}{key}.")
-        return tuple(rows.values(name, float) for name in holder)
+        rows = self._by_index(key)
+        return tuple(rows.values(name, float) for name in rows.names)
 
     def section(self, key: str) -> "JsonFields":
         """An object; empty if the field is absent."""
@@ -99,13 +102,16 @@ class JsonFields:
 
     def sections(self, key: str) -> tuple["JsonFields", ...]:
         """A list of objects."""
-        holder = {str(i): one for i, one in enumerate(self.items(key))}
-        parent = JsonFields(self.path, holder, f"{self._where}{key}.")
-        return tuple(parent.section(name) for name in holder)
+        sections = self._by_index(key)
+        return tuple(sections.section(name) for name in sections.names)
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """An error about one field, to be raised by the caller."""
         return CheckpointError(f"{self.path}: {self._where}{key} {problem}")
+
+    def _by_index(self, key: str) -> "JsonFields":
+        held = {str(index): one for index, one in enumerate(self.items(key))}
+        return JsonFields(self.path, held, f"{self._where}{key}.")
 
     def _get(self, key: str, default: object) -> object:
         value = self._values.get(key)

@@ -1,20 +1,18 @@
 """`deft act`: answer pictures without a server, one JSON line each."""
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
 from deft_client.commands.program import CommandParser
-from deft_client.types import ActOptions, Image, Observation, StageTimings
+from deft_client.types import ActOptions, DecodeTrace, Image, Observation
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
@@ -22,15 +20,7 @@ from deft_policies.errors import PolicyError, RequestError
 from deft_policies.memory import SessionMemory
 
 PROG = "deft act"
-_FIELDS = {
-    *("image", "wrist_images", "state", "instruction", "statistics_key", "session_id"),
-    *("max_tokens", "reasoning"),
-}
 _STAGES = ("prepare", "vision", "prefill", "draft", "verify", "judge", "commit", "finish", "total")
-
-
-class CaseError(PolicyError):
-    """A line of the input, or a picture it names, that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +35,9 @@ class Case:
     session_id: str | None = None
     max_tokens: int | None = None  # of an answer with reasoning
     reasoning: bool | None = None  # think aloud; None: where the policy does so without being asked
+
+
+_FIELDS = {one.name for one in fields(Case)}
 
 
 def main(arguments: list[str]) -> int:
@@ -95,7 +88,7 @@ def load_image(path: Path) -> Image:
         with PillowImage.open(path) as picture:
             return np.array(picture.convert("RGB"))
     except (OSError, UnidentifiedImageError, PillowImage.DecompressionBombError) as error:
-        raise CaseError(f"{path} cannot be read as a picture: {error}") from None
+        raise PolicyError(f"{path} cannot be read as a picture: {error}") from None
 
 
 def observe(case: Case) -> Observation:
@@ -107,10 +100,8 @@ def observe(case: Case) -> Observation:
 
 def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iterator[str]:
     """Yield one JSON line per case, in order. What a case asks in vain is its own line's error."""
-    memories: dict[str | None, SessionMemory] = {}
-    start = 0
-    while start < len(cases):
-        batch = _next_batch(cases, start, batch_size)
+    memories: dict[str | None, SessionMemory] = {}  # by session
+    for batch in _batches(cases, batch_size):
         requests = [_request(case, memories, policy) for case in batch]
         refused = [_refusal(policy, request) for request in requests]
         able = [one for one, reason in zip(requests, refused, strict=True) if reason is None]
@@ -120,9 +111,22 @@ def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iter
                 yield json.dumps({"tokens": [], "actions": [], "passes": 0, "error": str(reason)})
                 continue
             answer = next(answers)
-            memories[case.session_id] = answer.memory
+            if case.session_id is not None:
+                memories[case.session_id] = answer.memory
             yield json.dumps(_describe(answer))
-        start += len(batch)
+
+
+def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
+    """So many cases at a time, but never two frames of one session."""
+    batch: list[Case] = []
+    for case in cases:
+        sessions = {one.session_id for one in batch} - {None}
+        if len(batch) == size or case.session_id in sessions:
+            yield batch
+            batch = []
+        batch.append(case)
+    if batch:
+        yield batch
 
 
 def _refusal(policy: Policy, request: ActRequest) -> RequestError | None:
@@ -144,39 +148,17 @@ def _answer(command: PolicyCommand, cases: list[Case]) -> int:
     if given.input is None:
         request = _request(cases[0], {}, policy)
         policy.check(request.observation, request.options)
-    with _open_output(given.output) as output:
+    to_file = None if given.output is None else given.output.open("w", encoding="utf-8")
+    with to_file or nullcontext(sys.stdout) as output:
         for line in answer_cases(policy, cases, given.batch):
             output.write(line + "\n")
             output.flush()
     return 0
 
 
-@contextmanager
-def _open_output(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        yield sys.stdout
-        return
-    with path.open("w", encoding="utf-8") as file:
-        yield file
-
-
-def _next_batch(cases: Sequence[Case], start: int, batch_size: int) -> Sequence[Case]:
-    """As many cases as fit, but never two frames of one session."""
-    seen: set[str] = set()
-    for index in range(start, min(start + batch_size, len(cases))):
-        name = cases[index].session_id
-        if name in seen:
-            return cases[start:index]
-        if name is not None:
-            seen.add(name)
-    return cases[start : start + batch_size]
-
-
 def _request(
     case: Case, memories: Mapping[str | None, SessionMemory], policy: Policy
 ) -> ActRequest:
-    is_new = case.session_id is None or case.session_id not in memories
-    memory = SessionMemory() if is_new else memories[case.session_id]
     always = not policy.info.thinks_when_asked
     options = ActOptions(
         statistics_key=case.statistics_key,
@@ -184,18 +166,21 @@ def _request(
         want_reasoning=always if case.reasoning is None else case.reasoning,
         max_tokens=case.max_tokens,
     )
-    return ActRequest(observe(case), memory, options)
+    return ActRequest(observe(case), memories.get(case.session_id, SessionMemory()), options)
 
 
 def _describe(answer: ActAnswer) -> dict[str, object]:
     chunk, actions = answer.chunk, answer.chunk.actions.tolist()
+    trace = chunk.trace or DecodeTrace("", (), (), (), ())
+    # One list per action, but for a single one.
+    is_chunk = len(actions) > 1 and trace.tokens
     described: dict[str, object] = {
-        "tokens": [],
+        "tokens": np.reshape(trace.tokens, chunk.actions.shape if is_chunk else -1).tolist(),
         "actions": actions,
-        "margins": [],
-        "passes": 0,
-        "accepted": [],
-        "ms": _milliseconds(chunk.timings),
+        "margins": list(trace.margins),
+        "passes": trace.num_passes,
+        "accepted": list(trace.accepted_lengths),
+        "ms": {stage: round(getattr(chunk.timings, f"{stage}_ms"), 3) for stage in _STAGES},
     }
     if chunk.reasoning is not None:
         described["text"] = chunk.reasoning
@@ -203,50 +188,30 @@ def _describe(answer: ActAnswer) -> dict[str, object]:
         described["error"] = str(answer.error)
     if len(actions) == 1:
         described["action"] = actions[0]
-    if chunk.trace is not None:
-        tokens = np.array(chunk.trace.tokens)
-        # One list per action, but for a single one.
-        described["tokens"] = tokens.reshape(
-            chunk.actions.shape if len(actions) > 1 else -1
-        ).tolist()
-        described["margins"] = list(chunk.trace.margins)
-        described["passes"] = chunk.trace.num_passes
-        described["accepted"] = list(chunk.trace.accepted_lengths)
     return described
-
-
-def _milliseconds(timings: StageTimings) -> dict[str, float]:
-    return {stage: round(getattr(timings, f"{stage}_ms"), 3) for stage in _STAGES}
 
 
 def _read_case(line: str, where: str, folder: Path) -> Case:
     try:
         entries = json.loads(line)
     except ValueError as error:
-        raise CaseError(f"{where} is not JSON: {error}") from None
+        raise PolicyError(f"{where} is not JSON: {error}") from None
     if not isinstance(entries, dict):
-        raise CaseError(f"{where} must be an object with image and instruction, got {entries!r}")
+        raise PolicyError(f"{where} must be an object with image and instruction, got {entries!r}")
     if unknown := sorted(set(entries) - _FIELDS):
-        raise CaseError(f"{where} has unknown fields {unknown}; known: {sorted(_FIELDS)}")
-    fields = JsonFields(Path(where), entries)
-    image, instruction = (fields.value(name, str) for name in ("image", "instruction"))
-    state = fields.values("state", float) if fields.has("state") else None
-    if not all(map(math.isfinite, state or ())):
-        raise fields.error("state", f"must hold finite numbers, got {state}")
-    key, session = (
-        fields.value(name, str) if fields.has(name) else None
-        for name in ("statistics_key", "session_id")
-    )
-    wrists = fields.values("wrist_images", str, ())
+        raise PolicyError(f"{where} has unknown fields {unknown}; known: {sorted(_FIELDS)}")
+    given = JsonFields(Path(where), entries)
+    image, instruction = (given.value(name, str) for name in ("image", "instruction"))
+    wrists = given.values("wrist_images", str, ())
     return Case(
-        image=_find_image(image, where, folder),
         instruction=instruction,
+        state=given.values("state", float) if given.has("state") else None,
+        statistics_key=given.optional("statistics_key", str),
+        session_id=given.optional("session_id", str),
+        max_tokens=given.optional("max_tokens", int),
+        reasoning=given.optional("reasoning", bool),
+        image=_find_image(image, where, folder),
         wrist_images=tuple(_find_image(one, where, folder) for one in wrists),
-        state=state,
-        statistics_key=key,
-        session_id=session,
-        max_tokens=fields.value("max_tokens", int) if fields.has("max_tokens") else None,
-        reasoning=fields.value("reasoning", bool) if fields.has("reasoning") else None,
     )
 
 
@@ -254,5 +219,5 @@ def _find_image(name: str, where: str, folder: Path) -> Path:
     """Paths may be relative to the file that names them."""
     found = next((path for path in (Path(name), folder / name) if path.exists()), None)
     if found is None:
-        raise CaseError(f"{where}: image {name} does not exist")
+        raise PolicyError(f"{where}: image {name} does not exist")
     return found
