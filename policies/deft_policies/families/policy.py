@@ -90,7 +90,7 @@ class VlaPolicy:
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
-            self._engine = Engine(model.target, self.drafts, widest)
+            self.engine = Engine(model.target, self.drafts, widest)
             self._check_method(ActOptions())
 
     @property
@@ -156,12 +156,6 @@ class VlaPolicy:
         """The range of the statistics; the last dimension is the gripper."""
         return self._format(statistics_key).limits
 
-    @property
-    def engine(self) -> Engine:
-        """What decodes, where the model answers token by token."""
-        assert self.token_model
-        return self._engine
-
     def action_space(self, statistics_key: str | None) -> ActionSpace:
         """What one bin means to the robot under a statistics key; None is the default."""
         space = self._format(statistics_key).form.space
@@ -191,7 +185,7 @@ class VlaPolicy:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
             form = _form(self.model_for(options).formats[key].form, options)
-            self._engine.check(Row(self.method_for(options), form))
+            self.engine.check(Row(self.method_for(options), form))
             return
         if options.decoding not in (None, self._default_method):
             raise UnknownDecodingError(options.decoding, (self._default_method,))
@@ -216,7 +210,7 @@ class VlaPolicy:
             for way in self._token_models:
                 form = _form(way.formats[self._any_key].form, self._tested(way))
                 prompts = self._blank_prompts(way, 1)
-                self._engine.warm_up(prompts, self.method_for(ActOptions()), form)
+                self.engine.warm_up(prompts, self.method_for(ActOptions()), form)
         limits = self.action_limits(self._any_key)
         for one in self._models:
             self_test(
@@ -237,13 +231,11 @@ class VlaPolicy:
     def capture(self, names: Sequence[str]) -> None:
         """Capture all that these methods and the default can need, for any batch in the reserve."""
         started, reserve = time.perf_counter(), self.model.runner.reserve
-        several = self._token_models
-        if reserve is None or not several:
+        if reserve is None or not self._token_models:
             return
-        batches = [[self._blank_prompts(one, rows) for rows in reserve.batches] for one in several]
-        forms = [
-            {answer.form.max_tokens: answer.form for answer in one.formats.values()}
-            for one in several
+        batches = [
+            (way, [self._blank_prompts(way, rows) for rows in reserve.batches])
+            for way in self._token_models
         ]
         every = dict.fromkeys((self.method.name, *names))
         for index, name in enumerate(every):
@@ -253,9 +245,10 @@ class VlaPolicy:
             )
             _log.info("capturing rounds of %s (%d of %d): %s", name, index + 1, len(every), left)
             method = self.method_for(ActOptions(decoding=name))
-            for prompts, some in zip(batches, forms, strict=True):
-                for form in some.values():
-                    self._engine.capture(method, prompts, form)
+            for way, prompts in batches:
+                lengths = {one.form.max_tokens: one.form for one in way.formats.values()}
+                for form in lengths.values():
+                    self.engine.capture(method, prompts, form)
         _log.info("everything captured in %.0f s", time.perf_counter() - started)
 
     def _blank_prompts(self, model: TokenModel, rows: int) -> Prompts:
@@ -266,11 +259,9 @@ class VlaPolicy:
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
-        clock = StageClock(self.model.device)
-        with _computing(len(batch)):
-            frames = self._start(batch, clock)
-            while any(not one.has_ended for one in frames):
-                self._step(clock)
+        frames = self.start(batch)
+        while any(not one.has_ended for one in frames):
+            self.step()
         for one in frames:
             if one.error is not None:
                 raise one.error
@@ -279,12 +270,37 @@ class VlaPolicy:
     def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
         """Take in observations: they are looked at now, and decoded by the next steps."""
         with _computing(len(batch)):
-            return self._start(batch, StageClock(self.model.device))
+            clock = StageClock(self.model.device)
+            frames = [self._frame(request, clock) for request in batch]
+            try:
+                for model in self._token_models:
+                    some = [frame for frame in frames if frame.model is model]
+                    if some:
+                        prompts = model.see([frame.request.observation for frame in some], clock)
+                        rows = [frame.row for frame in some if frame.row is not None]
+                        self.engine.start(prompts, rows)
+            except BaseException:
+                for frame in frames:
+                    if frame.row is not None:
+                        self.engine.cancel(frame.row)
+                raise
+        self._frames += frames
+        return frames
 
     def step(self) -> Sequence[Running]:
         """Play one round of all that is on its way; those that have ended."""
         with _computing(len(self._frames)):
-            return self._step(StageClock(self.model.device))
+            clock = StageClock(self.model.device)
+            for frame in self._frames:
+                frame.clocks.append(clock)
+            try:
+                ended = self._play(clock)
+            except BaseException:
+                for frame in [*self._frames]:
+                    self.cancel(frame)
+                raise
+        self._frames = [one for one in self._frames if not one.has_ended]
+        return ended
 
     def cancel(self, running: Running) -> None:
         """Let go of one between two steps; nothing where it has ended."""
@@ -292,25 +308,8 @@ class VlaPolicy:
             if frame is running:
                 self._frames.remove(frame)
                 if frame.row is not None:
-                    self._engine.cancel(frame.row)
+                    self.engine.cancel(frame.row)
                 return
-
-    def _start(self, batch: Sequence[ActRequest], clock: StageClock) -> list[_Frame]:
-        frames = [self._frame(request, clock) for request in batch]
-        rows = [frame.row for frame in frames if frame.row is not None]
-        try:
-            for model in self._token_models:
-                some = [frame for frame in frames if frame.model is model]
-                if some:
-                    prompts = model.see([frame.request.observation for frame in some], clock)
-                    asked = [frame.row for frame in some if frame.row is not None]
-                    self._engine.start(prompts, asked)
-        except BaseException:
-            for row in rows:
-                self._engine.cancel(row)
-            raise
-        self._frames += frames
-        return frames
 
     def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
         """An observation, and what of the engine answers it."""
@@ -321,25 +320,12 @@ class VlaPolicy:
             row = Row(self.method_for(options), form, request.memory, options.want_trace)
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
-    def _step(self, clock: StageClock) -> list[_Frame]:
-        for frame in self._frames:
-            if frame.clocks[-1] is not clock:
-                frame.clocks.append(clock)
-        try:
-            done = self._play(clock)
-        except BaseException:
-            for frame in [*self._frames]:
-                self.cancel(frame)
-            raise
-        self._frames = [one for one in self._frames if not one.has_ended]
-        return done
-
     def _play(self, clock: StageClock) -> list[_Frame]:
         """One round, and answers of what it has ended."""
         model, frames = self.model, self._frames
         found: list[tuple[Values, DecodeTrace | None]]
         if isinstance(model, TokenModel):
-            ended = set(self._engine.step(clock))
+            ended = set(self.engine.step(clock))
             frames = [one for one in frames if one.row in ended]
             traces = [one.row.trace for one in frames if one.row is not None]
             found = [(np.array(one.tokens if one else ()), one) for one in traces]
@@ -348,29 +334,27 @@ class VlaPolicy:
             observations = [one.request.observation for one in frames]
             found = model.answer(observations, [one.key for one in frames], clock)
         clock.skip()
-        answers = [
+        for frame, (values, trace) in zip(frames, found, strict=True):
             self._answer(frame, values, trace)
-            for frame, (values, trace) in zip(frames, found, strict=True)
-        ]
         clock.lap(Stage.FINISH)
         timings: dict[int, StageTimings] = {}  # by when they began
-        for frame, answer in zip(frames, answers, strict=True):
+        for frame in frames:
             began = id(frame.clocks[0])
             if began not in timings:
                 timings[began] = _sum_timings(frame.clocks)
-            if answer is not None:
-                chunk = replace(answer.chunk, timings=timings[began])
-                frame.answer = replace(answer, chunk=chunk)
+            if frame.answer is not None:
+                chunk = replace(frame.answer.chunk, timings=timings[began])
+                frame.answer = replace(frame.answer, chunk=chunk)
         return frames
 
-    def _answer(self, frame: _Frame, values: Values, trace: DecodeTrace | None) -> ActAnswer | None:
-        """The answer of a frame that has ended; None where there is none, which it then says."""
+    def _answer(self, frame: _Frame, values: Values, trace: DecodeTrace | None) -> None:
+        """Give a frame that has ended its answer, or say why there is none."""
         if frame.row is not None and not frame.row.is_finite:
             frame.error = NotFiniteError(
                 "the model's logits hold NaN or infinity; its weights or its number format are "
                 "broken, nothing was answered"
             )
-            return None
+            return
         memory = frame.request.memory if frame.row is None else frame.row.memory
         model, options, error = frame.model, frame.request.options, None
         one = model.formats[frame.key]
@@ -387,7 +371,7 @@ class VlaPolicy:
                 trace = replace(trace, parts=parts)
             wanted = text if options.want_reasoning else None
             chunk = replace(chunk, trace=trace, reasoning=wanted)
-        return ActAnswer(chunk, memory, error)
+        frame.answer = ActAnswer(chunk, memory, error)
 
     def method_for(self, options: ActOptions) -> Method:
         """The method that a request asks for, or the default; may raise `RequestError`.
