@@ -130,7 +130,7 @@ def bench(
                 policy.warm_up()  # a server's guard knows from its start what plans cost
             report = measure(policy, contenders, frames, given.warm_ups, baseline)
             if given.audit:
-                found = run_audit(command.model_options(), frames, contenders[0].options(frames[0]))
+                found = run_audit(policy.options, frames, contenders[0].options(frames[0]))
                 report = replace(report, audit=found)
             following = next_command(policy, report.speeds, given)
         else:

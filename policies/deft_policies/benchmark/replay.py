@@ -38,7 +38,12 @@ class ReplayFrame:
 
 def read_stored(data: Path, limit: int, cameras: Sequence[str] = ()) -> list[ReplayFrame]:
     """The first frames of a data set."""
-    frames = list(islice(_stored(data, cameras), limit))
+    episodes = read_dataset(data, cameras)
+    steps = ((episode.name, step) for episode in episodes for step in episode.steps())
+    frames = [
+        ReplayFrame(step.observation, name, step.statistics_key)
+        for name, step in islice(steps, limit)
+    ]
     if not frames:
         raise PolicyError(f"{data}: none of its episodes has a step")
     return frames
@@ -47,25 +52,19 @@ def read_stored(data: Path, limit: int, cameras: Sequence[str] = ()) -> list[Rep
 def read_pictures(path: Path, limit: int) -> list[ReplayFrame]:
     """The pictures that the lines of a file name, as for `deft act`."""
     return [
-        ReplayFrame(
-            observe(case),
-            case.session_id or f"line {number}",
-            case.statistics_key,
-        )
+        ReplayFrame(observe(case), case.session_id or f"line {number}", case.statistics_key)
         for number, case in enumerate(read_cases(path)[:limit])
     ]
 
 
-def generate_frames(count: int, seed: int = 0, size: int = 256) -> list[ReplayFrame]:
+def generate_frames(count: int) -> list[ReplayFrame]:
     """Blobs that drift over a fixed background, one instruction per ten frames."""
-    rng = np.random.default_rng(seed)
-    return [
-        ReplayFrame(
-            Observation(image, _INSTRUCTIONS[index // 10 % len(_INSTRUCTIONS)]),
-            f"episode {index // 10}",
-        )
-        for index, image in enumerate(_scene(rng, count, size))
-    ]
+    frames = []
+    for index, image in enumerate(_scene(np.random.default_rng(0), count, 256)):
+        episode = index // 10
+        observation = Observation(image, _INSTRUCTIONS[episode % len(_INSTRUCTIONS)])
+        frames.append(ReplayFrame(observation, f"episode {episode}"))
+    return frames
 
 
 def with_statistics_key(frames: Sequence[ReplayFrame], policy: Policy) -> list[ReplayFrame]:
@@ -80,27 +79,19 @@ def with_statistics_key(frames: Sequence[ReplayFrame], policy: Policy) -> list[R
     return [replace(frame, statistics_key=frame.statistics_key or first) for frame in frames]
 
 
-def _stored(data: Path, cameras: Sequence[str]) -> Iterator[ReplayFrame]:
-    for episode in read_dataset(data, cameras):
-        for step in episode.steps():
-            yield ReplayFrame(step.observation, episode.name, step.statistics_key)
-
-
-def _scene(rng: np.random.Generator, count: int, size: int) -> Sequence[Image]:
+def _scene(rng: np.random.Generator, count: int, size: int) -> Iterator[Image]:
     across, down = np.meshgrid(np.arange(size), np.arange(size))
     background = rng.integers(60, 160, (8, 8, 3)).repeat(size // 8, 0).repeat(size // 8, 1)
     centres = rng.uniform(0.2, 0.8, (3, 2)) * size
     speeds = rng.uniform(-0.01, 0.01, (3, 2)) * size
     colours = rng.integers(0, 256, (3, 3))
-    images = []
     for step in range(count):
         image = background.copy()
         for centre, speed, colour in zip(centres, speeds, colours, strict=True):
             x, y = centre + speed * step
             image[(across - x) ** 2 + (down - y) ** 2 < (size * 0.08) ** 2] = colour
         noise = rng.integers(-2, 3, image.shape)
-        images.append(np.clip(image + noise, 0, 255).astype(np.uint8))
-    return images
+        yield np.clip(image + noise, 0, 255).astype(np.uint8)
 
 
 @dataclass(frozen=True, eq=False)

@@ -259,7 +259,7 @@ def _chunk_cost(model: Oft, num_ids: int, num_rows: int, weights: WeightBytes) -
     parts, llm = model.chunk.parts, model.network.config.llm
     tokens = PassTokens(
         before=0,
-        new=model.chunk.num_before + num_ids + parts.num_values + 1,
+        new=num_ids + model.chunk.num_others,
         scored=0 if parts.head else parts.num_values,
         head_rows=0 if parts.head else llm.vocabulary,
     )

@@ -18,13 +18,11 @@ from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import LlamaSizes
+from deft_policies.model.tensor_names import layer_places
 
 _MEDUSA_FORMAT = "deft-medusa-1"
 _LAYER = "layers.0."
 _ATTENTION = _LAYER + "self_attn."
-_NORM = _LAYER + "post_attention_layernorm.weight"
-_QKV = ("q_proj", "k_proj", "v_proj")
-_GATE_UP = ("gate_proj", "up_proj")
 # Beside the head's own tensors a published file repeats the target's embedding, and older ones
 # store the rotary frequencies; neither is used.
 _IGNORED = ("embed_tokens.weight", "lm_head.weight", _ATTENTION + "rotary_emb.inv_freq")
@@ -55,10 +53,23 @@ def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
 
 def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
     """Write `config.json` and the weights. The published layout is in float16, as its peers are."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = dict(named_weights(head))
-    config = json.dumps(_config_of(head), indent=2) + "\n"
-    (directory / "config.json").write_text(config)
+    sizes, tensors = head.sizes, dict(named_weights(head))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.mlp_width,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": sizes.max_positions,
+        "rms_norm_eps": sizes.norm_eps,
+        "rope_theta": sizes.rope_theta,
+        "rope_scaling": None,
+        "qkv_bias": head.has_qkv_bias,
+    }
+    _write_config(config, directory)
     if layout is HeadLayout.SAFETENSORS:
         write_tensors(tensors, directory / layout.value)
     else:
@@ -66,26 +77,20 @@ def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
         torch.save(halves, directory / layout.value)
 
 
+def _write_config(config: Mapping[str, object], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def named_weights(head: EagleHead) -> list[tuple[str, Tensor]]:
     """The head's tensors by their published names; fused matrices as views of their parts."""
-    attention, mlp, sizes = head.attention, head.mlp, head.sizes
-    parts = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
-    rows = [heads * sizes.head_dim for heads in parts]
-    named = [("fc.weight", head.fc.weight), ("fc.bias", head.fc.bias)]
-    kinds = ["weight", "bias"] if head.has_qkv_bias else ["weight"]
-    for kind in kinds:
-        fused: Tensor = getattr(attention.qkv, kind)
-        pieces = torch.split(fused, rows)
-        named += [
-            (f"{_ATTENTION}{part}.{kind}", piece) for part, piece in zip(_QKV, pieces, strict=True)
-        ]
-    named.append((_ATTENTION + "o_proj.weight", attention.out.weight))
-    halves = torch.split(mlp.gate_up.weight, sizes.mlp_width)
-    named += [
-        (f"{_LAYER}mlp.{part}.weight", piece) for part, piece in zip(_GATE_UP, halves, strict=True)
-    ]
-    named.append((_LAYER + "mlp.down_proj.weight", mlp.down.weight))
-    named.append((_NORM, head.mlp_norm.weight))
+    own = dict(head.named_parameters())
+    named: list[tuple[str, Tensor]] = [(name, own[name]) for name in ("fc.weight", "fc.bias")]
+    for place in layer_places(head.sizes):
+        for kind in ("weight", "bias"):
+            name = f"{place.parameter}.{kind}"
+            if name in own:  # a head has no norm before its attention
+                named.append((f"{_LAYER}{place.name}.{kind}", own[name][place.rows]))
     return named
 
 
@@ -145,30 +150,10 @@ def _fill(head: EagleHead, directory: Path, tensors: Mapping[str, Tensor]) -> No
             parameter.copy_(given)
 
 
-def _config_of(head: EagleHead) -> dict[str, object]:
-    sizes = head.sizes
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": sizes.width,
-        "intermediate_size": sizes.mlp_width,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "num_hidden_layers": 1,
-        "max_position_embeddings": sizes.max_positions,
-        "rms_norm_eps": sizes.norm_eps,
-        "rope_theta": sizes.rope_theta,
-        "rope_scaling": None,
-        "qkv_bias": head.has_qkv_bias,
-    }
-
-
 def save_medusa(heads: MedusaHeads, directory: Path) -> None:
     """Write `config.json` and the weights."""
-    directory.mkdir(parents=True, exist_ok=True)
     config = {"format": _MEDUSA_FORMAT, "hidden_size": heads.width, "num_heads": heads.num_heads}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_config(config, directory)
     write_tensors(dict(heads.named_parameters()), directory / HeadLayout.SAFETENSORS.value)
 
 

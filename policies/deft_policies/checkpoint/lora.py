@@ -20,30 +20,23 @@ _WRAPPER = re.compile(r"\.(modules_to_save|base_layer)(?=\.)")
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
-# Names of the two matrices whose product changes a weight, [rank, in] and [out, rank], and a scale.
-_Factors = tuple[str, str, float]
+# Two matrices whose product changes a weight, [rank, in] and [out, rank], and a scale.
+_Factors = tuple[StoredTensor, StoredTensor, float]
 
 
 class LoraAdapter:
     """Changes to some weights of a model, under the published names of these weights."""
 
-    def __init__(
-        self, directory: Path, stored: Mapping[str, StoredTensor], fields: JsonFields
-    ) -> None:
-        self._directory = directory
-        self._stored = stored
-        # The checkpoint that the adapter was trained on, as its trainer called it.
-        self.base = fields.value("base_model_name_or_path", str, "")
-        self._replaced: dict[str, str] = {}
-        self._factors = self._pair_factors(fields)
-
-    @staticmethod
-    def load(directory: Path) -> "LoraAdapter":
+    def __init__(self, directory: Path) -> None:
         """Read an adapter directory's configuration and headers."""
+        self._path = directory / ADAPTER_FILE
         remedy = f"copy the adapter's {ADAPTER_CONFIG_FILE} and {ADAPTER_FILE}"
         fields = JsonFields.load(directory / ADAPTER_CONFIG_FILE, remedy)
         _check_kind(fields)
-        return LoraAdapter(directory, read_header(directory / ADAPTER_FILE), fields)
+        # The checkpoint that the adapter was trained on, as its trainer called it.
+        self.base = fields.value("base_model_name_or_path", str, "")
+        self._replaced: dict[str, StoredTensor] = {}
+        self._factors = self._pair_factors(fields)
 
     @property
     def targets(self) -> frozenset[str]:
@@ -52,11 +45,10 @@ class LoraAdapter:
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raise `CheckpointError` unless every change fits the weight it is for."""
-        path = self._directory / ADAPTER_FILE
         foreign = self.targets - set(shapes)
         if foreign:
             raise CheckpointError(
-                f"{path} changes weights that the base does not have: {list_names(foreign)}; "
+                f"{self._path} changes weights that the base does not have: {list_names(foreign)}; "
                 f"give the base it was trained on ({self.base or 'not named in its config'})"
             )
         wrong = [
@@ -64,7 +56,7 @@ class LoraAdapter:
         ]
         if wrong:
             raise CheckpointError(
-                f"{path} has changes of another shape than the base's weights: "
+                f"{self._path} has changes of another shape than the base's weights: "
                 f"{list_names(wrong)}; give the base it was trained on"
             )
 
@@ -75,42 +67,40 @@ class LoraAdapter:
         there: product, change and sum are each rounded, so that answers are the merged model's.
         """
         if name in self._replaced:
-            weight = self._stored[self._replaced[name]].read(weight.device)
-        factors = self._factors.get(name)
-        if factors is None:
+            weight = self._replaced[name].read(weight.device)
+        if name not in self._factors:
             return weight
-        down, up = (self._stored[one].read(weight.device) for one in factors[:2])
+        *factors, scale = self._factors[name]
+        down, up = (one.read(weight.device) for one in factors)
         product = up.float().flatten(1) @ down.float().flatten(1)
         if down.dtype == weight.dtype:
             product = product.to(weight.dtype)
-            return weight + (product * factors[2]).view(weight.shape)
-        return weight.float() + (product * factors[2]).view(weight.shape)
+            return weight + (product * scale).view(weight.shape)
+        return weight.float() + (product * scale).view(weight.shape)
 
     def _shapes_of_changes(self, name: str) -> Iterator[Shape]:
-        stored = self._stored
         if name in self._replaced:
-            yield stored[self._replaced[name]].shape
-        factors = self._factors.get(name)
-        if factors is not None:
-            up, down = stored[factors[1]].shape, stored[factors[0]].shape
+            yield self._replaced[name].shape
+        if name in self._factors:
+            down, up = (one.shape for one in self._factors[name][:2])
             fits = len(up) == len(down) > 1 and up[1] == down[0] and not any(n > 1 for n in up[2:])
             yield (up[0], *down[1:]) if fits else ()
 
     def _pair_factors(self, fields: JsonFields) -> dict[str, _Factors]:
-        sides: dict[str, dict[str, str]] = {}
-        for stored_name in self._stored:
-            name = stored_name.removeprefix(_PREFIX)
+        sides: dict[str, dict[str, StoredTensor]] = {}
+        for stored in read_header(self._path).values():
+            name = stored.name.removeprefix(_PREFIX)
             match = _FACTOR.fullmatch(name)
             if match is None:
                 # PEFT saves modules that were trained whole, and some of those it adapted.
-                self._replaced[_WRAPPER.sub("", name)] = stored_name
+                self._replaced[_WRAPPER.sub("", name)] = stored
             else:
-                sides.setdefault(match["module"], {})[match["side"]] = stored_name
+                sides.setdefault(match["module"], {})[match["side"]] = stored
         lonely = [module for module, found in sides.items() if len(found) != 2]
         if lonely:
             raise CheckpointError(
-                f"{self._directory / ADAPTER_FILE} has only one of two factors for "
-                f"{list_names(lonely)}; save the adapter again"
+                f"{self._path} has only one of two factors for {list_names(lonely)}; save the "
+                "adapter again"
             )
         return {
             f"{module}.weight": (found["A"], found["B"], _scale(fields, module))

@@ -67,22 +67,19 @@ class CheckpointSource:
         return find_statistics(config, self.find(STATISTICS_FILE))
 
 
-def locate_checkpoint(
-    name: str, adapter: str | None = None, download: Callable[[str], Path] | None = None
-) -> CheckpointSource:
+def locate_checkpoint(name: str, adapter: str | None = None) -> CheckpointSource:
     """Find the files of what the user named: existing directories, else hub ids.
 
     A directory that has an adapter and no model leads to its base, unless it is named as adapter.
     """
-    fetch = download or download_snapshot
-    directory = _locate(name, fetch)
+    directory = _locate(name)
     if adapter is not None:
-        named = _locate(adapter, fetch)
+        named = _locate(adapter)
         return CheckpointSource(name, directory, find_adapter(named) or named)
     overlay = find_adapter(directory)
     if overlay is None:
         return CheckpointSource(name, directory)
-    base = LoraAdapter.load(overlay).base
+    base = LoraAdapter(overlay).base
     if not base:
         raise CheckpointError(
             f"{overlay / ADAPTER_CONFIG_FILE} names no base_model_name_or_path; write the "
@@ -90,7 +87,7 @@ def locate_checkpoint(
         )
     beside = directory / base
     try:
-        found = _locate(str(beside) if beside.is_dir() else base, fetch)
+        found = _locate(str(beside) if beside.is_dir() else base)
     except CheckpointError as error:
         raise CheckpointError(
             f"{overlay} is to be merged into {base}, which its {ADAPTER_CONFIG_FILE} names, but "
@@ -115,14 +112,14 @@ def download_snapshot(hub_id: str) -> Path:
         ) from None
 
 
-def _locate(name: str, download: Callable[[str], Path]) -> Path:
+def _locate(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the directory that holds {path.name}")
     if _HUB_ID.fullmatch(name):
-        return download(name)
+        return download_snapshot(name)
     raise CheckpointError(
         f"there is no directory {path}; give a checkpoint directory or a hub id such as "
         "openvla/openvla-7b"
@@ -167,7 +164,7 @@ def open_source(source: CheckpointSource) -> Checkpoint:
     checkpoint = Checkpoint(source, config, encoder, stored)
     if source.overlay is None:
         return checkpoint
-    adapter = LoraAdapter.load(source.overlay)
+    adapter = LoraAdapter(source.overlay)
     adapter.check(shapes)
     return replace(checkpoint, merge=adapter.merge)
 

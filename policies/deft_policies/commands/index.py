@@ -1,8 +1,8 @@
 """`deft index`: make a retrieval index of a data set's frames, to draft from."""
 
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -20,12 +20,7 @@ from deft_policies.decoding.batch import Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import AUTOREGRESSIVE
-from deft_policies.decoding.retrieval import (
-    RetrievalIndex,
-    build_index,
-    frame_keys,
-    save_index,
-)
+from deft_policies.decoding.retrieval import build_index, frame_keys, save_index
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import PolicyError
 from deft_policies.families.openvla import OpenVLA
@@ -37,28 +32,15 @@ PROG = "deft index"
 OWN, RECORDED = "own", "recorded"  # which actions an index holds
 
 
-def index_frames(
-    policy: VlaPolicy, frames: Iterator[StoredStep], actions: str, batch_size: int = 8
-) -> RetrievalIndex:
-    """Look at every frame as the policy would, and keep its key and action.
-
-    `actions` are its own, what the target answers to the frame now: the best guess of what it will
-    say; or recorded: what a demonstrator did, or a server sent.
-    """
-    entries = [
-        _entries(policy, batch, actions)
-        for batch in iter(lambda: list(islice(frames, batch_size)), [])
-    ]
-    if not entries:
-        raise PolicyError("no frames were found, so there is nothing to index")
-    return build_index(entries, policy.model.network.fingerprint())
-
-
 @torch.inference_mode()
 def _entries(
     policy: VlaPolicy, frames: Sequence[StoredStep], actions: str
 ) -> tuple[Tensor, Tensor]:
-    """Keys [frame, feature] and action tokens [frame, position]."""
+    """Keys [frame, feature] of frames as the policy sees them, and action tokens [frame, position].
+
+    `actions` are its own, what the target answers to the frame now: the best guess of what it will
+    say; or recorded: what a demonstrator did, or a server sent.
+    """
     clock = StageClock(policy.model.device)
     prompts = policy.token_model.see([frame.observation for frame in frames], clock)
     keys = frame_keys(prompts).cpu()
@@ -105,7 +87,21 @@ def main(arguments: list[str]) -> int:
         policy = command.load()
         if not isinstance(policy, VlaPolicy) or not isinstance(policy.model, OpenVLA):
             raise PolicyError(f"only openvla drafts from an index, got {policy.info.policy!r}")
-        _write(policy, given)
+        episodes = list(read_dataset(given.data, read_cameras(given)))
+        shown = tqdm(episodes, unit="episode", disable=None)  # on a terminal alone
+        frames = (step for episode in shown for step in episode.steps() if step.is_example)
+        chosen = islice(islice(frames, 0, None, given.every), given.limit)
+        batches = iter(lambda: list(islice(chosen, given.batch)), [])
+        entries = [_entries(policy, batch, given.actions) for batch in batches]
+        if not entries:
+            raise PolicyError("no frames were found, so there is nothing to index")
+        index = build_index(entries, policy.model.network.fingerprint())
+        save_index(index, given.out)
+        kilobytes = given.out.stat().st_size / 1e3
+        sys.stdout.write(
+            f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n"
+            f"next: deft serve {target_flags(given)} --retrieval-index {given.out}\n"
+        )
         return 0
 
     return run_command(PROG, run)
@@ -131,21 +127,3 @@ def _build_parser() -> ArgumentParser:
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many frames")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="frames per pass")
     return parser
-
-
-def _write(policy: VlaPolicy, given: Namespace) -> None:
-    frames = islice(_frames(given), 0, None, given.every)
-    chosen = islice(frames, given.limit)
-    index = index_frames(policy, chosen, given.actions, given.batch)
-    save_index(index, given.out)
-    kilobytes = given.out.stat().st_size / 1e3
-    sys.stdout.write(
-        f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n"
-        f"next: deft serve {target_flags(given)} --retrieval-index {given.out}\n"
-    )
-
-
-def _frames(given: Namespace) -> Iterator[StoredStep]:
-    episodes = list(read_dataset(given.data, read_cameras(given)))
-    for episode in tqdm(episodes, unit="episode", disable=None):  # shown on a terminal alone
-        yield from (step for step in episode.steps() if step.is_example)

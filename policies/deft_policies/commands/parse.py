@@ -10,7 +10,6 @@ from deft_client.errors import DeftError
 from deft_policies import catalog
 from deft_policies.base import Policy
 from deft_policies.errors import PolicyError
-from deft_policies.families.options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -20,12 +19,6 @@ class PolicyCommand:
     namespace: Namespace
     entry: catalog.CatalogEntry
     words: tuple[str, ...] = ()  # what `load_by_words` takes to load the same policy elsewhere
-
-    def model_options(self) -> ModelOptions:
-        """How its model is loaded; raises `PolicyError` for a policy without one."""
-        if self.entry.read is None:
-            raise PolicyError(f"--policy {self.namespace.policy} has no model")
-        return self.entry.read(self.namespace)
 
     def load(self) -> Policy:
         """Load the policy; takes as long as its weights are large."""

@@ -4,8 +4,6 @@ A token stands for a bin, a bin for its centre in [-1, 1] (a normalised action),
 statistics stretch that to robot units. Ids grow as values fall.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,30 +15,17 @@ from deft_policies.model.statistics import ActionStatistics
 _POSE = (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 3 + (DimensionGroup.GRIP,)
 # In training the range is widened by this before dividing by it.
 RANGE_EPS = 1e-8
-_MM_PER_METRE = 1000.0
+# Millimetres and degrees that one robot unit of an arm's action means to its controller, by how the
+# names of data sets begin: robosuite's, as LIBERO uses it, and metres and radians.
+_UNITS = {
+    "libero": (50.0, float(np.degrees(0.5))),
+    "bridge": (1000.0, float(np.degrees(1.0))),
+    "fractal": (1000.0, float(np.degrees(1.0))),
+}
 _OPEN_ABOVE = 0.5  # gripper values above it mean one class, others the other
 
 Tokens = NDArray[np.int64]  # [..., action_dim]
 Actions = NDArray[np.float64]  # [..., action_dim]
-
-
-@dataclass(frozen=True)
-class RobotScale:
-    """What one robot unit of an arm's action means to its controller."""
-
-    metres: float
-    radians: float
-
-    @staticmethod
-    def of_statistics(key: str) -> "RobotScale | None":
-        """The scale of a data set known by name."""
-        if key.startswith("libero"):
-            return OSC_POSE
-        return METRIC if key.startswith(("bridge", "fractal")) else None
-
-
-OSC_POSE = RobotScale(metres=0.05, radians=0.5)  # robosuite's, as LIBERO uses it
-METRIC = RobotScale(metres=1.0, radians=1.0)  # Bridge and the like
 
 
 class ActionCodec:
@@ -76,15 +61,13 @@ class ActionCodec:
         widths: NDArray[np.float64] = np.where(statistics.mask, step * reach, step)
         return widths
 
-    def action_space(self, statistics: ActionStatistics, scale: RobotScale | None) -> ActionSpace:
+    def action_space(self, statistics: ActionStatistics, key: str) -> ActionSpace:
         """What acceptance rules need to know; limits count in bins where units are unknown."""
-        if scale is None or statistics.action_dim != len(_POSE):
+        known = [units for name, units in _UNITS.items() if key.startswith(name)]
+        if not known or statistics.action_dim != len(_POSE):
             return ActionSpace.in_bins(statistics.action_dim)
-        unit = {
-            DimensionGroup.MOVE: scale.metres * _MM_PER_METRE,
-            DimensionGroup.TURN: float(np.degrees(scale.radians)),
-            DimensionGroup.GRIP: 0.0,
-        }
+        (mm, degrees), *_ = known
+        unit = {DimensionGroup.MOVE: mm, DimensionGroup.TURN: degrees, DimensionGroup.GRIP: 0.0}
         widths = self.bin_widths(statistics)
         boundary = self._find_boundary(statistics)
         return ActionSpace(

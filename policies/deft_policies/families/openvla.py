@@ -17,7 +17,7 @@ from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import CheckpointError
-from deft_policies.families.action_tokens import ActionCodec, RobotScale
+from deft_policies.families.action_tokens import ActionCodec
 from deft_policies.families.family import AnswerFormat, Family, Opened, TokenModel, Values
 from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
 from deft_policies.families.options import OF_REASONING, ModelOptions
@@ -70,7 +70,7 @@ class OpenVLA(TokenModel):
             return self.codec.decode(tokens.astype(np.int64)[None], statistics)
 
         return AnswerFormat(
-            Form.action(self.codec.action_space(statistics, RobotScale.of_statistics(key))),
+            Form.action(self.codec.action_space(statistics, key)),
             decode,
             ActionLimits(statistics.lowest, statistics.highest),
         )

@@ -106,7 +106,7 @@ def _decoder(sizes: LlamaSizes) -> Iterator[TensorPlace]:
     table = (sizes.vocabulary, sizes.width)
     yield TensorPlace("language_model.model.embed_tokens.weight", table, "decoder.embedding.weight")
     for index in range(sizes.num_layers):
-        for place in _layer(sizes):
+        for place in layer_places(sizes):
             yield replace(
                 place,
                 name=f"language_model.model.layers.{index}.{place.name}.weight",
@@ -116,7 +116,8 @@ def _decoder(sizes: LlamaSizes) -> Iterator[TensorPlace]:
     yield TensorPlace("language_model.lm_head.weight", table, "decoder.head.weight")
 
 
-def _layer(sizes: LlamaSizes) -> Iterator[TensorPlace]:
+def layer_places(sizes: LlamaSizes) -> Iterator[TensorPlace]:
+    """The weights of one decoder layer, by names that leave `.weight` out."""
     width, mlp_width = sizes.width, sizes.mlp_width
     inner, shared = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     yield TensorPlace("self_attn.q_proj", (inner, width), "attention.qkv")

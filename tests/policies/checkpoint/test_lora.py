@@ -54,7 +54,7 @@ def test_merged_weights_equal_pefts(case: str) -> None:
 
 def test_weights_without_a_change_stay_as_they_are() -> None:
     checkpoint = open_checkpoint(str(ADAPTERS / "plain"))
-    changed = LoraAdapter.load(ADAPTERS / "plain").targets
+    changed = LoraAdapter(ADAPTERS / "plain").targets
     loaded = load_model(checkpoint, CPU, torch.float32).named_tensors()
     for name, tensor in golden_model().named_tensors().items():
         assert torch.equal(loaded[name], tensor) is (name not in changed)
@@ -107,7 +107,7 @@ def test_factors_saved_under_an_adapters_name_are_found(tmp_path: Path) -> None:
     save_file(
         {n.replace(".weight", ".default.weight"): t for n, t in load_file(path).items()}, path
     )
-    assert LoraAdapter.load(adapter).targets == LoraAdapter.load(ADAPTERS / "plain").targets
+    assert LoraAdapter(adapter).targets == LoraAdapter(ADAPTERS / "plain").targets
 
 
 def test_an_adapter_without_a_base_says_what_to_write(tmp_path: Path) -> None:

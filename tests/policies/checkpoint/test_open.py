@@ -220,14 +220,15 @@ def test_a_path_that_does_not_exist_says_so(tmp_path: Path) -> None:
     assert f"no directory {tmp_path / 'nothing'}" in error_of(tmp_path / "nothing")
 
 
-def test_a_hub_id_is_downloaded(tmp_path: Path) -> None:
+def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def download(hub_id: str) -> Path:
         asked.append(hub_id)
         return tmp_path
 
-    source = locate_checkpoint("openvla/openvla-v01-7b", download=download)
+    monkeypatch.setattr("deft_policies.checkpoint.open.download_snapshot", download)
+    source = locate_checkpoint("openvla/openvla-v01-7b")
     assert (asked, source.directory) == (["openvla/openvla-v01-7b"], tmp_path)
     assert source.name == "openvla/openvla-v01-7b"
 

@@ -6,7 +6,7 @@ from hypothesis.extra import numpy as hnp
 
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.families.action_tokens import OSC_POSE, ActionCodec, RobotScale, normalise
+from deft_policies.families.action_tokens import ActionCodec, normalise
 from deft_policies.model.sizes import ActionVocabulary
 from deft_policies.model.statistics import ActionStatistics
 from tests import golden
@@ -97,7 +97,7 @@ def test_bin_widths_are_the_distance_of_neighbouring_actions() -> None:
 
 def test_libero_bins_are_measured_in_millimetres_and_degrees() -> None:
     """A unit of LIBERO's controller is 5 cm or half a radian."""
-    space = CODEC.action_space(LIBERO, RobotScale.of_statistics("libero_spatial_no_noops"))
+    space = CODEC.action_space(LIBERO, "libero_spatial_no_noops")
     assert space.groups == (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 3 + (
         DimensionGroup.GRIP,
     )
@@ -109,17 +109,16 @@ def test_libero_bins_are_measured_in_millimetres_and_degrees() -> None:
 
 
 def test_the_gripper_changes_class_where_its_value_passes_one_half() -> None:
-    boundary = CODEC.action_space(LIBERO, OSC_POSE).class_boundary[6]
+    boundary = CODEC.action_space(LIBERO, "libero_goal").class_boundary[6]
     assert boundary is not None
     values = CODEC.normalised(np.array([boundary - 1, boundary]))
     assert values[0] > 0.5 >= values[1]
 
 
 def test_limits_count_in_bins_when_the_robot_is_unknown() -> None:
-    assert RobotScale.of_statistics("my_robot") is None
-    assert CODEC.action_space(LIBERO, None) == ActionSpace.in_bins(7)
+    assert CODEC.action_space(LIBERO, "my_robot") == ActionSpace.in_bins(7)
     two_fingers = ActionStatistics(np.zeros(2), np.ones(2), np.ones(2, np.bool_))
-    assert CODEC.action_space(two_fingers, OSC_POSE) == ActionSpace.in_bins(2)
+    assert CODEC.action_space(two_fingers, "libero_goal") == ActionSpace.in_bins(2)
 
 
 def test_a_small_vocabulary_has_its_action_tokens_at_its_end() -> None:

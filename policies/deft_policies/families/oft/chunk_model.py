@@ -48,15 +48,6 @@ class ChunkParts:
         """Numbers of the robot's state; None where it is not looked at."""
         return None if self.state is None else self.state.fc1.in_features
 
-    def num_before(self, num_patches: int) -> int:
-        """Positions between the first prompt id and the second one; a picture has `num_patches`."""
-        return self.num_pictures * num_patches + (self.state is not None)
-
-    def reserve(self, num_patches: int, longest_prompt: int, num_rows: int) -> Reserve:
-        """For passes of up to `num_rows` prompts of one id up to `longest_prompt`."""
-        others = self.num_before(num_patches) + self.num_values + 1
-        return Reserve(num_rows, others + 1, others + longest_prompt)
-
     def to(self, like: Tensor) -> "ChunkParts":
         """The same on the device and in the dtype of `like`; moves the modules themselves."""
         for part in (self.head, self.state, self.film):
@@ -93,13 +84,22 @@ class ChunkModel:
     @property
     def num_before(self) -> int:
         """Positions between the first prompt id and the second one."""
-        return self.parts.num_before(self.model.config.num_patches)
+        parts = self.parts
+        return parts.num_pictures * self.model.config.num_patches + (parts.state is not None)
+
+    @property
+    def num_others(self) -> int:
+        """Positions beside those of the prompt's ids."""
+        return self.num_before + self.parts.num_values + 1
 
     @property
     def longest_prompt(self) -> int:
         """Ids that a prompt may have."""
-        taken = self.num_before + self.parts.num_values + 1
-        return self.model.decoder.sizes.max_positions - taken - _MOST_PADDING
+        return self.model.decoder.sizes.max_positions - self.num_others - _MOST_PADDING
+
+    def reserve(self, longest_prompt: int, num_rows: int) -> Reserve:
+        """For passes of up to `num_rows` prompts of one id up to `longest_prompt`."""
+        return Reserve(num_rows, self.num_others + 1, self.num_others + longest_prompt)
 
     def lay_out(self, prompts: Sequence[Sequence[int]]) -> ChunkPrompts:
         """Bring prompts to one length, the next captured one where there is one."""
@@ -127,7 +127,7 @@ class ChunkModel:
             pixels = weight.new_zeros(rows, self.parts.num_pictures, channels, size, size)
             states = weight.new_zeros(rows, self.parts.state_dim or 0)
             for length in reserve.lengths if reserve is not None else ():
-                num_ids = length - self.num_before - self.parts.num_values - 1
+                num_ids = length - self.num_others
                 prompts = self.lay_out([[STOP_ID] * num_ids] * rows)
                 self.answer(self.see(pixels, prompts), prompts, states)
 
@@ -188,7 +188,7 @@ class ChunkModel:
         embeds = self._compose(patches, ids, lengths, *state)
         if not is_padded:
             return self._score(embeds, lengths, None)
-        used = self.num_before + lengths + self.parts.num_values + 1
+        used = lengths + self.num_others
         is_used = torch.arange(embeds.shape[1], device=ids.device) < used[:, None]
         return self._score(embeds, lengths, is_used[:, None, None, :])
 

@@ -233,7 +233,6 @@ def _opened(
     options: ModelOptions,
     config: OpenVLAConfig,
     parts: ChunkParts,
-    actions: Mapping[str, ActionStatistics],
     states: Mapping[str, ActionStatistics],
     checkpoint: Checkpoint | None = None,
 ) -> Opened:
@@ -242,11 +241,11 @@ def _opened(
     def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> Oft:
         network, encode = load_network(checkpoint, options, device, dtype)
         own = parts if checkpoint else _drawn(parts, config.llm.width, options.seed, device)
-        num_patches, rows = network.config.num_patches, options.largest_batch
-        reserve = own.reserve(num_patches, LONGEST_INSTRUCTION, rows)
-        chunk = ChunkModel(network, own, runner or choose_runner(options, device, reserve))
+        chunk = ChunkModel(network, own)
+        reserve = chunk.reserve(LONGEST_INSTRUCTION, options.largest_batch)
+        chunk.runner = runner or choose_runner(options, device, reserve)
         images = ImageProcessor(network.config.image, options.image_chain or ImageChain.OFT)
-        return Oft(chunk, encode, images, actions, states)
+        return Oft(chunk, encode, images, config.statistics, states)
 
     summary = (
         f"oft: {parts.num_steps} actions of {parts.action_dim} from {parts.num_pictures} picture(s)"
@@ -272,27 +271,45 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
                 f"*{OftFile.HEAD.value}*checkpoint* beside it; restore that file"
             )
         checkpoint = replace(checkpoint, merge=towers.merge)
+    statistics = source.read_statistics()
+    told_by = find_file(directory, OftFile.HEAD) or statistics.path
+    dims = {one.action_dim for one in config.statistics.values()}
+    dims |= set() if head is None else {head.action_dim}
+    if len(dims) > 1:
+        raise CheckpointError(
+            f"{statistics.path} and {told_by} disagree about the length of an action: "
+            f"{sorted(dims)}; restore the files of one fine-tuning run"
+        )
     parts = replace(
-        _choose_parts(options, _find_action_dim(checkpoint, head), _find_source(checkpoint)),
+        _choose_parts(options, dims.pop(), told_by),
         head=head,
         # The original leaves the state out where the model answers with tokens.
         state=None if head is None else load_state_projector(directory, config.llm.width),
         film=None if towers is None else towers.build_film(config),
     )
-    actions, states = _read_statistics(checkpoint, parts)
-    return _opened(options, config, parts, actions, states, checkpoint)
+    ends = EXTREMES if parts.action_dim == _ALOHA_DIM else QUANTILES
+    actions = parse_statistics(statistics, "action", ends)
+    states = parse_statistics(statistics, "proprio", ends)
+    for key in actions:
+        found = states[key].action_dim if key in states else 0
+        if parts.state_dim not in (None, found):
+            raise CheckpointError(
+                f"{statistics.path}: {key}.proprio has {found} dimensions, but "
+                f"{find_file(directory, OftFile.STATE)} reads {parts.state_dim}; restore the files "
+                "of one fine-tuning run"
+            )
+    return _opened(options, replace(config, statistics=actions), parts, states, checkpoint)
 
 
 def _open_random(options: ModelOptions) -> Opened:
     """Sizes of a model with a head that reads a state, whose answers will be noise."""
     config = named_sizes(options.random_weights)
     (key, statistics), *_ = config.statistics.items()
-    actions = {key: statistics}
     looked_at = f"--random-weights {options.random_weights}"
     parts = _choose_parts(options, statistics.action_dim, looked_at)
     ones = np.ones(_STATE_DIM)
     states = {key: ActionStatistics(-ones, ones, ones > 0)}
-    return _opened(options, replace(config, statistics=actions), parts, actions, states)
+    return _opened(options, replace(config, statistics={key: statistics}), parts, states)
 
 
 def _drawn(parts: ChunkParts, width: int, seed: int, device: torch.device) -> ChunkParts:
@@ -321,41 +338,3 @@ def _choose_parts(options: ModelOptions, action_dim: int, looked_at: object) -> 
         f"{looked_at} tells that an action has {action_dim} numbers, but no file tells how the "
         f"model was trained otherwise; add {' and '.join(wanted)}"
     )
-
-
-def _find_source(checkpoint: Checkpoint) -> object:
-    head = find_file(checkpoint.source.tuned, OftFile.HEAD)
-    return head or checkpoint.source.read_statistics().path
-
-
-def _find_action_dim(checkpoint: Checkpoint, head: RegressionHead | None) -> int:
-    """The head's, or that of the statistics, which must be one and the same."""
-    dims = {one.action_dim for one in checkpoint.config.statistics.values()}
-    if head is not None:
-        dims.add(head.action_dim)
-    if len(dims) > 1:
-        raise CheckpointError(
-            f"{checkpoint.source.read_statistics().path} and {_find_source(checkpoint)} disagree "
-            f"about the length of an action: {sorted(dims)}; restore the files of one fine-tuning "
-            "run"
-        )
-    return dims.pop()
-
-
-def _read_statistics(
-    checkpoint: Checkpoint, parts: ChunkParts
-) -> tuple[Mapping[str, ActionStatistics], Mapping[str, ActionStatistics]]:
-    """Of actions and of states."""
-    ends = EXTREMES if parts.action_dim == _ALOHA_DIM else QUANTILES
-    statistics = checkpoint.source.read_statistics()
-    actions = parse_statistics(statistics, "action", ends)
-    states = parse_statistics(statistics, "proprio", ends)
-    for key in actions:
-        found = states[key].action_dim if key in states else 0
-        if parts.state_dim not in (None, found):
-            raise CheckpointError(
-                f"{statistics.path}: {key}.proprio has {found} dimensions, but "
-                f"{find_file(checkpoint.source.tuned, OftFile.STATE)} reads {parts.state_dim}; "
-                "restore the files of one fine-tuning run"
-            )
-    return actions, states

@@ -53,7 +53,7 @@ def on(policy: VlaPolicy, runner: StepRunner) -> VlaPolicy:
 def captured(policy: VlaPolicy) -> CapturedRunner:
     assert isinstance(policy.model, Oft)
     model = policy.model.chunk
-    reserve = model.parts.reserve(model.model.config.num_patches, LONGEST, ROWS)
+    reserve = model.reserve(LONGEST, ROWS)
     return CapturedRunner(RecordingCapturer(), reserve)
 
 
