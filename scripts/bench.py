@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
-from deft_policies.benchmark.command import Further, Others, bench, build_parser
+from deft_policies.benchmark.command import Others, bench, build_parser
 from deft_policies.benchmark.replay import Contender, ReplayFrame
 from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.families.policy import VlaPolicy
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     parser = build_parser()
     parser.prog = "python -m scripts.bench"
     add_flags(parser)
-    return bench(parser, arguments, others_asked_for)
+    return bench(parser, arguments, find_others)
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -48,21 +48,18 @@ def _shares(given: str) -> tuple[float, ...]:
     return shares
 
 
-def others_asked_for(given: Namespace) -> Further:
-    """What to add to the contenders once the policy is loaded."""
-
-    def further(policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
-        contenders: list[Contender] = []
-        if given.against is not None:
-            loops = [Contender(one.value, TransformersPolicy(policy, one)) for one in BaselineLoop]
-            contenders += loops
-        if given.scripted_drafts:
-            is_guarded = getattr(given, "is_guarded", True)
-            contenders += _scripted(policy, frames, given.scripted_drafts, is_guarded)
-        baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value
-        return list(contenders), baseline
-
-    return further
+def find_others(given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
+    """Whom the flags add."""
+    contenders: list[Contender] = []
+    if given.against is not None:
+        contenders += [
+            Contender(one.value, TransformersPolicy(policy, one)) for one in BaselineLoop
+        ]
+    if given.scripted_drafts:
+        is_guarded = getattr(given, "is_guarded", True)
+        contenders += _scripted(policy, frames, given.scripted_drafts, is_guarded)
+    baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value
+    return contenders, baseline
 
 
 def _scripted(

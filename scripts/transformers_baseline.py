@@ -64,11 +64,11 @@ class TransformersPolicy:
         request, model = batch[0], self._model
         clock = StageClock(model.device)
         prompts = model.see([request.observation], clock)
-        answer = model.formats[self._ours.find_key(request.options.statistics_key)]
+        key = self._ours.find_key(request.options.statistics_key)
         decode = self._forward if self._loop is BaselineLoop.FORWARD else self._generate
-        tokens = decode(prompts.embeds, answer.form.max_tokens, clock)
+        tokens = decode(prompts.embeds, model.forms[key].max_tokens, clock)
         clock.skip()
-        actions = answer.decode(np.array(tokens))
+        actions = model.decode(key, np.array(tokens))
         clock.lap(Stage.FINISH)
         trace = DecodeTrace(self._loop.value, tuple(tokens), tuple(tokens), (), ())
         return [ActAnswer(ActionChunk(actions, clock.timings(), trace), request.memory)]

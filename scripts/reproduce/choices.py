@@ -37,7 +37,7 @@ def record_choices(policy: VlaPolicy, frames: FrameSet, out: Path) -> None:
     """Write a line for every episode, unless they are there; nothing of a policy that thinks."""
     model = policy.model
     assert isinstance(model, TokenModel)
-    if model.formats[policy.find_key(None)].form.stop is not None:
+    if model.forms[policy.find_key(None)].stop is not None:
         return
     header = {"frames": frames.label, "weights": policy.fingerprint()}
     if (out / FILE).exists():
@@ -57,7 +57,7 @@ def record_choices(policy: VlaPolicy, frames: FrameSet, out: Path) -> None:
 def _choices(policy: VlaPolicy, model: TokenModel, seen: Observation) -> list[list[float]]:
     """Of each number: the likeliest and the second bin, the odds of the first, entropy in bits."""
     target = model.target
-    form = model.formats[policy.find_key(None)].form
+    form = model.forms[policy.find_key(None)]
     bins = target.action_tokens.first - target.vocabulary.first
     with torch.inference_mode():
         prompts = model.see([seen], StageClock(model.device))

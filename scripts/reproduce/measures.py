@@ -24,7 +24,7 @@ from deft_client.libero.report.tables import interval_text, success_text
 from deft_client.libero.report.trace_metrics import Speculation
 from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.results.store import RunResults
-from deft_policies.benchmark.speedup import expected_speedup
+from deft_policies.benchmark.summary import expected_speedup
 from scripts.predict_gpu import action_ms
 from scripts.reproduce.study import ReproductionError, Row
 

@@ -20,11 +20,11 @@ from deft_policies.checkpoint.config import (
     MODEL_TYPE,
     PREPROCESSOR_FILE,
     SIGLIP_TIMM_ID,
+    STATISTICS_FILE,
     TRAINING_FILE,
 )
 from deft_policies.checkpoint.open import check_tensors
 from deft_policies.checkpoint.reader import INDEX_FILE, MODEL_FILE
-from deft_policies.checkpoint.statistics import STATISTICS_FILE
 from deft_policies.checkpoint.tensor_file import write_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.model.llama import LlamaSizes

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as splitters
 
-from deft_policies.checkpoint.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from deft_policies.checkpoint.config import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from deft_policies.model.prompt import BLANK_PIECE, BOS_PIECE
 from scripts.tiny_libero.language import prompt_ends
 

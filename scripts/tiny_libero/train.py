@@ -21,7 +21,7 @@ from deft_client.datasets.demonstrations import (
 from deft_draft_training.config import load_config
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.checkpoint.config import load_config as load_checkpoint_config
-from deft_policies.checkpoint.tokenizer import load_tokenizer
+from deft_policies.checkpoint.config import load_tokenizer
 from deft_policies.errors import PolicyError
 from deft_policies.families.action_tokens import ActionCodec
 from deft_policies.model.prompt import PromptTemplate

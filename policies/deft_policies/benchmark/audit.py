@@ -69,7 +69,7 @@ def audit(
     options = asked or ActOptions()
     model = _token_model(reference, options)
     actions = model.target.action_tokens
-    is_text = any(one.form.stop is not None for one in model.formats.values())
+    is_text = any(form.stop is not None for form in model.forms.values())
     for number, frame in enumerate(frames):
         own = _logits(reference, frame, options, None)
         tokens = [int(first_maximum(one)) for one in own]
@@ -138,5 +138,5 @@ def _logits(
         raise ValueError("an audit compares the whole vocabulary")
     with torch.inference_mode():
         prompts = model.see([frame.observation], StageClock(model.device))
-        form = model.formats[policy.find_key(frame.statistics_key)].form
+        form = model.forms[policy.find_key(frame.statistics_key)]
         return model.target.logits_along(prompts, form.max_tokens, given, form.stop)

@@ -43,12 +43,7 @@ PROG = "deft bench"
 
 # Who takes part beside the methods, and the name of the baseline.
 Others = tuple[list[Contender], str]
-Further = Callable[[VlaPolicy, Sequence[ReplayFrame]], Others]
-
-
-def nobody_else(policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
-    """The methods alone."""
-    return [], AUTOREGRESSIVE
+FindOthers = Callable[[Namespace, VlaPolicy, Sequence[ReplayFrame]], Others]
 
 
 def build_parser() -> ArgumentParser:
@@ -103,7 +98,7 @@ def main(arguments: list[str]) -> int:
 def bench(
     parser: ArgumentParser,
     arguments: list[str],
-    further: Callable[[Namespace], Further] = lambda _: nobody_else,
+    find_others: FindOthers = lambda given, policy, frames: ([], AUTOREGRESSIVE),
 ) -> int:
     """The same with a parser that may know more flags, and with whom these add."""
 
@@ -115,7 +110,6 @@ def bench(
             parser.error("--frames and --batch must be 1 or more, --warm-ups 0 or more")
         if given.recording is not None and given.input is not None:
             parser.error("give --recording or --input, not both")
-        others = further(given)
         policy = command.load()
         if given.reasoning and policy.info.max_tokens is None:
             raise PolicyError(f"--reasoning: {policy.info.policy} writes nothing but actions")
@@ -124,7 +118,7 @@ def bench(
         if isinstance(policy, VlaPolicy) and isinstance(policy.model, TokenModel):
             contenders = _contenders(policy, methods, radii, given.batch)
             contenders = [replace(one, want_reasoning=thinks) for one in contenders]
-            beside, baseline = others(policy, frames)
+            beside, baseline = find_others(given, policy, frames)
             contenders += beside
             if policy.model.runner.reserve is None:  # else steps are recorded as they come up
                 policy.warm_up()  # a server's guard knows from its start what plans cost

@@ -237,7 +237,7 @@ def pass_costs(
     assert isinstance(model, TokenModel)
     config = model.network.config
     prompt = num_ids + config.num_patches
-    length = model.formats[policy.find_key(frame.statistics_key)].form.max_tokens
+    length = model.forms[policy.find_key(frame.statistics_key)].max_tokens
     if trace is not None:
         length = len(trace.tokens)
     # A trace without passes is another engine's: plain decoding, one token per pass.

@@ -1,15 +1,20 @@
-"""Reads an OpenVLA checkpoint's configuration from its JSON files.
+"""Reads an OpenVLA checkpoint's JSON files: configuration, action statistics, tokenizer.
 
 The published 7B leaves most sizes out of `config.json`; the defaults here are those of the
 classes it was saved with.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.statistics import find_statistics, parse_statistics
+from deft_policies.errors import CheckpointError
 from deft_policies.model.llama import LlamaSizes
-from deft_policies.model.prompt import PromptTemplate
+from deft_policies.model.prompt import PromptEncoder, PromptTemplate
 from deft_policies.model.sizes import (
     DEFAULT_NUM_BINS,
     ActionVocabulary,
@@ -21,10 +26,15 @@ from deft_policies.model.sizes import (
     TowerFamily,
     TrainingNotes,
 )
+from deft_policies.model.statistics import ActionStatistics
 
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 TRAINING_FILE = "training.json"
+STATISTICS_FILE = "dataset_statistics.json"
+QUANTILES, EXTREMES = ("q01", "q99"), ("min", "max")
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 MODEL_TYPE = "openvla"
 DINOV2_TIMM_ID = "vit_large_patch14_reg4_dinov2.lvd142m"
 SIGLIP_TIMM_ID = "vit_so400m_patch14_siglip_224"
@@ -262,3 +272,91 @@ def _find_template(fields: JsonFields, directory: Path, name: str) -> PromptTemp
     is_first_release = any("openvla-v01" in one for one in names)
     is_vicuna = fields.value("llm_backbone_id", str, "vicuna-v15-7b").startswith("vicuna")
     return PromptTemplate.V01 if is_first_release or is_vicuna else PromptTemplate.OPENVLA
+
+
+def find_statistics(config: JsonFields, directory: Path) -> JsonFields:
+    """The statistics that belong to a `config.json`, by key and as they are written.
+
+    A `dataset_statistics.json` of the directory replaces the config's own `norm_stats`.
+    """
+    path = directory / STATISTICS_FILE
+    if path.exists():
+        return JsonFields.load(path, f"restore {STATISTICS_FILE}")
+    statistics = config.section("norm_stats")
+    if not statistics.names:
+        raise CheckpointError(
+            f"{config.path} has no norm_stats and there is no {STATISTICS_FILE} beside it; copy "
+            f"the {STATISTICS_FILE} of the fine-tuning run into {config.path.parent}"
+        )
+    return statistics
+
+
+def parse_statistics(
+    fields: JsonFields, block: str = "action", ends: tuple[str, str] = QUANTILES
+) -> Mapping[str, ActionStatistics]:
+    """Read statistics by key from an object in OpenVLA's layout.
+
+    The `block` of states is `proprio`, which data sets may leave out. `ends` are the two rows of it
+    that become -1 and 1.
+    """
+    if not fields.names:
+        raise CheckpointError(f"{fields.path} holds no statistics; expected one entry per data set")
+    data_sets = {key: fields.section(key) for key in fields.names}
+    return {
+        key: _parse_one(data_set, block, ends)
+        for key, data_set in data_sets.items()
+        if block == "action" or data_set.has(block)
+    }
+
+
+def _parse_one(data_set: JsonFields, block: str, ends: tuple[str, str]) -> ActionStatistics:
+    fields = data_set.section(block)
+    low, high = (np.array(fields.values(end, float), dtype=np.float64) for end in ends)
+    mask = fields.values("mask", bool) if fields.has("mask") else (True,) * len(low)
+
+    def optional(name: str) -> NDArray[np.float64] | None:
+        return np.array(fields.values(name, float), dtype=np.float64) if fields.has(name) else None
+
+    try:
+        return ActionStatistics(
+            low=low,
+            high=high,
+            mask=np.array(mask, dtype=np.bool_),
+            mean=optional("mean"),
+            std=optional("std"),
+            minimum=optional("min"),
+            maximum=optional("max"),
+            num_transitions=data_set.value("num_transitions", int, 0),
+            num_trajectories=data_set.value("num_trajectories", int, 0),
+        )
+    except ValueError as error:
+        raise data_set.error(block, f"{' and '.join(ends)}: {error}") from None
+
+
+def load_encoder(directory: Path, template: PromptTemplate, text_vocab_size: int) -> PromptEncoder:
+    """Read a checkpoint's tokenizer, which must fit the decoder's vocabulary."""
+    path = directory / TOKENIZER_FILE
+    tokenizer = load_tokenizer(directory)
+    # The padding id lies behind the text vocabulary and never appears in a prompt.
+    if tokenizer.get_vocab_size(with_added_tokens=False) > text_vocab_size:
+        raise CheckpointError(
+            f"{path} has {tokenizer.get_vocab_size(with_added_tokens=False)} pieces, the "
+            f"decoder has room for {text_vocab_size}; copy the tokenizer of this checkpoint"
+        )
+    return PromptEncoder(tokenizer, template, path)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Read `tokenizer.json`."""
+    path = directory / TOKENIZER_FILE
+    remedy = f"copy {TOKENIZER_FILE} from the checkpoint this one was fine-tuned from"
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing; {remedy}")
+    fields = JsonFields.load(path, remedy)
+    if fields.section("model").value("type", str, "unknown") != "BPE":
+        raise fields.error("model.type", "is not BPE, which Llama's tokenizers are")
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
+        raise CheckpointError(f"{path} is not a tokenizer ({error}); {remedy}") from None
+    return tokenizer

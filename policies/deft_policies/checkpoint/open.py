@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from deft_policies.checkpoint.config import CONFIG_FILE, load_config
+from deft_policies.checkpoint.config import (
+    CONFIG_FILE,
+    STATISTICS_FILE,
+    TOKENIZER_FILE,
+    find_statistics,
+    load_config,
+    load_encoder,
+)
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.lora import (
     ADAPTER_CONFIG_FILE,
@@ -21,9 +28,7 @@ from deft_policies.checkpoint.lora import (
 )
 from deft_policies.checkpoint.memory import check_memory, needed_bytes
 from deft_policies.checkpoint.reader import Shape, StoredTensor, find_tensors, list_names
-from deft_policies.checkpoint.statistics import STATISTICS_FILE, find_statistics
 from deft_policies.checkpoint.tensor_file import require_finite
-from deft_policies.checkpoint.tokenizer import TOKENIZER_FILE, load_encoder
 from deft_policies.errors import CheckpointError
 from deft_policies.model.formats import Quantization
 from deft_policies.model.prompt import PromptEncoder

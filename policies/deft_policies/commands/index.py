@@ -50,7 +50,7 @@ def _entries(
 
 
 def _own(policy: VlaPolicy, prompts: Prompts, frames: Sequence[StoredStep]) -> Tensor:
-    forms = [policy.model.formats[policy.find_key(one.statistics_key)].form for one in frames]
+    forms = [policy.model.forms[policy.find_key(one.statistics_key)] for one in frames]
     lengths = {form.max_tokens for form in forms}
     if len(lengths) != 1:
         raise PolicyError(f"one index holds actions of one length, got {sorted(lengths)}")

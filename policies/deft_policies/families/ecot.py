@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from deft_client.reasoning import find_parts
 from deft_policies.checkpoint.config import load_training
 from deft_policies.checkpoint.open import CheckpointSource
+from deft_policies.decoding.batch import Form
 from deft_policies.errors import CheckpointError, NoActionError
-from deft_policies.families.family import AnswerFormat, Family, Opened, Values
+from deft_policies.families.family import Family, Opened, Values
 from deft_policies.families.openvla import OpenVLA, around, check_one_action, open_files
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import VlaTarget
@@ -62,23 +63,20 @@ class Ecot(OpenVLA):
         self.details["prompt"] = encoder.template.value
         self.details["longest answer"] = f"{max_tokens} tokens"
 
-    def _format(self, key: str, statistics: ActionStatistics) -> AnswerFormat:
+    def form(self, key: str) -> Form:
         """Text, the action behind it, and the stop token."""
-        action_tokens, dim = self.target.action_tokens, statistics.action_dim
+        return replace(super().form(key), max_tokens=self._max_tokens, stop=self._stop)
 
-        def decode(values: Values) -> NDArray[np.float64]:
-            tokens = values.astype(np.int64)
-            if not len(tokens) or tokens[-1] != self._stop:
-                raise NoActionError(f"the text did not end within {len(tokens)} tokens")
-            is_text = (tokens[:-1] < action_tokens.first) | (tokens[:-1] > action_tokens.last)
-            num = int(np.argmax(np.append(is_text[::-1], True)))
-            if num < dim:
-                raise NoActionError(f"{num} action tokens before the stop token, {dim} are needed")
-            return self.codec.decode(tokens[None, -1 - dim : -1], statistics)
-
-        action = super()._format(key, statistics)
-        form = replace(action.form, max_tokens=self._max_tokens, stop=self._stop)
-        return replace(action, form=form, decode=decode)
+    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+        """The action before the stop token."""
+        action_tokens, dim = self.target.action_tokens, self.statistics[key].action_dim
+        if not len(values) or values[-1] != self._stop:
+            raise NoActionError(f"the text did not end within {len(values)} tokens")
+        is_text = (values[:-1] < action_tokens.first) | (values[:-1] > action_tokens.last)
+        num = int(np.argmax(np.append(is_text[::-1], True)))
+        if num < dim:
+            raise NoActionError(f"{num} action tokens before the stop token, {dim} are needed")
+        return super().decode(key, values[-1 - dim : -1])
 
     @property
     def longest_prompt(self) -> int:

@@ -29,42 +29,32 @@ from deft_policies.families.weights import Encode
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
 
 Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
-
-
-@dataclass(frozen=True, eq=False)
-class AnswerFormat:
-    """What an answer under one statistics key is, and how it becomes actions.
-
-    `decode` takes its tokens (or normalised values, of a model that answers with numbers) to
-    actions [step, action_dim] in robot units, and raises `NoActionError` where they hold none.
-    """
-
-    form: Form
-    decode: Callable[[Values], NDArray[np.float64]]
-    limits: ActionLimits
 
 
 class Model(ABC):
     """A loaded model of some family."""
 
     family: str
+    may_exceed = False  # whether its actions may lie beyond the statistics
 
     def __init__(
         self,
         network: OpenVLAModel,
         encode: Encode,
         images: ImageProcessor,
-        formats: Mapping[str, AnswerFormat],
+        statistics: Mapping[str, ActionStatistics],
         runner: StepRunner,
     ) -> None:
-        """`formats` are by statistics key. `encode` may be called from any thread."""
+        """`statistics` are of actions, by key. `encode` may be called from any thread."""
         self.network = network
         self.images = images
-        self.formats = formats
+        self.statistics = statistics
         self.runner = runner
+        self.forms = {key: self.form(key) for key in statistics}
         self.details: dict[str, str] = {}  # for people
         self.num_steps = 1  # actions per answer
         self.num_pictures = 1  # the frame, then wrist cameras
@@ -75,6 +65,19 @@ class Model(ABC):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.network.decoder.embedding.weight.device
+
+    @abstractmethod
+    def form(self, key: str) -> Form:
+        """What an answer under a statistics key is."""
+
+    @abstractmethod
+    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+        """Actions [step, action_dim] in robot units; raises `NoActionError` where it holds none."""
+
+    def limits(self, key: str) -> ActionLimits:
+        """The range of actions under a statistics key; the last dimension is the gripper."""
+        statistics = self.statistics[key]
+        return ActionLimits(statistics.lowest, statistics.highest, self.may_exceed)
 
     @property
     @abstractmethod
@@ -131,7 +134,7 @@ class OnePassModel(Model):
     def answer(
         self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
     ) -> list[tuple[Values, DecodeTrace | None]]:
-        """What each row's format decodes, and a trace where the answer is tokens."""
+        """What `decode` takes of each row, and a trace where the answer is tokens."""
 
 
 # Reads the weights. The runner is that of another model, where passes run on the same one.

@@ -146,7 +146,7 @@ def _load_drafts(options: ModelOptions, model: OpenVLA) -> DraftModels:
             drafts = replace(drafts, head=load_head(directory, width, like))
     if options.retrieval_index is not None:
         index = load_index(options.retrieval_index, network.fingerprint(), like.device)
-        index.check_length({one.form.max_tokens for one in model.formats.values()})
+        index.check_length({form.max_tokens for form in model.forms.values()})
         drafts = replace(drafts, index=index)
     if options.self_draft_layers is not None:
         shallow = self_draft_target(target, options.self_draft_layers)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
-from deft_policies.base import ActionLimits
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.decoding.batch import Form
 from deft_policies.decoding.clock import Stage, StageClock
@@ -18,7 +17,7 @@ from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import CheckpointError
 from deft_policies.families.action_tokens import ActionCodec
-from deft_policies.families.family import AnswerFormat, Family, Opened, TokenModel, Values
+from deft_policies.families.family import Family, Opened, TokenModel, Values
 from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
 from deft_policies.families.options import OF_REASONING, ModelOptions
 from deft_policies.families.target import VlaTarget
@@ -52,33 +51,27 @@ class OpenVLA(TokenModel):
     ) -> None:
         network = target.model
         self.target = target
-        self.statistics = statistics
         self.codec = ActionCodec(network.config.vocabulary)
         self.draft: OpenVLA | None = None  # another checkpoint that drafts
-        formats = {key: self._format(key, one) for key, one in statistics.items()}
-        super().__init__(network, encode, images, formats, target.runner)
+        super().__init__(network, encode, images, statistics, target.runner)
         rows_only = len(target.vocabulary) < target.num_tokens
         self.details = {
             "head": "action rows only" if rows_only else "whole vocabulary",
             "cameras": "image alone; further cameras are ignored",
         }
 
-    def _format(self, key: str, statistics: ActionStatistics) -> AnswerFormat:
-        """One action; its last dimension is the gripper."""
+    def form(self, key: str) -> Form:
+        """One action."""
+        return Form.action(self.codec.action_space(self.statistics[key], key))
 
-        def decode(tokens: Values) -> NDArray[np.float64]:
-            return self.codec.decode(tokens.astype(np.int64)[None], statistics)
-
-        return AnswerFormat(
-            Form.action(self.codec.action_space(statistics, key)),
-            decode,
-            ActionLimits(statistics.lowest, statistics.highest),
-        )
+    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+        """The action that its tokens stand for, [1, action_dim]."""
+        return self.codec.decode(values.astype(np.int64)[None], self.statistics[key])
 
     @property
     def longest_prompt(self) -> int:
         """Ids that a prompt may have."""
-        longest_answer = max(one.form.max_tokens for one in self.formats.values())
+        longest_answer = max(form.max_tokens for form in self.forms.values())
         # Trees of full depth reach beyond a short answer.
         taken = self.network.config.num_patches + max(longest_answer, MOST_LEVELS)
         return self.target.max_positions - taken

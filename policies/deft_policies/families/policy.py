@@ -36,7 +36,7 @@ from deft_policies.errors import (
     RequestError,
     UnknownDecodingError,
 )
-from deft_policies.families.family import AnswerFormat, Model, OnePassModel, TokenModel, Values
+from deft_policies.families.family import Model, OnePassModel, TokenModel, Values
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.statistics import find_statistics_key
 from deft_policies.model.vla import digest_of
@@ -80,7 +80,7 @@ class VlaPolicy:
         if isinstance(model, TokenModel) and model.aloud is not None:
             self._models.append(model.aloud)
         self._token_models = [one for one in self._models if isinstance(one, TokenModel)]
-        self._keys = tuple(model.formats)
+        self._keys = tuple(model.statistics)
         self._default_key = self._find_default_key()
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
         self._details = _describe(model, self.options)
@@ -104,14 +104,14 @@ class VlaPolicy:
     def info(self) -> ServerInfo:
         """What the server advertises."""
         model, options = self.model, self.options
-        config, one = model.network.config, model.formats[self._any_key]
+        config = model.network.config
         told = {name: text for way in self._models for name, text in way.details.items()}
         if self._token_models:
             told |= self.method.described()
-        longest = self._models[-1].formats[self._any_key].form
+        longest = self._models[-1].forms[self._any_key]
         return ServerInfo(
             policy=options.name or model.family,
-            action_dim=len(one.limits.low),
+            action_dim=model.statistics[self._any_key].action_dim,
             chunk_length=model.num_steps,
             statistics_keys=self._keys,
             default_statistics_key=self._default_key,
@@ -153,12 +153,12 @@ class VlaPolicy:
         return digest_of(self.model.network, *(one for one in heads if one is not None))
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
-        """The range of the statistics; the last dimension is the gripper."""
-        return self._format(statistics_key).limits
+        """The range of actions under a statistics key; None is the default."""
+        return self.model.limits(self.find_key(statistics_key))
 
     def action_space(self, statistics_key: str | None) -> ActionSpace:
         """What one bin means to the robot under a statistics key; None is the default."""
-        space = self._format(statistics_key).form.space
+        space = self.model.forms[self.find_key(statistics_key)].space
         if space is None:
             raise PolicyError(f"{self.model.family} answers with no action tokens")
         return space
@@ -184,7 +184,7 @@ class VlaPolicy:
     def _check_method(self, options: ActOptions) -> None:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
-            form = _form(self.model_for(options).formats[key].form, options)
+            form = _form(self.model_for(options).forms[key], options)
             self.engine.check(Row(self.method_for(options), form))
             return
         if options.decoding not in (None, self._default_method):
@@ -208,7 +208,7 @@ class VlaPolicy:
             model.capture()
             self.capture(self._methods() if methods is None else methods)
             for way in self._token_models:
-                form = _form(way.formats[self._any_key].form, self._tested(way))
+                form = _form(way.forms[self._any_key], self._tested(way))
                 prompts = self._blank_prompts(way, 1)
                 self.engine.warm_up(prompts, self.method_for(ActOptions()), form)
         limits = self.action_limits(self._any_key)
@@ -223,7 +223,7 @@ class VlaPolicy:
 
     def _tested(self, model: Model) -> ActOptions:
         """How a model is asked before anybody waits: of a text for its beginning."""
-        form = model.formats[self._any_key].form
+        form = model.forms[self._any_key]
         if form.stop is None:
             return ActOptions()
         return ActOptions(want_reasoning=True, max_tokens=min(_TESTED_TOKENS, form.max_tokens))
@@ -246,7 +246,7 @@ class VlaPolicy:
             _log.info("capturing rounds of %s (%d of %d): %s", name, index + 1, len(every), left)
             method = self.method_for(ActOptions(decoding=name))
             for way, prompts in batches:
-                lengths = {one.form.max_tokens: one.form for one in way.formats.values()}
+                lengths = {form.max_tokens: form for form in way.forms.values()}
                 for form in lengths.values():
                     self.engine.capture(method, prompts, form)
         _log.info("everything captured in %.0f s", time.perf_counter() - started)
@@ -316,7 +316,7 @@ class VlaPolicy:
         options, model, row = request.options, self.model_for(request.options), None
         key = self.find_key(options.statistics_key)
         if isinstance(model, TokenModel):
-            form = _form(model.formats[key].form, options)
+            form = _form(model.forms[key], options)
             row = Row(self.method_for(options), form, request.memory, options.want_trace)
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
@@ -357,11 +357,11 @@ class VlaPolicy:
             return
         memory = frame.request.memory if frame.row is None else frame.row.memory
         model, options, error = frame.model, frame.request.options, None
-        one = model.formats[frame.key]
         try:
-            chunk = ActionChunk(one.decode(values), trace=trace)
+            chunk = ActionChunk(model.decode(frame.key, values), trace=trace)
         except NoActionError as none:
-            chunk, error = ActionChunk(np.empty((0, len(one.limits.low))), trace=trace), none
+            nothing = np.empty((0, model.statistics[frame.key].action_dim))
+            chunk, error = ActionChunk(nothing, trace=trace), none
         is_asked = options.want_reasoning or options.want_trace or error is not None
         if is_asked and isinstance(model, TokenModel):
             text, parts = model.read_text(values.tolist()) or (None, ())
@@ -406,9 +406,6 @@ class VlaPolicy:
     def find_key(self, key: str | None) -> str:
         """The statistics key meant by a request that names this one, or none."""
         return find_statistics_key(self._keys, key if key is not None else self._default_key)
-
-    def _format(self, key: str | None) -> AnswerFormat:
-        return self.model.formats[self.find_key(key)]
 
     def _find_default_key(self) -> str | None:
         given = self.options.statistics_key

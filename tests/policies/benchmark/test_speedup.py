@@ -9,8 +9,13 @@ from torch import Tensor
 
 from deft_client.libero.results.statistics import Percentiles
 from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.benchmark.speedup import Speedup, depth_of, expected_speedup, expected_tokens
-from deft_policies.benchmark.summary import Speed
+from deft_policies.benchmark.summary import (
+    Speed,
+    Speedup,
+    depth_of,
+    expected_speedup,
+    expected_tokens,
+)
 from deft_policies.benchmark.tables import batch_table
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
+from deft_policies.checkpoint.config import load_encoder
 from deft_policies.checkpoint.open import Checkpoint, load_model
-from deft_policies.checkpoint.tokenizer import load_encoder
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.image import ImageProcessor

@@ -10,7 +10,7 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
-from deft_policies.checkpoint.tokenizer import load_encoder
+from deft_policies.checkpoint.config import load_encoder
 from deft_policies.decoding.target import Scores, Sequences
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_policies.checkpoint.tokenizer import load_encoder
+from deft_policies.checkpoint.config import load_encoder
 from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
 from scripts.tiny_libero.tokenizer import build_tokenizer, write_tokenizer

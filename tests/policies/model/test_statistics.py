@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deft_policies.checkpoint.config import find_statistics, parse_statistics
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.statistics import find_statistics, parse_statistics
 from deft_policies.errors import CheckpointError, UnknownStatisticsKeyError
 from deft_policies.model.statistics import (
     ActionStatistics,

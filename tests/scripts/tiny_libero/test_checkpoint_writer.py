@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deft_policies.checkpoint.config import load_config
-from deft_policies.checkpoint.tokenizer import load_tokenizer
+from deft_policies.checkpoint.config import load_config, load_tokenizer
 from deft_policies.errors import CheckpointError
 from deft_policies.model.sizes import OpenVLAConfig, ResizeStrategy, TrainingNotes
 from scripts.tiny_libero.checkpoint_writer import write_checkpoint

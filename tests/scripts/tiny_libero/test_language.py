@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_policies.checkpoint.tokenizer import load_tokenizer
+from deft_policies.checkpoint.config import load_tokenizer
 from deft_policies.model.prompt import PromptTemplate
 from scripts.tiny_libero.language import (
     CARRYING,

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from deft_client.image_chain import ImageChain
 from deft_client.types import DecodeTrace, Image, Observation, PassTrace
-from deft_policies.base import ActionLimits
+from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
-from deft_policies.checkpoint.statistics import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.decoding.batch import Form
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import CheckpointError, NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
-from deft_policies.families.family import AnswerFormat, Family, OnePassModel, Opened, Values
+from deft_policies.families.family import Family, OnePassModel, Opened, Values
 from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts
 from deft_policies.families.oft.files import (
     FilmTowers,
@@ -68,12 +67,12 @@ class Oft(OnePassModel):
         states: Mapping[str, ActionStatistics],
     ) -> None:
         """The statistics of actions and states are by key."""
-        self.chunk = chunk
-        self.actions, self.states = actions, states
+        self.chunk, self.states = chunk, states
         self._codec = ActionCodec(chunk.model.config.vocabulary)
-        formats = {key: self._format(one) for key, one in actions.items()}
-        super().__init__(chunk.model, encode, images, formats, chunk.runner)
+        super().__init__(chunk.model, encode, images, actions, chunk.runner)
         parts = chunk.parts
+        # A head's values have no bounds; and poses, unlike motions, never stand still.
+        self.may_exceed = parts.head is not None
         self.num_steps = parts.num_steps
         self.num_pictures = parts.num_pictures
         self.state_dim = parts.state_dim
@@ -84,25 +83,16 @@ class Oft(OnePassModel):
             "state": "not looked at" if parts.state is None else f"{parts.state_dim}, raw",
         }
 
-    def _format(self, statistics: ActionStatistics) -> AnswerFormat:
-        """A chunk. A head may exceed the statistics; poses, unlike motions, never stand still."""
-        parts = self.chunk.parts
+    def form(self, key: str) -> Form:
+        """A chunk."""
+        return Form(self.chunk.parts.num_values)
 
-        def decode(values: Values) -> NDArray[np.float64]:
-            if parts.head is None:
-                normalised = self._codec.normalised(values.astype(np.int64))
-                return unnormalise(normalised, statistics, RANGE_EPS)
-            return unnormalise(values.astype(np.float32), statistics, RANGE_EPS)
-
-        return AnswerFormat(
-            form=Form(parts.num_values),
-            decode=decode,
-            limits=ActionLimits(
-                statistics.lowest,
-                statistics.highest,
-                may_exceed=parts.head is not None,
-            ),
-        )
+    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+        """The actions of a chunk."""
+        if self.chunk.parts.head is None:
+            normalised = self._codec.normalised(values.astype(np.int64))
+            return unnormalise(normalised, self.statistics[key], RANGE_EPS)
+        return unnormalise(values.astype(np.float32), self.statistics[key], RANGE_EPS)
 
     @property
     def longest_prompt(self) -> int:

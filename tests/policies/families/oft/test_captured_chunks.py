@@ -47,7 +47,7 @@ def on(policy: VlaPolicy, runner: StepRunner) -> VlaPolicy:
     assert isinstance(ours, Oft)
     own = ours.chunk
     chunk = ChunkModel(own.model, own.parts, runner)
-    return VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.actions, ours.states))
+    return VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.statistics, ours.states))
 
 
 def captured(policy: VlaPolicy) -> CapturedRunner:

@@ -11,8 +11,8 @@ from torch import Tensor
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActionChunk, ActOptions
 from deft_policies.base import ActRequest
+from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.statistics import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.tensor_file import read_tensors
 from deft_policies.families.action_tokens import RANGE_EPS, unnormalise
 from deft_policies.families.loading import load_policy
@@ -81,7 +81,7 @@ def answer(policies: Policies, case: OftCase) -> ActionChunk:
 def with_chain(policy: VlaPolicy, chain: ImageChain) -> VlaPolicy:
     ours = oft_of(policy)
     images = ImageProcessor(ours.network.config.image, chain)
-    return VlaPolicy(Oft(ours.chunk, ours.encode, images, ours.actions, ours.states))
+    return VlaPolicy(Oft(ours.chunk, ours.encode, images, ours.statistics, ours.states))
 
 
 def oft_of(policy: VlaPolicy) -> Oft:
@@ -281,7 +281,7 @@ def test_a_batch_of_different_prompts_is_answered_like_its_frames_alone(
         ours = oft_of(policy)
         own, runner = ours.chunk, CapturedRunner(RecordingCapturer())
         chunk = ChunkModel(own.model, own.parts, runner)
-        policy = VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.actions, ours.states))
+        policy = VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.statistics, ours.states))
     cases = [case for case in CASES if case.variant.name == name and case.fields["center_crop"]]
     assert len({len(case.fields["prompt_ids"]) for case in cases[:3]}) > 1
     chunks = [one.chunk for one in policy.act([request_for(case) for case in cases[:3]])]
