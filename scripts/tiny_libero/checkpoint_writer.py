@@ -24,8 +24,7 @@ from deft_policies.checkpoint.config import (
     TRAINING_FILE,
 )
 from deft_policies.checkpoint.open import check_tensors
-from deft_policies.checkpoint.reader import INDEX_FILE, MODEL_FILE
-from deft_policies.checkpoint.tensor_file import write_tensors
+from deft_policies.checkpoint.tensor_file import INDEX_FILE, MODEL_FILE, write_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate

@@ -67,7 +67,8 @@ def audit(
     largest_logit = largest_error = 0.0
     num_tokens = num_outside = 0
     options = asked or ActOptions()
-    model = _token_model(reference, options)
+    model = reference.model_for(options)
+    assert isinstance(model, TokenModel)
     actions = model.target.action_tokens
     is_text = any(form.stop is not None for form in model.forms.values())
     for number, frame in enumerate(frames):
@@ -108,32 +109,26 @@ def describe(report: AuditReport) -> str:
         f"(threshold {report.threshold:.4f}, largest error of a best logit "
         f"{report.largest_error:.4f})",
     ]
-    if report.num_outside_actions is not None:
-        lines.append(
-            f"audit: {report.num_outside_actions} tokens lie outside the action range"
-            + (": --action-rows-only would change them" if report.num_outside_actions else "")
-        )
+    if (num := report.num_outside_actions) is not None:
+        would = ": --action-rows-only would change them" if num else ""
+        lines.append(f"audit: {num} tokens lie outside the action range{would}")
     for flip in report.flips:
+        words = f"{flip.words}, " if flip.words else ""
         verdict = "FAULT" if flip in report.faults else "near tie"
         lines.append(
             f"  frame {flip.frame} token {flip.position}: {flip.reference} -> {flip.audited}, "
-            + (f"{flip.words}, " if flip.words else "")
-            + f"margin {flip.reference_margin:.4f} (audited {flip.audited_margin:.4f}): {verdict}"
+            f"{words}margin {flip.reference_margin:.4f} (audited {flip.audited_margin:.4f}): "
+            f"{verdict}"
         )
     return "\n".join(lines)
-
-
-def _token_model(policy: VlaPolicy, options: ActOptions) -> TokenModel:
-    model = policy.model_for(options)
-    assert isinstance(model, TokenModel)
-    return model
 
 
 def _logits(
     policy: VlaPolicy, frame: ReplayFrame, options: ActOptions, given: list[int] | None
 ) -> list[Tensor]:
     """Plain decoding's logits [vocabulary], position by position, along given tokens or its own."""
-    model = _token_model(policy, options)
+    model = policy.model_for(options)
+    assert isinstance(model, TokenModel)
     if len(model.target.vocabulary) != model.target.num_tokens:
         raise ValueError("an audit compares the whole vocabulary")
     with torch.inference_mode():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deft_policies.checkpoint.config import CONFIG_FILE
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.reader import Shape, StoredTensor, list_names, read_header
+from deft_policies.checkpoint.tensor_file import Shape, StoredTensor, list_names, read_header
 from deft_policies.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"

@@ -27,8 +27,13 @@ from deft_policies.checkpoint.lora import (
     find_adapter,
 )
 from deft_policies.checkpoint.memory import check_memory, needed_bytes
-from deft_policies.checkpoint.reader import Shape, StoredTensor, find_tensors, list_names
-from deft_policies.checkpoint.tensor_file import require_finite
+from deft_policies.checkpoint.tensor_file import (
+    Shape,
+    StoredTensor,
+    find_tensors,
+    list_names,
+    require_finite,
+)
 from deft_policies.errors import CheckpointError
 from deft_policies.model.formats import Quantization
 from deft_policies.model.prompt import PromptEncoder

@@ -1,23 +1,130 @@
-"""Files that hold a flat dictionary of tensors: safetensors, and pickles of weights alone."""
+"""Files of tensors: safetensors, one or several behind an index, and pickles of weights alone.
+
+A checkpoint's files are memory-mapped and their tensors come out one at a time, so that loading
+never holds it a second time. Knows names and shapes, nothing of what they are for.
+"""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.errors import CheckpointError
 
+Shape = tuple[int, ...]
+
+MODEL_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DOWNLOAD = "download it again"
 SAFETENSORS_SUFFIX = ".safetensors"
+_MOST_NAMES = 8  # in an error
+_DTYPES = {
+    *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"),
+    *("I64", "I32", "I16", "I8", "U8", "BOOL"),
+}
 # Whatever torch's reader of weights raises at a file that is damaged or holds anything else.
 _UNREADABLE = (
     *(OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError),
     *(ValueError, TypeError, LookupError, AttributeError),
 )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is and what it looks like."""
+
+    path: Path
+    name: str
+    shape: Shape
+
+    def read(self, device: torch.device | None = None) -> Tensor:
+        """On a CPU it is a view of the file: copy what is to stay.
+
+        The file is opened each time, because mapped pages count as this process's memory until it
+        is closed.
+        """
+        with _open(self.path) as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor.to(device)
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Find a directory's weight files and read their headers."""
+    index = directory / INDEX_FILE
+    if index.exists():
+        return _read_sharded(index)
+    single = directory / MODEL_FILE
+    if single.exists():
+        return read_header(single)
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled:
+        raise CheckpointError(
+            f"{pickled[0]} is a pickle, which is never opened; convert the checkpoint to "
+            "safetensors with save_pretrained(..., safe_serialization=True)"
+        )
+    raise CheckpointError(f"{directory} holds neither {MODEL_FILE} nor {INDEX_FILE}; {_DOWNLOAD}")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """List the tensors of one safetensors file, which must be whole."""
+    stored = {}
+    with _open(path) as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping and cannot be iterated
+            view = file.get_slice(name)
+            if (dtype := view.get_dtype()) not in _DTYPES:
+                raise CheckpointError(
+                    f"{path} holds tensors of type {dtype}, which are not supported"
+                )
+            stored[name] = StoredTensor(path, name, tuple(view.get_shape()))
+    return stored
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; {_DOWNLOAD}") from None
+    except (SafetensorError, OSError) as error:
+        # The library's message may span lines; the first says what is wrong.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path} is truncated or damaged ({reason}); {_DOWNLOAD}") from None
+
+
+def _read_sharded(index: Path) -> dict[str, StoredTensor]:
+    fields = JsonFields.load(index, _DOWNLOAD)
+    weight_map = fields.section("weight_map")
+    shard_of = {name: index.parent / weight_map.value(name, str) for name in weight_map.names}
+    if not shard_of:
+        raise fields.error("weight_map", f"lists no tensors; {_DOWNLOAD}")
+    stored: dict[str, StoredTensor] = {}
+    for path in dict.fromkeys(shard_of.values()):
+        if not path.exists():
+            count = sum(shard == path for shard in shard_of.values())
+            raise CheckpointError(
+                f"{path} is missing ({index.name} lists {count} tensors in it); download that shard"
+            )
+        stored.update(read_header(path))
+    absent = [name for name in shard_of if name not in stored]
+    if absent:
+        raise CheckpointError(
+            f"{index} lists tensors that are in no shard: {list_names(absent)}; {_DOWNLOAD}"
+        )
+    return stored
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Names for an error of one line: the first few, and how many more there are."""
+    ordered = sorted(names)
+    shown, others = ordered[:_MOST_NAMES], ordered[_MOST_NAMES:]
+    return ", ".join(shown) + (f" and {len(others)} more" if others else "")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -27,11 +134,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     tensors and refuses all others before anything is called.
     """
     try:
-        if path.suffix == SAFETENSORS_SUFFIX:
-            return _finite(load_file(path), path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it says about odd pickles; they are refused
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            warnings.simplefilter("ignore")  # what torch says about odd pickles; they are refused
+            loaded = (
+                load_file(path)
+                if path.suffix == SAFETENSORS_SUFFIX
+                else torch.load(path, map_location="cpu", weights_only=True)
+            )
     except _UNREADABLE as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
@@ -42,7 +151,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(one, Tensor) for name, one in loaded.items()
     ):
         raise CheckpointError(f"{path} must hold a flat dictionary of tensors")
-    return _finite(loaded, path)
+    for name, tensor in loaded.items():
+        require_finite(name, tensor, path)
+    return loaded
 
 
 def require_finite(name: str, tensor: Tensor, path: Path) -> None:
@@ -54,12 +165,6 @@ def require_finite(name: str, tensor: Tensor, path: Path) -> None:
         raise CheckpointError(
             f"{path}: {name} holds NaN or infinity; the file is damaged, or training had diverged"
         )
-
-
-def _finite(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    for name, tensor in tensors.items():
-        require_finite(name, tensor, path)
-    return dict(tensors)
 
 
 def write_tensors(

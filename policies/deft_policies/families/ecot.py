@@ -26,8 +26,7 @@ from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.family import Family, Opened, Values
 from deft_policies.families.openvla import OpenVLA, around, check_one_action, open_files
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import VlaTarget
-from deft_policies.families.weights import load_network
+from deft_policies.families.target import VlaTarget, load_network
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.prompt import EOS_PIECE, PromptEncoder, PromptTemplate

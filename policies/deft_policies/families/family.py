@@ -24,8 +24,7 @@ from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import RequestError
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import VlaTarget
-from deft_policies.families.weights import Encode
+from deft_policies.families.target import Encode, VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.sizes import OpenVLAConfig

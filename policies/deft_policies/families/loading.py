@@ -12,6 +12,8 @@ from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medu
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes, needed_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint
 from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.decoding.retrieval import load_index
 from deft_policies.decoding.target import self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError
@@ -21,9 +23,8 @@ from deft_policies.families.oft.family import OFT
 from deft_policies.families.openvla import OPENVLA, OpenVLA
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
-from deft_policies.families.target import VlaTarget
-from deft_policies.families.weights import choose_device, choose_dtype
-from deft_policies.model.formats import Precision, Quantization
+from deft_policies.families.target import VlaTarget, choose_device, choose_dtype
+from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
 
@@ -96,22 +97,15 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
 
 def load_float32_twin(options: ModelOptions) -> VlaPolicy:
     """The same weights in float32 and not quantised: what other formats are audited against."""
-    plain = replace(
-        options,
-        quantization=Quantization.NONE,
-        draft_heads=(),
-        retrieval_index=None,
-        draft_model=None,
-        self_draft_layers=None,
-        drafts=None,
-    )
-    if options.random_weights is None:
-        return load_policy(replace(plain, precision=Precision.FLOAT32))
+    plain = replace(options, quantization=Quantization.NONE)
+    device, is_drawn = choose_device(options.device), options.random_weights is not None
     # Random numbers depend on the format they are drawn in, so these are drawn in the other one.
-    drawn = load_policy(replace(plain, precision=Precision.BFLOAT16)).model
-    assert isinstance(drawn, OpenVLA)
-    target = VlaTarget(drawn.network.float())
-    return VlaPolicy(OpenVLA(target, drawn.encode, drawn.images, drawn.statistics), plain)
+    model = open_model(plain).load(device, torch.bfloat16 if is_drawn else torch.float32, None)
+    if is_drawn:
+        assert isinstance(model, OpenVLA)
+        target = VlaTarget(model.network.float())
+        model = OpenVLA(target, model.encode, model.images, model.statistics)
+    return VlaPolicy(model, plain, method=find_method(AUTOREGRESSIVE))
 
 
 def _load_draft_model(

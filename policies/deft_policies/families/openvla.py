@@ -20,10 +20,10 @@ from deft_policies.families.action_tokens import ActionCodec
 from deft_policies.families.family import Family, Opened, TokenModel, Values
 from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
 from deft_policies.families.options import OF_REASONING, ModelOptions
-from deft_policies.families.target import VlaTarget
-from deft_policies.families.weights import (
+from deft_policies.families.target import (
     LONGEST_INSTRUCTION,
     Encode,
+    VlaTarget,
     choose_runner,
     load_network,
     named_sizes,

@@ -81,7 +81,9 @@ class VlaPolicy:
             self._models.append(model.aloud)
         self._token_models = [one for one in self._models if isinstance(one, TokenModel)]
         self._keys = tuple(model.statistics)
-        self._default_key = self._find_default_key()
+        given = self.options.statistics_key  # without one, and of several, a request has to name it
+        is_known = given is not None or len(self._keys) == 1
+        self._default_key = find_statistics_key(self._keys, given) if is_known else None
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
         self._details = _describe(model, self.options)
         # What callers make up may push out no method that has a name.
@@ -137,14 +139,11 @@ class VlaPolicy:
 
     @property
     def _default_method(self) -> str:
-        if isinstance(self.model, OnePassModel):
-            return self.model.method
-        return self.method.name
+        return self.model.method if isinstance(self.model, OnePassModel) else self.method.name
 
     def _methods(self) -> tuple[str, ...]:
-        if isinstance(self.model, OnePassModel):
-            return (self.model.method,)
-        return tuple(name for name in method_names() if self.has_method(name))
+        known = [self.model.method] if isinstance(self.model, OnePassModel) else method_names()
+        return tuple(name for name in known if self.has_method(name))
 
     def fingerprint(self) -> str:
         """A digest of its weights and of those that draft."""
@@ -304,12 +303,10 @@ class VlaPolicy:
 
     def cancel(self, running: Running) -> None:
         """Let go of one between two steps; nothing where it has ended."""
-        for frame in self._frames:
-            if frame is running:
-                self._frames.remove(frame)
-                if frame.row is not None:
-                    self.engine.cancel(frame.row)
-                return
+        if isinstance(running, _Frame) and running in self._frames:
+            self._frames.remove(running)
+            if running.row is not None:
+                self.engine.cancel(running.row)
 
     def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
         """An observation, and what of the engine answers it."""
@@ -407,12 +404,6 @@ class VlaPolicy:
         """The statistics key meant by a request that names this one, or none."""
         return find_statistics_key(self._keys, key if key is not None else self._default_key)
 
-    def _find_default_key(self) -> str | None:
-        given = self.options.statistics_key
-        if given is None and len(self._keys) != 1:
-            return None  # every request has to name one
-        return find_statistics_key(self._keys, given)
-
 
 def choose_method(options: ModelOptions) -> Method:
     """The method that options name, with what they change about it."""
@@ -432,13 +423,13 @@ def _describe(model: Model, options: ModelOptions) -> dict[str, str]:
     about = f"cpu ({torch.get_num_threads()} threads)"
     if device.type == "cuda":
         about = f"{device} ({torch.cuda.get_device_name(device)})"
-    details = {
+    return {
         "weights": options.checkpoint or f"random:{options.random_weights}",
         "device": about,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "quantization": model.network.describe_quantization(),
+        **({"draft model": options.draft_model} if options.draft_model else {}),
     }
-    return {**details, "draft model": options.draft_model} if options.draft_model else details
 
 
 def _version_of(distribution: str) -> str:

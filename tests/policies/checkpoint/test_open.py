@@ -16,7 +16,7 @@ from deft_policies.checkpoint.memory import (
     weight_bytes,
 )
 from deft_policies.checkpoint.open import load_model, locate_checkpoint
-from deft_policies.checkpoint.reader import find_tensors
+from deft_policies.checkpoint.tensor_file import find_tensors
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.model.formats import Quantization
 from deft_policies.model.tensor_names import tensor_places

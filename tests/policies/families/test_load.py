@@ -71,7 +71,7 @@ def test_wrong_options_are_refused_before_weights_are_loaded(
     def refuse(*_: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("deft_policies.families.weights.load_model", refuse)
+    monkeypatch.setattr("deft_policies.families.target.load_model", refuse)
     with pytest.raises(PolicyError, match=message):
         load_policy(replace(OPTIONS, **changes))  # type: ignore[arg-type]
 

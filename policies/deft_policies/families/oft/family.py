@@ -30,7 +30,7 @@ from deft_policies.families.oft.files import (
 )
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.options import OF_DECODING, OF_REASONING, ModelOptions
-from deft_policies.families.weights import (
+from deft_policies.families.target import (
     LONGEST_INSTRUCTION,
     Encode,
     choose_runner,

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from deft_policies.checkpoint.lora import ADAPTER_FOLDER
 from deft_policies.checkpoint.open import CheckpointSource
-from deft_policies.checkpoint.reader import list_names
-from deft_policies.checkpoint.tensor_file import read_tensors
+from deft_policies.checkpoint.tensor_file import list_names, read_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.families.oft.modules import Film, RegressionHead, StateProjector
 from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
