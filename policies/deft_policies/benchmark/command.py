@@ -16,7 +16,6 @@ from deft_policies.base import Policy
 from deft_policies.benchmark.audit import AuditReport, audit
 from deft_policies.benchmark.replay import (
     Contender,
-    Replay,
     ReplayFrame,
     generate_frames,
     read_pictures,
@@ -25,11 +24,9 @@ from deft_policies.benchmark.replay import (
     with_statistics_key,
 )
 from deft_policies.benchmark.roofline import find_limits, measure_rates
-from deft_policies.benchmark.summary import Decoding, Speed, summarise_decoding, summarise_speed
+from deft_policies.benchmark.summary import Speed, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from deft_policies.decoding.acceptance.host_waits import find_wait
-from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.errors import PolicyError
 from deft_policies.families.family import TokenModel
@@ -194,13 +191,14 @@ def measure(
         return report
     weight = policy.model.network.decoder.embedding.weight
     rates = measure_rates(weight.device, weight.dtype)
-    decodes = isinstance(policy.model, TokenModel)
-    return replace(
-        report,
-        decodings=_decodings(policy, runs, frames) if decodes else (),
-        rooflines=tuple(find_limits(policy, run, frames, rates) for run in runs),
-        rates=rates,
-    )
+    rooflines = tuple(find_limits(policy, run, frames, rates) for run in runs)
+    report = replace(report, rooflines=rooflines, rates=rates)
+    if not isinstance(policy.model, TokenModel):
+        return report
+    plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
+    spaces = [policy.action_space(frame.statistics_key) for frame in frames]
+    decodings = tuple(summarise_decoding(run, plain, spaces) for run in runs)
+    return replace(report, decodings=decodings)
 
 
 def run_audit(
@@ -229,22 +227,6 @@ def _contenders(
 def _name(method: str, radius: int | None, batch_size: int) -> str:
     named = method if radius is None else f"{method} r{radius}"
     return named if batch_size == 1 else f"{named} x{batch_size}"
-
-
-def _decodings(
-    policy: VlaPolicy, runs: Sequence[Replay], frames: Sequence[ReplayFrame]
-) -> tuple[Decoding, ...]:
-    plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
-    spaces = [policy.action_space(frame.statistics_key) for frame in frames]
-    return tuple(
-        replace(summarise_decoding(run, plain, spaces), wait=_wait_of(run.contender.decoding))
-        for run in runs
-    )
-
-
-def _wait_of(decoding: str | None) -> str | None:
-    """Where the rule of a method that was asked for by name makes the host wait."""
-    return None if decoding is None else find_wait(find_method(decoding).rule)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -16,10 +16,6 @@ from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
 
-_GPU_COPY_BYTES = 1 << 31
-_CPU_COPY_BYTES = 1 << 27
-_GPU_SIDE = 8192
-_CPU_SIDE = 1024
 _ROUNDS = 5
 
 
@@ -34,23 +30,18 @@ class DeviceRates:
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     """Measure copy bandwidth and the rate of a large matrix product in this number format."""
-    is_cuda = device.type == "cuda"
-    num_bytes = _GPU_COPY_BYTES if is_cuda else _CPU_COPY_BYTES
-    side = _GPU_SIDE if is_cuda else _CPU_SIDE
+    num_bytes, side = 1 << 27, 1024
+    description = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        num_bytes, side = 1 << 31, 8192
+        description = torch.cuda.get_device_name(device)
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     copied_s = best_s(lambda: target.copy_(source), device)
     first = torch.ones(side, side, device=device, dtype=dtype)
     second = torch.ones_like(first)
     multiplied_s = best_s(lambda: first @ second, device)
-    return DeviceRates(2 * num_bytes / copied_s, 2 * side**3 / multiplied_s, describe(device))
-
-
-def describe(device: torch.device) -> str:
-    """The device in words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    return DeviceRates(2 * num_bytes / copied_s, 2 * side**3 / multiplied_s, description)
 
 
 def best_s(work: Callable[[], object], device: torch.device) -> float:

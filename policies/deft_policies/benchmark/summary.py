@@ -14,7 +14,9 @@ from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.results.statistics import Percentiles, percentiles
 from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.benchmark.replay import Replay, ReplayFrame
+from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
+from deft_policies.decoding.knobs import find_method
 
 # Stage names as users know them, and their fields.
 STAGES = (
@@ -178,7 +180,7 @@ def summarise_speed(run: Replay, frames: Sequence[ReplayFrame] = ()) -> Speed:
 
 def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]) -> Decoding:
     """Compare a run with plain decoding of the same frames; `spaces` is per frame."""
-    traces = [answer.chunk.trace for answer in run.answers]
+    traces, method = [answer.chunk.trace for answer in run.answers], run.contender.decoding
     reference = [answer.chunk.trace for answer in plain.answers]
     pairs = [
         (own, other, space)
@@ -214,6 +216,7 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         drafted_by_position=found.drafted_by_token if found else (),
         speedup=Speedup.of(own_traces, [other for _, other, _ in pairs]),
         rule=_rule_of(own_traces),
+        wait=None if method is None else find_wait(find_method(method).rule),
     )
 
 

@@ -37,30 +37,24 @@ def weight_bytes(
     return total_bits // 8
 
 
-def needed_bytes(
-    config: OpenVLAConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantization: Quantization = Quantization.NONE,
+def check_memory(
+    config: OpenVLAConfig, device: torch.device, dtype: torch.dtype, quantization: Quantization
 ) -> int:
-    """Weights, the largest tensor on its way from the file to its place, and room to work."""
+    """What such a model needs: weights, the largest tensor on its way there, and room to work.
+
+    Raises `DeviceError` if the device has less; where it cannot say, nothing is refused.
+    """
     weights = weight_bytes(config, device, dtype, quantization)
     used = [place for place in tensor_places(config) if place.parameter is not None]
     largest = max(math.prod(place.shape) for place in used) * dtype.itemsize
-    return weights + largest + max(_WORKING_BYTES, int(_WORKING_SHARE * weights))
-
-
-def check_memory(need: int, device: torch.device, free_bytes: int | None = None) -> None:
-    """Raise `DeviceError` if the device has less free memory than the model needs.
-
-    Without `free_bytes` the device is asked; where it cannot say, nothing is refused.
-    """
-    free = find_free_bytes(device) if free_bytes is None else free_bytes
+    need = weights + largest + max(_WORKING_BYTES, int(_WORKING_SHARE * weights))
+    free = find_free_bytes(device)
     if free is not None and need > free:
         raise DeviceError(
             f"the model needs about {need / _GIB:.1f} GiB on {device}, "
             f"{free / _GIB:.1f} GiB are free; use bfloat16 or a quantization, or a larger device"
         )
+    return need
 
 
 def find_free_bytes(device: torch.device) -> int | None:

@@ -26,7 +26,7 @@ from deft_policies.checkpoint.lora import (
     LoraAdapter,
     find_adapter,
 )
-from deft_policies.checkpoint.memory import check_memory, needed_bytes
+from deft_policies.checkpoint.memory import check_memory
 from deft_policies.checkpoint.tensor_file import (
     Shape,
     StoredTensor,
@@ -223,7 +223,7 @@ def load_model(
     Raises `DeviceError` beforehand if the device cannot hold or compute it.
     """
     check_quantization(quantization, device, dtype)
-    check_memory(needed_bytes(checkpoint.config, device, dtype, quantization), device)
+    check_memory(checkpoint.config, device, dtype, quantization)
     with torch.device("meta"):
         model = OpenVLAModel(checkpoint.config).to(dtype)
     places = [place for place in tensor_places(checkpoint.config) if place.parameter is not None]

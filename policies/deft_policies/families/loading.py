@@ -9,13 +9,13 @@ import torch
 
 from deft_policies.base import Finding, Verdict
 from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
-from deft_policies.checkpoint.memory import check_memory, find_free_bytes, needed_bytes
+from deft_policies.checkpoint.memory import check_memory, find_free_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.decoding.retrieval import load_index
-from deft_policies.decoding.target import self_draft_target
+from deft_policies.decoding.target import Target, self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError
 from deft_policies.families.ecot import ECOT
 from deft_policies.families.family import Family, Opened
@@ -64,11 +64,9 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     """Load what the options name; what needs no weights to be checked is checked before them."""
     method = choose_method(options)
     _check_draft_files(options)
-    device = choose_device(options.device)
+    device, dtype = _choose(options)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    dtype = choose_dtype(options.precision, device)
-    check_quantization(options.quantization, device, dtype)
     opened = open_model(options)
     keys = tuple(opened.config.statistics)
     if options.statistics_key is not None:
@@ -128,10 +126,11 @@ def _load_draft_model(
 def _load_drafts(options: ModelOptions, model: OpenVLA) -> DraftModels:
     target, network, draft = model.target, model.network, model.draft
     like, width = network.decoder.embedding.weight, network.config.llm.width
+    small: Target | None = None if draft is None else draft.target
+    if options.self_draft_layers is not None:
+        small = self_draft_target(target, options.self_draft_layers)
     drafts = DraftModels(
-        rope_offset=options.rope_offset,
-        key_mask=options.key_mask,
-        small_model=None if draft is None else draft.target,
+        rope_offset=options.rope_offset, key_mask=options.key_mask, small_model=small
     )
     for directory in options.draft_heads:
         if is_medusa(directory):
@@ -142,9 +141,6 @@ def _load_drafts(options: ModelOptions, model: OpenVLA) -> DraftModels:
         index = load_index(options.retrieval_index, network.fingerprint(), like.device)
         index.check_length({form.max_tokens for form in model.forms.values()})
         drafts = replace(drafts, index=index)
-    if options.self_draft_layers is not None:
-        shallow = self_draft_target(target, options.self_draft_layers)
-        drafts = replace(drafts, small_model=shallow)
     return drafts
 
 
@@ -186,10 +182,16 @@ def examine(options: ModelOptions) -> list[Finding]:
     return found
 
 
-def _examine_device(options: ModelOptions) -> Finding:
+def _choose(options: ModelOptions) -> tuple[torch.device, torch.dtype]:
+    """Where to compute and in which format; raises `DeviceError` for what does not go together."""
     device = choose_device(options.device)
     dtype = choose_dtype(options.precision, device)
     check_quantization(options.quantization, device, dtype)
+    return device, dtype
+
+
+def _examine_device(options: ModelOptions) -> Finding:
+    device, _ = _choose(options)
     free = find_free_bytes(device)
     memory = "" if free is None else f", {free / _GIB:.1f} GiB free"
     if device.type == "cuda":
@@ -200,10 +202,8 @@ def _examine_device(options: ModelOptions) -> Finding:
 
 
 def _examine_memory(opened: Opened, options: ModelOptions) -> Finding:
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.precision, device)
-    need = needed_bytes(opened.config, device, dtype, options.quantization)
-    check_memory(need, device)
+    device, dtype = _choose(options)
+    need = check_memory(opened.config, device, dtype, options.quantization)
     return Finding("memory", Verdict.GOOD, f"needs about {need / _GIB:.1f} GiB on {device}")
 
 

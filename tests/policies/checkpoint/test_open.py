@@ -12,7 +12,6 @@ from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.memory import (
     check_memory,
     find_free_bytes,
-    needed_bytes,
     weight_bytes,
 )
 from deft_policies.checkpoint.open import load_model, locate_checkpoint
@@ -244,12 +243,15 @@ def test_a_hub_id_offline_is_an_error_of_one_line(
     assert "local copy" in message
 
 
-def test_too_little_memory_is_told_before_loading() -> None:
-    config = load_config(golden.TINY_OPENVLA)
-    need = needed_bytes(config, CPU, torch.float32)
+def test_too_little_memory_is_told_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, free = load_config(golden.TINY_OPENVLA), 1 << 40
+    monkeypatch.setattr("deft_policies.checkpoint.memory.find_free_bytes", lambda device: free)
+    need = check_memory(config, CPU, torch.float32, Quantization.NONE)
+    free = need
+    assert check_memory(config, CPU, torch.float32, Quantization.NONE) == need
+    free = 10_000_000
     with pytest.raises(DeviceError, match=r"0\.3 GiB"):
-        check_memory(need, CPU, free_bytes=10_000_000)
-    check_memory(need, CPU, free_bytes=need)
+        check_memory(config, CPU, torch.float32, Quantization.NONE)
 
 
 def test_the_memory_estimate_counts_what_is_loaded() -> None:

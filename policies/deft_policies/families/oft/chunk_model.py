@@ -123,10 +123,12 @@ class ChunkModel:
         reserve, config = self.runner.reserve, self.model.config
         channels, size = 3 * len(config.towers), config.image.size
         weight = self.model.decoder.embedding.weight
-        for rows in () if reserve is None else reserve.batches:
+        if reserve is None:
+            return
+        for rows in reserve.batches:
             pixels = weight.new_zeros(rows, self.parts.num_pictures, channels, size, size)
             states = weight.new_zeros(rows, self.parts.state_dim or 0)
-            for length in reserve.lengths if reserve is not None else ():
+            for length in reserve.lengths:
                 num_ids = length - self.num_others
                 prompts = self.lay_out([[STOP_ID] * num_ids] * rows)
                 self.answer(self.see(pixels, prompts), prompts, states)

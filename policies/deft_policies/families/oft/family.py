@@ -135,13 +135,21 @@ class Oft(OnePassModel):
         prompts = chunk.lay_out(texts)
         patches = chunk.see(pixels.view(len(observations), -1, *pixels.shape[1:]), prompts)
         clock.lap(Stage.VISION)
-        values = chunk.answer(patches, prompts, states)
+        found = chunk.answer(patches, prompts, states)
         clock.lap(Stage.PREFILL)
-        if chunk.parts.head is None:
-            return _read_tokens(values[0], values[1], texts)
-        found: NDArray[np.float32] = values[0].cpu().numpy()
-        _require_finite(found)
-        return [(row, None) for row in found]
+        values, *margins = (one.cpu().numpy() for one in found)
+        # Where logits are not finite, neither is the gap between the best two.
+        if not all(np.isfinite(one).all() for one in (values, *margins)):
+            raise NotFiniteError(
+                "the model's answer holds NaN or infinity; its weights or its number format are "
+                "broken"
+            )
+        if not margins:
+            return [(row, None) for row in values]
+        return [
+            (grid, _trace(text, grid.flatten().tolist(), gaps.flatten().tolist()))
+            for text, grid, gaps in zip(texts, values, margins[0], strict=True)
+        ]
 
     def _find_pictures(self, observation: Observation) -> list[Image]:
         """The frame and the wrist cameras, as many as the model looks at."""
@@ -178,25 +186,11 @@ def normalise_state(
     return np.clip(np.where(statistics.mask, squeezed, state), -1.0, 1.0)
 
 
-def _require_finite(values: object) -> None:
-    if not np.isfinite(np.asarray(values)).all():
-        raise NotFiniteError(
-            "the model's answer holds NaN or infinity; its weights or its number format are broken"
-        )
-
-
-def _read_tokens(
-    tokens: Tensor, margins: Tensor, texts: Sequence[Sequence[int]]
-) -> list[tuple[Values, DecodeTrace | None]]:
-    """One pass per row with all its tokens."""
-    found, gaps_found = tokens.cpu().numpy(), margins.flatten(1).tolist()
-    _require_finite(gaps_found)  # the gap to the second-best of logits that are not is not either
-    answers: list[tuple[Values, DecodeTrace | None]] = []
-    for text, grid, gaps in zip(texts, found, gaps_found, strict=True):
-        row = grid.flatten().tolist()
-        one = PassTrace(True, (text[-1],), (-1,), ("",), (row[0],), (), row[0])
-        answers.append((grid, DecodeTrace(METHOD, tuple(row), tuple(row), tuple(gaps), (one,))))
-    return answers
+def _trace(text: Sequence[int], tokens: Sequence[int], gaps: Sequence[float]) -> DecodeTrace:
+    """One pass with all tokens."""
+    found = tuple(tokens)
+    one = PassTrace(True, (text[-1],), (-1,), ("",), found[:1], (), found[0])
+    return DecodeTrace(METHOD, found, found, tuple(gaps), (one,))
 
 
 def _matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
