@@ -22,25 +22,34 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One policy: what it is, the flags it takes, and how to build it from them.
+    """One policy: what it is, the flags it takes, and what they make.
 
-    `add_flags` must be quick and import nothing heavy: it also runs for `--help`. `load` may take
-    minutes; the server calls it on the policy thread. `read` tells how a model of a family is
-    loaded; None where the policy has no model.
+    `add_flags` must be quick and import nothing heavy: it also runs for `--help`. What is made is a
+    policy, or the options of a model, which takes minutes to load: the server does so on the policy
+    thread.
     """
 
     summary: str
     add_flags: Callable[[_ArgumentGroup], None]
-    load: Callable[[Namespace], Policy]
-    read: Callable[[Namespace], ModelOptions] | None = None
+    make: Callable[[Namespace], Policy | ModelOptions]
+
+    def load(self, namespace: Namespace) -> Policy:
+        """The policy, ready to answer."""
+        made = self.make(namespace)
+        if not isinstance(made, ModelOptions):
+            return made
+        from deft_policies.families.loading import load_policy  # brings torch along
+
+        return load_policy(made)
 
     def examine(self, namespace: Namespace) -> Sequence[Finding]:
         """Whether `load` could work."""
-        if self.read is None:
+        made = self.make(namespace)
+        if not isinstance(made, ModelOptions):
             return ()
         from deft_policies.families.loading import examine
 
-        return examine(self.read(namespace))
+        return examine(made)
 
 
 def find(name: str) -> CatalogEntry:
@@ -79,30 +88,19 @@ def _milliseconds(text: str) -> float:
     return value
 
 
-def _of_model(
-    summary: str,
-    family: str | None = None,
-    complete: Callable[[ModelOptions], ModelOptions] = lambda options: options,
-) -> CatalogEntry:
-    def read(namespace: Namespace) -> ModelOptions:
-        return complete(read_flags(namespace))
-
-    # Imported when called: it brings torch along.
-    def load(namespace: Namespace) -> Policy:
-        from deft_policies.families.loading import load_policy
-
-        return load_policy(read(namespace))
-
-    return CatalogEntry(summary, partial(add_flags, family=family), load, read)
-
-
 CATALOG: dict[str, CatalogEntry] = {
-    "tiny-libero": _of_model(
+    "tiny-libero": CatalogEntry(
         "a small OpenVLA for LIBERO's objects, with draft heads; ships with Deft",
-        complete=bundle.complete,
+        add_flags,
+        lambda given: bundle.complete(read_flags(given)),
     ),
-    MODEL: _of_model("the model of --checkpoint or --random-weights"),
-    **{name: _of_model(f"the same, of the family {name}", name) for name in FAMILY_NAMES},
+    MODEL: CatalogEntry("the model of --checkpoint or --random-weights", add_flags, read_flags),
+    **{
+        name: CatalogEntry(
+            f"the same, of the family {name}", partial(add_flags, family=name), read_flags
+        )
+        for name in FAMILY_NAMES
+    },
     "constant": CatalogEntry(
         "answers every frame with the same action; no model",
         lambda group: None,

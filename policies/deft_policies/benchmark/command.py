@@ -1,7 +1,6 @@
 """`deft bench`: replay observations through a policy and print where the time goes."""
 
 import json
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -11,9 +10,8 @@ from pathlib import Path
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.types import ActOptions
 from deft_policies.base import Policy
-from deft_policies.benchmark.audit import AuditReport, audit
+from deft_policies.benchmark.audit import audit
 from deft_policies.benchmark.replay import (
     Contender,
     ReplayFrame,
@@ -31,7 +29,6 @@ from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.errors import PolicyError
 from deft_policies.families.family import TokenModel
 from deft_policies.families.loading import load_float32_twin, load_policy
-from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 
@@ -121,9 +118,11 @@ def bench(
                 policy.warm_up()  # a server's guard knows from its start what plans cost
             report = measure(policy, contenders, frames, given.warm_ups, baseline)
             if given.audit:
-                found = run_audit(policy.options, frames, contenders[0].options(frames[0]))
+                whole = replace(policy.options, action_rows_only=False, has_graphs=False)
+                audited = load_policy(replace(whole, precision=Precision.BFLOAT16))
+                twin = load_float32_twin(whole)
+                found = audit(twin, audited, frames, contenders[0].options(frames[0]))
                 report = replace(report, audit=found)
-            following = next_command(policy, report.speeds, given)
         else:
             asked = {"--decoding": methods, "--radius": radii, "--audit": given.audit}
             if wrong := [name for name, value in asked.items() if value]:
@@ -136,7 +135,7 @@ def bench(
                 for size in given.batch
             ]
             report = measure(policy, contenders, frames, given.warm_ups)
-            following = f"next: deft serve {target_flags(given)}"
+        following = next_command(contenders, report.speeds, given)
         sys.stdout.write(f"{report.render()}\n{following}\n")
         if given.json is not None:
             given.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
@@ -145,15 +144,14 @@ def bench(
     return run_command(PROG, run)
 
 
-def next_command(policy: VlaPolicy, speeds: Sequence[Speed], given: Namespace) -> str:
+def next_command(contenders: Sequence[Contender], speeds: Sequence[Speed], given: Namespace) -> str:
     """The line that serves the fastest method of those measured."""
-    typed = {}
-    for one in speeds:
-        named = re.fullmatch(r"(\S+)(?: r(\d+))?", one.name)
-        if named and policy.has_method(named[1], int(named[2]) if named[2] else None):
-            radius = f" --radius {named[2]}" if named[2] else ""
-            typed[one.total.p50] = f" --decoding {named[1]}{radius}"
-    return f"next: deft serve {target_flags(given)}{typed[min(typed)] if typed else ''}"
+    flags = {}
+    for one, speed in zip(contenders, speeds, strict=True):
+        if one.decoding is not None and one.batch_size == 1:
+            radius = "" if one.radius is None else f" --radius {one.radius}"
+            flags[speed.total.p50] = f" --decoding {one.decoding}{radius}"
+    return f"next: deft serve {target_flags(given)}{flags[min(flags)] if flags else ''}"
 
 
 def read_frames(given: Namespace, policy: Policy) -> list[ReplayFrame]:
@@ -199,15 +197,6 @@ def measure(
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]
     decodings = tuple(summarise_decoding(run, plain, spaces) for run in runs)
     return replace(report, decodings=decodings)
-
-
-def run_audit(
-    options: ModelOptions, frames: Sequence[ReplayFrame], asked: ActOptions
-) -> AuditReport:
-    """Load the same weights in float32 and in the format asked for, and compare tokens."""
-    options = replace(options, action_rows_only=False, has_graphs=False)
-    audited = load_policy(replace(options, precision=Precision.BFLOAT16))
-    return audit(load_float32_twin(options), audited, frames, asked)
 
 
 def _contenders(

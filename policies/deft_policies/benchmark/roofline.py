@@ -111,10 +111,11 @@ def decoder_cost(
     llm: LlamaSizes, num_rows: int, tokens: "PassTokens", weights: WeightBytes
 ) -> Cost:
     """One pass of the decoder: its matrices once, the cache of every row, the head's rows."""
-    per_layer = _layer_weights(llm)
-    kept = 2 * llm.num_kv_heads * llm.head_dim  # keys and values of one token in one layer
+    queries, shared = llm.num_heads * llm.head_dim, llm.num_kv_heads * llm.head_dim
+    per_layer = llm.width * (2 * queries + 2 * shared + 3 * llm.mlp_width)
+    kept = 2 * shared  # keys and values of one token in one layer
     seen = tokens.before + tokens.new / 2 if tokens.is_causal else tokens.before + tokens.new
-    attention = 4.0 * llm.num_heads * llm.head_dim * tokens.new * seen
+    attention = 4.0 * queries * tokens.new * seen
     head = tokens.head_rows * llm.width
     num_bytes = (
         llm.num_layers * per_layer * weights.decoder
@@ -136,11 +137,6 @@ class PassTokens:
     scored: int
     head_rows: int
     is_causal: bool = False
-
-
-def _layer_weights(llm: LlamaSizes) -> int:
-    queries, shared = llm.num_heads * llm.head_dim, llm.num_kv_heads * llm.head_dim
-    return llm.width * (2 * queries + 2 * shared + 3 * llm.mlp_width)
 
 
 def _tower_cost(tower: TowerConfig, num_rows: int, weight_bytes: float) -> Cost:

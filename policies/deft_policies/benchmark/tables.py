@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from deft_client.commands.table import markdown_table
 from deft_client.libero.results.statistics import Percentiles
@@ -32,17 +33,16 @@ class Report:
             "  ".join(f"{name}={value}" for name, value in self.details.items()),
             speed_table(self.speeds, found[0] if found else None),
         ]
-        for index, speed in enumerate(self.speeds):
-            roofline = self.rooflines[index] if self.rooflines else None
-            parts.append(stage_table(speed, roofline))
+        tables = zip_longest(self.speeds, self.rooflines)
+        parts += [stage_table(speed, roofline) for speed, roofline in tables]
         if self.rates is not None:
             parts.append(_say_rates(self.rates))
         if self.decodings:
             parts += ["\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule)]
             longest = max(len(one.committed_by_start) for one in self.decodings)
             by_position = () if longest > _MOST_POSITIONS else (length_table, position_table)
-            tables = (decoding_table, *by_position, speedup_table)
-            parts += [table(self.decodings) for table in tables]
+            of_methods = (decoding_table, *by_position, speedup_table)
+            parts += [table(self.decodings) for table in of_methods]
             parts.append(batch_table(self.speeds, AUTOREGRESSIVE))
             parts += [
                 f"{one.name}: its rule makes the host wait for the device and runs outside "

@@ -67,14 +67,22 @@ def load_config(
         directory / CONFIG_FILE,
         "expected a directory in OpenVLA's Hugging Face layout",
     )
-    _check_architecture(fields)
+    model_type = fields.value("model_type", str, "unknown")
+    if model_type != MODEL_TYPE:
+        raise fields.error(
+            "model_type",
+            f"is {model_type!r}, expected {MODEL_TYPE!r}; give an OpenVLA checkpoint in its "
+            "Hugging Face layout",
+        )
     towers = _read_towers(fields)
     llm = _read_llm(fields.section("text_config"))
+    size = llm.vocabulary - fields.count("pad_to_multiple_of", _MOST_TOKENS, _PAD_TO_MULTIPLE_OF)
+    num_bins = fields.count("n_action_bins", size, DEFAULT_NUM_BINS, least=2)
     return OpenVLAConfig(
         llm=llm,
         towers=towers,
         image=_read_image_processor(directory, towers),
-        vocabulary=_read_vocabulary(fields, llm),
+        vocabulary=ActionVocabulary(size, num_bins),
         prompt_template=_find_template(fields, directory, name),
         statistics=parse_statistics(find_statistics(fields, statistics_directory or directory)),
         training=load_training(directory),
@@ -94,22 +102,6 @@ def load_training(directory: Path) -> TrainingNotes:
     return TrainingNotes(
         fields.values("instructions", str), fields.value("assets", str, ""), prompts
     )
-
-
-def _read_vocabulary(fields: JsonFields, llm: LlamaSizes) -> ActionVocabulary:
-    padding = fields.count("pad_to_multiple_of", _MOST_TOKENS, _PAD_TO_MULTIPLE_OF)
-    size = llm.vocabulary - padding
-    return ActionVocabulary(size, fields.count("n_action_bins", size, DEFAULT_NUM_BINS, least=2))
-
-
-def _check_architecture(fields: JsonFields) -> None:
-    model_type = fields.value("model_type", str, "unknown")
-    if model_type != MODEL_TYPE:
-        raise fields.error(
-            "model_type",
-            f"is {model_type!r}, expected {MODEL_TYPE!r}; give an OpenVLA checkpoint in its "
-            "Hugging Face layout",
-        )
 
 
 def _read_towers(fields: JsonFields) -> tuple[TowerConfig, ...]:
@@ -227,14 +219,13 @@ def _is_stretched(fields: JsonFields, resize: ResizeStrategy, size: int) -> bool
     """True if the file asks for height and width, false if for the shorter side alone."""
     if not fields.has("tvf_resize_params"):
         return resize is ResizeStrategy.NAIVE
-    asked = {_read_sides(section) for section in fields.sections("tvf_resize_params")}
+    asked = {
+        one.values("size", int) if one.is_list("size") else (one.value("size", int),)
+        for one in fields.sections("tvf_resize_params")
+    }
     if asked not in ({(size,)}, {(size, size)}):
         raise fields.error("tvf_resize_params", f"must ask every tower for size {size}")
     return asked == {(size, size)}
-
-
-def _read_sides(fields: JsonFields) -> tuple[int, ...]:
-    return fields.values("size", int) if fields.is_list("size") else (fields.value("size", int),)
 
 
 def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:

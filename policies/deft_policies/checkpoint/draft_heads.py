@@ -37,7 +37,12 @@ class HeadLayout(Enum):
 
 def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
     """Read a draft head for a target of `width`, on the device and in the dtype of `like`."""
-    tensors = _read_tensors(directory)
+    ours, published = (directory / layout.value for layout in HeadLayout)
+    if not (ours.exists() or published.exists()):
+        raise CheckpointError(
+            f"{directory} holds neither {ours.name} nor {published.name}: not a draft head"
+        )
+    tensors = read_tensors(ours if ours.exists() else published)
     sizes = _read_sizes(directory, tensors)
     if sizes.width != width:
         raise CheckpointError(
@@ -92,16 +97,6 @@ def named_weights(head: EagleHead) -> list[tuple[str, Tensor]]:
             if name in own:  # a head has no norm before its attention
                 named.append((f"{_LAYER}{place.name}.{kind}", own[name][place.rows]))
     return named
-
-
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    ours, published = (directory / layout.value for layout in HeadLayout)
-    path = ours if ours.exists() else published
-    if not path.exists():
-        raise CheckpointError(
-            f"{directory} holds neither {ours.name} nor {published.name}: not a draft head"
-        )
-    return read_tensors(path)
 
 
 def _read_sizes(directory: Path, tensors: Mapping[str, Tensor]) -> LlamaSizes:

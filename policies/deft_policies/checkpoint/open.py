@@ -196,13 +196,10 @@ def check_tensors(
         for name, shape in wanted.items()
         if found.get(name, shape) != shape
     ]
+    found_so = {"missing": missing, "unexpected": unexpected, "of the wrong shape": wrong}
     problems = [
         f"{len(names)} {problem}: {list_names(names)}"
-        for problem, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of the wrong shape", wrong),
-        )
+        for problem, names in found_so.items()
         if names
     ]
     if problems:

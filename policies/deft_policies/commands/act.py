@@ -15,7 +15,7 @@ from deft_client.commands.program import CommandParser
 from deft_client.types import ActOptions, DecodeTrace, Image, Observation
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
+from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError, RequestError
 from deft_policies.memory import SessionMemory
 
@@ -67,7 +67,20 @@ def main(arguments: list[str]) -> int:
             cases = read_cases(given.input)
         if given.reasoning:
             cases = [replace(one, reasoning=one.reasoning is not False) for one in cases]
-        return _answer(command, cases)
+        policy = command.load()
+        if len(cases) > 1:
+            policy.warm_up()  # so that the first line's times are like the others
+        if given.reasoning and policy.info.max_tokens is None:
+            raise PolicyError(f"--reasoning: {policy.info.policy} writes nothing but actions")
+        if given.input is None:
+            request = _request(cases[0], {}, policy)
+            policy.check(request.observation, request.options)
+        to_file = None if given.output is None else given.output.open("w", encoding="utf-8")
+        with to_file or nullcontext(sys.stdout) as output:
+            for line in answer_cases(policy, cases, given.batch):
+                output.write(line + "\n")
+                output.flush()
+        return 0
 
     return run_command(PROG, run)
 
@@ -136,24 +149,6 @@ def _refusal(policy: Policy, request: ActRequest) -> RequestError | None:
     except RequestError as error:
         return error
     return None
-
-
-def _answer(command: PolicyCommand, cases: list[Case]) -> int:
-    policy = command.load()
-    if len(cases) > 1:
-        policy.warm_up()  # so that the first line's times are like the others
-    given = command.namespace
-    if given.reasoning and policy.info.max_tokens is None:
-        raise PolicyError(f"--reasoning: {policy.info.policy} writes nothing but actions")
-    if given.input is None:
-        request = _request(cases[0], {}, policy)
-        policy.check(request.observation, request.options)
-    to_file = None if given.output is None else given.output.open("w", encoding="utf-8")
-    with to_file or nullcontext(sys.stdout) as output:
-        for line in answer_cases(policy, cases, given.batch):
-            output.write(line + "\n")
-            output.flush()
-    return 0
 
 
 def _request(

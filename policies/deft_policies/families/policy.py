@@ -467,8 +467,5 @@ def _computing(num_frames: int) -> Iterator[None]:
 
 
 def _sum_timings(clocks: Sequence[StageClock]) -> StageTimings:
-    first, *more = (clock.timings() for clock in clocks)
-    if not more:
-        return first
-    every = [vars(first), *map(vars, more)]
-    return StageTimings(**{name: sum(one[name] for one in every) for name in vars(first)})
+    every = [vars(clock.timings()) for clock in clocks]
+    return StageTimings(**{name: sum(one[name] for one in every) for name in every[0]})

@@ -31,6 +31,7 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Finding, LimitedPolicy, Policy, Verdict
 from deft_policies.commands.parse import PolicyCommand
 from deft_policies.errors import PolicyError
+from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_server.commands.replay import PastStep, read_steps
 from deft_server.commands.serve import listen
@@ -175,7 +176,7 @@ def examine_disk(directory: Path) -> Finding:
 def examine_chains(command: PolicyCommand, data: Path, cameras: Sequence[str]) -> list[Finding]:
     """Load the policy, answer some of a demonstration's frames and judge chain and statistics."""
     given = command.namespace
-    if command.entry.read is None:
+    if not isinstance(command.entry.make(given), ModelOptions):
         return [Finding("image chain", Verdict.DOUBTFUL, f"{given.policy} has none to choose")]
     policy = command.load()
     chosen = ImageChain(policy.info.image_chain)

@@ -81,19 +81,19 @@ def one_pass(tokens: int, accepted: int) -> PassTrace:
 
 
 def test_the_last_line_serves_the_fastest_method_that_a_request_may_ask_for() -> None:
-    policy = load_policy(golden_options())
-
-    def speed(name: str, milliseconds: float, size: int = 1) -> Speed:
-        return Speed(name, size, 1, percentiles([milliseconds]), {})
-
+    policy = ConstantPolicy()
+    measured = {
+        Contender("autoregressive", policy, "autoregressive"): 9.0,
+        Contender("within-bins r9", policy, "within-bins", 9): 5.0,
+        Contender("prefill drafts 100% right", policy): 1.0,
+        Contender("lossless x4", policy, "lossless", batch_size=4): 2.0,
+    }
     speeds = [
-        speed("autoregressive", 9.0),
-        speed("within-bins r9", 5.0),
-        speed("prefill drafts 100% right", 1.0),
-        speed("lossless x4", 2.0, size=4),
+        Speed(one.name, one.batch_size, 1, percentiles([milliseconds]), {})
+        for one, milliseconds in measured.items()
     ]
     given = Namespace(policy="model", checkpoint="mine", statistics_key=None)
-    typed = next_command(policy, speeds, given)
+    typed = next_command(list(measured), speeds, given)
     assert typed.endswith("deft serve --checkpoint mine --decoding within-bins --radius 9")
 
 
