@@ -1,11 +1,11 @@
 """Limits of a replay on this device: what its passes must read and compute, over measured rates."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
@@ -37,25 +37,17 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
         description = torch.cuda.get_device_name(device)
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    copied_s = best_s(lambda: target.copy_(source), device)
+    copied_s = best_s(lambda: target.copy_(source))
     first = torch.ones(side, side, device=device, dtype=dtype)
     second = torch.ones_like(first)
-    multiplied_s = best_s(lambda: first @ second, device)
+    multiplied_s = best_s(lambda: first @ second)
     return DeviceRates(2 * num_bytes / copied_s, 2 * side**3 / multiplied_s, description)
 
 
-def best_s(work: Callable[[], object], device: torch.device) -> float:
+def best_s(work: Callable[[], object]) -> float:
     """The time of some work, the best of a few."""
-    best = float("inf")
-    for _ in range(_ROUNDS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return min(timer.timeit(1).mean for _ in range(_ROUNDS))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from deft_policies.checkpoint.fields import JsonFields
@@ -305,18 +304,19 @@ def _parse_one(data_set: JsonFields, block: str, ends: tuple[str, str]) -> Actio
     low, high = (np.array(fields.values(end, float), dtype=np.float64) for end in ends)
     mask = fields.values("mask", bool) if fields.has("mask") else (True,) * len(low)
 
-    def optional(name: str) -> NDArray[np.float64] | None:
-        return np.array(fields.values(name, float), dtype=np.float64) if fields.has(name) else None
-
+    mean, std, minimum, maximum = (
+        np.array(fields.values(name, float), dtype=np.float64) if fields.has(name) else None
+        for name in ("mean", "std", "min", "max")
+    )
     try:
         return ActionStatistics(
             low=low,
             high=high,
             mask=np.array(mask, dtype=np.bool_),
-            mean=optional("mean"),
-            std=optional("std"),
-            minimum=optional("min"),
-            maximum=optional("max"),
+            mean=mean,
+            std=std,
+            minimum=minimum,
+            maximum=maximum,
             num_transitions=data_set.value("num_transitions", int, 0),
             num_trajectories=data_set.value("num_trajectories", int, 0),
         )

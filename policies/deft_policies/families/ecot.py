@@ -77,11 +77,6 @@ class Ecot(OpenVLA):
             raise NoActionError(f"{num} action tokens before the stop token, {dim} are needed")
         return super().decode(key, values[-1 - dim : -1])
 
-    @property
-    def longest_prompt(self) -> int:
-        """Ids that a prompt may have beside the longest answer."""
-        return self.target.max_positions - self.network.config.num_patches - self._max_tokens
-
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The text of an answer, and how many tokens each of its parts has, tags included.
 

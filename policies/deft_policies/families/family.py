@@ -38,6 +38,7 @@ class Model(ABC):
     """A loaded model of some family."""
 
     family: str
+    longest_prompt: int  # ids that a prompt may have
     may_exceed = False  # whether its actions may lie beyond the statistics
 
     def __init__(
@@ -77,11 +78,6 @@ class Model(ABC):
         """The range of actions under a statistics key; the last dimension is the gripper."""
         statistics = self.statistics[key]
         return ActionLimits(statistics.lowest, statistics.highest, self.may_exceed)
-
-    @property
-    @abstractmethod
-    def longest_prompt(self) -> int:
-        """Ids that a prompt may have."""
 
     def pixels(self, fitted: Sequence[Image]) -> Tensor:
         """Fitted images as the towers read them, [row, ...]."""

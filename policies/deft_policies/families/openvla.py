@@ -54,6 +54,10 @@ class OpenVLA(TokenModel):
         self.codec = ActionCodec(network.config.vocabulary)
         self.draft: OpenVLA | None = None  # another checkpoint that drafts
         super().__init__(network, encode, images, statistics, target.runner)
+        longest_answer = max(form.max_tokens for form in self.forms.values())
+        # Trees of full depth reach beyond a short answer.
+        taken = network.config.num_patches + max(longest_answer, MOST_LEVELS)
+        self.longest_prompt = target.max_positions - taken
         rows_only = len(target.vocabulary) < target.num_tokens
         self.details = {
             "head": "action rows only" if rows_only else "whole vocabulary",
@@ -67,14 +71,6 @@ class OpenVLA(TokenModel):
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """The action that its tokens stand for, [1, action_dim]."""
         return self.codec.decode(values.astype(np.int64)[None], self.statistics[key])
-
-    @property
-    def longest_prompt(self) -> int:
-        """Ids that a prompt may have."""
-        longest_answer = max(form.max_tokens for form in self.forms.values())
-        # Trees of full depth reach beyond a short answer.
-        taken = self.network.config.num_patches + max(longest_answer, MOST_LEVELS)
-        return self.target.max_positions - taken
 
     def check(self, observation: Observation) -> None:
         """Refuse an instruction that is too long for it, or for what drafts."""
@@ -96,8 +92,11 @@ class OpenVLA(TokenModel):
         return replace(prompts, for_draft=partial(self.draft.see, observations, apart))
 
     def capture(self) -> None:
-        """Record the towers."""
-        self.target.capture()
+        """Record the towers, for every batch within the reserve."""
+        config, weight = self.network.config, self.network.decoder.embedding.weight
+        size, channels = config.image.size, 3 * len(config.towers)
+        for rows in () if self.runner.reserve is None else self.runner.reserve.batches:
+            self.target.read(weight.new_zeros(rows, channels, size, size), [[0, 0]] * rows)
 
     def check_draft(self, draft: "OpenVLA") -> None:
         """Raise `CheckpointError` unless an action means the same to a model that drafts."""

@@ -68,7 +68,7 @@ def _readable(read: Callable[[str], object], text: str) -> str:
     return text
 
 
-_positive = partial(_at_least, 1)
+_count = partial(_flag, type=partial(_at_least, 1), metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,32 +113,24 @@ class ModelOptions:
     fuses_kernels: bool = _flag(
         "--no-fused-kernels", True, help="on a GPU: PyTorch's own kernels alone"
     )
-    largest_batch: int = _flag(
+    largest_batch: int = _count(
         "--largest-batch",
         8,
-        type=_positive,
-        metavar="N",
         help="on a GPU: frames in a batch that memory is set aside and passes are captured for; "
         "larger ones are answered more slowly",
     )
-    num_threads: int | None = _flag(
+    num_threads: int | None = _count(
         "--threads",
-        type=_positive,
-        metavar="N",
         help="on a CPU; more than are idle is much slower; default: 1 for small models, else every "
         "core",
     )
-    num_steps: int | None = _flag(
+    num_steps: int | None = _count(
         "--chunk",
-        type=_positive,
-        metavar="N",
         help="actions per answer, where the checkpoint does not tell: 1 of OpenVLA's, 8 of OFT's "
         "for LIBERO, 5 for Bridge; 25 of OFT's for ALOHA is known",
     )
-    num_pictures: int | None = _flag(
+    num_pictures: int | None = _count(
         "--pictures",
-        type=_positive,
-        metavar="N",
         help="how many OFT's models look at: the frame, then the wrist cameras in their order",
     )
     decoding: str = _of_decoding(
@@ -189,10 +181,9 @@ class ModelOptions:
         help="another checkpoint that drafts (source small-model), with a tokenizer, pictures and "
         "a cache of its own; its bins must mean the same",
     )
-    self_draft_layers: int | None = _of_decoding(
+    self_draft_layers: int | None = _count(
         "--self-draft-layers",
-        type=_positive,
-        metavar="N",
+        of=OF_DECODING,
         help="draft with the decoder's own first N layers (source small-model)",
     )
     drafts: tuple[str, ...] | None = _of_decoding(
@@ -222,10 +213,9 @@ class ModelOptions:
         "prompt, wherever no reasoning is asked for; default: what the checkpoint notes, else "
         "vicuna, as in all published code that serves them",
     )
-    max_tokens: int | None = _of_reasoning(
+    max_tokens: int | None = _count(
         "--max-tokens",
-        type=_positive,
-        metavar="N",
+        of=OF_REASONING,
         help="of an answer with reasoning, text and action; frames may ask for less; default: "
         "1024, or what there is room for",
     )

@@ -152,16 +152,6 @@ class VlaTarget(Target):
             features=features.clone(),  # a captured step overwrites its outputs next time
         )
 
-    def capture(self) -> None:
-        """Record what looks at pictures, for every batch within the reserve."""
-        if self.runner.reserve is None:
-            return
-        config, weight = self.model.config, self.decoder.embedding.weight
-        size, channels = config.image.size, 3 * len(config.towers)
-        for rows in self.runner.reserve.batches:
-            shape = (rows, channels, size, size)
-            self.read(torch.zeros(shape, device=self.device, dtype=weight.dtype), [[0, 0]] * rows)
-
     def _see_step(self, pixels: Tensor) -> Tensors:
         sight = self.model.see(pixels)
         return sight.patches, sight.features.mean(dim=1)

@@ -186,36 +186,21 @@ class ChunkModel:
     def _answer_step(
         self, is_padded: bool, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor
     ) -> Tensors:
-        """Where rows have their own lengths, nothing sees what is behind the stop."""
-        embeds = self._compose(patches, ids, lengths, *state)
-        if not is_padded:
-            return self._score(embeds, lengths, None)
-        used = lengths + self.num_others
-        is_used = torch.arange(embeds.shape[1], device=ids.device) < used[:, None]
-        return self._score(embeds, lengths, is_used[:, None, None, :])
-
-    def _compose(self, patches: Tensor, ids: Tensor, lengths: Tensor, *state: Tensor) -> Tensor:
-        """Decoder inputs [row, position, width]."""
-        behind = _behind(ids, lengths)
-        is_asked = (behind >= 0) & (behind < self.parts.num_values)
+        behind, num_values = _behind(ids, lengths), self.parts.num_values
+        is_asked = (behind >= 0) & (behind < num_values)
         words = self.model.decoder.embedding(ids).masked_fill(is_asked.unsqueeze(2), 0.0)
         tokens = [] if self.parts.state is None else [self.parts.state(*state).unsqueeze(1)]
-        return torch.cat((words[:, :1], patches, *tokens, words[:, 1:]), dim=1)
-
-    def _score(self, embeds: Tensor, lengths: Tensor, mask: Tensor | None) -> Tensors:
+        embeds = torch.cat((words[:, :1], patches, *tokens, words[:, 1:]), dim=1)
         rows, positions = embeds.shape[:2]
-        every = torch.arange(positions, device=embeds.device)
+        every = torch.arange(positions, device=ids.device)
+        mask = None
+        if is_padded:  # rows have their own lengths: nothing sees what is behind the stop
+            is_used = every < (lengths + self.num_others)[:, None]
+            mask = is_used[:, None, None, :]
         last_of_prompt = self.num_before + lengths - 1
-        hidden = self._passes.run(
-            PassInput(
-                embeds,
-                every.expand(rows, -1),
-                Append(positions),
-                mask,
-                rows_out=last_of_prompt[:, None] + every[: self.parts.num_values],
-            ),
-            None,
-        )
+        read = last_of_prompt[:, None] + every[:num_values]
+        given = PassInput(embeds, every.expand(rows, -1), Append(positions), mask, rows_out=read)
+        hidden = self._passes.run(given, None)
         if self.parts.head is not None:
             return (self.parts.head(hidden).float(),)
         logits = self.model.decoder.head(hidden).float()

@@ -73,6 +73,7 @@ class Oft(OnePassModel):
         parts = chunk.parts
         # A head's values have no bounds; and poses, unlike motions, never stand still.
         self.may_exceed = parts.head is not None
+        self.longest_prompt = chunk.longest_prompt
         self.num_steps = parts.num_steps
         self.num_pictures = parts.num_pictures
         self.state_dim = parts.state_dim
@@ -93,11 +94,6 @@ class Oft(OnePassModel):
             normalised = self._codec.normalised(values.astype(np.int64))
             return unnormalise(normalised, self.statistics[key], RANGE_EPS)
         return unnormalise(values.astype(np.float32), self.statistics[key], RANGE_EPS)
-
-    @property
-    def longest_prompt(self) -> int:
-        """Ids that a prompt may have."""
-        return self.chunk.longest_prompt
 
     def check(self, observation: Observation) -> None:
         """Refuse missing cameras and states, and instructions without end."""
