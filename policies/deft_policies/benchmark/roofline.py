@@ -10,7 +10,7 @@ from torch.utils.benchmark import Timer
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.families.family import TokenModel
-from deft_policies.families.oft.family import Oft
+from deft_policies.families.oft.model import Oft
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaSizes
@@ -200,7 +200,7 @@ def find_limits(
 def pictures_cost(policy: VlaPolicy, num_rows: int) -> Cost:
     """Towers and projector over every picture, and what turns an instruction into scales."""
     model, weights = policy.model, WeightBytes.of(policy)
-    film = model.chunk.parts.film if isinstance(model, Oft) else None
+    film = model.parts.film if isinstance(model, Oft) else None
     seen = vision_cost(model.network.config, num_rows * model.num_pictures, weights)
     return seen + module_cost(film, num_rows, weights)
 
@@ -235,10 +235,10 @@ def pass_costs(
 
 def _chunk_cost(model: Oft, num_ids: int, num_rows: int, weights: WeightBytes) -> Cost:
     """The decoder over pictures, state, prompt, chunk and stop; then the head."""
-    parts, llm = model.chunk.parts, model.network.config.llm
+    parts, llm = model.parts, model.network.config.llm
     tokens = PassTokens(
         before=0,
-        new=num_ids + model.chunk.num_others,
+        new=num_ids + model.num_others,
         scored=0 if parts.head else parts.num_values,
         head_rows=0 if parts.head else llm.vocabulary,
     )

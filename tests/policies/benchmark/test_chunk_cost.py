@@ -19,7 +19,7 @@ from deft_policies.benchmark.roofline import (
     vision_cost,
 )
 from deft_policies.families.loading import load_policy
-from deft_policies.families.oft.family import Oft
+from deft_policies.families.oft.model import Oft
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
@@ -61,14 +61,14 @@ def test_a_module_is_read_once_and_multiplied_for_every_input() -> None:
 
 def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy) -> None:
     assert isinstance(policy.model, Oft)
-    model = policy.model.chunk
+    model = policy.model
     frame = ReplayFrame(policy.model.complete(generate_frames(1)[0].observation), "episode")
     prompt = policy.model.encode(frame.observation.instruction)
     length = model.num_before + model.lay_out([prompt]).ids.shape[1]
     has_head = model.parts.head is not None
-    read = (0, 0) if has_head else (56, model.model.config.llm.vocabulary)
+    read = (0, 0) if has_head else (56, model.network.config.llm.vocabulary)
     weights = WeightBytes(4.0, 4.0)
-    decoder = decoder_cost(model.model.config.llm, 2, PassTokens(0, length, *read), weights)
+    decoder = decoder_cost(model.network.config.llm, 2, PassTokens(0, length, *read), weights)
     extra = module_cost(model.parts.state, 2, weights) + module_cost(
         model.parts.head, 2 * 8, weights
     )
@@ -79,10 +79,10 @@ def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy
 
 def test_towers_see_every_picture_of_every_robot(policy: VlaPolicy) -> None:
     assert isinstance(policy.model, Oft)
-    model = policy.model.chunk
+    model = policy.model
     weights = WeightBytes(4.0, 4.0)
     pictures = 3 * model.parts.num_pictures
-    seen = vision_cost(model.model.config, pictures, weights)
+    seen = vision_cost(model.network.config, pictures, weights)
     film = module_cost(model.parts.film, 3, weights)
     assert pictures_cost(policy, 3) == seen + film
     assert (film.num_bytes > 0) == (model.parts.film is not None)

@@ -1,26 +1,19 @@
-"""OFT: pictures, state and instruction to a chunk of actions, in one pass.
+"""Opens OFT's fine-tunes: what files and flags say, before weights are read.
 
 What no file of a fine-tune says has to be said by flags.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from deft_client.image_chain import ImageChain
-from deft_client.types import DecodeTrace, Image, Observation, PassTrace
 from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
-from deft_policies.decoding.batch import Form
-from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.errors import CheckpointError, NotFiniteError, RequestError
-from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
-from deft_policies.families.family import Family, OnePassModel, Opened, Values
-from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts
+from deft_policies.errors import CheckpointError
+from deft_policies.families.family import Family, Opened
 from deft_policies.families.oft.files import (
     FilmTowers,
     OftFile,
@@ -28,11 +21,11 @@ from deft_policies.families.oft.files import (
     load_head,
     load_state_projector,
 )
+from deft_policies.families.oft.model import ChunkParts, Oft
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.options import OF_DECODING, OF_REASONING, ModelOptions
 from deft_policies.families.target import (
     LONGEST_INSTRUCTION,
-    Encode,
     choose_runner,
     load_network,
     named_sizes,
@@ -42,151 +35,12 @@ from deft_policies.model.layout import StepRunner
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
 
-METHOD = "parallel"
-WRIST = "wrist"  # in the name of a camera that the model may look through
 # Two arms, commanded by poses of their joints. Everything else is one arm commanded by motions.
 _ALOHA_DIM = 14
 _ALOHA_STEPS = 25
 # What random weights imitate: LIBERO's published fine-tunes.
 _NUM_HEAD_BLOCKS = 2
 _STATE_DIM = 8
-
-
-class Oft(OnePassModel):
-    """Remembers nothing of a robot: a chunk depends on one observation alone."""
-
-    family = "oft"
-    method = METHOD
-
-    def __init__(
-        self,
-        chunk: ChunkModel,
-        encode: Encode,
-        images: ImageProcessor,
-        actions: Mapping[str, ActionStatistics],
-        states: Mapping[str, ActionStatistics],
-    ) -> None:
-        """The statistics of actions and states are by key."""
-        self.chunk, self.states = chunk, states
-        self._codec = ActionCodec(chunk.model.config.vocabulary)
-        super().__init__(chunk.model, encode, images, actions, chunk.runner)
-        parts = chunk.parts
-        # A head's values have no bounds; and poses, unlike motions, never stand still.
-        self.may_exceed = parts.head is not None
-        self.longest_prompt = chunk.longest_prompt
-        self.num_steps = parts.num_steps
-        self.num_pictures = parts.num_pictures
-        self.state_dim = parts.state_dim
-        self.details = {
-            "head": "tokens, whole vocabulary" if parts.head is None else "L1 regression",
-            "film": "no" if parts.film is None else "yes",
-            "cameras": f"image and {parts.num_pictures - 1} whose names contain 'wrist'",
-            "state": "not looked at" if parts.state is None else f"{parts.state_dim}, raw",
-        }
-
-    def form(self, key: str) -> Form:
-        """A chunk."""
-        return Form(self.chunk.parts.num_values)
-
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
-        """The actions of a chunk."""
-        if self.chunk.parts.head is None:
-            normalised = self._codec.normalised(values.astype(np.int64))
-            return unnormalise(normalised, self.statistics[key], RANGE_EPS)
-        return unnormalise(values.astype(np.float32), self.statistics[key], RANGE_EPS)
-
-    def check(self, observation: Observation) -> None:
-        """Refuse missing cameras and states, and instructions without end."""
-        self._find_pictures(observation)
-        found, wanted = observation.state, self.state_dim
-        if wanted is not None and (found is None or len(found) != wanted):
-            got = "none" if found is None else f"{len(found)} numbers"
-            raise RequestError(
-                "state", f"the model reads the robot's raw state, {wanted} numbers; got {got}"
-            )
-        super().check(observation)
-
-    def complete(self, observation: Observation) -> Observation:
-        """Add the frame again for every wrist, and a state of zeros."""
-        wrists = {f"{WRIST}_{index}": observation.image for index in range(self.num_pictures - 1)}
-        state = None if self.state_dim is None else np.zeros(self.state_dim, np.float32)
-        return replace(observation, cameras=wrists, state=state)
-
-    def capture(self) -> None:
-        """Record the towers and the pass."""
-        self.chunk.capture()
-
-    def answer(
-        self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
-    ) -> list[tuple[Values, DecodeTrace | None]]:
-        """Normalised actions of a head, or tokens and their trace, [step, action_dim] each."""
-        chunk = self.chunk
-        fitted = [
-            self.images.fit(one) for seen in observations for one in self._find_pictures(seen)
-        ]
-        states = self._read_states(observations, keys)
-        texts = [self.encode(one.instruction) for one in observations]
-        clock.lap(Stage.PREPARE)
-        pixels = self.pixels(fitted)
-        prompts = chunk.lay_out(texts)
-        patches = chunk.see(pixels.view(len(observations), -1, *pixels.shape[1:]), prompts)
-        clock.lap(Stage.VISION)
-        found = chunk.answer(patches, prompts, states)
-        clock.lap(Stage.PREFILL)
-        values, *margins = (one.cpu().numpy() for one in found)
-        # Where logits are not finite, neither is the gap between the best two.
-        if not all(np.isfinite(one).all() for one in (values, *margins)):
-            raise NotFiniteError(
-                "the model's answer holds NaN or infinity; its weights or its number format are "
-                "broken"
-            )
-        if not margins:
-            return [(row, None) for row in values]
-        return [
-            (grid, _trace(text, grid.flatten().tolist(), gaps.flatten().tolist()))
-            for text, grid, gaps in zip(texts, values, margins[0], strict=True)
-        ]
-
-    def _find_pictures(self, observation: Observation) -> list[Image]:
-        """The frame and the wrist cameras, as many as the model looks at."""
-        num_wrists = self.num_pictures - 1
-        if num_wrists == 0:
-            return [observation.image]
-        names = [name for name in observation.cameras if WRIST in name]
-        if len(names) != num_wrists:
-            raise RequestError(
-                "cameras",
-                f"the model looks at the frame and {num_wrists} further picture(s) whose names "
-                f"contain {WRIST!r}; got {list(observation.cameras)}",
-            )
-        return [observation.image, *(observation.cameras[name] for name in names)]
-
-    def _read_states(
-        self, observations: Sequence[Observation], keys: Sequence[str]
-    ) -> Tensor | None:
-        if self.state_dim is None:
-            return None
-        rows = []
-        for seen, key in zip(observations, keys, strict=True):
-            assert seen.state is not None
-            rows.append(normalise_state(seen.state.astype(np.float64), self.states[key]))
-        return torch.from_numpy(np.array(rows, dtype=np.float32)).to(self.chunk.device)
-
-
-def normalise_state(
-    state: NDArray[np.float64], statistics: ActionStatistics
-) -> NDArray[np.float64]:
-    """A robot's raw state [state_dim], cut off at -1 and 1."""
-    low, high = statistics.low, statistics.high
-    squeezed = 2 * (state - low) / (high - low + RANGE_EPS) - 1
-    return np.clip(np.where(statistics.mask, squeezed, state), -1.0, 1.0)
-
-
-def _trace(text: Sequence[int], tokens: Sequence[int], gaps: Sequence[float]) -> DecodeTrace:
-    """One pass with all tokens."""
-    found = tuple(tokens)
-    one = PassTrace(True, (text[-1],), (-1,), ("",), found[:1], (), found[0])
-    return DecodeTrace(METHOD, found, found, tuple(gaps), (one,))
 
 
 def _matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
@@ -221,11 +75,11 @@ def _opened(
     def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> Oft:
         network, encode = load_network(checkpoint, options, device, dtype)
         own = parts if checkpoint else _drawn(parts, config.llm.width, options.seed, device)
-        chunk = ChunkModel(network, own)
-        reserve = chunk.reserve(LONGEST_INSTRUCTION, options.largest_batch)
-        chunk.runner = runner or choose_runner(options, device, reserve)
         images = ImageProcessor(network.config.image, options.image_chain or ImageChain.OFT)
-        return Oft(chunk, encode, images, config.statistics, states)
+        model = Oft(network, own, encode, images, config.statistics, states)
+        reserve = model.reserve(LONGEST_INSTRUCTION, options.largest_batch)
+        model.runner = runner or choose_runner(options, device, reserve)
+        return model
 
     summary = (
         f"oft: {parts.num_steps} actions of {parts.action_dim} from {parts.num_pictures} picture(s)"

@@ -1,6 +1,6 @@
 """OFT's forward written position by position, and with the mistakes that are easily made in it.
 
-The slow, obviously right twin of `ChunkModel`: one row, whole sequences, a full mask, no selection
+The slow, obviously right twin of `Oft`: one row, whole sequences, a full mask, no selection
 of positions before the end. `right` is what the golden files were made with.
 """
 
@@ -9,7 +9,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from deft_policies.families.oft.chunk_model import STOP_ID, ChunkModel
+from deft_policies.families.oft.model import STOP_ID, Oft
 
 
 class Mistake(Enum):
@@ -39,24 +39,24 @@ STATE_MISTAKES = {Mistake.STATE_BEFORE_PATCHES, Mistake.STATE_BEHIND_PROMPT}
 
 
 def slow_hidden(
-    chunk_model: ChunkModel,
+    oft: Oft,
     pixels: Tensor,
     ids: list[int],
     state: Tensor | None,
     mistake: Mistake | None = None,
 ) -> Tensor:
     """Hidden states [value, width] of pixels [picture, channel, height, width]."""
-    model, num_values = chunk_model.model, chunk_model.parts.num_values
+    model, num_values = oft.network, oft.parts.num_values
     words = model.decoder.embedding(torch.tensor(ids))
     stop = model.decoder.embedding(torch.tensor([STOP_ID]))
-    modulations = slow_modulations(chunk_model, words, stop, mistake)
+    modulations = slow_modulations(oft, words, stop, mistake)
     if mistake is Mistake.LAST_PICTURE_FIRST:
         pixels = pixels.flip(0)
     patches = torch.cat([model.see(one[None], modulations).patches[0] for one in pixels])
     token = torch.zeros(0, words.shape[1])
     if state is not None:
-        assert chunk_model.parts.state is not None
-        token = chunk_model.parts.state(state[None])
+        assert oft.parts.state is not None
+        token = oft.parts.state(state[None])
     asked = torch.zeros(num_values, words.shape[1])
     if mistake is Mistake.PLACEHOLDERS_EMBEDDED:
         asked = model.decoder.embedding(torch.ones(num_values, dtype=torch.int64))
@@ -87,9 +87,9 @@ def slow_mask(length: int, first: int, mistake: Mistake | None) -> Tensor:
 
 
 def slow_modulations(
-    chunk_model: ChunkModel, words: Tensor, stop: Tensor, mistake: Mistake | None
+    oft: Oft, words: Tensor, stop: Tensor, mistake: Mistake | None
 ) -> list[Tensor] | None:
-    if chunk_model.parts.film is None:
+    if oft.parts.film is None:
         return None
     read = torch.cat((words, stop))
     if mistake is Mistake.MEAN_WITHOUT_STOP:
@@ -97,18 +97,18 @@ def slow_modulations(
     if mistake is Mistake.MEAN_WITHOUT_BOS:
         read = read[1:]
     if mistake is Mistake.MEAN_WITH_PLACEHOLDERS:
-        zeros = torch.zeros(chunk_model.parts.num_values, words.shape[1])
+        zeros = torch.zeros(oft.parts.num_values, words.shape[1])
         read = torch.cat((read, zeros))
-    found = [film(read.mean(dim=0, keepdim=True)) for film in chunk_model.parts.film]
+    found = [film(read.mean(dim=0, keepdim=True)) for film in oft.parts.film]
     if mistake is Mistake.FILM_WITHOUT_ONE:
         for one in found:
             one[:, 0] -= 1
     return found
 
 
-def slow_actions(chunk_model: ChunkModel, hidden: Tensor, mistake: Mistake | None = None) -> Tensor:
+def slow_actions(oft: Oft, hidden: Tensor, mistake: Mistake | None = None) -> Tensor:
     """Normalised actions [step, action_dim] of the head, one step after the other."""
-    head, dim = chunk_model.parts.head, chunk_model.parts.action_dim
+    head, dim = oft.parts.head, oft.parts.action_dim
     assert head is not None
     if mistake is Mistake.HEAD_BY_DIMENSION:
         hidden = hidden.view(dim, -1, hidden.shape[1]).transpose(0, 1).flatten(0, 1)

@@ -11,12 +11,12 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
-from deft_policies.families.oft.chunk_model import ChunkModel, ChunkParts
-from deft_policies.families.oft.family import Oft
+from deft_policies.families.oft.model import ChunkParts, Oft
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import EagerRunner, StepRunner
 from tests import golden_oft
 from tests.recorder import RecordingCapturer
@@ -45,15 +45,13 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def on(policy: VlaPolicy, runner: StepRunner) -> VlaPolicy:
     ours = policy.model
     assert isinstance(ours, Oft)
-    own = ours.chunk
-    chunk = ChunkModel(own.model, own.parts, runner)
-    return VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.statistics, ours.states))
+    ranges = (ours.statistics, ours.states)
+    return VlaPolicy(Oft(ours.network, ours.parts, ours.encode, ours.images, *ranges, runner))
 
 
 def captured(policy: VlaPolicy) -> CapturedRunner:
     assert isinstance(policy.model, Oft)
-    model = policy.model.chunk
-    reserve = model.reserve(LONGEST, ROWS)
+    reserve = policy.model.reserve(LONGEST, ROWS)
     return CapturedRunner(RecordingCapturer(), reserve)
 
 
@@ -110,11 +108,12 @@ def test_fused_kernels_answer_as_plain_ones_do() -> None:
         vla = tiny_model()
         if is_fused:
             vla.fuse(launch.kernels)
-        model = ChunkModel(vla, ChunkParts(1, 2, 7))
+        images = ImageProcessor(vla.config.image, ImageChain.NONE)
+        model = Oft(vla, ChunkParts(1, 2, 7), list, images, {}, {})
         size = vla.config.image.size
         pixels = torch.randn(2, 1, 6, size, size, generator=torch.Generator().manual_seed(0))
         prompts = model.lay_out([[1, 5, 9], [1, 7, 20, 30, 9]])
-        found.append(model.answer(model.see(pixels, prompts), prompts, None))
+        found.append(model.compute(model.see(pixels, prompts), prompts, None))
     (tokens, margins), (fused_tokens, fused_margins) = found
     assert torch.equal(tokens, fused_tokens)
     torch.testing.assert_close(margins, fused_margins, atol=2e-4, rtol=2e-4)

@@ -16,9 +16,8 @@ from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.tensor_file import read_tensors
 from deft_policies.families.action_tokens import RANGE_EPS, unnormalise
 from deft_policies.families.loading import load_policy
-from deft_policies.families.oft.chunk_model import ChunkModel
-from deft_policies.families.oft.family import Oft, normalise_state
 from deft_policies.families.oft.files import FilmTowers
+from deft_policies.families.oft.model import Oft, normalise_state
 from deft_policies.families.oft.modules import StateProjector
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -81,7 +80,8 @@ def answer(policies: Policies, case: OftCase) -> ActionChunk:
 def with_chain(policy: VlaPolicy, chain: ImageChain) -> VlaPolicy:
     ours = oft_of(policy)
     images = ImageProcessor(ours.network.config.image, chain)
-    return VlaPolicy(Oft(ours.chunk, ours.encode, images, ours.statistics, ours.states))
+    ranges = (ours.statistics, ours.states)
+    return VlaPolicy(Oft(ours.network, ours.parts, ours.encode, images, *ranges))
 
 
 def oft_of(policy: VlaPolicy) -> Oft:
@@ -89,7 +89,7 @@ def oft_of(policy: VlaPolicy) -> Oft:
     return policy.model
 
 
-def inputs_of(policies: Policies, case: OftCase) -> tuple[ChunkModel, Tensor, list[int], Tensor]:
+def inputs_of(policies: Policies, case: OftCase) -> tuple[Oft, Tensor, list[int], Tensor]:
     """Model, pixels [picture, ...], prompt ids and normalised state of a case."""
     ours = oft_of(policies[case.variant.name])
     chain = ImageChain.OFT if case.fields["center_crop"] else ImageChain.OFT_UNCROPPED
@@ -98,7 +98,7 @@ def inputs_of(policies: Policies, case: OftCase) -> tuple[ChunkModel, Tensor, li
     pictures = [observation.image, *observation.cameras.values()]
     pixels = images.pixel_values([images.fit(one) for one in pictures])
     state = torch.tensor(case.fields.get("state_normalised", []), dtype=torch.float32)
-    return ours.chunk, pixels, list(ours.encode(case.instruction)), state
+    return ours, pixels, list(ours.encode(case.instruction)), state
 
 
 def hidden_of(policies: Policies, case: OftCase, mistake: Mistake | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def test_the_slow_forward_finds_the_original_hidden_states(
         tolerance = TOLERANCE if case.variant.has_head else SHARP_TOLERANCE
         assert distance(hidden, case.array("hidden")) < tolerance
     if case.variant.has_head:
-        found = slow_actions(oft_of(policies[case.variant.name]).chunk, hidden)
+        found = slow_actions(oft_of(policies[case.variant.name]), hidden)
         assert distance(found, case.array("normalised")) < TOLERANCE
 
 
@@ -153,7 +153,7 @@ def test_a_mistake_in_the_forward_is_seen(policies: Policies, mistake: Mistake) 
     if mistake in FILM_MISTAKES:
         name = "film_2img_proprio"
     case = next(case for case in CASES if case.variant.name == name)
-    model = oft_of(policies[name]).chunk
+    model = oft_of(policies[name])
     found = slow_actions(model, hidden_of(policies, case, mistake), mistake)
     assert distance(found, case.array("normalised")) > 30 * TOLERANCE
 
@@ -182,14 +182,14 @@ def test_the_scale_of_the_towers_adapters_counts(policies: Policies, factor: flo
     tensors = read_tensors(path)
     scaled = {name: one * factor if ".lora_B." in name else one for name, one in tensors.items()}
     model, pixels, ids, state = inputs_of(policies, case)
-    kept = {name: one.clone() for name, one in model.model.towers.state_dict().items()}
+    kept = {name: one.clone() for name, one in model.network.towers.state_dict().items()}
     wrong = FilmTowers(path, scaled)
     try:
-        for name, weight in model.model.named_tensors().items():
+        for name, weight in model.network.named_tensors().items():
             weight.copy_(wrong.merge(name, weight))
         found = slow_actions(model, slow_hidden(model, pixels, ids, state))
     finally:
-        model.model.towers.load_state_dict(kept)
+        model.network.towers.load_state_dict(kept)
     assert distance(found, case.array("normalised")) > 30 * TOLERANCE
 
 
@@ -279,9 +279,9 @@ def test_a_batch_of_different_prompts_is_answered_like_its_frames_alone(
     policy = policies[name]
     if is_recorded:
         ours = oft_of(policy)
-        own, runner = ours.chunk, CapturedRunner(RecordingCapturer())
-        chunk = ChunkModel(own.model, own.parts, runner)
-        policy = VlaPolicy(Oft(chunk, ours.encode, ours.images, ours.statistics, ours.states))
+        runner, ranges = CapturedRunner(RecordingCapturer()), (ours.statistics, ours.states)
+        again = Oft(ours.network, ours.parts, ours.encode, ours.images, *ranges, runner)
+        policy = VlaPolicy(again)
     cases = [case for case in CASES if case.variant.name == name and case.fields["center_crop"]]
     assert len({len(case.fields["prompt_ids"]) for case in cases[:3]}) > 1
     chunks = [one.chunk for one in policy.act([request_for(case) for case in cases[:3]])]

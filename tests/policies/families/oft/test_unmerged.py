@@ -14,7 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.checkpoint.open import load_model
 from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import load_policy
-from deft_policies.families.oft.family import Oft
+from deft_policies.families.oft.model import Oft
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
@@ -87,7 +87,7 @@ def test_base_and_run_may_be_named_apart_and_the_head_is_the_runs(tmp_path: Path
     for adapter in (run, run / "lora_adapter"):
         policy = load(golden.TINY_OPENVLA, adapter)
         assert isinstance(policy.model, Oft)
-        assert policy.model.chunk.parts.head is not None
+        assert policy.model.parts.head is not None
         assert CASES[0].statistics_key in policy.info.statistics_keys
 
 
