@@ -209,6 +209,7 @@ def check_tensors(
         )
 
 
+@torch.no_grad()
 def load_model(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -223,27 +224,18 @@ def load_model(
     check_memory(checkpoint.config, device, dtype, quantization)
     with torch.device("meta"):
         model = OpenVLAModel(checkpoint.config).to(dtype)
-    places = [place for place in tensor_places(checkpoint.config) if place.parameter is not None]
+    places = [(place, place.parameter) for place in tensor_places(checkpoint.config)]
     for prefix, part in _parts(model):
         allocate(part, device)
-        fill_part(checkpoint, part, prefix, places)
+        parameters = dict(part.named_parameters())
+        for place, name in places:
+            if name is not None and name.startswith(prefix):
+                rows = parameters[name.removeprefix(prefix)][place.rows]
+                weight = rows.copy_(checkpoint.weight(place.name, device))
+                require_finite(place.name, weight, checkpoint.stored[place.name].path)
         if prefix.startswith("decoder.layers."):
             model.quantize_layer(int(prefix.split(".")[2]), quantization, device)
     return model.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def fill_part(
-    checkpoint: Checkpoint, part: nn.Module, prefix: str, places: Sequence[TensorPlace]
-) -> None:
-    """Copy the weights of one submodule from the checkpoint; `prefix` is its name and a dot."""
-    parameters = dict(part.named_parameters())
-    for place in places:
-        if place.parameter is None or not place.parameter.startswith(prefix):
-            continue
-        parameter = parameters[place.parameter.removeprefix(prefix)]
-        weight = parameter[place.rows].copy_(checkpoint.weight(place.name, parameter.device))
-        require_finite(place.name, weight, checkpoint.stored[place.name].path)
 
 
 def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,11 +21,9 @@ from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.staging import to_device
 from deft_policies.model.vla import OpenVLAModel
 
-if TYPE_CHECKING:
-    from deft_policies.model.kernels.launch import FusedKernels
-
 _log = logging.getLogger(__name__)
 Encode = Callable[[str], Sequence[int]]  # an instruction to the ids of the whole prompt
+_BESIDE_PATCHES = 1  # patches come right after the first id
 LONGEST_INSTRUCTION = 64  # ids of a prompt that passes are captured for
 _DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
 
@@ -74,10 +71,20 @@ def load_network(
     else:
         network = load_model(checkpoint, device, dtype, options.quantization)
         encode = checkpoint.encoder.encode
-    kernels = _find_kernels(device) if options.fuses_kernels else None
-    if kernels is not None:
-        network.fuse(kernels)
+    if device.type == "cuda" and options.fuses_kernels:
+        _fuse(network)
     return network, encode
+
+
+def _fuse(network: OpenVLAModel) -> None:
+    """Fused kernels need Triton, which PyTorch for CUDA brings along."""
+    try:
+        # Imported here: only GPUs need it, and it takes seconds.
+        from deft_policies.model.kernels.launch import FusedKernels
+    except ImportError:
+        _log.warning("no Triton here: passes take three times as many kernels; pip install triton")
+    else:
+        network.fuse(FusedKernels())
 
 
 def named_sizes(name: str | None) -> OpenVLAConfig:
@@ -92,22 +99,6 @@ def named_sizes(name: str | None) -> OpenVLAConfig:
     raise CheckpointError(
         f"--random-weights {name}: expected one of {known}, or a directory with a config.json"
     )
-
-
-def _find_kernels(device: torch.device) -> "FusedKernels | None":
-    """Fused kernels where they run: on CUDA, with Triton, which PyTorch for CUDA brings along."""
-    if device.type != "cuda":
-        return None
-    try:
-        # Imported here: only GPUs need it, and it takes seconds.
-        from deft_policies.model.kernels.launch import FusedKernels
-    except ImportError:
-        _log.warning("no Triton here: passes take three times as many kernels; pip install triton")
-        return None
-    return FusedKernels()
-
-
-_BESIDE_PATCHES = 1  # patches come right after the first id
 
 
 class VlaTarget(Target):
