@@ -20,6 +20,7 @@ from deft_policies.decoding.drafts import FRAME, Chains, DraftSource, Room, from
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.growers import HeadDrafts
 from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.lane import Maker
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
 from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape, source_number
 from deft_policies.decoding.target import Prompts, Target
@@ -190,19 +191,19 @@ class ScriptedModels(DraftModels):
 
     answers: Answers
 
-    @property
-    def kinds(self) -> frozenset[str]:
+    def makers(self, target: Target) -> dict[str, Maker]:
         """Chains in the place of retrieval, and a head where there is one."""
-        return super().kinds | {DraftKind.RETRIEVAL}
+        answers, script, head = self.answers, self.answers.script, self.head
 
-    def make(self, kind: str, target: Target, method: Method) -> DraftSource:
-        """A source for one batch."""
-        answers, script = self.answers, self.answers.script
-        if self.head is not None and kind == DraftKind.HEAD:
-            return ScriptedHead(self.head, target, method, answers)
-        chances = torch.full((max(1, script.num_chains), _ACTION_LENGTH), script.right)
-        coins = Dice.coins(chances, answers.tokens.device)
-        return ScriptedChains(answers, coins, target.action_tokens)
+        def chains(method: Method) -> DraftSource:
+            chances = torch.full((max(1, script.num_chains), _ACTION_LENGTH), script.right)
+            coins = Dice.coins(chances, answers.tokens.device)
+            return ScriptedChains(answers, coins, target.action_tokens)
+
+        makers: dict[str, Maker] = {DraftKind.RETRIEVAL: chains}
+        if head is not None:
+            makers[DraftKind.HEAD] = lambda method: ScriptedHead(head, target, method, answers)
+        return super().makers(target) | makers
 
 
 class ScriptedPolicy(VlaPolicy):

@@ -101,7 +101,7 @@ def _rows(prompts: Prompts) -> range:
     return range(prompts.embeds.shape[0])
 
 
-class TinySequences:
+class TinyCache:
     """Each row's committed inputs, and the tree that it was asked about last."""
 
     def __init__(self, decoder: LlamaDecoder) -> None:
@@ -134,8 +134,8 @@ class TinyTarget:
     reads_lengths: bool = True
     runner: EagerRunner = field(default_factory=EagerRunner)
 
-    def sequences(self) -> TinySequences:
-        return TinySequences(self.decoder)
+    def new_cache(self) -> TinyCache:
+        return TinyCache(self.decoder)
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.decoder.embedding(tokens)
@@ -150,7 +150,7 @@ class TinyTarget:
         return logits[..., ACTIONS.first : ACTIONS.last + 1]
 
     def prefill(
-        self, rows: TinySequences, first: int, prompts: Prompts, tree: DraftTree
+        self, rows: TinyCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, Tensor]:
         hidden = torch.zeros_like(prompts.embeds)
         for row in _rows(prompts):
@@ -159,10 +159,10 @@ class TinyTarget:
             hidden[row, : len(sequence)] = self.decoder(sequence[None])[0]
         return self._score(rows, first, tree, num_skipped=1), hidden
 
-    def score(self, rows: TinySequences, tree: DraftTree) -> Scores:
+    def score(self, rows: TinyCache, tree: DraftTree) -> Scores:
         return self._score(rows, 0, tree, num_skipped=0)
 
-    def _score(self, rows: TinySequences, first: int, tree: DraftTree, num_skipped: int) -> Scores:
+    def _score(self, rows: TinyCache, first: int, tree: DraftTree, num_skipped: int) -> Scores:
         """Every node of every row as a sequence of its own; padding behind it sees nothing."""
         sequences = []
         for row in _rows_of(tree):

@@ -22,9 +22,10 @@ from deft_policies.decoding.acceptance.rule import (
     ActionSpace,
     SpaceTensors,
 )
-from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.clock import Lap, Stage, sum_ms
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import source_kinds
+from deft_policies.decoding.target import Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import STEPS_KEPT, SessionMemory
 from deft_policies.model.staging import to_device
@@ -154,11 +155,11 @@ class Pass:
     logits: Tensor | None  # [row, node, action token], where a draft reads them
 
     @staticmethod
-    def blank(rows: int, nodes: int, steps: int, hidden: Tensor, num_logits: int) -> "Pass":
-        """Memory for passes of so many rows, nodes and steps; `hidden` is [width]."""
+    def blank(target: Target, rows: int, nodes: int, steps: int) -> "Pass":
+        """Memory for passes of so many rows, nodes and steps."""
 
         def whole(*sizes: int) -> Tensor:
-            return torch.zeros(rows, *sizes, dtype=torch.int64, device=hidden.device)
+            return torch.zeros(rows, *sizes, dtype=torch.int64, device=target.device)
 
         with torch.inference_mode(False):
             return Pass(
@@ -169,8 +170,8 @@ class Pass:
                 bonus=whole(),
                 tokens=whole(steps),
                 own=whole(steps),
-                hidden=hidden.new_zeros(rows, steps, len(hidden)),
-                logits=hidden.new_zeros(rows, nodes, num_logits, dtype=torch.float32),
+                hidden=torch.zeros_like(target.embed(whole(steps))),
+                logits=whole(nodes, len(target.action_tokens)).float(),
             )
 
     @property
@@ -212,8 +213,7 @@ class Record:
     told: tuple[Tensor, ...]  # [row, number]: see `Pass`
     first: int  # the slot of its first row
     is_prefill: bool
-    clock: StageClock
-    laps: range  # of the clock
+    laps: list[Lap]
 
     @property
     def num_nodes(self) -> int:
@@ -222,7 +222,7 @@ class Record:
 
     def ms(self, *stages: Stage) -> float:
         """Time spent in these stages."""
-        return self.clock.sum_ms(self.laps, stages)
+        return sum_ms(self.laps, stages)
 
     def describe(self, slot: int) -> PassTrace:
         """One row's pass, without the nodes that were only padding."""

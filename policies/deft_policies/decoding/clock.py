@@ -22,62 +22,62 @@ class Stage(Enum):
     FINISH = "finish_ms"
 
 
+Mark = float | torch.cuda.Event
+Lap = tuple[Stage, Mark, Mark]  # what was done, from when to when
+
+
 class StageClock:
     """Adds up time by stage, lap by lap, without making the host wait for the device.
 
-    On a CUDA device a lap is an event in the stream; events are read when timings are asked for,
-    after the last token has been.
+    On a CUDA device a lap is between events in the stream; events are read when timings are asked
+    for, after the last token has been.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._laps: list[tuple[Stage, int]] = []
+        self._laps: list[Lap] = []
         self._num_taken = 0
-        self._marks: list[float | torch.cuda.Event] = []
-        self._mark()
+        self._last = self._mark()
 
     def skip(self) -> None:
         """Start the next lap now; what passed since the last one belongs to no stage."""
-        self._mark()
+        self._last = self._mark()
 
-    def lap(self, stage: Stage) -> int:
-        """Book the time since the last mark; returns the lap's number, for `milliseconds`."""
-        self._laps.append((stage, len(self._marks)))
-        self._mark()
-        return len(self._laps) - 1
+    def lap(self, stage: Stage) -> None:
+        """Book the time since the last mark."""
+        start, self._last = self._last, self._mark()
+        self._laps.append((stage, start, self._last))
 
-    def take_laps(self) -> range:
-        """The numbers of the laps since this was last asked: those of one pass."""
-        laps = range(self._num_taken, len(self._laps))
+    def take_laps(self) -> list[Lap]:
+        """The laps since this was last asked: those of one pass."""
+        taken = self._laps[self._num_taken :]
         self._num_taken = len(self._laps)
-        return laps
-
-    def sum_ms(self, laps: Iterable[int], stages: Container[Stage]) -> float:
-        """How long those of the laps that belong to these stages took."""
-        return sum(self.milliseconds(lap) for lap in laps if self._laps[lap][0] in stages)
-
-    def milliseconds(self, lap: int) -> float:
-        """How long a lap took."""
-        after = self._laps[lap][1]
-        start, end = self._marks[after - 1], self._marks[after]
-        if isinstance(start, float) and isinstance(end, float):
-            return (end - start) * 1e3
-        assert not isinstance(start, float)
-        assert not isinstance(end, float)
-        end.synchronize()
-        return float(start.elapsed_time(end))
+        return taken
 
     def timings(self) -> StageTimings:
         """The sums by stage."""
         sums = dict.fromkeys((stage.value for stage in Stage), 0.0)
-        for index, (stage, _) in enumerate(self._laps):
-            sums[stage.value] += self.milliseconds(index)
+        for stage, *marks in self._laps:
+            sums[stage.value] += _milliseconds(*marks)
         return StageTimings(total_ms=sum(sums.values()), **sums)
 
-    def _mark(self) -> None:
+    def _mark(self) -> Mark:
         if not self._is_cuda:
-            self._marks.append(time.perf_counter())
-            return
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        self._marks.append(event)
+        return event
+
+
+def sum_ms(laps: Iterable[Lap], stages: Container[Stage]) -> float:
+    """How long those laps took that belong to these stages."""
+    return sum(_milliseconds(start, end) for stage, start, end in laps if stage in stages)
+
+
+def _milliseconds(start: Mark, end: Mark) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return (end - start) * 1e3
+    assert not isinstance(start, float)
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(start.elapsed_time(end))

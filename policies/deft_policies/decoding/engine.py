@@ -7,10 +7,10 @@ with trees that are only a root.
 Here it is decided what is decoded where: the plan of a method, by its guard, and the lane.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from weakref import finalize
 
 from deft_policies.decoding.batch import Batch, Form, Row
@@ -30,7 +30,7 @@ from deft_policies.decoding.growers import (
     TokenRecycling,
 )
 from deft_policies.decoding.guard import Choice, Guard
-from deft_policies.decoding.lane import Group, Lane, take
+from deft_policies.decoding.lane import Group, Lane, Maker, take
 from deft_policies.decoding.methods import OUR_PLANS, Method
 from deft_policies.decoding.plan import (
     DRAFT_SOURCES,
@@ -67,35 +67,37 @@ class DraftModels:
     index: RetrievalIndex | None = None
     small_model: Target | None = None
 
-    def _makers(self) -> dict[str, Callable[[Target, Method], DraftSource]]:
-        makers: dict[str, Callable[[Target, Method], DraftSource]] = {
-            DraftKind.PREVIOUS: lambda target, method: PreviousAction(),
-            DraftKind.EXTRAPOLATION: lambda target, method: Extrapolation(target.action_tokens),
-            DraftKind.NGRAM: lambda target, method: NgramLookup(),
-            DraftKind.RECYCLED: lambda target, method: Recycled(),
-            DraftKind.PREVIOUS_ANSWER: lambda target, method: PreviousAnswer(),
-            DraftKind.TOKEN_RECYCLING: lambda target, method: TokenRecycling(target),
+    def makers(self, target: Target) -> dict[str, Maker]:
+        """What makes a source for one batch, as a method runs it, of every kind that can be had."""
+        makers: dict[str, Maker] = {
+            DraftKind.PREVIOUS: lambda method: PreviousAction(),
+            DraftKind.EXTRAPOLATION: lambda method: Extrapolation(target.action_tokens),
+            DraftKind.NGRAM: lambda method: NgramLookup(),
+            DraftKind.RECYCLED: lambda method: Recycled(),
+            DraftKind.PREVIOUS_ANSWER: lambda method: PreviousAnswer(),
+            DraftKind.TOKEN_RECYCLING: lambda method: TokenRecycling(target),
         }
         if (index := self.index) is not None:
-            makers[DraftKind.RETRIEVAL] = lambda target, method: Retrieval(index)
+            makers[DraftKind.RETRIEVAL] = lambda method: Retrieval(index)
         if (heads := self.medusa) is not None:
-            makers[DraftKind.MEDUSA] = lambda target, method: MedusaDrafts(heads, target)
+            makers[DraftKind.MEDUSA] = lambda method: MedusaDrafts(heads, target)
         if (head := self.head) is not None:
-            makers[DraftKind.HEAD] = lambda target, method: HeadDrafts(
+            makers[DraftKind.HEAD] = lambda method: HeadDrafts(
                 head, target, method, self.rope_offset, self.key_mask
             )
         if (model := self.small_model) is not None:
-            makers[DraftKind.SMALL_MODEL] = partial(SmallModelDrafts, model)
+            makers[DraftKind.SMALL_MODEL] = partial(SmallModelDrafts, model, target)
         return makers
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The sources that can be had."""
-        return frozenset(self._makers())
 
-    def make(self, kind: str, target: Target, method: Method) -> DraftSource:
-        """A source for one batch, as a method runs it."""
-        return self._makers()[kind](target, method)
+def _plugin(found: EntryPoint, target: Target, method: Method) -> DraftSource:
+    """A source that an installed package brings."""
+    made: DraftSource = found.load()(target)
+    if getattr(made, "kind", None) != found.name:
+        raise RequestError(
+            "drafts", f"{found.value} must make a source whose kind is {found.name!r}, got {made!r}"
+        )
+    return made
 
 
 class Engine:
@@ -105,10 +107,10 @@ class Engine:
         self, target: Target, models: DraftModels | None = None, widest: int = WIDEST
     ) -> None:
         self.target = target
-        self._models = models or DraftModels()
         self._widest = widest
-        self._plugins = {one.name: one for one in entry_points(group=DRAFT_SOURCES)}
-        self._kinds = self._models.kinds | self._plugins.keys()  # of sources that can be had
+        self._makers = (models or DraftModels()).makers(target)
+        for one in entry_points(group=DRAFT_SOURCES):
+            self._makers[one.name] = partial(_plugin, one, target)
         self._lanes: list[Lane] = []
         self._guards: dict[int, dict[int, Guard]] = {}  # by method, then by tokens; 0: texts
 
@@ -125,9 +127,7 @@ class Engine:
             groups.setdefault(key, []).append(index)
         try:
             for members in groups.values():
-                some = [rows[index] for index in members]
-                chosen = prompts if len(groups) == 1 else take(prompts, members)
-                self._begin(chosen, some)
+                self._begin(take(prompts, members), [rows[index] for index in members])
         except BaseException:
             for row in rows:
                 self.cancel(row)
@@ -186,7 +186,7 @@ class Engine:
         """
         plans = self._plans_for(method, form)
         for plan in dict.fromkeys((*plans, PLAIN)) if method.is_guarded else plans[:1]:
-            drafts = [self._make(kind, method) for kind in plan.rounds]
+            drafts = [self._makers[kind](method) for kind in plan.rounds]
             for num_steps in sorted({0, *(one.least_steps for one in drafts)}):
                 for prompts in batches:
                     self._record(prompts, method, form, plan, num_steps)
@@ -208,7 +208,7 @@ class Engine:
 
         Raises `RequestError` when the method cannot do without a source that is missing.
         """
-        missing = method.required - self._kinds
+        missing = method.required - self._makers.keys()
         if missing:
             names = ", ".join(sorted(missing))
             raise RequestError(
@@ -217,7 +217,7 @@ class Engine:
                 "head (--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, "
                 "or choose another method",
             )
-        return tuple(plan for plan in method.plans if plan.kinds <= self._kinds) or (PLAIN,)
+        return tuple(plan for plan in method.plans if plan.kinds <= self._makers.keys()) or (PLAIN,)
 
     def check(self, row: Row) -> None:
         """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
@@ -281,21 +281,9 @@ class Engine:
         # What actions are drafted by makes no wider trees.
         of_actions = all(row.form.is_action for row in rows)
         widest = min(self._widest, WIDEST) if of_actions else self._widest
-        lane = Lane(self.target, self._make, widest, batch)
+        lane = Lane(self.target, self._makers, widest, batch)
         self._lanes.append(lane)
         return lane
-
-    def _make(self, kind: str, method: Method) -> DraftSource:
-        found = self._plugins.get(kind)
-        if found is None:
-            return self._models.make(kind, self.target, method)
-        made: DraftSource = found.load()(self.target)
-        if getattr(made, "kind", None) != kind:
-            raise RequestError(
-                "drafts",
-                f"{found.value} must make a source whose kind is {found.name!r}, got {made!r}",
-            )
-        return made
 
     def _guard(self, method: Method, plans: Sequence[Plan], form: Form) -> Guard | None:
         """The guard for answers like these; None where there is nothing to choose."""

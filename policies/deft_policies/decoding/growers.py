@@ -33,10 +33,10 @@ from deft_policies.decoding.plan import (
     RopeOffset,
     TreeShape,
 )
-from deft_policies.decoding.target import Prompts, Sequences, Target
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
-from deft_policies.model.kv_cache import Append
+from deft_policies.model.kv_cache import Append, KVCache
 from deft_policies.model.llama import take_rows
 
 _LARGEST = MOST_LEVELS * MOST_BRANCHES  # nodes that a tree is ever grown behind
@@ -83,7 +83,7 @@ class HeadDrafts(DraftSource):
         self._rope_offset, self._key_mask = rope_offset, key_mask
         whole = method.whole_vocabulary
         self._drafted: TokenRange = target.vocabulary if whole else target.action_tokens
-        self._rows = Sequences(head.sizes, head.fc.weight)
+        self._cache = KVCache(head.sizes, head.fc.weight)
         # [row] each: positions of the prompt, and 0 in the first round and 1 later.
         self._prompt = self._has_grown = torch.zeros(0, dtype=torch.int64)
         self._num_patches = 0
@@ -96,7 +96,7 @@ class HeadDrafts(DraftSource):
         self._prompt, self._has_grown = blank
         if batch.longest > 0:
             self._room = batch.longest + batch.positions
-            self._rows.fix(batch.capacity, self._room + _LARGEST)
+            self._cache.fix(batch.capacity, self._room + _LARGEST)
 
     def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Take in the prompts: the pairs of all their positions but the last."""
@@ -105,17 +105,17 @@ class HeadDrafts(DraftSource):
         here = slice(batch.first, batch.first + num_rows)
         reach = num_positions + max(row.limit for row in batch.rows if row is not None)
         alone = sum(one is not None for one in batch.all_rows) == num_rows
-        if not self._rows.is_fixed:
+        if not self._cache.is_fixed:
             self._room = max(reach, 0 if alone else self._room)
-            self._rows.reserve(batch.capacity, self._room + _LARGEST)
+            self._cache.reserve(batch.capacity, self._room + _LARGEST)
         self._num_patches = prompts.patches.stop - prompts.patches.start
-        torch.sub(prompts.lengths, 1, out=self._rows.length[here])
+        torch.sub(prompts.lengths, 1, out=self._cache.length[here])
         self._prompt[here] = prompts.lengths
         self._has_grown[here] = 0
         embeds, hidden = prompts.embeds[:, 1:], hidden[:, :-1]
         positions = torch.arange(num_positions - 1, device=embeds.device).expand(num_rows, -1)
         room = Append(num_positions, start=0, first_row=batch.first)
-        window = self._rows.cache.open(num_rows, num_positions - 1, room)
+        window = self._cache.open(num_rows, num_positions - 1, room)
         self.head.read(embeds, hidden, self.head.attend(hidden, positions, window=window))
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
@@ -123,7 +123,7 @@ class HeadDrafts(DraftSource):
         assert batch.last is not None
         n, shape = batch.num_rows, room.shape
         out = self._append(batch.last, batch.is_open)
-        length = self._rows.length[:n]
+        length = self._cache.length[:n]
         seen = self._last_seen(n, length - 1)
         position = length
         if self._rope_offset is RopeOffset.PUBLISHED:
@@ -148,12 +148,12 @@ class HeadDrafts(DraftSource):
         hidden, kept = last.hidden, last.num
         assert hidden is not None
         num_rows, num_steps, _ = hidden.shape
-        start = self._rows.length[:num_rows]
+        start = self._cache.length[:num_rows]
         rows = torch.arange(num_rows, device=hidden.device)[:, None]
         positions = start[:, None] + torch.arange(num_steps, device=hidden.device)
-        slots = (positions + rows * self._rows.cache.length).flatten()
+        slots = (positions + rows * self._cache.num_slots).flatten()
         mask = self._visible(self._last_seen(num_rows, start + kept)[:, None])[:, None]
-        window = self._rows.cache.open(num_rows, num_steps, Append(self._room, slots=slots))
+        window = self._cache.open(num_rows, num_steps, Append(self._room, slots=slots))
         attention = self.head.attend(hidden, positions, mask, window).of_rows_out(kept[:, None])
         out = self.head.run(self._target.embed(last.tokens), hidden, attention)
         start.add_((kept + 1) * is_open)
@@ -174,8 +174,7 @@ class HeadDrafts(DraftSource):
 
         def go_on(nodes: OpenNodes) -> Tensor:
             nonlocal hidden
-            above = nodes.above[:, :, None].expand(-1, -1, hidden.shape[2])
-            hidden = self._extend(nodes, hidden.gather(1, above), position, seen)
+            hidden = self._extend(nodes, take_rows(hidden, nodes.above), position, seen)
             return self._log_probs(hidden)
 
         return go_on
@@ -190,7 +189,7 @@ class HeadDrafts(DraftSource):
             ancestors = torch.zeros_like(ancestors)
         positions = (position + nodes.depth - 1)[:, None].expand(-1, width)
         mask = torch.cat((committed, ancestors), dim=2)[:, None]
-        window = self._rows.cache.open(num_rows, width, Append(slot + width, start=slot))
+        window = self._cache.open(num_rows, width, Append(slot + width, start=slot))
         attention = self.head.attend(hidden, positions, mask, window)
         return self.head.run(self._target.embed(nodes.tokens), hidden, attention)
 
@@ -331,8 +330,9 @@ class SmallModelDrafts(DraftSource):
         whole = method.whole_vocabulary and is_alike
         self._drafted: TokenRange = model.vocabulary if whole else model.action_tokens
         self._lookup = NgramLookup()
-        self._rows = model.sequences()
-        self._waiting: list[tuple[Batch, Prompts]] = []  # what has begun and is not yet read
+        self._cache = model.new_cache()
+        # What has begun and is not yet read.
+        self._waiting: list[tuple[Batch, Prompts | None]] = []
         # Asked along with an earlier pass: [row, step], and log-probabilities [row, step, token].
         self._guessed, self._ahead = torch.zeros(0, 0), torch.zeros(0, 0, 0)
 
@@ -340,8 +340,8 @@ class SmallModelDrafts(DraftSource):
         """Nothing is left to be read."""
         self._waiting = []
         if batch.longest > 0:
-            self._rows.fix(batch.capacity, batch.longest + batch.positions + 2 * MOST_GROWN)
-            self.model.record(self._rows, MOST_GROWN)
+            self._cache.fix(batch.capacity, batch.longest + batch.positions + 2 * MOST_GROWN)
+            self.model.record(self._cache, MOST_GROWN)
 
     def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Remember the prompts; they are read together with the first committed tokens."""
@@ -373,35 +373,23 @@ class SmallModelDrafts(DraftSource):
         is_old = torch.ones(num_rows, dtype=torch.bool)
         for part, _ in waiting:
             is_old[part.first : part.first + part.num_rows] = False
-        has_old = bool(is_old.any())
-        if len(waiting) + has_old > 1:  # a guess is asked of all rows in one pass, or of none
+        if bool(is_old.any()):
+            waiting = [(batch, None), *waiting]
+        if len(waiting) > 1:  # a guess is asked of all rows in one pass, or of none
             guessed = guessed[:, :0]
         found = chain.new_zeros(num_rows, len(self._drafted), dtype=torch.float32)
-        if has_old:
-            found = self._read(chain, end, kept, guessed)
         for part, prompts in waiting:
             # Rows of the part that have ended meanwhile may lie behind the batch.
             here = slice(part.first, part.first + part.num_rows)
-            mine = [_of_rows(one, here) for one in (chain, end, kept, guessed)]
-            read = self._read(mine[0], mine[1], mine[2], mine[3], part.first, prompts)
-            found[here] = read[: max(num_rows - part.first, 0)]
+            tokens, ends, keeps, guesses = (
+                _of_rows(one, here) for one in (chain, end, kept, guessed)
+            )
+            tree = DraftTree.chain(tokens)
+            read = self._ask(tree, ends[:, None], guesses, part.first, prompts)
+            self._cache.keep(tree.depths(), keeps, in_place=True, first=part.first)
+            found[here] = read[: max(num_rows - part.first, 0), 0]
         self._guessed, self._ahead = self._guessed[:num_rows], self._ahead[:num_rows]
         return found
-
-    def _read(
-        self,
-        chain: Tensor,
-        end: Tensor,
-        kept: Tensor,
-        guessed: Tensor,
-        first: int = 0,
-        prompts: Prompts | None = None,
-    ) -> Tensor:
-        """Read chains [row, node], behind their prompts if those are new; keep what is kept."""
-        tree = DraftTree.chain(chain)
-        found = self._ask(tree, end[:, None], guessed, first, prompts)
-        self._rows.keep(tree.depths(), kept, in_place=True, first=first)
-        return found[:, 0]
 
     def _go_on(self, batch: Batch, room: Room, shape: TreeShape) -> GoOn:
         assert batch.last is not None
@@ -439,11 +427,11 @@ class SmallModelDrafts(DraftSource):
         tokens = (tree.tokens + self._shift).clamp(0, self.model.num_tokens - 1)
         tree = replace(tree, tokens=tokens)
         if prompts is None:
-            scores = self.model.score(self._rows, tree)
+            scores = self.model.score(self._cache, tree)
         else:
             longest = prompts.embeds.shape[1] + tree.num_nodes + MOST_GROWN
-            self._rows.reserve(first_row + len(wanted), longest)
-            scores = self.model.prefill(self._rows, first_row, prompts, tree)[0]
+            self._cache.reserve(first_row + len(wanted), longest)
+            scores = self.model.prefill(self._cache, first_row, prompts, tree)[0]
         first = self._drafted.first - self.model.vocabulary.first
         odds = scores.logits[:, :, first : first + len(self._drafted)].log_softmax(dim=2)
         self._guessed, self._ahead = guessed, odds[:, num_nodes:]

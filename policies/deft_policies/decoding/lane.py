@@ -6,7 +6,7 @@ target's own, so an answer ends when its last token is known and never has one m
 from the device once a round, and not at all where nothing is checked and the end is known.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,8 +39,8 @@ from deft_policies.model.staging import to_device
 
 _DRAFTS_KEPT = 16  # of methods that are asked for in turn
 _MOST_RIDERS = 3  # sources that draft behind the prompt
-Lap = Callable[[Stage], object]
-Maker = Callable[[str, Method], DraftSource]
+BookTime = Callable[[Stage], object]
+Maker = Callable[[Method], DraftSource]
 
 
 @dataclass(eq=False)
@@ -83,24 +83,26 @@ class Lane:
     method: Method
     plan: Plan
 
-    def __init__(self, target: Target, make: Maker, widest: int, whole: Batch) -> None:
+    def __init__(
+        self, target: Target, makers: Mapping[str, Maker], widest: int, whole: Batch
+    ) -> None:
         self.target = target
         self.is_fixed = whole.longest > 0
         self.is_recording = False
-        self._make, self._widest, self._whole = make, widest, whole
+        self._makers, self._widest, self._whole = makers, widest, whole
         self._made: dict[Hashable, DraftSource] = {}
         self._num_promised = 0  # of these, the first: recordings may use them
         self._recorded: set[Hashable] = set()
-        self._sequences = target.sequences()
+        self._cache = target.new_cache()
         self._groups: list[Group] = []
         self._unread: list[tuple[list[Row], Record]] = []  # passes that the host has not read yet
         self._is_switched = False  # to any method
         self._last: Pass | None = None  # of all rows in use
         if self.is_fixed:
             nodes = bucket(widest)
-            self._last = self._blank_pass(whole.capacity, nodes, min(nodes, whole.positions))
-            self._sequences.fix(whole.capacity, whole.longest + whole.positions + nodes)
-            target.record(self._sequences, widest)
+            self._last = Pass.blank(target, whole.capacity, nodes, min(nodes, whole.positions))
+            self._cache.fix(whole.capacity, whole.longest + whole.positions + nodes)
+            target.record(self._cache, widest)
 
     @property
     def rows(self) -> list[Row]:
@@ -130,7 +132,7 @@ class Lane:
         if key not in made:
             if len(made) >= self._num_promised + _DRAFTS_KEPT:
                 del made[list(made)[self._num_promised]]
-            made[key] = self._make(kind, self.method)
+            made[key] = self._makers[kind](self.method)
             made[key].allocate(self._whole)
         return made[key]
 
@@ -180,7 +182,7 @@ class Lane:
         else:
             last = self._play(batch, drafts, depth, tree, self._lap(clock, Stage.VERIFY))
             done = last.told
-        self._note(rows, Record(done, 0, False, clock, clock.take_laps()))
+        self._note(rows, Record(done, 0, False, clock.take_laps()))
 
     def _play(
         self,
@@ -188,7 +190,7 @@ class Lane:
         drafts: Sequence[DraftSource],
         depth: int,
         tree: DraftTree | None,
-        lap: Lap,
+        lap: BookTime,
     ) -> Pass:
         """A round: draft behind what was accepted, verify the drafts, judge them, commit."""
         last = batch.last
@@ -198,11 +200,10 @@ class Lane:
             lap(Stage.DRAFT)
         self._keep(batch, last)
         lap(Stage.COMMIT)
-        scores = self.target.score(self._sequences, tree)
+        scores = self.target.score(self._cache, tree)
         lap(Stage.VERIFY)
         done = self._judge(batch, tree, scores, depth)
         self._commit(batch, done, scores.logits)
-        self._settle(done, 0)
         lap(Stage.JUDGE)
         return done
 
@@ -212,7 +213,7 @@ class Lane:
         kept: Tensor | int = 1 if is_alone else last.num + 1
         if self.is_fixed or None in batch.rows:  # those that have ended keep nothing more
             kept = kept * batch.is_open
-        self._sequences.keep(last.path, kept, last.tree.is_chain or not self.plan.kinds)
+        self._cache.keep(last.path, kept, last.tree.is_chain or not self.plan.kinds)
 
     def _replay(
         self, batch: Batch, drafts: Sequence[DraftSource], depth: int, tree: DraftTree | None
@@ -288,9 +289,7 @@ class Lane:
                 size = 1 << (len(rows) - 1).bit_length()
                 if not any(self._whole.rows[stop:size]):
                     chosen += chosen[:1] * (size - len(rows))  # what is recorded has such sizes
-            is_all = chosen == list(range(len(group.prompts.lengths)))
-            prompts = group.prompts if is_all else take(group.prompts, chosen)
-            self._prefill_rows(first, rows, prompts, clock)
+            self._prefill_rows(first, rows, take(group.prompts, chosen), clock)
 
     def _prefill_rows(
         self, first: int, rows: list[Row], prompts: Prompts, clock: StageClock
@@ -313,22 +312,20 @@ class Lane:
         tree = self._draft(part, _able(self._riders, rows), depth, prompts.last_tokens)
         lap(Stage.DRAFT)
         self._reserve(first + size, prompts, depth)
-        scores, hidden = self.target.prefill(self._sequences, first, prompts, tree)
+        scores, hidden = self.target.prefill(self._cache, first, prompts, tree)
         lap(Stage.PREFILL)
         if self.method.rule.needs_patches:
             part.keep_patches(hidden[:, prompts.patches])
         done = self._judge(part, tree, scores, depth)
         self._commit(part, done, scores.logits)
-        self._settle(done, first)
         lap(Stage.JUDGE)
-        record = Record(done.told, first, True, clock, clock.take_laps())
-        self._note(rows, record)
+        self._note(rows, Record(done.told, first, True, clock.take_laps()))
         if not all(row.is_done for row in rows):
             for one in self._drafts:
                 if HIDDEN in one.needs:
                     one.begin(part, prompts, hidden)
 
-    def _lap(self, clock: StageClock, whole: Stage) -> Lap:
+    def _lap(self, clock: StageClock, whole: Stage) -> BookTime:
         """What books time. Without drafts a pass is a `whole` stage, and ends judged."""
         if self.plan.kinds:
             return clock.lap
@@ -339,7 +336,7 @@ class Lane:
         longest, reserve = prompts.embeds.shape[1], self.target.runner.reserve
         if reserve is not None:
             longest = reserve.padded(longest)
-        self._sequences.reserve(num_rows, longest + 2 * depth + self._widest)
+        self._cache.reserve(num_rows, longest + 2 * depth + self._widest)
 
     def _in_use(self) -> Batch:
         """The batch up to its last row that has begun, and what its last pass has left."""
@@ -410,6 +407,7 @@ class Lane:
 
     def _commit(self, batch: Batch, done: Pass, logits: Tensor) -> None:
         """Write down what a pass has decided: for the next round, and where somebody will read."""
+        self._settle(done, batch.first)
         batch.sums.add_(logits.sum(dim=(1, 2)))
         wants_margins = any(row is not None and row.wants_margins for row in batch.rows)
         is_plain = not self.plan.kinds and self.method.sampling.temperature == 0.0
@@ -439,13 +437,9 @@ class Lane:
         else:
             nodes = max(old.num_nodes, done.num_nodes)
             steps = max(old.path.shape[1], done.path.shape[1])
-            self._last = self._blank_pass(max(stop, *others), nodes, steps)
+            self._last = Pass.blank(self.target, max(stop, *others), nodes, steps)
             self._last.put(old.of_rows(max(others)), 0)
             self._last.put(done, first)
-
-    def _blank_pass(self, rows: int, nodes: int, steps: int) -> Pass:
-        hidden = self.target.embed(self._whole.tokens[0, 0])
-        return Pass.blank(rows, nodes, steps, hidden, len(self.target.action_tokens))
 
     def _note_text(self, batch: Batch, done: Pass) -> None:
         """Where the action begins that the next token may belong to: behind the last text."""
@@ -503,7 +497,7 @@ class Lane:
         self._whole.rows[row.slot] = None
         if self.rows and row.records:  # the others go on beside an empty place
             self._whole.is_open[row.slot] = False
-            self._sequences.length[row.slot] = 0
+            self._cache.length[row.slot] = 0
 
     def cancel(self, row: Row) -> bool:
         """Let go of an answer that nobody waits for any more; whether it was on its way here."""
@@ -542,7 +536,9 @@ def _learn_of_repeating(guard: Guard, row: Row, needed: dict[str, Average]) -> N
 
 
 def take(prompts: Prompts, rows: list[int]) -> Prompts:
-    """Some rows of prompts."""
+    """Some rows of prompts, or all as they are."""
+    if rows == list(range(len(prompts.lengths))):
+        return prompts
     index = to_device(rows, prompts.embeds.device)
     features, for_draft = prompts.features, prompts.for_draft
     return replace(

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from torch.nn import functional
 
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.errors import CheckpointError
-from deft_policies.model.kv_cache import Append, KVCache
+from deft_policies.model.kv_cache import STRIP, Append, KVCache
 from deft_policies.model.layout import (
     EagerRunner,
     StepRunner,
@@ -29,14 +29,13 @@ from deft_policies.model.layout import (
     tree_mask,
     tree_slots,
 )
-from deft_policies.model.llama import LlamaDecoder, LlamaSizes, take_rows
+from deft_policies.model.llama import LlamaDecoder, first_layers, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput, Projection
 from deft_policies.model.staging import keep_freed_memory
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
 _EDITS_APART = 7  # tokens: a pass with the widest drafts of the golden sessions writes 8
 _TIMED_RUNS = 5
-STRIP = 256  # slots: by so many at least a row's strip grows
 
 
 def bucket(width: int) -> int:
@@ -68,74 +67,8 @@ class Scores:
     hidden: Tensor  # [row, node, width], after the final norm
 
 
-class Sequences:
-    """The cached part of every row: one strip of slots each.
-
-    A row's strip holds its prompt, then what was committed since, then the tree in flight. Strips
-    grow all together, by doubling, when a row needs more: buckets, not blocks. Attention reads a
-    strip as one tensor, on every device and in our own kernel; blocks would need a copy in every
-    layer or another kernel, to save memory that a robot server, with few rows of at most some
-    thousand positions, does not lack. Where steps are recorded nothing grows: the memory is set
-    aside before, as what is recorded points to it.
-    """
-
-    def __init__(self, sizes: LlamaSizes, like: Tensor) -> None:
-        self._sizes, self._like = sizes, like
-        self.cache = KVCache(sizes, 0, 0, like)
-        with torch.inference_mode(False):
-            counters = torch.zeros(2, 0, dtype=torch.int64, device=like.device)
-        # [row] each: committed slots, and the slot of the last pass's root.
-        self.length, self.roots = counters
-        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.is_fixed = False
-
-    def fix(self, rows: int, length: int) -> None:
-        """Set memory aside that is not to move: what is recorded points to it."""
-        self.reserve(rows, length)
-        self.is_fixed = True
-
-    def counters(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """`length` and `roots` of some rows; the same views each time."""
-        here = slice(first, stop)
-        if (first, stop) not in self._views:
-            self._views[first, stop] = (self.length[here], self.roots[here])
-        return self._views[first, stop]
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for so many rows of so many slots; what is cached stays."""
-        old = self.cache
-        if rows <= old.num_rows and length <= old.length:
-            return
-        self.is_fixed = False
-        rows = max(rows, old.num_rows)
-        if length > old.length:
-            length = max(length + -length % STRIP, 2 * old.length if old.length else 0)
-        length = max(length, old.length)
-        self.cache = KVCache(self._sizes, rows, length, self._like)
-        self.cache.data[:, : old.num_rows, : old.length] = old.data
-        missing = rows - len(self.length)
-        with torch.inference_mode(False):
-            self.length = functional.pad(self.length, (0, missing))
-            self.roots = functional.pad(self.roots, (0, missing))
-        self._views = {}
-
-    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
-        """Keep the slots of a path of the last pass and forget its other nodes.
-
-        `path` is [row, step]: node indices from the root downwards, padded with anything; `kept`
-        [row], or one number for all, says how many of them count, the root included. `in_place`
-        says that nodes lie in the order of the path already, so that nothing is moved; only then
-        may the rows begin at another than the first one.
-        """
-        length, roots = self.counters(first, first + path.shape[0])
-        if path.shape[1] > 1 and not in_place:
-            places = torch.arange(1, path.shape[1], device=path.device)
-            self.cache.move(roots[:, None] + path[:, 1:], roots[:, None] + places)
-        torch.add(roots, kept, out=length)
-
-
 class Target:
-    """Scores draft trees with a decoder. Keeps nothing of any row: that is in `Sequences`."""
+    """Scores draft trees with a decoder. Keeps nothing of any row: that is in a `KVCache`."""
 
     def __init__(
         self,
@@ -169,9 +102,9 @@ class Target:
         """Positions a row may have, prompt and patches included."""
         return self.decoder.sizes.max_positions
 
-    def sequences(self) -> Sequences:
+    def new_cache(self) -> KVCache:
         """Memory for rows of its own."""
-        return Sequences(self.decoder.sizes, self.decoder.embedding.weight)
+        return KVCache(self.decoder.sizes, self.decoder.embedding.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, [..., width]."""
@@ -192,7 +125,7 @@ class Target:
         first = self.action_tokens.first - self.vocabulary.first
         return logits[..., first : first + len(self.action_tokens)]
 
-    def record(self, rows: Sequences, widest: int) -> None:
+    def record(self, cache: KVCache, widest: int) -> None:
         """Record every pass over trees of up to so many nodes, and every prefill."""
         reserve, weight = self.runner.reserve, self.decoder.embedding.weight
         assert reserve is not None
@@ -204,41 +137,38 @@ class Target:
                 embeds = weight.new_zeros(num_rows, length, weight.shape[1])
                 prompts = Prompts(embeds, torch.full_like(roots, length), roots, slice(0))
                 for tree in trees:
-                    self.prefill(rows, 0, prompts, tree)
-                    self.prefill(rows, 0, replace(prompts, keep_hidden=False), tree)
+                    self.prefill(cache, 0, prompts, tree)
+                    self.prefill(cache, 0, replace(prompts, keep_hidden=False), tree)
             for tree in trees:
-                self.score(rows, tree)
+                self.score(cache, tree)
 
     def prefill(
-        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+        self, cache: KVCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, Tensor]:
         """Run prompts with the tree's guesses riding behind them in one pass.
 
         They become the rows from `first` on. Node 0 is the last prompt token: its scores are the
         prompt's own next-token scores. The prompt's slots are committed, the other nodes wait for
-        `Sequences.keep`. Also returns the prompts' hidden states after the final norm, [row,
+        `KVCache.keep`. Also returns the prompts' hidden states after the final norm, [row,
         position, width]: no positions if they are not kept.
         """
         embeds, lengths = prompts.embeds, prompts.lengths
         num_rows, num_positions = embeds.shape[:2]
         reserve = self.runner.reserve
-        if rows.is_fixed and reserve is not None:
+        if cache.is_fixed and reserve is not None:
             missing = reserve.padded(num_positions) - num_positions
             embeds = functional.pad(embeds, (0, 0, 0, missing))
-        length, roots = rows.counters(first, first + num_rows)
+        length, roots = cache.counters(first, first + num_rows)
         length.copy_(lengths)
         torch.sub(lengths, 1, out=roots)
-        causal = tree.num_nodes == 1 or (tree.is_chain and not rows.is_fixed)
+        causal = tree.num_nodes == 1 or (tree.is_chain and not cache.is_fixed)
         causal = causal or (self.reads_lengths and is_chain(tree.parents))
-        tokens, ancestors = self._widened(rows, tree)
-
-        def step(*inputs: Tensor) -> Tensors:
-            return self._prefill_step(rows, first, (causal, prompts.keep_hidden), *inputs)
-
+        tokens, ancestors = self._widened(cache, tree)
+        step = partial(self._prefill_step, cache, first, causal, prompts.keep_hidden)
         inputs = (embeds, lengths, tokens, ancestors)
         key = (causal, prompts.keep_hidden, tokens.shape[1], *embeds.shape)
         # Rows that join others run step by step: they come at any place.
-        found = self._run(rows, key, step, inputs) if first == 0 else step(*inputs)
+        found = self._run(cache, key, step, inputs) if first == 0 else step(*inputs)
         scored, logits, kept = found
         return _without_padding(tree, logits, scored), kept[:, :num_positions]
 
@@ -249,9 +179,9 @@ class Target:
         tokens apart, the best width is the one that writes most in a millisecond.
         """
         num_rows, length = len(prompts.lengths), prompts.embeds.shape[1]
-        rows, root = self.sequences(), DraftTree.root_only(prompts.last_tokens)
-        rows.reserve(num_rows, length + 2 * widest)
-        self.prefill(rows, 0, prompts, root)
+        cache, root = self.new_cache(), DraftTree.root_only(prompts.last_tokens)
+        cache.reserve(num_rows, length + 2 * widest)
+        self.prefill(cache, 0, prompts, root)
         best = 0.0
         for width in (one for one in WIDTHS if one <= widest):
             tokens = root.tokens.repeat(1, width)
@@ -260,32 +190,29 @@ class Target:
             took_s = []
             for _ in range(_TIMED_RUNS):
                 started = time.perf_counter()
-                self.score(rows, tree).logits.sum().item()
+                self.score(cache, tree).logits.sum().item()
                 took_s.append(time.perf_counter() - started)
             written = 1 + _EDITS_APART * (1 - math.exp((1 - width) / _EDITS_APART))
             if written / min(took_s) > best:
                 best, self.text_width = written / min(took_s), width
 
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, cache: KVCache, tree: DraftTree) -> Scores:
         """Run one pass over a tree whose roots are the last committed tokens, not yet cached."""
         num_rows = tree.tokens.shape[0]
-        length, roots = rows.counters(0, num_rows)
+        length, roots = cache.counters(0, num_rows)
         roots.copy_(length)
         longest = 0
         if self.reads_lengths:
             known: list[int] = length.tolist()
             longest = max(known)
-            rows.reserve(num_rows, longest + tree.num_nodes)
+            cache.reserve(num_rows, longest + tree.num_nodes)
             if min(known) == longest:
-                return self._score_aligned(rows, tree, longest)
-            roots = rows.counters(0, num_rows)[1]  # the room may have grown
-        tokens, ancestors = self._widened(rows, tree)
-        read = longest + tokens.shape[1] if self.reads_lengths else rows.cache.length
-
-        def step(*inputs: Tensor) -> Tensors:
-            return self._score_step(rows, read, *inputs)
-
-        logits, hidden = self._run(rows, tokens.shape, step, (tokens, ancestors, roots))
+                return self._score_aligned(cache, tree, longest)
+            roots = cache.counters(0, num_rows)[1]  # the room may have grown
+        tokens, ancestors = self._widened(cache, tree)
+        read = longest + tokens.shape[1] if self.reads_lengths else cache.num_slots
+        step = partial(self._score_step, cache, read)
+        logits, hidden = self._run(cache, tokens.shape, step, (tokens, ancestors, roots))
         return _without_padding(tree, logits, hidden)
 
     def logits_along(
@@ -301,36 +228,36 @@ class Target:
         up to a stop token.
         """
         num_tokens = num_tokens if given is None else len(given)
-        rows = self.sequences()
-        rows.reserve(1, prompts.embeds.shape[1] + num_tokens + STRIP)
+        cache = self.new_cache()
+        cache.reserve(1, prompts.embeds.shape[1] + num_tokens + STRIP)
         root = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        scores, _ = self.prefill(rows, 0, prompts, DraftTree.root_only(prompts.last_tokens))
+        scores, _ = self.prefill(cache, 0, prompts, DraftTree.root_only(prompts.last_tokens))
         found = [scores.logits[0, 0].clone()]
         for place in range(num_tokens - 1):
             own = first_maximum(found[-1]) + self.vocabulary.first
             token = own if given is None else own.new_tensor(given[place])
             if given is None and stop is not None and int(token) == stop:
                 break
-            rows.keep(root, 1, in_place=True)
-            scores = self.score(rows, DraftTree.root_only(token.view(1)))
+            cache.keep(root, 1, in_place=True)
+            scores = self.score(cache, DraftTree.root_only(token.view(1)))
             found.append(scores.logits[0, 0].clone())
         return found
 
     def _run(
         self,
-        rows: Sequences,
+        cache: KVCache,
         key: Sequence[object],
         step: Callable[..., Tensors],
         inputs: Tensors,
     ) -> Tensors:
-        if not rows.is_fixed:
+        if not cache.is_fixed:
             return step(*inputs)
-        return self.runner.run((self, rows, *key), step, inputs)
+        return self.runner.run((self, cache, *key), step, inputs)
 
-    def _widened(self, rows: Sequences, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    def _widened(self, cache: KVCache, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """Tokens and ancestors of a tree, padded to a recorded width where steps are recorded."""
         tokens, ancestors = tree.tokens, tree.ancestor_mask()
-        width = bucket(tree.num_nodes) if rows.is_fixed else tree.num_nodes
+        width = bucket(tree.num_nodes) if cache.is_fixed else tree.num_nodes
         if width == tree.num_nodes:
             return tokens, ancestors
         padded = functional.pad(tokens, (0, width - tree.num_nodes))
@@ -338,15 +265,15 @@ class Target:
 
     def _prefill_step(
         self,
-        rows: Sequences,
+        cache: KVCache,
         first: int,
-        kind: tuple[bool, bool],
+        is_causal: bool,
+        keeps_hidden: bool,
         embeds: Tensor,
         lengths: Tensor,
         tokens: Tensor,
         ancestors: Tensor,
     ) -> Tensors:
-        is_causal, keeps_hidden = kind
         plan = prefill_layout(lengths, ancestors.sum(dim=2) - 1, embeds.shape[1])
         if tokens.shape[1] > 1:
             embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
@@ -360,31 +287,31 @@ class Target:
                 is_causal=is_causal,
                 rows_out=None if keeps_hidden else plan.node_slots,
             ),
-            rows.cache,
+            cache,
         )
         scored = take_rows(hidden, plan.node_slots) if keeps_hidden else hidden
         return scored, self.logits(scored), hidden if keeps_hidden else hidden[:, :0]
 
-    def _score_aligned(self, rows: Sequences, tree: DraftTree, start: int) -> Scores:
+    def _score_aligned(self, cache: KVCache, tree: DraftTree, start: int) -> Scores:
         """The pass when every row has the same known length: plain slices, no mask for a root."""
         append = Append(start + tree.num_nodes, start=start)
         embeds = self.decoder.embedding(tree.tokens)
         if tree.num_nodes == 1:
-            inputs = PassInput(embeds, rows.counters(0, embeds.shape[0])[1][:, None], append)
+            inputs = PassInput(embeds, cache.counters(0, embeds.shape[0])[1][:, None], append)
         else:
             ancestors = tree.ancestor_mask()
             before = ancestors.new_ones((*ancestors.shape[:2], start))
             mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
             inputs = PassInput(embeds, start + tree.depths(), append, mask)
-        hidden = self._passes.run(inputs, rows.cache)
+        hidden = self._passes.run(inputs, cache)
         return Scores(self.logits(hidden), hidden)
 
     def _score_step(
-        self, rows: Sequences, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor
+        self, cache: KVCache, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor
     ) -> Tensors:
         num_rows, num_nodes = tokens.shape
         slots = tree_slots(roots, num_nodes)
-        strips = torch.arange(num_rows, device=slots.device)[:, None] * rows.cache.length
+        strips = torch.arange(num_rows, device=slots.device)[:, None] * cache.num_slots
         hidden = self._passes.run(
             PassInput(
                 self.decoder.embedding(tokens),
@@ -392,24 +319,9 @@ class Target:
                 Append(read, slots=(slots + strips).flatten()),
                 mask=tree_mask(roots, ancestors, read),
             ),
-            rows.cache,
+            cache,
         )
         return self.logits(hidden), hidden
-
-
-def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:
-    """A decoder of the first layers, sharing every weight with the whole one."""
-    if not 1 <= num_layers <= len(decoder.layers):
-        raise CheckpointError(
-            f"the decoder has {len(decoder.layers)} layers, cannot draft with its first "
-            f"{num_layers}; use fewer"
-        )
-    with torch.device("meta"):
-        shallow = LlamaDecoder(replace(decoder.sizes, num_layers=num_layers))
-    shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
-    shallow.layers, shallow.rotary = decoder.layers[:num_layers], decoder.rotary
-    shallow.kernels = decoder.kernels
-    return shallow
 
 
 def self_draft_target(target: Target, num_layers: int) -> Target:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft_policies.errors import CheckpointError
 from deft_policies.model.kv_cache import CacheWindow
 
 if TYPE_CHECKING:
@@ -262,6 +263,21 @@ class LlamaDecoder(nn.Module):
             if isinstance(module, nn.Linear):
                 turned = module.weight.t().contiguous().t()
                 module.weight = nn.Parameter(turned, module.weight.requires_grad)
+
+
+def first_layers(decoder: LlamaDecoder, num_layers: int) -> LlamaDecoder:
+    """A decoder of the first layers, sharing every weight with the whole one."""
+    if not 1 <= num_layers <= len(decoder.layers):
+        raise CheckpointError(
+            f"the decoder has {len(decoder.layers)} layers, cannot draft with its first "
+            f"{num_layers}; use fewer"
+        )
+    with torch.device("meta"):
+        shallow = LlamaDecoder(replace(decoder.sizes, num_layers=num_layers))
+    shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
+    shallow.layers, shallow.rotary = decoder.layers[:num_layers], decoder.rotary
+    shallow.kernels = decoder.kernels
+    return shallow
 
 
 def take_rows(values: Tensor, indices: Tensor) -> Tensor:

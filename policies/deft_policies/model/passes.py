@@ -85,7 +85,7 @@ class LlamaPasses:
         append = tokens.append
         if self._kernels is not None and append.slots is None:
             rows = torch.arange(num_rows, device=rotation.cos.device)[:, None] + append.first_row
-            rows = rows * cache.length
+            rows = rows * cache.num_slots
             here = append.start + torch.arange(num_tokens, device=rows.device)
             append = replace(append, slots=(rows + here).flatten())
         window = cache.open(num_rows, num_tokens, append)

@@ -12,6 +12,7 @@ from deft_policies.decoding.batch import Batch, Form, Pass, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import LOGITS, MEMORY, Chains, DraftSource, Room, from_here
 from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.lane import Maker
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape, source_number
 from deft_policies.decoding.target import Prompts, Scores, Target
@@ -78,18 +79,16 @@ class ScriptedModels(DraftModels):
 
     scripted: tuple[DraftSource, ...] = ()
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        return super().kinds | {one.kind for one in self.scripted}
+    def makers(self, target: Target) -> dict[str, Maker]:
+        def maker(one: DraftSource) -> Maker:
+            return lambda method: one
 
-    def make(self, kind: str, target: Target, method: Method) -> DraftSource:
-        found = [one for one in self.scripted if one.kind == kind]
-        return found[0] if found else super().make(kind, target, method)
+        return super().makers(target) | {one.kind: maker(one) for one in self.scripted}
 
 
 @dataclass
 class Counters:
-    """The place of a row's last root, where nothing is cached: see `Sequences`."""
+    """The place of a row's last root, where nothing is cached: see `KVCache`."""
 
     length: Tensor = field(default_factory=lambda: torch.zeros(64, dtype=torch.int64))
     roots: Tensor = field(default_factory=lambda: torch.zeros(64, dtype=torch.int64))
@@ -115,7 +114,7 @@ class AnswerTarget:
     def __init__(self) -> None:
         self.wanted: list[Sequence[int]] = []
 
-    def sequences(self) -> Counters:
+    def new_cache(self) -> Counters:
         return Counters()
 
     def prefill(

@@ -23,9 +23,10 @@ from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, Plan
-from deft_policies.decoding.target import Prompts, Scores, Sequences, Target
+from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import RequestError
+from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
 from tests.policies.decoding.scripts import ScriptedModels, clock
 from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts, tiny_decoder
@@ -260,13 +261,13 @@ class MixedTarget(Target):
     committed = 0
 
     def prefill(
-        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, torch.Tensor]:
         scores, hidden = super().prefill(rows, first, prompts, tree)
         self.committed = int(prompts.lengths[0])
         return self._said(tree, 0, scores), hidden
 
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         count = int(rows.length[0]) - self.committed + 1
         return self._said(tree, count, super().score(rows, tree))
 

@@ -27,13 +27,12 @@ from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import (
     Prompts,
     Scores,
-    Sequences,
     Target,
-    first_layers,
 )
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.kv_cache import KVCache
+from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.policies.decoding.scripts import Decoding, Guess, ScriptedDrafts, Session, tokens_of
 from tests.tiny_target import (
     ACTIONS,
@@ -207,39 +206,39 @@ def retyped(tree: DraftTree, kind: type[DraftTree]) -> DraftTree:
 
 
 class WrongMaskTarget(Target):
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         return super().score(rows, retyped(tree, SeesEverything))
 
 
 class WrongMaskInPrefillTarget(Target):
     def prefill(
-        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, Tensor]:
         return super().prefill(rows, first, prompts, retyped(tree, SeesEverything))
 
 
 class WrongPositionTarget(Target):
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         return super().score(rows, retyped(tree, OneTooDeep))
 
 
-class KeepsOneTooFew(Sequences):
+class KeepsOneTooFew(KVCache):
     def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
         super().keep(path, (torch.as_tensor(kept) - 1).clamp(min=1), in_place, first)
 
 
-class KeepsWrongSlots(Sequences):
+class KeepsWrongSlots(KVCache):
     def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
         super().keep(torch.arange(path.shape[1]).expand_as(path), kept, True, first)
 
 
 class KeepsOneTooFewTarget(Target):
-    def sequences(self) -> Sequences:
+    def new_cache(self) -> KVCache:
         return KeepsOneTooFew(self.decoder.sizes, self.decoder.embedding.weight)
 
 
 class KeepsWrongSlotsTarget(Target):
-    def sequences(self) -> Sequences:
+    def new_cache(self) -> KVCache:
         return KeepsWrongSlots(self.decoder.sizes, self.decoder.embedding.weight)
 
 

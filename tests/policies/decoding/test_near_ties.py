@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from deft_policies.decoding.plan import OUR_KINDS, DraftKind
-from deft_policies.decoding.target import Scores, Sequences
+from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.target import VlaTarget
+from deft_policies.model.kv_cache import KVCache
 from tests.near_ties import Bench
 
 NUM_SESSIONS = 4
@@ -35,7 +36,7 @@ def test_every_token_that_flips_in_bfloat16_is_a_near_tie(bench: Bench, kind: st
 class BlindTarget(VlaTarget):
     """Scores a tree as a chain of its tokens, one place off."""
 
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         wrong = DraftTree.chain(tree.tokens.roll(1, dims=1))
         return super().score(rows, wrong)
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from deft_policies.decoding.methods import METHODS, Method
 from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.target import Prompts, Scores, Sequences, Target
+from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import NotFiniteError
+from deft_policies.model.kv_cache import KVCache
 from tests.policies.decoding.scripts import Decoding, Session
 from tests.policies.decoding.test_passes import DECODER, PROMPTS, random_models
 from tests.tiny_target import ACTIONS
@@ -29,12 +30,12 @@ class Broken(Target):
         self._bad, self._passes_left = bad, broken_pass
 
     def prefill(
-        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, Tensor]:
         scores, hidden = super().prefill(rows, first, prompts, tree)
         return replace(scores, logits=self._spoil(scores.logits)), hidden
 
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         scores = super().score(rows, tree)
         return replace(scores, logits=self._spoil(scores.logits))
 

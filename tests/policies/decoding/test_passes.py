@@ -15,9 +15,9 @@ from deft_policies.decoding.knobs import find_method, method_names
 from deft_policies.decoding.methods import AUTOREGRESSIVE, METHODS, Method
 from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
 from deft_policies.decoding.sampling import first_maximum, top_gap
-from deft_policies.decoding.target import first_layers
 from deft_policies.errors import RequestError, UnknownDecodingError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
+from deft_policies.model.llama import first_layers
 from tests.policies.decoding.scripts import Decoding, ScriptedDrafts, Session, clock, tokens_of
 from tests.tiny_target import (
     LENGTH,

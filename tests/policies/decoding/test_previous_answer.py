@@ -21,9 +21,10 @@ from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.previous_answer import Alignment
-from deft_policies.decoding.target import Prompts, Scores, Sequences, Target
+from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
+from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes
 from tests import golden_ecot
 from tests.policies.decoding.scripts import clock
@@ -40,7 +41,7 @@ class WantedTarget(Target):
     texts: Sequence[Sequence[int]] = ()
 
     def prefill(
-        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, torch.Tensor]:
         self.lengths = prompts.lengths
         length, roots = rows.counters(first, first + len(self.lengths))
@@ -48,7 +49,7 @@ class WantedTarget(Target):
         torch.sub(self.lengths, 1, out=roots)
         return self._said(tree, torch.zeros_like(self.lengths)), prompts.embeds[:, :0]
 
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         length, roots = rows.counters(0, len(tree.tokens))
         roots.copy_(length)
         return self._said(tree, length - self.lengths[: len(tree.tokens)] + 1)
@@ -177,12 +178,12 @@ class ComputingTarget(WantedTarget):
     """Computes every pass as a model does, and then wants what it is told to."""
 
     def prefill(
-        self, rows: Sequences, first: int, prompts: Prompts, tree: DraftTree
+        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, torch.Tensor]:
         Target.prefill(self, rows, first, prompts, tree)
         return super().prefill(rows, first, prompts, tree)
 
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         said = super().score(rows, tree)
         Target.score(self, rows, tree)
         return said

@@ -19,11 +19,11 @@ from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import METHODS, Method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
 from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
-from deft_policies.decoding.target import Prompts, Target, first_layers
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
-from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.launches import LaunchCounter, UncountedRunner
 from tests.policies.decoding.scripts import clock
 from tests.tiny_target import ACTIONS, LENGTH, WIDTH, greedy, random_prompts, tiny_decoder

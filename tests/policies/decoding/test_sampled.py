@@ -19,12 +19,12 @@ from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
 from deft_policies.decoding.sampling import Sampling, Stream, exponential, target_odds, uniform
-from deft_policies.decoding.target import Scores, first_layers
+from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
 from deft_policies.errors import RequestError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, head_sizes
-from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import (
     CPU,

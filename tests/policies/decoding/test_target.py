@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.target import Prompts, Sequences, Target
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.layout import EagerRunner, StepRunner
 from deft_policies.model.vla import OpenVLAModel
 from tests.policies.decoding.scripts import Decoding, Session
@@ -33,9 +34,9 @@ def target_of(model: OpenVLAModel, runner: StepRunner | None = None) -> Target:
     return Target(model.decoder, model.config.vocabulary.tokens, runner=runner)
 
 
-def rows_of(target: Target, prompts: Prompts) -> Sequences:
+def rows_of(target: Target, prompts: Prompts) -> KVCache:
     """Memory with room for some trees behind the prompts."""
-    rows = target.sequences()
+    rows = target.new_cache()
     rows.reserve(len(prompts.lengths), prompts.embeds.shape[1] + 64)
     return rows
 

@@ -11,7 +11,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
 from deft_policies.checkpoint.config import load_encoder
-from deft_policies.decoding.target import Scores, Sequences
+from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import (
     DeviceError,
@@ -27,6 +27,7 @@ from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
+from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.random_weights import word_ids
 from deft_policies.model.vla import OpenVLAModel
@@ -236,7 +237,7 @@ def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> 
     class Exhausted(VlaTarget):
         is_full = False
 
-        def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+        def score(self, rows: KVCache, tree: DraftTree) -> Scores:
             if self.is_full:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().score(rows, tree)

@@ -12,6 +12,7 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.lane import Maker
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.target import Target
@@ -117,10 +118,11 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
 
 def test_where_one_frame_cannot_start_none_does() -> None:
     class Failing(DraftModels):
-        def make(self, kind: str, target: Target, method: Method) -> DraftSource:
-            if kind == DraftKind.NGRAM:
+        def makers(self, target: Target) -> dict[str, Maker]:
+            def fail(method: Method) -> DraftSource:
                 raise RequestError("drafts", "no n-grams today")
-            return super().make(kind, target, method)
+
+            return super().makers(target) | {DraftKind.NGRAM: fail}
 
     model = tiny_policy().token_model
     assert isinstance(model, OpenVLA)

@@ -46,7 +46,7 @@ def answers(target: VlaTarget, num_nodes: int) -> list[Tensor]:
     """Scores of a prefill with guesses and of two passes behind it."""
     prompts = random_prompts(target.model, [3, 9])
     tree = random_tree(2, num_nodes)
-    rows = target.sequences()
+    rows = target.new_cache()
     rows.reserve(2, 64)
     first, hidden = target.prefill(rows, 0, prompts, tree)
     found = [first.logits.clone(), hidden.clone()]
@@ -92,7 +92,7 @@ def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches(
         model.fuse(launch.kernels)
         target = fixed_shapes(model)
         prompts = random_prompts(model, [3])
-        rows = target.sequences()
+        rows = target.new_cache()
         rows.reserve(1, 64)
         target.prefill(rows, 0, prompts, DraftTree.root_only(prompts.last_tokens))
         tree = random_tree(1, num_nodes)

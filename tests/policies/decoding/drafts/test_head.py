@@ -66,7 +66,7 @@ class Conversation:
         self.target = TinyTarget(tiny_decoder())
         self.prompts: Prompts = random_prompts(self.target.decoder, text_lengths)
         root = DraftTree.root_only(self.prompts.last_tokens)
-        _, self.seen = self.target.prefill(self.target.sequences(), 0, self.prompts, root)
+        _, self.seen = self.target.prefill(self.target.new_cache(), 0, self.prompts, root)
         self.num_rows = len(text_lengths)
         self.batch = batch_of([SessionMemory()] * self.num_rows, [[]] * self.num_rows)
         self.tokens: list[list[int]] = [[] for _ in text_lengths]

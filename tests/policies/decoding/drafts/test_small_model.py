@@ -15,14 +15,13 @@ from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
 from deft_policies.decoding.target import (
     Prompts,
     Scores,
-    Sequences,
     Target,
-    first_layers,
     self_draft_target,
 )
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import CheckpointError
-from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.kv_cache import KVCache
+from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import (
     ACTIONS,
@@ -134,7 +133,7 @@ class CountingTarget(Target):
 
     num_passes = 0
 
-    def score(self, rows: Sequences, tree: DraftTree) -> Scores:
+    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         self.num_passes += 1
         return super().score(rows, tree)
 
@@ -176,7 +175,7 @@ def test_fly_looks_up_unless_it_is_told_not_to() -> None:
     models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
     target = fast_target(DECODER)
     for text, multi_level in (("fly", True), ("fly:multi_level=off", False), ("lvspec", False)):
-        made = models.make(DraftKind.SMALL_MODEL, target, find_method(text))
+        made = models.makers(target)[DraftKind.SMALL_MODEL](find_method(text))
         assert isinstance(made, SmallModelDrafts)
         assert made._method.multi_level == multi_level
 
