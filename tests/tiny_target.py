@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.model.layout import EagerRunner
+from deft_policies.model.layout import StepRunner
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes
 
 LENGTH = 7
@@ -132,7 +132,7 @@ class TinyTarget:
     num_tokens: int = VOCABULARY
     device: torch.device = CPU
     reads_lengths: bool = True
-    runner: EagerRunner = field(default_factory=EagerRunner)
+    runner: StepRunner = field(default_factory=StepRunner)
 
     def new_cache(self) -> TinyCache:
         return TinyCache(self.decoder)

@@ -36,7 +36,7 @@ from deft_policies.decoding.plan import (
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
-from deft_policies.model.kv_cache import Append, KVCache
+from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import take_rows
 
 _LARGEST = MOST_LEVELS * MOST_BRANCHES  # nodes that a tree is ever grown behind
@@ -114,8 +114,9 @@ class HeadDrafts(DraftSource):
         self._has_grown[here] = 0
         embeds, hidden = prompts.embeds[:, 1:], hidden[:, :-1]
         positions = torch.arange(num_positions - 1, device=embeds.device).expand(num_rows, -1)
-        room = Append(num_positions, start=0, first_row=batch.first)
-        window = self._cache.open(num_rows, num_positions - 1, room)
+        window = self._cache.open(
+            num_rows, num_positions - 1, read=num_positions, first_row=batch.first
+        )
         self.head.read(embeds, hidden, self.head.attend(hidden, positions, window=window))
 
     def draft(self, batch: Batch, room: Room) -> DraftTree:
@@ -149,11 +150,9 @@ class HeadDrafts(DraftSource):
         assert hidden is not None
         num_rows, num_steps, _ = hidden.shape
         start = self._cache.length[:num_rows]
-        rows = torch.arange(num_rows, device=hidden.device)[:, None]
         positions = start[:, None] + torch.arange(num_steps, device=hidden.device)
-        slots = (positions + rows * self._cache.num_slots).flatten()
         mask = self._visible(self._last_seen(num_rows, start + kept)[:, None])[:, None]
-        window = self._cache.open(num_rows, num_steps, Append(self._room, slots=slots))
+        window = self._cache.open(num_rows, num_steps, read=self._room, slots=positions)
         attention = self.head.attend(hidden, positions, mask, window).of_rows_out(kept[:, None])
         out = self.head.run(self._target.embed(last.tokens), hidden, attention)
         start.add_((kept + 1) * is_open)
@@ -189,7 +188,7 @@ class HeadDrafts(DraftSource):
             ancestors = torch.zeros_like(ancestors)
         positions = (position + nodes.depth - 1)[:, None].expand(-1, width)
         mask = torch.cat((committed, ancestors), dim=2)[:, None]
-        window = self._cache.open(num_rows, width, Append(slot + width, start=slot))
+        window = self._cache.open(num_rows, width, read=slot + width, start=slot)
         attention = self.head.attend(hidden, positions, mask, window)
         return self.head.run(self._target.embed(nodes.tokens), hidden, attention)
 

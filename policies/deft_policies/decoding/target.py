@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.model.kv_cache import STRIP, Append, KVCache
+from deft_policies.model.kv_cache import STRIP, KVCache
 from deft_policies.model.layout import (
-    EagerRunner,
     StepRunner,
     Tensors,
     is_chain,
@@ -84,7 +83,7 @@ class Target:
         every = TokenRange(0, decoder.sizes.vocabulary - 1)
         self.vocabulary = action_tokens if action_rows_only else every  # what logits speak of
         self.num_tokens = decoder.sizes.vocabulary
-        self.runner: StepRunner = runner or EagerRunner()
+        self.runner = runner or StepRunner()
         self.text_width = WIDTHS[-1]  # nodes of old text that a guarded pass carries
         self.reads_lengths = self.device.type == "cpu" and self.runner.reserve is None
         if self.reads_lengths:
@@ -104,7 +103,8 @@ class Target:
 
     def new_cache(self) -> KVCache:
         """Memory for rows of its own."""
-        return KVCache(self.decoder.sizes, self.decoder.embedding.weight)
+        decoder = self.decoder
+        return KVCache(decoder.sizes, decoder.embedding.weight, decoder.kernels is not None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, [..., width]."""
@@ -278,48 +278,46 @@ class Target:
         if tokens.shape[1] > 1:
             embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
             embeds = take_rows(embeds, plan.sources)
+        num_rows, num_slots = embeds.shape[:2]
         hidden = self._passes.run(
             PassInput(
                 embeds,
                 plan.positions,
-                Append(embeds.shape[1], start=0, first_row=first),
+                cache.open(num_rows, num_slots, read=num_slots, first_row=first),
                 mask=None if is_causal else prefill_mask(plan, ancestors),
                 is_causal=is_causal,
                 rows_out=None if keeps_hidden else plan.node_slots,
-            ),
-            cache,
+            )
         )
         scored = take_rows(hidden, plan.node_slots) if keeps_hidden else hidden
         return scored, self.logits(scored), hidden if keeps_hidden else hidden[:, :0]
 
     def _score_aligned(self, cache: KVCache, tree: DraftTree, start: int) -> Scores:
         """The pass when every row has the same known length: plain slices, no mask for a root."""
-        append = Append(start + tree.num_nodes, start=start)
+        num_rows, num_nodes = tree.tokens.shape
         embeds = self.decoder.embedding(tree.tokens)
-        if tree.num_nodes == 1:
-            inputs = PassInput(embeds, cache.counters(0, embeds.shape[0])[1][:, None], append)
+        window = cache.open(num_rows, num_nodes, read=start + num_nodes, start=start)
+        if num_nodes == 1:
+            inputs = PassInput(embeds, cache.counters(0, num_rows)[1][:, None], window)
         else:
             ancestors = tree.ancestor_mask()
             before = ancestors.new_ones((*ancestors.shape[:2], start))
             mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
-            inputs = PassInput(embeds, start + tree.depths(), append, mask)
-        hidden = self._passes.run(inputs, cache)
+            inputs = PassInput(embeds, start + tree.depths(), window, mask)
+        hidden = self._passes.run(inputs)
         return Scores(self.logits(hidden), hidden)
 
     def _score_step(
         self, cache: KVCache, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor
     ) -> Tensors:
         num_rows, num_nodes = tokens.shape
-        slots = tree_slots(roots, num_nodes)
-        strips = torch.arange(num_rows, device=slots.device)[:, None] * cache.num_slots
         hidden = self._passes.run(
             PassInput(
                 self.decoder.embedding(tokens),
                 roots[:, None] + ancestors.sum(dim=2) - 1,
-                Append(read, slots=(slots + strips).flatten()),
+                cache.open(num_rows, num_nodes, read, slots=tree_slots(roots, num_nodes)),
                 mask=tree_mask(roots, ancestors, read),
-            ),
-            cache,
+            )
         )
         return self.logits(hidden), hidden
 

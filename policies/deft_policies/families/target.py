@@ -15,7 +15,7 @@ from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import CapturedRunner, CudaCapturer
-from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors, pad_batch
+from deft_policies.model.layout import Reserve, StepRunner, Tensors, pad_batch
 from deft_policies.model.random_weights import NAMED_SIZES, build_random_model, word_ids
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.staging import to_device
@@ -54,7 +54,7 @@ def choose_runner(options: ModelOptions, device: torch.device, reserve: Reserve)
     """Record passes where that helps, unless the options forbid it."""
     if device.type == "cuda" and options.has_graphs:
         return CapturedRunner(CudaCapturer(), reserve)
-    return EagerRunner()
+    return StepRunner()
 
 
 def load_network(

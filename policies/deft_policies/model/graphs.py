@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deft_policies.model.layout import Reserve, Step, Tensors
+from deft_policies.model.layout import Reserve, Step, StepRunner, Tensors
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class StepCapturer(Protocol):
         """Capture `step(*inputs)`. The inputs are the capturer's to keep."""
 
 
-class CapturedRunner:
+class CapturedRunner(StepRunner):
     """Captures a step the first time its key comes up, replays it from then on.
 
     Once sealed it captures nothing more: what was not captured by then is run step by step, which

@@ -18,21 +18,6 @@ if TYPE_CHECKING:
 STRIP = 256  # slots: by so many at least a row's strip grows
 
 
-@dataclass(frozen=True)
-class Append:
-    """Where the tokens of a pass go, and how far attention reads.
-
-    `start` is set when every row appends at the same known slot; otherwise `slots` says where, as
-    indices into row * slot of the cache. The rows of the pass are those of the cache from
-    `first_row` on.
-    """
-
-    read: int
-    start: int = 0
-    slots: Tensor | None = None  # [row * token] int64
-    first_row: int = 0
-
-
 class KVCache:
     """The cached part of every row of a batch: one strip of slots each.
 
@@ -44,9 +29,12 @@ class KVCache:
     aside before, as what is recorded points to it.
     """
 
-    def __init__(self, sizes: "LlamaSizes", like: Tensor) -> None:
-        """Allocate with the device and dtype of `like`, as soon as room is reserved."""
-        self._sizes, self._like = sizes, like
+    def __init__(self, sizes: "LlamaSizes", like: Tensor, by_slots: bool = False) -> None:
+        """Allocate with the device and dtype of `like`, as soon as room is reserved.
+
+        `by_slots`: whoever writes wants every slot by its number, as fused kernels do.
+        """
+        self._sizes, self._like, self._by_slots = sizes, like, by_slots
         self._allocate(0, 0)
         with torch.inference_mode(False):
             counters = torch.zeros(2, 0, dtype=torch.int64, device=like.device)
@@ -98,21 +86,34 @@ class KVCache:
             self._views[first, stop] = (self.length[here], self.roots[here])
         return self._views[first, stop]
 
-    def open(self, num_rows: int, num_tokens: int, append: Append) -> "CacheWindow":
-        """The part of the cache that one pass writes and reads."""
-        rows = slice(append.first_row, append.first_row + num_rows)
-        num_heads = self._sizes.num_kv_heads
-        read = self._data[:, rows, : append.read].transpose(2, 3)
-        if append.slots is None:
-            targets = self._data[:, rows, append.start : append.start + num_tokens]
+    def open(
+        self,
+        num_rows: int,
+        num_tokens: int,
+        read: int,
+        start: int = 0,
+        slots: Tensor | None = None,
+        first_row: int = 0,
+    ) -> "CacheWindow":
+        """What one pass writes and reads: the rows from `first_row` on, `read` slots of each.
+
+        Every row appends at the same known slot `start`, or `slots` [row, token] say where.
+        """
+        rows, num_heads = slice(first_row, first_row + num_rows), self._sizes.num_kv_heads
+        seen = self._data[:, rows, :read].transpose(2, 3)
+        if slots is None and self._by_slots:
+            every = start + torch.arange(num_tokens, device=self._data.device)
+            slots = every.expand(num_rows, -1)
+        if slots is None:
+            targets = self._data[:, rows, start : start + num_tokens]
         else:
-            targets = self._flat
+            targets, slots = self._flat, (slots + self._strips(num_rows, first_row)).flatten()
         return CacheWindow(
-            keys=read[:, :, :num_heads].unbind(0),
-            values=read[:, :, num_heads:].unbind(0),
+            keys=seen[:, :, :num_heads].unbind(0),
+            values=seen[:, :, num_heads:].unbind(0),
             targets=targets.unbind(0),
             layers=self._data[:, rows].unbind(0),
-            slots=append.slots,
+            slots=slots,
         )
 
     def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
@@ -126,14 +127,15 @@ class KVCache:
         length, roots = self.counters(first, first + path.shape[0])
         if path.shape[1] > 1 and not in_place:
             places = torch.arange(1, path.shape[1], device=path.device)
-            self._move(roots[:, None] + path[:, 1:], roots[:, None] + places)
+            here = roots[:, None] + self._strips(path.shape[0])
+            kept_slots = self._flat.index_select(1, (here + path[:, 1:]).flatten())
+            self._flat.index_copy_(1, (here + places).flatten(), kept_slots)
         torch.add(roots, kept, out=length)
 
-    def _move(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy slots [row, step] in every layer; all are read before anything is written."""
-        rows = torch.arange(sources.shape[0], device=sources.device)[:, None] * self.num_slots
-        kept = self._flat.index_select(1, (sources + rows).flatten())
-        self._flat.index_copy_(1, (destinations + rows).flatten(), kept)
+    def _strips(self, num_rows: int, first_row: int = 0) -> Tensor:
+        """Where rows begin in row * slot, [row, 1]."""
+        rows = torch.arange(first_row, first_row + num_rows, device=self._data.device)
+        return rows[:, None] * self.num_slots
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ flight. Rows have their own lengths, so the same node lies in a different slot i
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,31 +50,20 @@ class Reserve:
         return tuple(1 << power for power in reversed(range((self.rows - 1).bit_length() + 1)))
 
 
-class StepRunner(Protocol):
-    """Runs steps. `key` names the step and every shape and number baked into it."""
+class StepRunner:
+    """Runs steps as they come. One that captures them replays them: see `CapturedRunner`."""
 
-    @property
-    def reserve(self) -> Reserve | None:
-        """What steps are captured for; None where nothing is, and any shape is as good."""
+    reserve: Reserve | None = None  # what steps are captured for; any shape is as good without
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
-        """Return what `step(*inputs)` returns; valid until the same key runs again."""
+        """Return what `step(*inputs)` returns; valid until the same key runs again.
 
-    def warming_up(self) -> AbstractContextManager[None]:
-        """A block in which steps are captured; once it has ended, no more are."""
-
-
-class EagerRunner:
-    """Calls the step."""
-
-    reserve = None
-
-    def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
-        """Call it."""
+        `key` names the step and every shape and number baked into it.
+        """
         return step(*inputs)
 
     def warming_up(self) -> AbstractContextManager[None]:
-        """Nothing is ever captured."""
+        """A block in which steps are captured; once it has ended, no more are."""
         return nullcontext()
 
 

@@ -5,7 +5,7 @@ views made anew in every layer, separate additions. Weights are looked up once, 
 not be replaced afterwards.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.model.kernels.fp8 import Fp8Linear, Fp8Rows
-from deft_policies.model.kv_cache import Append, CacheWindow, KVCache
+from deft_policies.model.kv_cache import CacheWindow
 from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
 
 if TYPE_CHECKING:
@@ -28,12 +28,13 @@ _MOST_QUERIES = 64  # tokens of a row whose attention is split: more fill a devi
 class PassInput:
     """The tokens of one pass, where they stand and what they may see: see `Attention`.
 
-    With `rows_out`, only those tokens' output is wanted, and the last layer computes no others.
+    Without a `window` the tokens see each other alone, and nothing is kept of them. With
+    `rows_out`, only those tokens' output is wanted, and the last layer computes no others.
     """
 
     embeds: Tensor  # [row, token, width]
     positions: Tensor  # [row, token] int64
-    append: Append
+    window: CacheWindow | None = None
     mask: Tensor | None = None  # [row, 1, token or 1, slot] bool
     is_causal: bool = False
     rows_out: Tensor | None = None  # [row, kept] int64
@@ -52,14 +53,13 @@ class LlamaPasses:
         self._layers = [_LayerWeights(layer, kernels, packs) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, kernels)
 
-    def run(self, tokens: PassInput, cache: KVCache | None) -> Tensor:
+    def run(self, tokens: PassInput) -> Tensor:
         """Hidden states after the final norm, [row, token, width], of `rows_out` if given.
 
         Every layer but the last computes every token, because later layers read their keys.
-        Without a cache the tokens see each other alone, and nothing is kept of them.
         """
         num_rows, _, width = tokens.embeds.shape
-        attend = self._attention(tokens, cache)
+        attend = self._attention(tokens)
         # A copy, because layers add to it in place.
         hidden, branch = tokens.embeds.reshape(-1, width).clone(), None
         last = len(self._layers) - 1
@@ -74,24 +74,14 @@ class LlamaPasses:
             branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
         return self._norm.plain(hidden, branch).view(num_rows, -1, width)
 
-    def _attention(self, tokens: PassInput, cache: KVCache | None) -> Attention:
-        num_rows, num_tokens = tokens.positions.shape
+    def _attention(self, tokens: PassInput) -> Attention:
         rotation, mask = self._rotary(tokens.positions, tokens.embeds), tokens.mask
         if mask is not None:
             mask = added_mask(mask, tokens.embeds.dtype)
         shared = (self._sizes, rotation, mask, tokens.is_causal)
-        if cache is None:
-            return Attention(*shared)
-        append = tokens.append
-        if self._kernels is not None and append.slots is None:
-            rows = torch.arange(num_rows, device=rotation.cos.device)[:, None] + append.first_row
-            rows = rows * cache.num_slots
-            here = append.start + torch.arange(num_tokens, device=rows.device)
-            append = replace(append, slots=(rows + here).flatten())
-        window = cache.open(num_rows, num_tokens, append)
-        if self._kernels is None:
-            return Attention(*shared, window)
-        return _FusedAttention(*shared, window=window, kernels=self._kernels)
+        if self._kernels is None or tokens.window is None:
+            return Attention(*shared, tokens.window)
+        return _FusedAttention(*shared, window=tokens.window, kernels=self._kernels)
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""

@@ -18,7 +18,7 @@ from deft_policies.decoding.plan import DraftKind, TreeShape, source_number
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.memory import SessionMemory
-from deft_policies.model.layout import EagerRunner
+from deft_policies.model.layout import StepRunner
 from tests.tiny_target import CPU, LENGTH
 
 # (row, position, tokens committed so far) -> candidate tokens for that position
@@ -109,7 +109,7 @@ class AnswerTarget:
     num_tokens = 100
     device = CPU
     reads_lengths = True
-    runner = EagerRunner()
+    runner = StepRunner()
 
     def __init__(self) -> None:
         self.wanted: list[Sequence[int]] = []

@@ -22,7 +22,7 @@ from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
+from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.launches import LaunchCounter, UncountedRunner
 from tests.policies.decoding.scripts import clock
@@ -76,7 +76,7 @@ class Recorded:
 
     def check(self, method: Method, sizes: Sequence[int], form: Form = FORM) -> None:
         """Answers as where nothing is recorded, and no recording more."""
-        fresh = engine_on(EagerRunner())
+        fresh = engine_on(StepRunner())
         assert serve(self.engine, method, sizes, form) == serve(fresh, method, sizes, form)
         assert self.runner.num_captured == self.num_captured
         assert not self.runner.uncaptured
@@ -170,7 +170,7 @@ def test_a_head_that_sees_the_prompt_alone_is_recorded_too() -> None:
     recorded = Recorded(RESERVE, mask)
     recorded.promise(method)
     answers = serve(recorded.engine, method, sizes)
-    assert answers == serve(engine_on(EagerRunner(), mask), method, sizes)
+    assert answers == serve(engine_on(StepRunner(), mask), method, sizes)
     assert not recorded.runner.uncaptured
 
 

@@ -11,7 +11,7 @@ from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.layout import EagerRunner, StepRunner
+from deft_policies.model.layout import StepRunner
 from deft_policies.model.vla import OpenVLAModel
 from tests.policies.decoding.scripts import Decoding, Session
 from tests.recorder import RecordingCapturer
@@ -27,7 +27,7 @@ TEXT_LENGTHS = [5, 9, 3]
 
 
 def runners() -> list[StepRunner]:
-    return [EagerRunner(), CapturedRunner(RecordingCapturer())]
+    return [StepRunner(), CapturedRunner(RecordingCapturer())]
 
 
 def target_of(model: OpenVLAModel, runner: StepRunner | None = None) -> Target:

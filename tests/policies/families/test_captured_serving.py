@@ -20,7 +20,7 @@ from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import EagerRunner, Reserve, StepRunner
+from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.random_weights import word_ids
 from deft_policies.model.statistics import ActionStatistics
 from scripts.scripted_drafts import random_head
@@ -91,7 +91,7 @@ def test_500_mixed_frames_capture_nothing_after_the_warm_up_and_answer_as_withou
     assert len(tokens) == NUM_FRAMES
     assert runner.num_captured == num_captured
     assert not runner.uncaptured
-    assert tokens == serve(policy_on(EagerRunner()), batches)
+    assert tokens == serve(policy_on(StepRunner()), batches)
 
 
 @pytest.mark.long(seconds=23)
@@ -101,7 +101,7 @@ def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
     captured = policy_on(runner, KeyMask.PREFIX_ONLY)
     captured.warm_up(METHODS)
     batches = [batch[:2] for batch in mixed_batches(2)[:8]]
-    plain = policy_on(EagerRunner(), KeyMask.PREFIX_ONLY)
+    plain = policy_on(StepRunner(), KeyMask.PREFIX_ONLY)
     assert serve(captured, batches) == serve(plain, batches)
 
 
@@ -118,6 +118,6 @@ def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothin
     assert re.search(r"spec-vla \(3 of 4\): about \d+ s to go", caplog.text)
     num_captured = runner.num_captured
     batches = mixed_batches(1)[:6]
-    assert serve(policy, batches) == serve(policy_on(EagerRunner()), batches)
+    assert serve(policy, batches) == serve(policy_on(StepRunner()), batches)
     assert runner.num_captured == num_captured
     assert torch.is_inference_mode_enabled() is False

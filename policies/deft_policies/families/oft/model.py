@@ -24,8 +24,7 @@ from deft_policies.families.family import OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.target import Encode
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.kv_cache import Append
-from deft_policies.model.layout import EagerRunner, Reserve, StepRunner, Tensors, pad_batch
+from deft_policies.model.layout import Reserve, StepRunner, Tensors, pad_batch
 from deft_policies.model.passes import LlamaPasses, PassInput
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
@@ -98,7 +97,7 @@ class Oft(OnePassModel):
         self.parts, self.states = parts.to(network.decoder.embedding.weight), states
         self._codec = ActionCodec(network.config.vocabulary)
         self._passes = LlamaPasses(network.decoder)
-        super().__init__(network, encode, images, actions, runner or EagerRunner())
+        super().__init__(network, encode, images, actions, runner or StepRunner())
         # Positions between the first prompt id and the second one, and all beside the prompt's ids.
         pictures = parts.num_pictures * network.config.num_patches
         self.num_before = pictures + (parts.state is not None)
@@ -302,8 +301,8 @@ class Oft(OnePassModel):
             mask = is_used[:, None, None, :]
         last_of_prompt = self.num_before + lengths - 1
         read = last_of_prompt[:, None] + every[:num_values]
-        given = PassInput(embeds, every.expand(rows, -1), Append(positions), mask, rows_out=read)
-        hidden = self._passes.run(given, None)
+        given = PassInput(embeds, every.expand(rows, -1), mask=mask, rows_out=read)
+        hidden = self._passes.run(given)
         if self.parts.head is not None:
             return (self.parts.head(hidden).float(),)
         logits = self.network.decoder.head(hidden).float()

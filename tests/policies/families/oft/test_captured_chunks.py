@@ -17,7 +17,7 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import CapturedRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import EagerRunner, StepRunner
+from deft_policies.model.layout import StepRunner
 from tests import golden_oft
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import tiny_model
@@ -85,7 +85,7 @@ def test_nothing_is_captured_after_the_warm_up_and_answers_are_the_same(policy: 
     found = answers(serving, sent)
     assert runner.num_captured == num_captured
     assert not runner.uncaptured
-    np.testing.assert_allclose(found, answers(on(policy, EagerRunner()), sent), atol=TOLERANCE)
+    np.testing.assert_allclose(found, answers(on(policy, StepRunner()), sent), atol=TOLERANCE)
 
 
 def test_what_is_beyond_the_reserve_is_answered_all_the_same(policy: VlaPolicy) -> None:
@@ -94,7 +94,7 @@ def test_what_is_beyond_the_reserve_is_answered_all_the_same(policy: VlaPolicy) 
     with runner.warming_up():
         pass
     sent = [*batches(policy, (3,), num_words=4), *batches(policy, (1,), num_words=60)]
-    plain = answers(on(policy, EagerRunner()), sent)
+    plain = answers(on(policy, StepRunner()), sent)
     np.testing.assert_allclose(answers(serving, sent), plain, atol=TOLERANCE)
     assert runner.num_captured == 0
 
