@@ -146,9 +146,6 @@ class TinyTarget:
         every: Tensor = self.decoder.head(hidden).float()
         return every[..., wanted.first : wanted.last + 1]
 
-    def action_logits(self, logits: Tensor) -> Tensor:
-        return logits[..., ACTIONS.first : ACTIONS.last + 1]
-
     def prefill(
         self, rows: TinyCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, Tensor]:

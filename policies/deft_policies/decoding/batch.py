@@ -384,9 +384,8 @@ class Batch:
         reals = [(*one, *(0.0,) * (self.places - len(one))) for one in drift]
         self.drift.copy_(to_device(reals, self.device, torch.float32))
         spaces = [row.form.space or ActionSpace.in_bins(1) for row in rows]
-        space = SpaceTensors.of(
-            [one.with_more(self.places - one.length) for one in spaces], self.device
-        )
+        fitted = tuple(one.with_more(self.places - one.length) for one in spaces)
+        space = SpaceTensors.of(fitted, self.device)
         self.groups.copy_(space.groups)
         self.unit_per_bin.copy_(space.unit_per_bin)
         self.class_boundary.copy_(space.class_boundary)

@@ -431,8 +431,8 @@ class SmallModelDrafts(DraftSource):
             longest = prompts.embeds.shape[1] + tree.num_nodes + MOST_GROWN
             self._cache.reserve(first_row + len(wanted), longest)
             scores = self.model.prefill(self._cache, first_row, prompts, tree)[0]
-        first = self._drafted.first - self.model.vocabulary.first
-        odds = scores.logits[:, :, first : first + len(self._drafted)].log_softmax(dim=2)
+        columns = self._drafted.within(self.model.vocabulary)
+        odds = scores.logits[:, :, columns].log_softmax(dim=2)
         self._guessed, self._ahead = guessed, odds[:, num_nodes:]
         return take_rows(odds, wanted)
 

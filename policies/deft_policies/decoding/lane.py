@@ -384,7 +384,9 @@ class Lane:
             path, num, bonus, own = accepted.path, accepted.num, accepted.bonus, accepted.own
             tokens = _next_tokens(tree, path, num, bonus)
         hidden = take_rows(scores.hidden, path) if self._keeps_hidden else None
-        said = self.target.action_logits(logits) if self._keeps_logits else None
+        said = None
+        if self._keeps_logits:
+            said = logits[:, :, self.target.action_tokens.within(self.target.vocabulary)]
         return Pass(tree, predictions, path, num, bonus, tokens, own, hidden, said)
 
     def _scored(

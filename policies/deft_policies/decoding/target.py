@@ -120,11 +120,6 @@ class Target:
         rows = slice(wanted.first, wanted.last + 1)
         return functional.linear(hidden, self.decoder.head.weight[rows]).float()
 
-    def action_logits(self, logits: Tensor) -> Tensor:
-        """Those of action tokens alone, [..., action token], of logits over `vocabulary`."""
-        first = self.action_tokens.first - self.vocabulary.first
-        return logits[..., first : first + len(self.action_tokens)]
-
     def record(self, cache: KVCache, widest: int) -> None:
         """Record every pass over trees of up to so many nodes, and every prefill."""
         reserve, weight = self.runner.reserve, self.decoder.embedding.weight
@@ -185,8 +180,7 @@ class Target:
         best = 0.0
         for width in (one for one in WIDTHS if one <= widest):
             tokens = root.tokens.repeat(1, width)
-            chain = torch.arange(width, device=self.device).expand_as(tokens) - 1
-            tree = DraftTree(tokens, chain, *(one.repeat(1, width) for one in root.columns[2:]))
+            tree = replace(DraftTree.chain(tokens), is_chain=False)
             took_s = []
             for _ in range(_TIMED_RUNS):
                 started = time.perf_counter()

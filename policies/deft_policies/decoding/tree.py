@@ -23,6 +23,11 @@ class TokenRange:
         """True, elementwise, for the ids inside the range."""
         return (self.first <= tokens) & (tokens <= self.last)
 
+    def within(self, others: "TokenRange") -> slice:
+        """Where these ids are among the columns of others."""
+        start = self.first - others.first
+        return slice(start, start + len(self))
+
 
 @dataclass(frozen=True)
 class DrawnOdds:

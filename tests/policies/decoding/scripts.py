@@ -129,9 +129,6 @@ class AnswerTarget:
         rows.roots[:num_rows] = rows.length[:num_rows]
         return self._answer(tree, rows.length[:num_rows])
 
-    def action_logits(self, logits: Tensor) -> Tensor:
-        return logits
-
     def _answer(self, tree: DraftTree, committed: Tensor) -> Scores:
         places = (committed[:, None] + tree.depths()).clamp(max=LENGTH - 1)
         wanted = torch.tensor([list(row) for row in self.wanted]).gather(1, places)

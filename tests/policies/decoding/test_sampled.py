@@ -72,7 +72,7 @@ def scored_chains(tokens: torch.Tensor, odds: torch.Tensor | None) -> ScoredTree
     tree = DraftTree(*fields, drawn=None if odds is None else DrawnOdds(odds, 0))
     contexts = torch.cat((torch.full((num_rows, 1), NUM_TOKENS), tokens), dim=1)
     logits = target[contexts]
-    space = SpaceTensors.of([ActionSpace.in_bins(3)], CPU)
+    space = SpaceTensors.of((ActionSpace.in_bins(3),), CPU)
     wide = SpaceTensors(
         space.groups.expand(num_rows, -1),
         space.unit_per_bin.expand(num_rows, -1),

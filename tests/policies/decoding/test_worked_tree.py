@@ -68,7 +68,7 @@ def scored() -> ScoredTree:
     scores = Scores(logits, torch.zeros(1, len(given), 1))
     committed = torch.tensor([NUM_COMMITTED])
     nothing = torch.zeros(1, LENGTH, dtype=torch.int64)
-    space = SpaceTensors.of([ActionSpace.in_bins(LENGTH)], CPU)
+    space = SpaceTensors.of((ActionSpace.in_bins(LENGTH),), CPU)
     return ScoredTree(
         tree=tree,
         scores=scores,

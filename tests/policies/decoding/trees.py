@@ -64,7 +64,7 @@ def random_scored(seed: int, space: ActionSpace = SPACE, num_rows: int = 3) -> S
         for position in range(int(num_committed[row])):
             spent[row, position] = rng.choice([0, 0, 2, -3])
     context = ActionContext(
-        space=SpaceTensors.of([space] * num_rows, CPU),
+        space=SpaceTensors.of((space,) * num_rows, CPU),
         drift=torch.tensor([[rng.uniform(-9, 9) for _ in range(LENGTH)] for _ in range(num_rows)]),
         num_steps=torch.tensor([rng.randrange(200) for _ in range(num_rows)]),
         patches=torch.randn(num_rows, 6, 8, generator=generator),

@@ -55,7 +55,7 @@ def _without_values() -> ScoredTree:
         vocabulary=TokenRange(0, _TOKENS - 1),
         action_tokens=TokenRange(0, _TOKENS - 1),
         context=ActionContext(
-            SpaceTensors.of([ActionSpace.in_bins(_LENGTH)] * _ROWS, _META),
+            SpaceTensors.of((ActionSpace.in_bins(_LENGTH),) * _ROWS, _META),
             places,
             rows,
             torch.empty(_ROWS, 3, _WIDTH, device=_META),

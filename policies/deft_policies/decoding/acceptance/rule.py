@@ -5,7 +5,6 @@ A rule reads a draft tree together with everything that the target said about it
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -82,25 +81,23 @@ class SpaceTensors:
         return self.groups.shape[1]
 
     @staticmethod
-    def of(spaces: Sequence[ActionSpace], device: torch.device) -> "SpaceTensors":
-        """Stack the spaces of a batch; they must have the same length. Not to be written to."""
-        return _stack(tuple(spaces), device)
+    @lru_cache(maxsize=64)
+    def of(spaces: tuple[ActionSpace, ...], device: torch.device) -> "SpaceTensors":
+        """Stack the spaces of a batch; they must have the same length. Not to be written to.
 
-
-@lru_cache(maxsize=64)
-def _stack(spaces: tuple[ActionSpace, ...], device: torch.device) -> SpaceTensors:
-    """Remembered, because sessions act in the same space again and again."""
-    boundaries = [
-        [NO_CLASS if edge is None else edge for edge in space.class_boundary] for space in spaces
-    ]
-    with torch.inference_mode(False):
-        return SpaceTensors(
-            groups=torch.tensor([space.groups for space in spaces], device=device),
-            unit_per_bin=torch.tensor(
-                [space.unit_per_bin for space in spaces], dtype=torch.float32, device=device
-            ),
-            class_boundary=torch.tensor(boundaries, device=device),
-        )
+        Remembered, because sessions act in the same space again and again.
+        """
+        units = [space.unit_per_bin for space in spaces]
+        boundaries = [
+            [NO_CLASS if edge is None else edge for edge in space.class_boundary]
+            for space in spaces
+        ]
+        with torch.inference_mode(False):
+            return SpaceTensors(
+                groups=torch.tensor([space.groups for space in spaces], device=device),
+                unit_per_bin=torch.tensor(units, dtype=torch.float32, device=device),
+                class_boundary=torch.tensor(boundaries, device=device),
+            )
 
 
 @dataclass(frozen=True)
@@ -209,9 +206,8 @@ class ScoredTree:
         [row, node, bin]. Conditioned on an action token, so that a threshold means the same
         whether the target computes its whole vocabulary or only these rows.
         """
-        first = self.action_tokens.first - self.vocabulary.first
-        rows = self.scores.logits[:, :, first : first + len(self.action_tokens)]
-        return rows.log_softmax(dim=2)
+        columns = self.action_tokens.within(self.vocabulary)
+        return self.scores.logits[:, :, columns].log_softmax(dim=2)
 
     @cached_property
     def whole_entropy(self) -> Tensor:
