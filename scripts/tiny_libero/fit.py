@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from deft_draft_training.errors import DataError
 from deft_draft_training.optimizer import OptimizerConfig, WeightAverage, computing_in
 from deft_draft_training.run_directory import STATE_FILE, RunDirectory
 from deft_draft_training.trainer import FitConfig, Trainer, chosen_at
+from deft_policies.checkpoint.tensor_file import MODEL_FILE
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.sizes import OpenVLAConfig
@@ -35,6 +37,7 @@ from scripts.tiny_libero.model import (
     deepened,
     initialise,
 )
+from scripts.tiny_libero.tokenizer import words_of_thoughts
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ class PolicyFitConfig(FitConfig):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     words: WordsConfig = field(default_factory=WordsConfig)
     thinking_share: float = 1 / 3  # of the steps, whose samples think aloud
+    # Every step thinks aloud and changes only words that thoughts alone have, so that acting at
+    # once stays what it was: for a policy that acts well and thinks badly.
+    only_thoughts: bool = False
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(
             rate=1.5e-3, muon_rate=2e-3, clip=1.0, warm_up_steps=50, decay_from=0.4
@@ -115,6 +121,13 @@ class PolicyFitConfig(FitConfig):
     average_decay: float = 0.998
     save_every: int = 200
     log_every: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.only_thoughts and self.optimizer.weight_decay:
+            raise ValueError(
+                "with only_thoughts nothing else may change: set optimizer.weight_decay to 0"
+            )
 
 
 class PolicyTrainer(Trainer[PolicyNet]):
@@ -137,6 +150,8 @@ class PolicyTrainer(Trainer[PolicyNet]):
         self.device = device or torch.device("cpu")
         net = PolicyNet(model_config, samples.positions.shape[1])
         initialise(net, config.seed)
+        if config.only_thoughts:
+            _train_only(net, words_of_thoughts(tokenizer))
         super().__init__(config, net.to(self.device))
         self._batches = Batches(samples, tokenizer, model_config, config.words)
         self._images = ImageProcessor(model_config.image, ImageChain.NONE)
@@ -147,8 +162,8 @@ class PolicyTrainer(Trainer[PolicyNet]):
     ) -> PolicyNet:
         """Train to the configured step and return the averaged model.
 
-        `warm_start` is another run's directory whose weights a new run begins with: what DAgger
-        does when more data have come. Its decoder may have been shallower.
+        `warm_start` is another run's directory, or a checkpoint, whose weights a new run begins
+        with: what DAgger does when more data have come. A run's decoder may have been shallower.
         """
         with RunDirectory(directory, plain(self.config), with_board) as run:
             if warm_start is not None and not (directory / STATE_FILE).exists():
@@ -156,9 +171,29 @@ class PolicyTrainer(Trainer[PolicyNet]):
             return self._train(run)
 
     def _begin_from(self, directory: Path) -> None:
+        if (directory / MODEL_FILE).exists():
+            self._copy_checkpoint(directory)
+        else:
+            self._copy_run(directory)
+        self.average = WeightAverage(self.net, self.config.average_decay)
+
+    @torch.no_grad()
+    def _copy_checkpoint(self, directory: Path) -> None:
+        stored = load_file(directory / MODEL_FILE)
+        for name, own in self.net.model.named_tensors().items():
+            if name not in stored or stored[name].shape != own.shape:
+                raise DataError(
+                    f"{directory} has no {name} of the shape {tuple(own.shape)}; give the same "
+                    "sizes"
+                )
+            own.copy_(stored[name])
+
+    def _copy_run(self, directory: Path) -> None:
         path = directory / STATE_FILE
         if not path.exists():
-            raise DataError(f"{path} is missing; a warm start needs the directory of a run")
+            raise DataError(
+                f"{path} is missing; a warm start needs the directory of a run, or a checkpoint"
+            )
         weights = torch.load(path, map_location="cpu", weights_only=True)["module"]
         if count_layers(weights) < self.config.model.num_layers:
             weights = deepened(weights, self.config.model.num_layers)
@@ -168,14 +203,14 @@ class PolicyTrainer(Trainer[PolicyNet]):
         if other:
             raise DataError(f"{path} is of another shape in {other[0]}; give the same sizes")
         self.net.load_state_dict(weights)
-        self.average = WeightAverage(self.net, self.config.average_decay)
 
     def _step(self, step: int) -> Mapping[str, float]:
         config, started_s = self.config, time.perf_counter()
         chosen = chosen_at(len(self.samples), config.batch_size, config.seed, step)
         # Every step has random numbers of its own, and is of one kind, so that acting is short.
         seed = np.random.SeedSequence((config.seed, step))
-        thinks = _counts(step + 1, config.thinking_share) > _counts(step, config.thinking_share)
+        share = 1.0 if config.only_thoughts else config.thinking_share
+        thinks = _counts(step + 1, share) > _counts(step, share)
         batch = self._batches.take(chosen, np.random.default_rng(seed), thinks)
         frames = augment(
             batch.frames,
@@ -213,8 +248,20 @@ class PolicyTrainer(Trainer[PolicyNet]):
     def _weight(self, name: str, thinks: bool) -> float:
         """Of one of the losses: where it thinks aloud, its words have a share of the action's."""
         config = self.config.loss
-        weights = {"positions": config.position_weight, "text": config.text_weight}
+        positions = 0.0 if self.config.only_thoughts else config.position_weight
+        weights = {"positions": positions, "text": config.text_weight}
         return weights.get(name, 1 - config.text_weight if thinks else 1.0)
+
+
+def _train_only(net: PolicyNet, ids: list[int]) -> None:
+    """From now on these tokens' rows of the embedding and of the head are all that changes."""
+    tables = (net.model.decoder.embedding.weight, net.model.decoder.head.weight)
+    is_trained = torch.zeros(len(tables[0]), 1)
+    is_trained[ids] = 1
+    net.requires_grad_(False)
+    for table in tables:
+        table.requires_grad_(True)
+        table.register_hook(lambda gradient: gradient * is_trained.to(gradient))  # type: ignore[no-untyped-call]
 
 
 def _counts(step: int, share: float) -> int:

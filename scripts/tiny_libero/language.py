@@ -91,6 +91,7 @@ SUBTASKS = {
     "release": Subtask("The {thing} is in the {place}.", "release the {thing}"),
     "retreat": Subtask("Something is in the way of the hand.", "back away"),
 }
+SEEKING = ("approach", "descend", "retreat")  # phases on the way to the thing
 CARRYING = ("lift", "carry", "lower", "release")  # phases with the thing in hand
 PLAN = "reach, grasp, lift, carry, release."
 TAGS = (

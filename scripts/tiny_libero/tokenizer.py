@@ -7,14 +7,15 @@ a small model would spend most of its prefill on it.
 
 import json
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as splitters
 
 from deft_policies.checkpoint.config import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from deft_policies.model.prompt import BLANK_PIECE, BOS_PIECE
-from scripts.tiny_libero.language import prompt_ends
+from deft_policies.model.prompt import BLANK_PIECE, BOS_PIECE, PromptEncoder, PromptTemplate
+from scripts.tiny_libero.language import PATTERNS, PLACES, THINGS, prompt_ends
 
 UNKNOWN_PIECE = "<unk>"
 EOS_PIECE = "</s>"
@@ -60,6 +61,16 @@ def build_tokenizer(texts: Iterable[str], tags: Iterable[str] = ()) -> Tokenizer
         single=f"{BOS_PIECE} $A", special_tokens=[(BOS_PIECE, vocabulary[BOS_PIECE])]
     )
     return tokenizer
+
+
+def words_of_thoughts(tokenizer: Tokenizer) -> list[int]:
+    """Ids that only thinking aloud meets: no prompt that is acted on at once holds one."""
+    prompt = PromptEncoder(tokenizer, PromptTemplate.OPENVLA, Path("the tokenizer"))
+    known = tokenizer.get_vocab()
+    elsewhere = {known[piece] for piece in (*_SPECIAL, *_BYTES)}
+    for pattern, thing, place in product(PATTERNS, THINGS, PLACES):
+        elsewhere |= set(prompt.encode(pattern.format(thing=thing, place=place)))
+    return sorted(set(known.values()) - elsewhere)
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from scripts.tiny_libero.fit import PolicyFitConfig, PolicyTrainer
 from scripts.tiny_libero.language import (
     CARRYING,
     PATTERNS,
+    SEEKING,
     TAGS,
     Facts,
     reasoning,
@@ -43,6 +44,9 @@ from scripts.tiny_libero.tokenizer import build_tokenizer
 
 _MOVING = 0.02  # of the largest command; less counts as standing still
 _DECIMETRES = 10.0  # positions of a few decimetres become numbers of order one
+
+# Where an open hand is so near the thing that only the expert can tell how far it is off.
+_NEAR_METRES, _OPEN_METRES, _RISING = 0.06, 0.07, 0.1
 
 # How much a step counts: the grasp and what surrounds it decide an episode.
 _PHASE_WEIGHTS = {"descend": 2.0, "close": 3.0, "lift": 2.0, "lower": 1.5, "release": 3.0}
@@ -73,6 +77,30 @@ def load_demonstrations(folders: Sequence[Path], only_succeeded: bool) -> list[D
         raise DataError(f"no demonstrations in {places}; run the command demos first")
     loaded = (load_demonstration(path) for path in tqdm(paths, desc="read", unit="episode"))
     return [one for one in loaded if one.header.succeeded or not only_succeeded]
+
+
+def decided(episode: Demonstration) -> Demonstration:
+    """An episode without the steps at which an open hand, close to the thing, rises again.
+
+    A centimetre decides whether the expert goes down or up first to come down anew. The picture
+    does not show it, and a policy that is taught both hovers.
+    """
+    away = _columns(episode, "object", "xy") - _columns(episode, "gripper", "xy")
+    opening = episode.privileged[:, PRIVILEGED.index("opening")]
+    phases = np.array(episode.header.phases)[episode.phase]
+    hesitates = (
+        np.isin(phases, SEEKING)
+        & (np.linalg.norm(away, axis=1) < _NEAR_METRES)
+        & (opening > _OPEN_METRES)
+        & (episode.labels[:, 2] > _RISING)
+    )
+    kept = np.flatnonzero(~hesitates)
+    rows = {
+        one.name: getattr(episode, one.name)[kept]
+        for one in fields(episode)
+        if one.name not in ("header", "encoded")
+    }
+    return replace(episode, encoded=[episode.encoded[step] for step in kept.tolist()], **rows)
 
 
 def prepare(
@@ -214,6 +242,7 @@ class PolicyRunConfig:
     """A run: the data set's name and the training itself."""
 
     statistics_key: str = "libero_object"
+    only_decided: bool = False  # leave out where the expert rises again: see `decided`
     fit: PolicyFitConfig = field(default_factory=PolicyFitConfig)
 
 
@@ -226,7 +255,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config", type=Path, metavar="TOML")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument(
-        "--warm-start", type=Path, metavar="DIR", help="begin with the weights of another run"
+        "--warm-start",
+        type=Path,
+        metavar="DIR",
+        help="begin with the weights of another run, or of a checkpoint",
     )
     parser.add_argument(
         "--tokens-of",
@@ -252,6 +284,8 @@ def main(arguments: list[str]) -> int:
     config = load_config(PolicyRunConfig, given.config, given.overrides)
     kept = _kept_tokens(given.tokens_of, config.statistics_key)
     episodes = load_demonstrations(given.demos, only_succeeded=given.warm_start is None)
+    if config.only_decided:
+        episodes = [decided(one) for one in episodes]
     fit = config.fit
     prepared = prepare(episodes, fit.model, config.statistics_key, kept, fit.thinking_share)
     sys.stderr.write(

@@ -2,17 +2,25 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from deft_client.datasets.demonstrations import (
+    PRIVILEGED,
+    Demonstration,
+    find_demonstrations,
+    load_demonstration,
+)
 from deft_client.types import Observation
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
-from scripts.tiny_libero.train import entropy_of_motion, main
+from scripts.tiny_libero.train import decided, entropy_of_motion, main
 from tests.draft_training.made_up import INSTRUCTIONS, write_demonstrations
 from tests.typed import next_command
 
@@ -109,6 +117,54 @@ def test_a_warm_start_may_come_from_a_shallower_decoder(demos: Path):
     second = train([demos], "second", *flags, "--set=fit.model.num_layers=3")
     sizes = json.loads((second / "config.json").read_text())["text_config"]
     assert sizes["num_hidden_layers"] == 3
+
+
+def test_a_warm_start_may_come_from_a_checkpoint(demos: Path):
+    first = train([demos], "first", "--float32")
+    second = train(
+        [demos],
+        "second",
+        f"--warm-start={first}",
+        f"--tokens-of={first}",
+        "--set=fit.optimizer.rate=0",
+        "--set=fit.optimizer.muon_rate=0",
+        "--float32",
+    )
+    model = "model.safetensors"
+    assert (second / model).read_bytes() == (first / model).read_bytes()
+    with pytest.raises(DataError, match=r"has no projector.*of the shape"):
+        train(
+            [demos],
+            "third",
+            f"--warm-start={first}",
+            f"--tokens-of={first}",
+            "--set=fit.model.width=48",
+            "--set=fit.model.heads=2",
+        )
+
+
+def test_only_an_open_hand_that_rises_close_to_the_thing_is_left_out(demos: Path):
+    episode = load_demonstration(next(find_demonstrations(demos)))
+    phases = ("approach", "lift")
+    episode = replace(episode, header=replace(episode.header, phases=phases))
+    steps = {name: np.zeros((6, *rows.shape[1:]), rows.dtype) for name, rows in arrays_of(episode)}
+    away, opening = PRIVILEGED.index("gripper_x"), PRIVILEGED.index("opening")
+    steps["privileged"][:, opening] = 0.08
+    steps["labels"][:, 2] = 0.5
+    steps["phase"][:] = phases.index("approach")
+    steps["labels"][0, 2] = -0.5  # goes down
+    steps["privileged"][1, away] = 0.1  # is still far away
+    steps["privileged"][2, opening] = 0.0  # has closed on nothing
+    steps["phase"][3] = phases.index("lift")
+    pictures = [bytes([step]) for step in range(6)]
+    kept = decided(replace(episode, encoded=pictures, **steps))
+    assert list(kept.encoded) == pictures[:4]
+    for name, rows in arrays_of(kept):
+        assert np.array_equal(rows, steps[name][:4])
+
+
+def arrays_of(episode: Demonstration) -> list[tuple[str, NDArray[np.float32]]]:
+    return [(name, rows) for name, rows in vars(episode).items() if isinstance(rows, np.ndarray)]
 
 
 def test_a_warm_start_from_no_run_is_refused(demos: Path):

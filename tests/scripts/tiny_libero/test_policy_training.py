@@ -19,7 +19,14 @@ from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
 from deft_policies.model.statistics import ActionStatistics
-from scripts.tiny_libero.data import AugmentConfig, Batches, PolicySamples, Request, augment
+from scripts.tiny_libero.data import (
+    AugmentConfig,
+    Batches,
+    PolicyBatch,
+    PolicySamples,
+    Request,
+    augment,
+)
 from scripts.tiny_libero.fit import (
     PolicyFitConfig,
     PolicyLossConfig,
@@ -28,7 +35,7 @@ from scripts.tiny_libero.fit import (
     soft_tokens,
     text_loss,
 )
-from scripts.tiny_libero.language import TAGS, vocabulary
+from scripts.tiny_libero.language import TAGS, THINGS, sentence, vocabulary
 from scripts.tiny_libero.model import (
     PolicyModelConfig,
     PolicyNet,
@@ -36,7 +43,8 @@ from scripts.tiny_libero.model import (
     deepened,
     initialise,
 )
-from scripts.tiny_libero.tokenizer import build_tokenizer
+from scripts.tiny_libero.tokenizer import build_tokenizer, words_of_thoughts
+from scripts.tiny_libero.train import Prepared, write_policy
 
 SIZES = PolicyModelConfig(
     image_size=16,
@@ -133,12 +141,19 @@ def test_one_policy_learns_to_act_at_once_and_to_think_aloud(tmp_path):
 
 def answers_of(net: PolicyNet, samples: PolicySamples, thinks: bool = False) -> torch.Tensor:
     """The likeliest token of each step, given the right ones before it."""
+    return scores_of(net, samples, thinks)[0].argmax(dim=-1)
+
+
+def scores_of(
+    net: PolicyNet, samples: PolicySamples, thinks: bool = False
+) -> tuple[torch.Tensor, PolicyBatch]:
+    """What every token scores at each step, given the right ones before it, and the samples."""
     batches = Batches(samples, TOKENIZER, CONFIG)
     batch = batches.take(np.arange(len(samples)), np.random.default_rng(0), thinks)
     pixels = ImageProcessor(CONFIG.image, ImageChain.NONE).pixel_values(list(batch.frames.numpy()))
     with torch.no_grad():
         hidden = net(pixels, batch.ids, batch.prompt_lengths, batch.answers.shape[1])
-        return net.read(hidden).logits.argmax(dim=-1)
+        return net.read(hidden).logits, batch
 
 
 def test_a_thinking_sample_is_ecots_prompt_its_text_the_action_and_the_end():
@@ -192,6 +207,55 @@ def test_text_loss_counts_words_and_the_end_but_not_the_action():
     assert float(text_loss(logits, batch)) == pytest.approx(even)
     logits[0, first + 7, TOKENIZER.token_to_id("</s>")] = 5.0
     assert float(text_loss(logits, batch)) < even
+
+
+def test_thoughts_alone_are_taught_without_a_change_to_acting_at_once(tmp_path):
+    samples = made_up_samples()
+    taught = replace(fit_config(40), thinking_share=0.5)
+    before = PolicyTrainer(taught, CONFIG, samples, TOKENIZER).run(tmp_path / "run")
+    checkpoint = write_policy_of(before, samples, tmp_path / "checkpoint")
+
+    config = replace(taught, only_thoughts=True, steps=60)
+    trainer = PolicyTrainer(config, CONFIG, samples, TOKENIZER)
+    after = trainer.run(tmp_path / "thoughts", warm_start=checkpoint)
+
+    words = words_of_thoughts(TOKENIZER)
+    others = [row for row in range(CONFIG.llm.vocabulary) if row not in words]
+    old, new = before.model.named_tensors(), after.model.named_tensors()
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert changed == {
+        f"language_model.{name}.weight" for name in ("model.embed_tokens", "lm_head")
+    }
+    for name in changed:
+        torch.testing.assert_close(old[name][others], new[name][others], atol=1e-6, rtol=1e-6)
+    was, now = (scores_of(net, samples)[0][..., others] for net in (before, after))
+    torch.testing.assert_close(was, now, atol=1e-5, rtol=1e-5)
+    assert loss_of_thoughts(after, samples) < 0.8 * loss_of_thoughts(before, samples)
+
+
+def test_words_of_thoughts_are_in_no_prompt_that_is_acted_on_at_once():
+    words = set(words_of_thoughts(TOKENIZER))
+    encoder = PromptEncoder(TOKENIZER, PromptTemplate.OPENVLA, Path("here"))
+    generator = np.random.default_rng(0)
+    for thing in THINGS:
+        prompts = [encoder.encode(sentence(thing, "basket", generator, 0, 0.5)) for _ in range(40)]
+        assert not words & {number for prompt in prompts for number in prompt}
+    known = {TOKENIZER.id_to_token(number) for number in words}
+    assert {" PLAN:", " MOVE:", "? ASSISTANT: TASK:", "\u2581[8,", "\u2581held"} <= known
+
+
+def test_only_thoughts_refuses_what_would_change_the_rest():
+    with pytest.raises(ConfigError, match="nothing else may change"):
+        load_config(PolicyFitConfig, None, ["only_thoughts=true", "optimizer.weight_decay=0.1"])
+
+
+def write_policy_of(net: PolicyNet, samples: PolicySamples, directory: Path) -> Path:
+    write_policy(net, Prepared(CONFIG, TOKENIZER, samples), directory, torch.float32)
+    return directory
+
+
+def loss_of_thoughts(net: PolicyNet, samples: PolicySamples) -> float:
+    return float(text_loss(*scores_of(net, samples, thinks=True)))
 
 
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
