@@ -111,6 +111,7 @@ class PolicyFitConfig(FitConfig):
     # Every step thinks aloud and changes only words that thoughts alone have, so that acting at
     # once stays what it was: for a policy that acts well and thinks badly.
     only_thoughts: bool = False
+    only_decided: bool = False  # leave out where the expert rises again: see `train.decided`
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(
             rate=1.5e-3, muon_rate=2e-3, clip=1.0, warm_up_steps=50, decay_from=0.4
@@ -128,6 +129,8 @@ class PolicyFitConfig(FitConfig):
             raise ValueError(
                 "with only_thoughts nothing else may change: set optimizer.weight_decay to 0"
             )
+        if self.only_thoughts and not self.thinking_share:
+            raise ValueError("with only_thoughts thinking_share must be above 0")
 
 
 class PolicyTrainer(Trainer[PolicyNet]):
@@ -165,6 +168,8 @@ class PolicyTrainer(Trainer[PolicyNet]):
         `warm_start` is another run's directory, or a checkpoint, whose weights a new run begins
         with: what DAgger does when more data have come. A run's decoder may have been shallower.
         """
+        if self.config.only_thoughts and warm_start is None:
+            raise DataError("only_thoughts needs a policy that acts well: give a warm start")
         with RunDirectory(directory, plain(self.config), with_board) as run:
             if warm_start is not None and not (directory / STATE_FILE).exists():
                 self._begin_from(warm_start)

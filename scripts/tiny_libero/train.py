@@ -242,7 +242,6 @@ class PolicyRunConfig:
     """A run: the data set's name and the training itself."""
 
     statistics_key: str = "libero_object"
-    only_decided: bool = False  # leave out where the expert rises again: see `decided`
     fit: PolicyFitConfig = field(default_factory=PolicyFitConfig)
 
 
@@ -284,7 +283,7 @@ def main(arguments: list[str]) -> int:
     config = load_config(PolicyRunConfig, given.config, given.overrides)
     kept = _kept_tokens(given.tokens_of, config.statistics_key)
     episodes = load_demonstrations(given.demos, only_succeeded=given.warm_start is None)
-    if config.only_decided:
+    if config.fit.only_decided:
         episodes = [decided(one) for one in episodes]
     fit = config.fit
     prepared = prepare(episodes, fit.model, config.statistics_key, kept, fit.thinking_share)

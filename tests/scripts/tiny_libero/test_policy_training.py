@@ -247,6 +247,14 @@ def test_words_of_thoughts_are_in_no_prompt_that_is_acted_on_at_once():
 def test_only_thoughts_refuses_what_would_change_the_rest():
     with pytest.raises(ConfigError, match="nothing else may change"):
         load_config(PolicyFitConfig, None, ["only_thoughts=true", "optimizer.weight_decay=0.1"])
+    with pytest.raises(ConfigError, match="thinking_share must be above 0"):
+        load_config(PolicyFitConfig, None, ["only_thoughts=true", "thinking_share=0"])
+
+
+def test_only_thoughts_are_taught_to_nothing_but_a_policy(tmp_path):
+    config = replace(fit_config(4), thinking_share=0.5, only_thoughts=True)
+    with pytest.raises(DataError, match="give a warm start"):
+        PolicyTrainer(config, CONFIG, made_up_samples(), TOKENIZER).run(tmp_path / "run")
 
 
 def write_policy_of(net: PolicyNet, samples: PolicySamples, directory: Path) -> Path:
