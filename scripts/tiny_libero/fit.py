@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from deft_client.image_chain import ImageChain
 from deft_draft_training.config import plain
@@ -18,7 +17,8 @@ from deft_draft_training.errors import DataError
 from deft_draft_training.optimizer import OptimizerConfig, WeightAverage, computing_in
 from deft_draft_training.run_directory import STATE_FILE, RunDirectory
 from deft_draft_training.trainer import FitConfig, Trainer, chosen_at
-from deft_policies.checkpoint.tensor_file import MODEL_FILE
+from deft_policies.checkpoint.config import CONFIG_FILE
+from deft_policies.checkpoint.open import load_model, locate_checkpoint, open_source
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.sizes import OpenVLAConfig
@@ -176,38 +176,31 @@ class PolicyTrainer(Trainer[PolicyNet]):
             return self._train(run)
 
     def _begin_from(self, directory: Path) -> None:
-        if (directory / MODEL_FILE).exists():
-            self._copy_checkpoint(directory)
-        else:
-            self._copy_run(directory)
-        self.average = WeightAverage(self.net, self.config.average_decay)
-
-    @torch.no_grad()
-    def _copy_checkpoint(self, directory: Path) -> None:
-        stored = load_file(directory / MODEL_FILE)
-        for name, own in self.net.model.named_tensors().items():
-            if name not in stored or stored[name].shape != own.shape:
-                raise DataError(
-                    f"{directory} has no {name} of the shape {tuple(own.shape)}; give the same "
-                    "sizes"
-                )
-            own.copy_(stored[name])
-
-    def _copy_run(self, directory: Path) -> None:
-        path = directory / STATE_FILE
-        if not path.exists():
-            raise DataError(
-                f"{path} is missing; a warm start needs the directory of a run, or a checkpoint"
-            )
-        weights = torch.load(path, map_location="cpu", weights_only=True)["module"]
+        weights = self._read_weights(directory)
         if count_layers(weights) < self.config.model.num_layers:
             weights = deepened(weights, self.config.model.num_layers)
         own = {name: one.shape for name, one in self.net.state_dict().items()}
         theirs = {name: one.shape for name, one in weights.items()}
         other = sorted(name for name, _ in own.items() ^ theirs.items())
         if other:
-            raise DataError(f"{path} is of another shape in {other[0]}; give the same sizes")
+            raise DataError(f"{directory} is of another shape in {other[0]}; give the same sizes")
         self.net.load_state_dict(weights)
+        self.average = WeightAverage(self.net, self.config.average_decay)
+
+    def _read_weights(self, directory: Path) -> Mapping[str, Tensor]:
+        """Of a run or of a checkpoint, which has no auxiliary head: the new one stays."""
+        path = directory / STATE_FILE
+        if path.exists():
+            weights: Mapping[str, Tensor] = torch.load(path, "cpu", weights_only=True)["module"]
+            return weights
+        if not (directory / CONFIG_FILE).exists():
+            raise DataError(
+                f"{path} is missing; a warm start needs the directory of a run, or a checkpoint"
+            )
+        checkpoint = open_source(locate_checkpoint(str(directory)))
+        model = load_model(checkpoint, torch.device("cpu"), torch.float32)
+        kept = nn.ModuleDict({"model": model, "position_head": self.net.position_head})
+        return kept.state_dict()
 
     def _step(self, step: int) -> Mapping[str, float]:
         config, started_s = self.config, time.perf_counter()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.demonstrations import (
+    COLUMNS,
     PRIVILEGED,
     Demonstration,
     find_demonstrations,
@@ -95,11 +96,7 @@ def decided(episode: Demonstration) -> Demonstration:
         & (episode.labels[:, 2] > _RISING)
     )
     kept = np.flatnonzero(~hesitates)
-    rows = {
-        one.name: getattr(episode, one.name)[kept]
-        for one in fields(episode)
-        if one.name not in ("header", "encoded")
-    }
+    rows = {name: getattr(episode, name)[kept] for name in COLUMNS}
     return replace(episode, encoded=[episode.encoded[step] for step in kept.tolist()], **rows)
 
 

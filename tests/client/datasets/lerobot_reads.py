@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import torch
+from torch import library
 
 
 def without_operators() -> None:
@@ -17,7 +18,7 @@ def without_operators() -> None:
             import torchvision  # noqa: F401
         except RuntimeError as error:
             (name,) = re.findall(r"operator (torchvision::\w+) does not exist", str(error))
-            torch.library.define(name, "() -> ()")
+            library.define(name, "() -> ()")
             for one in [one for one in sys.modules if one.startswith("torchvision")]:
                 del sys.modules[one]
         else:

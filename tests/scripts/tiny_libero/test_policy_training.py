@@ -213,7 +213,8 @@ def test_thoughts_alone_are_taught_without_a_change_to_acting_at_once(tmp_path):
     samples = made_up_samples()
     taught = replace(fit_config(40), thinking_share=0.5)
     before = PolicyTrainer(taught, CONFIG, samples, TOKENIZER).run(tmp_path / "run")
-    checkpoint = write_policy_of(before, samples, tmp_path / "checkpoint")
+    checkpoint = tmp_path / "checkpoint"
+    write_policy(before, Prepared(CONFIG, TOKENIZER, samples), checkpoint, torch.float32)
 
     config = replace(taught, only_thoughts=True, steps=60)
     trainer = PolicyTrainer(config, CONFIG, samples, TOKENIZER)
@@ -255,11 +256,6 @@ def test_only_thoughts_are_taught_to_nothing_but_a_policy(tmp_path):
     config = replace(fit_config(4), thinking_share=0.5, only_thoughts=True)
     with pytest.raises(DataError, match="give a warm start"):
         PolicyTrainer(config, CONFIG, made_up_samples(), TOKENIZER).run(tmp_path / "run")
-
-
-def write_policy_of(net: PolicyNet, samples: PolicySamples, directory: Path) -> Path:
-    write_policy(net, Prepared(CONFIG, TOKENIZER, samples), directory, torch.float32)
-    return directory
 
 
 def loss_of_thoughts(net: PolicyNet, samples: PolicySamples) -> float:
