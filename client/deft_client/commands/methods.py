@@ -40,11 +40,13 @@ def read_method(path: Path) -> str:
 
 
 def with_knobs(text: str, knobs: Mapping[str, str]) -> str:
-    """The same method with further knobs; later ones win over earlier ones."""
+    """The same method with further knobs; a later one takes the place of an earlier one."""
     if not knobs:
         return text
-    turned = ",".join(f"{key}={value}" for key, value in knobs.items())
-    return f"{text}{',' if ':' in text else ':'}{turned}"
+    name, _, given = text.partition(":")
+    merged = dict(part.split("=", 1) for part in given.split(",") if "=" in part)
+    merged.update(knobs)
+    return f"{name}:" + ",".join(f"{key}={value}" for key, value in merged.items())
 
 
 def _written(path: Path, key: str, value: object) -> str:

@@ -251,8 +251,9 @@ class NgramLookup(DraftSource):
         gap = length - lengths  # skipped where the tail reaches into the action before
         reach = (back > count[:, None]) * gap[:, None]
         places = ends[:, :, None] - back - reach[:, None, :]
-        tail = stream.gather(1, (end[:, None] - back - reach).clamp(min=0))
-        flat = places.clamp(min=0).flatten(1)
+        last = stream.shape[1] - 1  # a text goes on behind the places of an action
+        tail = stream.gather(1, (end[:, None] - back - reach).clamp(0, last))
+        flat = places.clamp(0, last).flatten(1)
         earlier = stream.gather(1, flat).view(num_rows, num_steps, self._longest)
         first_known = ((num_steps - batch.num_past).clamp(min=0) * length)[:, None]
         same = (earlier == tail[:, None]) & (places >= first_known[:, :, None])
@@ -261,7 +262,8 @@ class NgramLookup(DraftSource):
         score = (matched * num_steps + steps + 1) * ((ends >= first_known) & (matched > 0))
         best = score.argmax(dim=1)
         tokens = own[torch.arange(num_rows, device=end.device), best][:, None]
-        return tokens, (score.amax(dim=1) > 0)[:, None, None].expand_as(tokens)
+        is_known = (score.amax(dim=1) > 0) & (count < lengths)
+        return tokens, is_known[:, None, None].expand_as(tokens)
 
 
 class Recycled(DraftSource):

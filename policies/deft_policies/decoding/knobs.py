@@ -31,9 +31,15 @@ def apply_knobs(method: Method, knobs: str) -> Method:
     """The method with KNOB=VALUE,... applied in order, which its name tells."""
     if not knobs:
         return method
-    name = with_knobs(method.name, dict(_split(part) for part in knobs.split(",")))
+    turned: dict[str, str] = {}
     for part in knobs.split(","):
-        method = _with_knob(method, *_split(part))
+        key, value = _split(part)
+        if key in turned:
+            raise RequestError("decoding", f"{method.name!r}: knob {key!r} is given twice")
+        turned[key] = value
+    name = with_knobs(method.name, turned)
+    for key, value in turned.items():
+        method = _with_knob(method, key, value)
     return replace(method, name=name)
 
 

@@ -434,14 +434,17 @@ class Lane:
         others = [slot + 1 for slot in begun if not first <= slot < stop]
         if self.is_fixed and old is not None:
             old.put(done, first)
-        elif old is None or not others:
+        elif first == 0 and not others:
             self._last = done
-        else:
-            nodes = max(old.num_nodes, done.num_nodes)
-            steps = max(old.path.shape[1], done.path.shape[1])
-            self._last = Pass.blank(self.target, max(stop, *others), nodes, steps)
-            self._last.put(old.of_rows(max(others)), 0)
-            self._last.put(done, first)
+        else:  # a row is read at its own slot, whoever has left the slots before it
+            passes = [(done, first)]
+            if old is not None and others:
+                passes.insert(0, (old.of_rows(max(others)), 0))
+            nodes = max(one.num_nodes for one, _ in passes)
+            steps = max(one.path.shape[1] for one, _ in passes)
+            self._last = Pass.blank(self.target, max(stop, *others, 0), nodes, steps)
+            for one, start in passes:
+                self._last.put(one, start)
 
     def _note_text(self, batch: Batch, done: Pass) -> None:
         """Where the action begins that the next token may belong to: behind the last text."""
@@ -497,7 +500,7 @@ class Lane:
 
     def _let_go(self, row: Row) -> None:
         self._whole.rows[row.slot] = None
-        if self.rows and row.records:  # the others go on beside an empty place
+        if row.records:  # whoever goes on, or joins behind it, does so beside an empty place
             self._whole.is_open[row.slot] = False
             self._cache.length[row.slot] = 0
 

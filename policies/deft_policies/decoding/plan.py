@@ -98,18 +98,18 @@ class TreeTemplate:
         paths: list[Path] = []
         level: list[Path] = [()]
         for _ in range(levels):
-            level = [
-                (*path, rank)
-                for path in level
-                for rank in range(reach)
-                if prod(step + 1 for step in path) * (rank + 1) <= reach
-            ]
+            above, level = level, []
+            for path in above:
+                for rank in range(reach // prod(step + 1 for step in path)):
+                    level.append((*path, rank))
+                    _check_size(len(paths) + len(level))
             paths += level
-        return TreeTemplate(tuple(sorted(paths, key=_by_level)))
+        return TreeTemplate(tuple(paths))
 
     @staticmethod
     def branches(num: int, levels: int) -> "TreeTemplate":
         """Chains beside each other, which part at the root (LVSpec's tree has two)."""
+        _check_size(num * levels)
         firsts = [(rank, *(0,) * depth) for depth in range(levels) for rank in range(num)]
         return TreeTemplate(tuple(firsts))
 
@@ -288,6 +288,12 @@ def read_kinds(text: str) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
     return tuple(dict.fromkeys(names))
+
+
+def _check_size(num_paths: int) -> None:
+    """Refuse a tree while it is counted: callers write these numbers."""
+    if num_paths > MOST_GUESSES:
+        raise ValueError(f"a tree may have at most {MOST_GUESSES} paths, and this one has more")
 
 
 def _by_level(path: Path) -> tuple[int, Path]:

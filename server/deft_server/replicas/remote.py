@@ -143,14 +143,19 @@ class Replica:
     async def _play(self) -> None:
         """Play rounds for as long as anything is on its way."""
         loop = asyncio.get_running_loop()
-        while self._joining or self._rounds.num_running:
-            joining, self._joining = self._joining, []
-            self.busy_since_s = time.monotonic()
-            ended, failures = await loop.run_in_executor(self._thread, self._rounds.play, joining)
-            for frame in ended:
-                if frame in self._ended:
-                    self._ended[frame].set_result(failures)
-        self.busy_since_s = self._playing = None
+        try:
+            while self._joining or self._rounds.num_running:
+                joining, self._joining = self._joining, []
+                self.busy_since_s = time.monotonic()
+                ended, failures = await loop.run_in_executor(
+                    self._thread, self._rounds.play, joining
+                )
+                for frame in ended:
+                    waiting = self._ended.get(frame)
+                    if waiting is not None and not waiting.done():  # else it was given up just now
+                        waiting.set_result(failures)
+        finally:
+            self.busy_since_s = self._playing = None
 
 
 def _pack(answer: Answer) -> ActAnswer | _PackedError:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from deft_client.commands.methods import read_method, tomllib
+from deft_client.commands.methods import read_method, tomllib, with_knobs
 from deft_client.errors import UsageError
 from deft_policies.decoding.knobs import find_method, method_names
 from deft_policies.decoding.methods import known_methods
@@ -262,3 +262,26 @@ def wait_until_ready(url: str) -> None:
             return
         pause.wait(0.1)
     raise AssertionError(f"{url} did not get ready")
+
+
+@pytest.mark.parametrize("tree", ["template:16+16", "template:16+12", "template:9+16"])
+def test_a_tree_of_too_many_paths_is_refused_before_it_is_built(tree):
+    """Callers write it: 128 characters held the event loop for seconds."""
+    with pytest.raises(RequestError, match="256"):
+        find_method(f"lossless:tree={tree}")
+    with pytest.raises(ValueError, match="256"):
+        TreeTemplate.harmonic(10**6, 10**6)
+    with pytest.raises(ValueError, match="256"):
+        TreeTemplate.branches(10**6, 10**6)
+
+
+def test_a_knob_that_is_given_twice_is_refused():
+    with pytest.raises(RequestError, match="'tree' is given twice"):
+        find_method("lossless:tree=chain:3,guard=off,tree=chain:4")
+
+
+def test_a_further_knob_takes_the_place_of_an_earlier_one() -> None:
+    text = with_knobs("lossless:guard=off,drafts=head+previous", {"guard": "on"})
+    assert text == "lossless:guard=on,drafts=head+previous"
+    assert with_knobs("lossless", {"guard": "on"}) == "lossless:guard=on"
+    assert find_method(text).name == text

@@ -249,6 +249,27 @@ def test_a_replica_that_is_played_round_by_round_has_a_place_for_every_frame_of_
     assert max(map(len, policy.rounds)) == 2
 
 
+def test_a_replica_outlives_a_frame_that_is_given_up_as_it_ends():
+    """Its caller goes in the very turn of the loop in which the round has ended."""
+    policy = SteppedFake(turnstile=threading.Semaphore(0))
+
+    async def story() -> float:
+        replica, state = replica_of(policy), FrontState("front", "1", 0)
+        given_up = asyncio.create_task(replica.answer(request(SessionMemory(), "1 rounds"), state))
+        await until(lambda: replica.busy_since_s is not None)
+        assert policy.turnstile is not None
+        policy.turnstile.release(9)
+        replica._thread.submit(lambda: None).result()  # the round has been played
+        await asyncio.sleep(0)
+        given_up.cancel()
+        later = replica.answer(request(SessionMemory(), "1 rounds"), state)
+        answer = (await asyncio.wait_for(later, 60.0)).unpacked()
+        await until(lambda: replica.busy_since_s is None)
+        return number_of(answer)
+
+    assert asyncio.run(story()) == 1
+
+
 def test_a_session_goes_from_replica_to_replica():
     async def story() -> list[float]:
         service = await serving(FakeCluster([replica_of(FakePolicy()), replica_of(FakePolicy())]))

@@ -204,7 +204,7 @@ def test_a_vocabulary_of_its_own_changes_no_draft() -> None:
 
 def test_trees_wider_than_the_models_cache_are_cut() -> None:
     models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
-    for tree in ("dynamic+16+32+256", "template+16+16"):
+    for tree in ("dynamic+16+32+256", "template+6+7"):
         method = find_method(f"small-model:tree={tree}")
         decoder = Decoding(fast_target(DECODER), method, models)
         assert tokens_of(decoder.decode(PROMPTS, Session.of(3))) == greedy(DECODER, PROMPTS)

@@ -1,0 +1,92 @@
+"""An answer depends on its own frame alone: not on who joins, hangs up or is cut beside it."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.engine import Engine
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.target import Target
+from deft_policies.memory import SessionMemory
+from tests.policies.decoding.scripts import clock
+from tests.policies.decoding.test_any_length import decoder, prompt, side_by_side
+from tests.tiny_target import ACTIONS
+
+METHODS = ("autoregressive", "lossless:plan=memory", "lossless:plan=memory-wide", "token-recycling")
+
+
+def row_of(method: str, max_tokens: int, seed: int) -> Row:
+    """An answer of a session that has acted once."""
+    own = tuple(ACTIONS.first + (7 * seed + place) % 48 for place in range(max_tokens))
+    return Row(
+        find_method(method),
+        Form.action(ActionSpace.in_bins(max_tokens)),
+        SessionMemory(own=(own,), noise=seed),
+    )
+
+
+def ends(engine: Engine, rows: Sequence[Row]) -> None:
+    with torch.inference_mode():
+        while any(not row.is_done for row in rows):
+            engine.step(clock())
+
+
+def alone(method: str, max_tokens: int, seed: int) -> list[int]:
+    row = row_of(method, max_tokens, seed)
+    engine = Engine(Target(decoder(), ACTIONS))
+    with torch.inference_mode():
+        engine.start(prompt(3, seed), [row])
+    ends(engine, [row])
+    return row.tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lengths", [(7, 7), (5, 7), (7, 5)])
+def test_a_row_that_joins_while_the_only_other_is_cancelled_answers_as_alone(
+    method: str, lengths: tuple[int, int]
+) -> None:
+    """Two rows join a running one that is cancelled before the next round: a robot hung up."""
+    engine = Engine(Target(decoder(), ACTIONS))
+    first = row_of(method, 7, 1)
+    joined = [row_of(method, length, seed) for seed, length in enumerate(lengths, start=2)]
+    with torch.inference_mode():
+        engine.start(prompt(3, 1), [first])
+        engine.step(clock())
+        engine.start(side_by_side([prompt(3, 2), prompt(3, 3)]), joined)
+        engine.cancel(first)
+    ends(engine, joined)
+    assert [row.tokens for row in joined] == [
+        alone(method, length, seed) for seed, length in enumerate(lengths, start=2)
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_that_is_cancelled_before_its_first_pass_leaves_its_neighbour_alone(
+    method: str,
+) -> None:
+    engine = Engine(Target(decoder(), ACTIONS))
+    gone, kept = row_of(method, 7, 1), row_of(method, 7, 2)
+    with torch.inference_mode():
+        engine.start(side_by_side([prompt(3, 1), prompt(3, 2)]), [gone, kept])
+        engine.cancel(gone)
+    ends(engine, [kept])
+    assert kept.tokens == alone(method, 7, 2)
+
+
+@pytest.mark.parametrize(
+    "method", ["pld", "lossless:drafts=ngram", "lossless:drafts=ngram+previous"]
+)
+def test_a_session_that_has_acted_writes_a_text_drafted_from_n_grams(method: str) -> None:
+    """Actions of the past say nothing of the places of a text beyond an action's length."""
+    text = Form(40, 5, ActionSpace.in_bins(7))
+    engine = Engine(Target(decoder(), ACTIONS))
+    memory = SessionMemory(own=((30, 31, 32, 33, 34, 35, 36),) * 3)
+    row, plain = Row(find_method(method), text, memory), Row(find_method("autoregressive"), text)
+    with torch.inference_mode():
+        for one in (row, plain):
+            engine.decode(prompt(3, 1), [one], clock())
+    assert len(plain.tokens) > 7
+    assert row.tokens == plain.tokens
