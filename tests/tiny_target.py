@@ -172,7 +172,7 @@ class TinyTarget:
         ends = torch.tensor([len(one) - 1 for one in sequences])
         hidden = self.decoder(padded)[torch.arange(len(ends)), ends]
         hidden = hidden.view(*tree.tokens.shape, -1)
-        return Scores(self.logits(hidden), hidden)
+        return Scores(self.logits(hidden), hidden, tree.answers)
 
 
 def _rows_of(tree: DraftTree) -> range:

@@ -44,6 +44,10 @@ class NotFiniteError(PolicyError):
     """The model computed NaN or infinity; the largest of such numbers means nothing."""
 
 
+class MixedAnswersError(PolicyError):
+    """What was read belongs to another answer: a fault of ours, found before it reached a robot."""
+
+
 class NoActionError(PolicyError):
     """What the model wrote holds no action. The session's memory of it is as good as any."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from typing import Any
 
 import torch
@@ -27,10 +27,13 @@ from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import source_kinds
 from deft_policies.decoding.target import Target
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import MixedAnswersError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
 from deft_policies.model.staging import to_device
 
 NO_STOP = -1
+NOBODY = -1  # in place of an answer's number
+_NUMBERS = count()  # of answers
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Row:
     is_finite: bool = True
     trace: DecodeTrace | None = None
     records: list["Record"] = field(default_factory=list)  # of its passes, the prefill's first
+    number: int = field(default_factory=lambda: next(_NUMBERS))  # no two answers have the same
 
     @property
     def num_passes(self) -> int:
@@ -107,9 +111,17 @@ class Row:
         self.records.append(record)
         self.count += 1
 
-    def take(self, told: Sequence[list[int]], is_finite: bool) -> None:
-        """Take in what the host has read of a pass: the first of `Pass.told`."""
-        (num_kept,), tokens, own, *nodes = told
+    def take(self, told: Sequence[list[int]], is_finite: bool, in_slot: int) -> None:
+        """Take in what the host has read of a pass: the first of `Pass.told`.
+
+        Raises `MixedAnswersError` if the pass or the slot was another answer's.
+        """
+        (num_kept,), (answer,), tokens, own, *nodes = told
+        if not answer == in_slot == self.number:
+            raise MixedAnswersError(
+                f"a pass of answer {answer} was read from slot {self.slot} of answer {in_slot}, "
+                f"where answer {self.number} was expected; nothing of this round is used"
+            )
         self.tokens += tokens[: num_kept + 1]
         self.own += own[: num_kept + 1]
         if nodes:
@@ -153,6 +165,10 @@ class Pass:
     own: Tensor  # [row, step], the target's own there
     hidden: Tensor | None  # [row, step, width] at each node of the path, where a draft reads it
     logits: Tensor | None  # [row, node, action token], where a draft reads them
+    # [row], whose it is. The number goes with the tokens from draft to commit, so that a wrong
+    # index shows when the host reads it. It cannot show a neighbour's keys and values, a wrong
+    # mask, or rows that a source or a rule mixes among themselves.
+    answers: Tensor
 
     @staticmethod
     def blank(target: Target, rows: int, nodes: int, steps: int) -> "Pass":
@@ -172,6 +188,7 @@ class Pass:
                 own=whole(steps),
                 hidden=torch.zeros_like(target.embed(whole(steps))),
                 logits=whole(nodes, len(target.action_tokens)).float(),
+                answers=whole().fill_(NOBODY),
             )
 
     @property
@@ -184,7 +201,8 @@ class Pass:
         """What the host reads, [row, number] each: what is committed, then by node, for a trace."""
         tree = self.tree
         nodes = (tree.tokens, self.predictions, tree.parents, tree.sources, tree.is_real)
-        return self.num[:, None], self.tokens, self.own, *nodes, self.path, self.bonus[:, None]
+        committed = (self.num[:, None], self.answers[:, None], self.tokens, self.own)
+        return *committed, *nodes, self.path, self.bonus[:, None]
 
     def put(self, other: "Pass", first: int) -> None:
         """Write the rows of another here, from `first` on; it may have fewer nodes and steps."""
@@ -218,7 +236,7 @@ class Record:
     @property
     def num_nodes(self) -> int:
         """Of its tree, padding among them."""
-        return self.told[3].shape[1]
+        return self.told[4].shape[1]
 
     def ms(self, *stages: Stage) -> float:
         """Time spent in these stages."""
@@ -228,7 +246,7 @@ class Record:
         """One row's pass, without the nodes that were only padding."""
         row = slot - self.first
         found = [one[0] for one in read_lists([one[row : row + 1] for one in self.told])]
-        (num_kept,), _, _, tokens, predictions, parents, sources, is_real, path, (bonus,) = found
+        (num_kept,), _, _, _, tokens, predictions, parents, sources, is_real, path, (bonus,) = found
         real = [node for node, is_one in enumerate(is_real) if is_one]
         number = {-1: -1, **{node: index for index, node in enumerate(real)}}
         names = (*source_kinds(), "")  # the root's source is -1: the last
@@ -309,6 +327,7 @@ class Batch:
             self.count = blank()  # committed tokens
             self.limit = blank()  # and how many there may be; 0 where no answer is on its way
             self.stop = blank(value=NO_STOP)
+            self.answers = blank(value=NOBODY)  # whose slot it is: `Row.number`
             self.is_open = blank(dtype=torch.bool)
             self.begin = blank()  # where an action behind text begins; -1: all is one action
             self.sums = blank(dtype=real)  # of all logits: not finite where one of them was not
@@ -362,11 +381,12 @@ class Batch:
                 -int(row.form.is_action),
                 row.memory.num_steps,
                 len(row.memory.own) if row.knows_steps else 0,
+                row.number,
             )
             for row in rows
         ]
         whole = to_device(numbers, self.device)
-        kept = (self.limit, self.stop, self.begin, self.num_steps, self.num_past)
+        kept = (self.limit, self.stop, self.begin, self.num_steps, self.num_past, self.answers)
         torch._foreach_copy_(kept, whole.unbind(1))
         if keys is not None:
             self.keys.copy_(keys)

@@ -369,12 +369,13 @@ class SmallModelDrafts(DraftSource):
         kept = end * batch.is_open
         guessed = self._guess(batch, room, shape, room.roots[:, None])
         waiting, self._waiting = self._waiting, []
-        is_old = torch.ones(num_rows, dtype=torch.bool)
+        is_old = torch.tensor([row is not None for row in batch.rows])
         for part, _ in waiting:
             is_old[part.first : part.first + part.num_rows] = False
         if bool(is_old.any()):
             waiting = [(batch, None), *waiting]
-        if len(waiting) > 1:  # a guess is asked of all rows in one pass, or of none
+        is_one_pass = [(part.first, part.num_rows) for part, _ in waiting] == [(0, num_rows)]
+        if not is_one_pass:  # a guess is asked of all rows in one pass, or of none
             guessed = guessed[:, :0]
         found = chain.new_zeros(num_rows, len(self._drafted), dtype=torch.float32)
         for part, prompts in waiting:
@@ -387,7 +388,6 @@ class SmallModelDrafts(DraftSource):
             read = self._ask(tree, ends[:, None], guesses, part.first, prompts)
             self._cache.keep(tree.depths(), keeps, in_place=True, first=part.first)
             found[here] = read[: max(num_rows - part.first, 0), 0]
-        self._guessed, self._ahead = self._guessed[:num_rows], self._ahead[:num_rows]
         return found
 
     def _go_on(self, batch: Batch, room: Room, shape: TreeShape) -> GoOn:

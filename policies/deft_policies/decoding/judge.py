@@ -38,6 +38,7 @@ class Accepted:
     num: Tensor  # [row], drafts on it
     bonus: Tensor  # [row], the target's token after it
     own: Tensor  # [row, step], the target's token after each node of the path
+    answers: Tensor | None  # [row], of the scores: whose they are
 
 
 def predict(
@@ -86,7 +87,8 @@ def _exact_chain(scored: ScoredTree, stop: Tensor | None, steps: int) -> Accepte
         fine = fine & (scored.tree.tokens != stop[:, None])
     kept = fine[:, 1:].cummin(dim=1).values.sum(dim=1)
     bonus = scored.predictions.gather(1, kept.unsqueeze(1)).squeeze(1)
-    return Accepted(nodes[:, :steps], kept, bonus, scored.predictions[:, :steps])
+    own = scored.predictions[:, :steps]
+    return Accepted(nodes[:, :steps], kept, bonus, own, scored.scores.answers)
 
 
 def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepted:
@@ -97,7 +99,7 @@ def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepte
     chosen = _longest(scored, method.rule.accepts(scored), False, method.tie_break, steps)
     kept = torch.minimum(chosen.num, scored.deepest.clamp(min=0))
     bonus = chosen.own.gather(1, kept[:, None]).squeeze(1)
-    return Accepted(chosen.path, kept, bonus, chosen.own)
+    return Accepted(chosen.path, kept, bonus, chosen.own, chosen.answers)
 
 
 def _longest(
@@ -120,7 +122,8 @@ def _walk(scored: ScoredTree, last: Tensor, steps: int) -> Accepted:
     path = torch.where(on_path, nodes, tree.num_nodes).sort(dim=1).values[:, :steps]
     path = path.masked_fill(path == tree.num_nodes, 0)
     own = scored.predictions.gather(1, path)
-    return Accepted(path, on_path.sum(dim=1) - 1, scored.predictions[rows, last], own)
+    num, bonus = on_path.sum(dim=1) - 1, scored.predictions[rows, last]
+    return Accepted(path, num, bonus, own, scored.scores.answers)
 
 
 def _preference(scored: ScoredTree, accepted: Tensor, tie_break: TieBreak) -> Tensor:
@@ -189,7 +192,7 @@ def _ratio_test(
     walked = _walk(scored, at, steps)
     drafted = tree.tokens.gather(1, walked.path).roll(-1, dims=1)
     own = drafted.scatter(1, depth[:, None], bonus[:, None])
-    return Accepted(walked.path, walked.num, bonus, own)
+    return Accepted(walked.path, walked.num, bonus, own, walked.answers)
 
 
 def _without_draft(odds: Tensor, q: Tensor) -> Tensor:

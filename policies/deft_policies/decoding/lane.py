@@ -124,7 +124,7 @@ class Lane:
         needs = frozenset[str]().union(*(one.needs for one in self._drafts))
         self._keeps_hidden, self._keeps_logits = HIDDEN in needs, LOGITS in needs
         self._reads_past = MEMORY in needs
-        self._num_read = 5 if PREDICTIONS in needs else 3  # of what a pass tells
+        self._num_read = 6 if PREDICTIONS in needs else 4  # of what a pass tells
         self._rule = str(method.rule) if any(one.kinds for one in method.plans) else ""
 
     def _draft_of(self, kind: str) -> DraftSource:
@@ -198,6 +198,7 @@ class Lane:
         if tree is None:
             tree = self._draft(batch, drafts, depth)
             lap(Stage.DRAFT)
+        tree = replace(tree, answers=last.answers)
         self._keep(batch, last)
         lap(Stage.COMMIT)
         scores = self.target.score(self._cache, tree)
@@ -310,6 +311,7 @@ class Lane:
                 one.begin(part, prompts, None)
         depth, lap = max(row.limit for row in rows) - 1, self._lap(clock, Stage.PREFILL)
         tree = self._draft(part, _able(self._riders, rows), depth, prompts.last_tokens)
+        tree = replace(tree, answers=part.answers)
         lap(Stage.DRAFT)
         self._reserve(first + size, prompts, depth)
         scores, hidden = self.target.prefill(self._cache, first, prompts, tree)
@@ -344,6 +346,7 @@ class Lane:
         if self.is_fixed:
             size = 1 << (size - 1).bit_length()
         batch = self._whole.at(0, size)
+        batch.rows = [row if row is not None and row.records else None for row in batch.rows]
         assert self._last is not None
         is_whole = self._last.num.shape[0] == size and not self.is_fixed
         batch.last = self._last if is_whole else self._last.of_rows(size)
@@ -371,7 +374,7 @@ class Lane:
         method, logits, first = self.method, scores.logits, self.target.vocabulary.first
         predictions = predict(method, tree, logits, first, batch.keys, batch.count)
         if tree.num_nodes == 1:
-            path, num = batch.zeros, batch.zero
+            path, num, answers = batch.zeros, batch.zero, scores.answers
             bonus, tokens, own = predictions[:, 0], predictions, predictions
             if not self.plan.kinds and method.sampling.temperature > 0.0:
                 predictions = own = first_maximum(logits) + first
@@ -382,12 +385,14 @@ class Lane:
             stop = batch.stop if has_stop else None
             accepted = judge(method, scored, batch.keys, stop, steps)
             path, num, bonus, own = accepted.path, accepted.num, accepted.bonus, accepted.own
+            answers = accepted.answers
             tokens = _next_tokens(tree, path, num, bonus)
         hidden = take_rows(scores.hidden, path) if self._keeps_hidden else None
         said = None
         if self._keeps_logits:
             said = logits[:, :, self.target.action_tokens.within(self.target.vocabulary)]
-        return Pass(tree, predictions, path, num, bonus, tokens, own, hidden, said)
+        assert answers is not None
+        return Pass(tree, predictions, path, num, bonus, tokens, own, hidden, said, answers)
 
     def _scored(
         self, batch: Batch, tree: DraftTree, scores: Scores, predictions: Tensor
@@ -468,15 +473,15 @@ class Lane:
     def _read(self) -> None:
         """Read what passes have told since the last time: the one read of a round."""
         unread, self._unread = self._unread, []
-        sums = self._whole.sums
-        parts = [(sums - sums == 0).long()[:, None]]
+        sums, answers = self._whole.sums, self._whole.answers
+        parts = [(sums - sums == 0).long()[:, None], answers[:, None]]
         parts += [part for _, record in unread for part in record.told[: self._num_read]]
-        is_finite, *told = self.read_from_device(parts)
+        is_finite, in_slots, *told = self.read_from_device(parts)
         for rows, record in unread:
             read, told = told[: self._num_read], told[self._num_read :]
             for row in rows:
                 mine = [one[row.slot - record.first] for one in read]
-                row.take(mine, is_finite=is_finite[row.slot] == [1])
+                row.take(mine, is_finite[row.slot] == [1], in_slots[row.slot][0])
 
     def read_from_device(self, parts: Sequence[Tensor]) -> list[list[list[int]]]:
         """The one place where the host waits for the device."""
@@ -502,19 +507,22 @@ class Lane:
         self._whole.rows[row.slot] = None
         if row.records:  # whoever goes on, or joins behind it, does so beside an empty place
             self._whole.is_open[row.slot] = False
+            self._whole.limit[row.slot] = 0
             self._cache.length[row.slot] = 0
 
     def cancel(self, row: Row) -> bool:
         """Let go of an answer that nobody waits for any more; whether it was on its way here."""
-        group = next((one for one in self._groups if row in one.rows and not row.is_done), None)
-        if group is None:
+        if row not in self.rows:
             return False
-        if self._unread:
-            self._read()
-        group.rows.remove(row)
+        self._unread = [
+            ([one for one in rows if one is not row], record) for rows, record in self._unread
+        ]
         row.is_done = True
         self._let_go(row)
-        self._groups = [one for one in self._groups if not one.is_over]
+        left = self.rows
+        for group in self._groups:
+            group.rows = [one for one in group.rows if one is not row]
+        self._groups = [one for one in self._groups if any(row in left for row in one.rows)]
         return True
 
 

@@ -64,6 +64,7 @@ class Scores:
 
     logits: Tensor  # [row, node, vocabulary] float32; column i is token `vocabulary.first + i`
     hidden: Tensor  # [row, node, width], after the final norm
+    answers: Tensor | None = None  # [row], of the tree: whose they are
 
 
 class Target:
@@ -299,7 +300,7 @@ class Target:
             mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
             inputs = PassInput(embeds, start + tree.depths(), window, mask)
         hidden = self._passes.run(inputs)
-        return Scores(self.logits(hidden), hidden)
+        return Scores(self.logits(hidden), hidden, tree.answers)
 
     def _score_step(
         self, cache: KVCache, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor
@@ -328,4 +329,4 @@ def self_draft_target(target: Target, num_layers: int) -> Target:
 
 def _without_padding(tree: DraftTree, logits: Tensor, hidden: Tensor) -> Scores:
     """What was asked for, without the padding of recorded widths."""
-    return Scores(logits[:, : tree.num_nodes], hidden[:, : tree.num_nodes])
+    return Scores(logits[:, : tree.num_nodes], hidden[:, : tree.num_nodes], tree.answers)

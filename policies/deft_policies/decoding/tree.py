@@ -61,6 +61,7 @@ class DraftTree:
     # Known without looking at a tensor: in every row, each node hangs on the one before it.
     is_chain: bool = field(default=False, kw_only=True)
     drawn: DrawnOdds | None = field(default=None, kw_only=True)  # where tokens were drawn by odds
+    answers: Tensor | None = field(default=None, kw_only=True)  # [row], whose it is: `Row.number`
 
     @staticmethod
     def root_only(tokens: Tensor) -> "DraftTree":

@@ -133,7 +133,7 @@ class AnswerTarget:
         places = (committed[:, None] + tree.depths()).clamp(max=LENGTH - 1)
         wanted = torch.tensor([list(row) for row in self.wanted]).gather(1, places)
         logits = torch.nn.functional.one_hot(wanted, 100).float()
-        return Scores(logits, torch.zeros(*places.shape, 1))
+        return Scores(logits, torch.zeros(*places.shape, 1), tree.answers)
 
 
 class RepeatExecuted(DraftSource):
@@ -230,7 +230,9 @@ def filled(rows: Sequence[Row], committed: Sequence[Sequence[int]]) -> Batch:
     batch.fill(rows, None, drafts=True, reads_past=True)
     for slot, tokens in enumerate(committed):
         if tokens:
-            rows[slot].take([[len(tokens) - 1], list(tokens), list(tokens)], is_finite=True)
+            number = rows[slot].number
+            read = [[len(tokens) - 1], [number], list(tokens), list(tokens)]
+            rows[slot].take(read, is_finite=True, in_slot=number)
         batch.tokens[slot, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
         batch.count[slot] = len(tokens)
     return batch
@@ -256,6 +258,7 @@ def pass_of(
         own=tokens,
         hidden=hidden,
         logits=None,
+        answers=torch.arange(num_rows),
     )
 
 

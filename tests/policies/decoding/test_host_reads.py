@@ -7,7 +7,6 @@ runs through cannot do so; the one read of a round is answered by a script and c
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -71,9 +70,12 @@ def reads_and_passes(
         assert {one.device for one in parts} == {META}
         reads.append(parts)
         lists = [[[1] * one.shape[1] for _ in range(len(one))] for one in parts]
-        for number, (_, tokens) in enumerate(pairwise(parts)):
-            if number % lane._num_read == 1:  # drafts kept, of a pass
-                lists[number] = [[min(kept, tokens.shape[1] - 1)] for kept in (1, 2)]
+        numbers = [[row.number] for row in rows]
+        lists[1] = numbers + [[0]] * (len(parts[1]) - len(rows))  # whose the slots are
+        for place in range(2, len(parts), lane._num_read):
+            steps = parts[place + 2].shape[1]
+            lists[place] = [[min(kept, steps - 1)] for kept in (1, 2)]
+            lists[place + 1] = numbers
         return lists
 
     monkeypatch.setattr(Lane, "read_from_device", read)

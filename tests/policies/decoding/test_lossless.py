@@ -258,7 +258,8 @@ def one_more(scored: ScoredTree, accepted: Accepted) -> Accepted:
     child = is_child.int().argmax(dim=1)
     longer = (accepted.num + is_child.any(dim=1)).clamp(max=accepted.path.shape[1] - 1)
     path = accepted.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
-    return Accepted(path, longer, scored.predictions[rows, child], accepted.own)
+    bonus = scored.predictions[rows, child]
+    return Accepted(path, longer, bonus, accepted.own, accepted.answers)
 
 
 def own_prediction(scored: ScoredTree) -> ScoredTree:

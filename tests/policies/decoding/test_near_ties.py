@@ -1,6 +1,7 @@
 """Exact match in bfloat16: a part of `python -m tests.near_ties`, and a mistake it must see."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ class BlindTarget(VlaTarget):
 
     def score(self, rows: KVCache, tree: DraftTree) -> Scores:
         wrong = DraftTree.chain(tree.tokens.roll(1, dims=1))
-        return super().score(rows, wrong)
+        return replace(super().score(rows, wrong), answers=tree.answers)
 
 
 def test_a_mistake_is_no_near_tie(folder: Path) -> None:

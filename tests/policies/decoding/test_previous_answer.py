@@ -60,7 +60,7 @@ class WantedTarget(Target):
         places = (counts[:, None] + tree.depths()).clamp(0, longest)
         said = torch.tensor(texts)[: len(tree.tokens)].gather(1, places)
         logits = one_hot(said, VOCABULARY).float()
-        return Scores(logits, logits[:, :, :0])
+        return Scores(logits, logits[:, :, :0], tree.answers)
 
 
 def answer(texts: Sequence[Sequence[int]], memories: Sequence[SessionMemory]) -> list[Row]:

@@ -1,0 +1,239 @@
+"""Random traffic: every answer must be that of the same request alone, whatever happens beside it.
+
+Rows join between any two rounds, several in a message, and are cancelled between any two calls. The
+slow twin of an answer is an engine of its own. Plans are pinned, because a guard chooses by time.
+"""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
+from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.target import Target
+from deft_policies.memory import SessionMemory
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
+from deft_policies.model.llama import first_layers
+from tests.policies.decoding.scripts import clock
+from tests.policies.decoding.test_any_length import decoder, prompt, side_by_side
+from tests.tiny_target import ACTIONS, WIDTH
+
+EXACT = (
+    "autoregressive",
+    "lossless:plan=memory",
+    "lossless:plan=memory-wide",
+    "lossless:drafts=previous+head,guard=off",
+    "lossless:drafts=ngram+recycled,guard=off",
+    "lossless:drafts=previous-answer,guard=off",
+    "lossless:drafts=medusa,guard=off",
+    "small-model",
+    "specvlm",
+    "pld",
+    "token-recycling",
+)
+RELAXED = ("deft:plan=memory", "spec-vla", "spec-vla-published", "fly:guard=off", "top-k:guard=off")
+SAMPLED = ("autoregressive", "lossless:plan=memory", "ratio-test")
+STOP = 5
+logger = logging.getLogger(__name__)
+NEAR_TIE = 1e-5  # of two logits, in float32
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that an answer may depend on."""
+
+    method: str
+    temperature: float
+    text_length: int
+    picture: int
+    form: Form
+    memory: SessionMemory
+
+    def row(self) -> Row:
+        return Row(method_of(self.method, self.temperature), self.form, self.memory, True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    own: tuple[int, ...]
+    margins: tuple[float, ...]
+    passes: tuple[tuple[int, int], ...]
+    memory: SessionMemory
+
+    @staticmethod
+    def of(row: Row) -> "Answer":
+        assert row.is_finite
+        assert row.trace is not None
+        passes = tuple((one.accepted_length, one.bonus) for one in row.trace.passes)
+        memory = replace(row.memory, passes_needed={})
+        margins = row.trace.margins
+        return Answer(tuple(row.tokens), tuple(row.own), margins, passes, memory)
+
+    def is_near(self, other: "Answer") -> bool:
+        """Whether they part where the two likeliest tokens are as good as equal."""
+        pairs = enumerate(zip(self.own, other.own, strict=False))
+        parted = next((place for place, (mine, theirs) in pairs if mine != theirs), None)
+        return parted is not None and min(self.margins[parted], other.margins[parted]) < NEAR_TIE
+
+
+@lru_cache
+def method_of(text: str, temperature: float) -> Method:
+    method = find_method(text)
+    return method.with_sampling(Sampling(temperature, 9)) if temperature else method
+
+
+@lru_cache
+def models() -> DraftModels:
+    torch.manual_seed(0)
+    sizes = head_sizes(WIDTH, 24, 2, 2, max_positions=512)
+    head = EagleHead(sizes).requires_grad_(False)
+    medusa = MedusaHeads(WIDTH, 4).requires_grad_(False)
+    return DraftModels(
+        head=head, medusa=medusa, small_model=Target(first_layers(decoder(), 1), ACTIONS)
+    )
+
+
+def target() -> Target:
+    return Target(decoder(), ACTIONS)
+
+
+SPACES = {
+    length: ActionSpace(
+        (DimensionGroup.MOVE,) * (length - 1) + (DimensionGroup.GRIP,),
+        (1.0,) * length,
+        (None,) * (length - 1) + (ACTIONS.first + 24,),
+    )
+    for length in (5, 7)
+}
+
+
+ALONE: dict[str, Answer] = {}  # by the request, in words
+
+
+def a_form(rng: random.Random) -> Form:
+    if rng.random() < 0.6:
+        return Form.action(SPACES[rng.choice((5, 7))])
+    return Form(rng.choice((1, 3, 12, 30)), STOP, SPACES[7])
+
+
+def a_memory(rng: random.Random, noise: int) -> SessionMemory:
+    """Of a session that is new, or has acted some times and perhaps written."""
+    memory = SessionMemory(noise=noise)
+    length = rng.choice((5, 7))
+    own = [rng.randrange(ACTIONS.first, ACTIONS.last) for _ in range(length)]
+    for _ in range(rng.choice((0, 1, 4))):
+        own[rng.randrange(length)] = rng.randrange(ACTIONS.first, ACTIONS.last)
+        memory = memory.after_action(tuple(own), tuple(own), 1.0)
+    if rng.random() < 0.5:
+        memory = memory.after_text(tuple(rng.choices(range(72), k=rng.choice((2, 20)))))
+    return memory
+
+
+def alone(request: Request) -> Answer:
+    key = repr(request)
+    if key not in ALONE:
+        ALONE[key] = decoded_alone(request)
+    return ALONE[key]
+
+
+def decoded_alone(request: Request) -> Answer:
+    engine, row = Engine(target(), models()), request.row()
+    with torch.inference_mode():
+        engine.decode(prompt(request.text_length, request.picture), [row], clock())
+    return Answer.of(row)
+
+
+class Traffic:
+    """One seeded play on one engine."""
+
+    def __init__(self, seed: int, engine: Engine | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.engine = engine or Engine(target(), models())
+        self.asked: dict[Row, Request] = {}
+        self.ended: list[tuple[Request, Answer]] = []
+        # Few methods, so that rows of one method meet in a batch.
+        self.kinds = [self._kind() for _ in range(self.rng.choice((1, 1, 2, 4)))]
+
+    def _kind(self) -> tuple[str, float]:
+        chance = self.rng.random()
+        if chance < 0.15:
+            return self.rng.choice(SAMPLED), 0.7
+        return self.rng.choice(EXACT if chance < 0.75 else RELAXED), 0.0
+
+    def _request(self) -> Request:
+        rng = self.rng
+        method, temperature = rng.choice(self.kinds)
+        noise = rng.randrange(3)
+        if self.ended and rng.random() < 0.3:  # a session that goes on
+            memory = rng.choice(self.ended)[1].memory
+        else:
+            memory = a_memory(rng, noise)
+        length, picture = rng.randint(1, 9), rng.randrange(6)
+        return Request(method, temperature, length, picture, a_form(rng), memory)
+
+    def _join(self) -> None:
+        some = [self._request() for _ in range(self.rng.choice((1, 1, 2, 3)))]
+        rows = [one.row() for one in some]
+        prompts = [prompt(one.text_length, one.picture) for one in some]
+        self.engine.start(side_by_side(prompts), rows)
+        self.asked.update(zip(rows, some, strict=True))
+
+    def _cancel(self) -> None:
+        if self.asked and self.rng.random() < 0.15:
+            row = self.rng.choice(list(self.asked))
+            self.engine.cancel(row)
+            del self.asked[row]
+
+    def play(self, num_messages: int = 6) -> list[tuple[Request, Answer]]:
+        """The answers that ended, and what they were asked with."""
+        with torch.inference_mode():
+            while num_messages or self.asked:
+                self._cancel()
+                if num_messages and self.rng.random() < 0.5:
+                    num_messages -= 1
+                    self._join()
+                    self._cancel()
+                for row in self.engine.step(clock()):
+                    self.ended.append((self.asked.pop(row), Answer.of(row)))
+        return self.ended
+
+
+def check(plays: Sequence[int]) -> Counter[str]:
+    """Compare every answer of some plays with the same request alone."""
+    seen: Counter[str] = Counter()
+    for seed in plays:
+        for request, answer in Traffic(seed).play():
+            twin = alone(request)
+            seen["answers"] += 1
+            if answer.is_near(twin):
+                seen["near ties"] += 1
+                continue
+            found = replace(answer, margins=())
+            assert found == replace(twin, margins=()), f"play {seed}: {request}"
+    return seen
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_every_answer_is_that_of_its_request_alone(first: int) -> None:
+    seen = check(range(first, first + 50))
+    logger.info("%s", dict(seen))
+    assert seen["answers"] > 200
+    assert seen["near ties"] <= 0.005 * seen["answers"]
+
+
+@pytest.mark.long(seconds=300)
+def test_every_answer_is_that_of_its_request_alone_in_much_traffic() -> None:
+    seen = check(range(1000, 2800))
+    logger.info("%s", dict(seen))
+    assert seen["near ties"] <= 0.005 * seen["answers"]
