@@ -267,8 +267,9 @@ class Engine:
             if lane.rows and lane.plan is plan and lane.method == method:
                 return lane
         found = next((lane for lane in able if not lane.rows), None)
+        # What nobody uses is not kept: callers name the methods.
+        self._lanes = [one for one in self._lanes if one.rows or one.is_fixed or one is found]
         if found is None:
-            self._lanes = [lane for lane in self._lanes if lane.rows or lane.is_fixed]
             found = self._new_lane(max(_ROWS, 1 << (len(rows) - 1).bit_length()), rows)
         found.switch_to(method, plan)
         return found

@@ -37,7 +37,7 @@ from deft_policies.model.layout import Tensors
 from deft_policies.model.llama import take_rows
 from deft_policies.model.staging import to_device
 
-_DRAFTS_KEPT = 16  # of methods that are asked for in turn
+_DRAFTS_KEPT = 4  # of methods that are asked for in turn: each may have a cache of its own
 _MOST_RIDERS = 3  # sources that draft behind the prompt
 BookTime = Callable[[Stage], object]
 Maker = Callable[[Method], DraftSource]
@@ -128,9 +128,9 @@ class Lane:
         self._rule = str(method.rule) if any(one.kinds for one in method.plans) else ""
 
     def _draft_of(self, kind: str) -> DraftSource:
-        key, made = (kind, self.method.drafting), self._made
+        key, made = self.method.drafting(kind), self._made
         if key not in made:
-            if len(made) >= self._num_promised + _DRAFTS_KEPT:
+            if len(made) >= self._num_promised + (16 if self.is_fixed else _DRAFTS_KEPT):
                 del made[list(made)[self._num_promised]]
             made[key] = self._makers[kind](self.method)
             made[key].allocate(self._whole)

@@ -67,11 +67,11 @@ class Method:
         told = {"rule": str(self.rule), "plans": ", ".join(plan.name for plan in self.plans)}
         return {**told, "small model": small} if self.uses(DraftKind.SMALL_MODEL) else told
 
-    @property
-    def drafting(self) -> tuple[object, ...]:
-        """What its sources are made by: methods that have it in common can share them."""
+    def drafting(self, kind: str) -> tuple[object, ...]:
+        """What a source is made by: methods that have it in common can share the source."""
         drawn = self.sampling if self.draws_drafts else None
-        return self.whole_vocabulary, self.multi_level, self.patch_share, drawn
+        small_model = (self.multi_level, self.patch_share) if kind == DraftKind.SMALL_MODEL else ()
+        return kind, self.whole_vocabulary, drawn, *small_model
 
     def uses(self, kind: str) -> bool:
         """Whether any of its plans drafts from this source."""

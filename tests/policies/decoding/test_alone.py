@@ -1,5 +1,6 @@
 """An answer depends on its own frame alone: not on who joins, hangs up or is cut beside it."""
 
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
-from deft_policies.decoding.engine import Engine
+from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.target import Target
 from deft_policies.memory import SessionMemory
+from deft_policies.model.kv_cache import KVCache
 from tests.policies.decoding.scripts import clock
 from tests.policies.decoding.test_any_length import decoder, prompt, side_by_side
 from tests.tiny_target import ACTIONS
@@ -90,3 +92,20 @@ def test_a_session_that_has_acted_writes_a_text_drafted_from_n_grams(method: str
             engine.decode(prompt(3, 1), [one], clock())
     assert len(plain.tokens) > 7
     assert row.tokens == plain.tokens
+
+
+def test_memory_is_of_what_is_served_and_not_of_what_callers_name() -> None:
+    """Every method that a caller makes up may get caches of its own; few of them are kept."""
+    engine = Engine(Target(decoder(), ACTIONS), DraftModels(small_model=Target(decoder(), ACTIONS)))
+    before = num_caches()
+    for share in range(1, 60):
+        rows = [row_of(f"small-model:patch_share={share / 1000 + i / 10}", 7, i) for i in range(3)]
+        with torch.inference_mode():
+            engine.start(side_by_side([prompt(3, 1)] * 3), rows)
+        ends(engine, rows)
+    assert num_caches() - before <= 20
+
+
+def num_caches() -> int:
+    gc.collect()
+    return sum(type(one) is KVCache for one in gc.get_objects())
