@@ -69,7 +69,7 @@ class ActionQueue:
         self._waits.append(self._num_periods - periods)
         # An answer that comes when all of it is over still says what to do last.
         first = min(self._num_executed - executed, len(chunk.actions) - 1)
-        left = chunk.actions[first:]
+        left = np.array(chunk.actions[first:])  # whoever made them may write them again
         self._num_wanted = max((self._execute or len(chunk.actions)) - first, 1)
         if self._seam is Seam.WAIT:
             left = left[: self._num_wanted]

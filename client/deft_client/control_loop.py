@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Of a period, for an answer to come in: the command is late by so much, or the arm holds.
 WAIT_SHARE = 0.5
 TOLD_AFTER_S = 1.0  # of holding without a known reason; chunks that wait for each other do so
+_CLOCK_SLACK_S = 0.05  # a frame may seem to be taken so much later than now
 LAST_WORDS_S = 1.0  # for a policy that is still asked when the loop ends
 
 
@@ -290,7 +291,7 @@ class ControlLoop:
             chunk, problem = None, None
             try:
                 chunk = self._answer()
-            except Exception as error:  # noqa: BLE001  of a camera, or a mistake: the arm holds
+            except BaseException as error:  # noqa: BLE001  even SystemExit: the arm holds, and why
                 problem = error
             with self._changed:
                 if chunk is not None:
@@ -323,7 +324,12 @@ class ControlLoop:
             return
         if taken_s is None:
             raise UnusableValueError("taken_s", "missing; max_frame_age_s goes by it")
-        if (age_s := time.monotonic() - taken_s) > longest_s:
+        age_s = time.monotonic() - taken_s
+        if not age_s >= -_CLOCK_SLACK_S:  # NaN, too
+            raise UnusableValueError(
+                "taken_s", f"{taken_s:g} is ahead of time.monotonic(), which it must be read from"
+            )
+        if age_s > longest_s:
             raise UnusableValueError(
                 "taken_s", f"the newest frame is {age_s:.2f} s old, the limit is {longest_s:g} s"
             )

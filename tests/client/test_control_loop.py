@@ -1,6 +1,7 @@
 """The arm gets a command in every period, whatever the policy does."""
 
 import logging
+import math
 import threading
 import time
 from dataclasses import replace
@@ -482,6 +483,46 @@ def test_frames_that_do_not_say_how_old_they_are_are_none_where_that_counts():
     status = run(policy, RecordingArm(), 3, settings=settings)
     assert not policy.seen
     assert "taken_s: missing" in str(status.problem)
+
+
+@pytest.mark.parametrize("clock", [time.time, lambda: time.monotonic() + 60, lambda: math.nan])
+def test_frames_of_another_clock_hold_the_arm_and_say_so(clock):
+    """A frozen camera must not look fresh for ever because its times are never reached."""
+
+    class Elsewhere(RecordingArm):
+        def observe(self):
+            return Observation(frame(8, 8), "lift the cup", taken_s=clock())
+
+    policy = ScriptedPolicy([[0.1, 0.2, 1.0]])
+    settings = LoopSettings(period_s=0.05, watchdog_s=10.0, max_frame_age_s=5.0)
+    status = run(policy, Elsewhere(), 5, settings=settings)
+    assert not policy.seen
+    assert status.moves == 0
+    assert "ahead of time.monotonic()" in str(status.problem)
+
+
+def test_a_policy_that_wants_to_end_the_process_holds_the_arm_with_that_reason():
+    class Leaving(ScriptedPolicy):
+        def act(self, observation, options=None):
+            raise SystemExit(3)
+
+    status = run(Leaving(), RecordingArm(), 5)
+    assert status.moves == 0
+    assert isinstance(status.problem, SystemExit)
+
+
+def test_an_array_that_a_policy_writes_again_changes_no_command():
+    class Reusing(ScriptedPolicy):
+        actions = np.tile([0.1, 0.2, 1.0], (5, 1))
+
+        def act(self, observation, options=None):
+            chunk = ActionChunk(self.actions)
+            threading.Timer(0.02, self.actions.fill, (np.nan,)).start()
+            return chunk
+
+    arm = RecordingArm()
+    run(Reusing(), arm, 5, settings=LoopSettings(period_s=0.05, watchdog_s=10.0))
+    assert all(np.isfinite(one).all() for one in arm.commands if one != "stop")
 
 
 def test_a_loop_that_is_to_give_up_does_so_with_the_arm_stopped():

@@ -220,7 +220,7 @@ class _PeerSocket(RobotSocket):
         return await self.service.act(message.observation, self._options, self.caller, arrived_s)
 
     async def _answer_openpi(self, fields: Mapping[str, object], arrived_s: float) -> bytes:
-        if fields.get("endpoint") == "reset":
+        if _endpoint(fields) == "reset":
             self.end_episode()
             return _ENDED_EPISODE
         chunk = await self.act(openpi_request(fields, self.limits), arrived_s)
@@ -267,9 +267,7 @@ class _RealtimeSocket(_PeerSocket):
 
     async def answer(self, data: bytes, arrived_s: float) -> bytes:
         fields = _fields(await self.unpacked(data))
-        endpoint = fields.get("endpoint", "infer")
-        if endpoint not in ("infer", "reset"):
-            raise UnusableValueError("endpoint", f"must be infer or reset, got {brief(endpoint)}")
+        endpoint = _endpoint(fields)
         session = read_name(fields.get("session_id"), "session_id", self.limits)
         if endpoint == "reset" or session != self._named_session:
             self.end_episode()
@@ -283,6 +281,14 @@ class _RealtimeSocket(_PeerSocket):
         text = f"{problem.title}: {problem.detail}"
         message = pack({"type": "error", "message": text})
         await self.send({"type": "websocket.send", "bytes": message})
+
+
+def _endpoint(fields: Mapping[str, object]) -> str:
+    """Return what a frame asks for; without a word about it, an action."""
+    endpoint = fields.get("endpoint", "infer")
+    if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
+        raise UnusableValueError("endpoint", f"must be infer or reset, got {brief(endpoint)}")
+    return endpoint
 
 
 def _fields(value: object) -> Mapping[str, object]:

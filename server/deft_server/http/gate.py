@@ -168,8 +168,11 @@ class KeyWatch:
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:
-        """Raise `MissingKeyError` out of the block as soon as the caller's key is gone."""
-        if not self._access.needs_key:
+        """Raise `MissingKeyError` out of the block as soon as the caller's key is gone.
+
+        A caller without a key is on an open path: the dashboard's feed asks for its key itself.
+        """
+        if not self._access.needs_key or not caller.fingerprint:
             yield
             return
         cancellation = Cancellation()

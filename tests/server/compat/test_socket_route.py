@@ -148,6 +148,18 @@ def test_a_text_frame_is_refused(client: TestClient) -> None:
         assert "binary" in socket.receive_text()
 
 
+@pytest.mark.parametrize("path", ["/", "/v1/realtime/robot/openpi"])
+@pytest.mark.parametrize("endpoint", [np.zeros(3), ["reset"], {}, 7, "step"])
+def test_an_endpoint_that_is_none_is_refused_in_words(
+    client: TestClient, path: str, endpoint: object
+) -> None:
+    with client.websocket_connect(path) as socket:
+        socket.receive_bytes()
+        socket.send_bytes(pack({"endpoint": endpoint, "prompt": "lift the cup"}))
+        answer = socket.receive()
+    assert "must be infer or reset" in str(answer)
+
+
 def test_a_reset_ends_the_session(client: TestClient, policy: ThreeDatasets) -> None:
     with client.websocket_connect("/") as socket:
         receive(socket)
