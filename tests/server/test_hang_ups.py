@@ -63,10 +63,11 @@ def observation(number: int) -> Observation:
 
 @contextmanager
 def steady_robots(url: str) -> Iterator[list[Act]]:
-    """One robot per protocol."""
+    """Two robots per protocol."""
     with ExitStack() as stack:
         clients = [
             stack.enter_context(closing(one))
+            for _ in range(2)
             for one in (
                 PolicyClient(url),
                 StreamClient(url),
@@ -83,7 +84,7 @@ def hang_up(url: str, number: int, is_over: threading.Event) -> None:
     for kind in itertools.cycle((PolicyClient, StreamClient)):
         if is_over.is_set():
             return
-        patience = Timeouts(connect_s=5.0, answer_s=rng.uniform(0.005, 0.25))
+        patience = Timeouts(connect_s=5.0, answer_s=rng.uniform(0.005, 0.15))
         with suppress(DeftError), kind(url, ClientSettings(timeouts=patience)) as client:
             client.act(observation(100 + rng.randrange(10)))
 
@@ -115,7 +116,7 @@ def test_no_robot_gets_a_wrong_action_because_another_hung_up(tmp_path: Path) ->
             threading.Thread(target=steady, args=args) for args in zip(robots, alone, strict=True)
         ]
         threads += [
-            threading.Thread(target=hang_up, args=(url, number, is_over)) for number in range(3)
+            threading.Thread(target=hang_up, args=(url, number, is_over)) for number in range(6)
         ]
         for one in threads:
             one.start()

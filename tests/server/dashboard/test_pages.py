@@ -276,11 +276,13 @@ def test_with_keys_the_feed_outlives_the_looks_at_the_key_file(
 ) -> None:
     """The connection has no key of its own: the page sends it in its first message."""
     monkeypatch.setattr(gate, "RECHECK_S", 0.01)
-    with client_of(keyed_app(tmp_path)) as client:
-        with client.websocket_connect("/dashboard/feed") as socket:
-            socket.send_text(json.dumps({"key": ADMIN_KEY}))
-            for _ in range(5):
-                assert news(socket, "overview")
+    with (
+        client_of(keyed_app(tmp_path)) as client,
+        client.websocket_connect("/dashboard/feed") as socket,
+    ):
+        socket.send_text(json.dumps({"key": ADMIN_KEY}))
+        for _ in range(5):
+            assert news(socket, "overview")
 
 
 def test_a_page_of_another_site_cannot_open_the_feed(client: TestClient) -> None:
