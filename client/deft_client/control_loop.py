@@ -78,7 +78,7 @@ class LoopStatus:
     stops: int = 0  # holds where nobody knew a position to stay at
     limited: int = 0  # moves that went less far than the policy wanted
     stalls: int = 0  # times the watchdog stopped the arm
-    problem: Exception | None = None
+    problem: BaseException | None = None
 
 
 class ControlLoop:
@@ -106,7 +106,7 @@ class ControlLoop:
         self._stopping = threading.Event()
         # Each is written by one thread: that of the commands, of the questions, of the watchdog.
         self._status = LoopStatus()
-        self._problem: Exception | None = None
+        self._problem: BaseException | None = None
         self._stalls = 0
         self._last: Action | None = None  # what was commanded, after limits
         self._commanded_at = self._moved_at = 0.0

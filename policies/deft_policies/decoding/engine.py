@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from weakref import finalize
 
 from deft_policies.decoding.batch import Batch, Form, Row
 from deft_policies.decoding.clock import StageClock
@@ -51,6 +50,7 @@ from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 WIDEST = 64  # nodes of a tree
 _ROWS = 8  # that a lane has room for, at least
 _WARM_UP_RUNS = 3
+_GUARDS_KEPT = 128
 _TRIED = 8  # tokens of a text that nobody waits for
 # What drafts text where a method leaves it to us: actions of the past say nothing of it.
 _TEXT = Plan("previous-answer", (DraftKind.PREVIOUS_ANSWER,), (DraftKind.PREVIOUS_ANSWER,))
@@ -112,7 +112,8 @@ class Engine:
         for one in entry_points(group=DRAFT_SOURCES):
             self._makers[one.name] = partial(_plugin, one, target)
         self._lanes: list[Lane] = []
-        self._guards: dict[int, dict[int, Guard]] = {}  # by method, then by tokens; 0: texts
+        # By a method's text, its rule and an action's tokens (0: a text); the last used comes last.
+        self._guards: dict[tuple[str, str, int], Guard] = {}
 
     def start(self, prompts: Prompts, rows: Sequence[Row]) -> None:
         """Take in answers, a row of `prompts` each; `RequestError` for what cannot be done.
@@ -264,7 +265,7 @@ class Engine:
         """One that plays this method and plan and has room, else one where nobody is."""
         able = [lane for lane in self._lanes if lane.fits(prompts, rows)]
         for lane in able:
-            if lane.rows and lane.plan is plan and lane.method == method:
+            if lane.rows and lane.plan == plan and lane.method == method:
                 return lane
         found = next((lane for lane in able if not lane.rows), None)
         # What nobody uses is not kept: callers name the methods.
@@ -290,13 +291,15 @@ class Engine:
         """The guard for answers like these; None where there is nothing to choose."""
         if not method.is_guarded or tuple(plans) == (PLAIN,):
             return None
-        if id(method) not in self._guards:
-            self._guards[id(method)] = {}
-            finalize(method, self._guards.pop, id(method), None)
-        guards, length = self._guards[id(method)], form.max_tokens if form.is_action else 0
-        if length not in guards:
-            guards[length] = Guard([plan.name for plan in plans], PLAIN.name)
-        return guards[length]
+        length = form.max_tokens if form.is_action else 0
+        key = method.name, str(method.rule), length
+        guard = self._guards.pop(key, None) or Guard([plan.name for plan in plans], PLAIN.name)
+        self._guards[key] = guard
+        if len(self._guards) > _GUARDS_KEPT:
+            # Methods that callers make up push out no method that has a name of its own.
+            made_up = [key for key in self._guards if ":" in key[0]]
+            del self._guards[made_up[0] if made_up else next(iter(self._guards))]
+        return guard
 
 
 def _choose(guard: Guard, rows: Sequence[Row]) -> Choice:

@@ -111,7 +111,7 @@ class Lane:
 
     def switch_to(self, method: Method, plan: Plan) -> None:
         """Decode by another method and plan from now on; nobody is on the way here."""
-        if self._is_switched and self.method is method and self.plan is plan:
+        if self._is_switched and self.method == method and self.plan == plan:
             return
         self.method, self.plan, self._is_switched = method, plan, True
         by_kind = {kind: self._draft_of(kind) for kind in plan.kinds}

@@ -44,7 +44,7 @@ from deft_policies.self_test import self_test
 
 _log = logging.getLogger(__name__)
 _TESTED_TOKENS = 32  # of a text
-_METHODS_KEPT = 128  # with knobs or a radius; callers may ask for any
+_METHODS_KEPT = 128  # callers may ask for any number, with knobs or a radius
 
 
 @dataclass(eq=False)
@@ -86,9 +86,7 @@ class VlaPolicy:
         self._default_key = find_statistics_key(self._keys, given) if is_known else None
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
         self._details = _describe(model, self.options)
-        # What callers make up may push out no method that has a name.
-        self._named: dict[str, Method] = {}
-        self._find_made_up = lru_cache(maxsize=_METHODS_KEPT)(self._build_method)
+        self._find_method = lru_cache(maxsize=_METHODS_KEPT)(self._build_method)
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
@@ -373,16 +371,9 @@ class VlaPolicy:
     def method_for(self, options: ActOptions) -> Method:
         """The method that a request asks for, or the default; may raise `RequestError`.
 
-        The same object each time, as what its plans have cost is remembered with it. May run on any
-        thread.
+        May run on any thread.
         """
-        name = options.decoding or self.method.name
-        is_made_up = options.radius is not None or (":" in name and name != self._default_method)
-        if is_made_up:
-            return self._find_made_up(name, options.radius)
-        if name not in self._named:
-            self._named.setdefault(name, self._build_method(name, None))
-        return self._named[name]
+        return self._find_method(options.decoding or self.method.name, options.radius)
 
     def _build_method(self, name: str, radius: int | None) -> Method:
         """What callers changed about the default is for that one alone."""

@@ -257,13 +257,13 @@ def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> 
 
 
 def test_methods_that_callers_make_up_push_out_no_others_costs() -> None:
+    """What plans have cost is kept by a method's text, of at most so many methods."""
     policy = tiny_policy(ModelOptions(decoding="lossless"))
-    names = (None, "deft", "top-k")
-    before = [policy.method_for(ActOptions(decoding=name)) for name in names]
-    for number in range(200):
-        policy.check(request_for().observation, ActOptions(decoding=f"top-k:k={number + 1}"))
-    after = [policy.method_for(ActOptions(decoding=name)) for name in names]
-    assert [id(one) for one in after] == [id(one) for one in before]
+    for name in ("lossless", "deft", *(f"deft:cap={number + 1}" for number in range(150))):
+        policy.act([request_for(options=ActOptions(decoding=name))])
+    guards = policy.engine._guards
+    assert len(guards) == 128
+    assert {"lossless", "deft"} <= {name for name, *_ in guards}
 
 
 def test_warming_up_leaves_no_trace() -> None:
