@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from deft_client.types import ActionChunk
-from deft_server.serving.queue import QueuedFrame
+from deft_server.serving.queue import Failure, QueuedFrame
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -82,6 +82,9 @@ class Metrics:
         self.policy_failures = counter(
             "deft_policy_failures", "Calls of the policy that failed", ("kind",)
         )
+        # An alert on `increase()` does not see a series that is born with its first event.
+        for kind in (*(one.value for one in Failure), "hang"):
+            self.policy_failures.labels(kind)
         self.ready = gauge("deft_ready", "1 where frames are answered")
         self.waiting = gauge("deft_waiting_frames", "Frames waiting")
         self.in_flight = gauge("deft_frames_with_policy", "Frames in the batch in hand")

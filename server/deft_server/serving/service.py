@@ -148,7 +148,11 @@ class Service:
         Every protocol calls this before it decodes a frame, so that bad frames count, too. Raises
         `OverloadedError` or `MissingKeyError`.
         """
-        turn_s = self.access.admit_frame(caller, time.monotonic())
+        try:
+            turn_s = self.access.admit_frame(caller, time.monotonic())
+        except ServerError as error:
+            self.metrics.unanswered.labels(type(error).__name__).inc()
+            raise
         if turn_s:
             await asyncio.sleep(turn_s)
 

@@ -136,6 +136,9 @@ def test_frames_over_the_rate_get_429_and_retry_after():
             client.post("/v1/act", content=packed(), headers=MSGPACK).status_code for _ in range(3)
         ]
         refused = client.post("/v1/act", content=packed(), headers=MSGPACK)
+        page = client.get("/metrics").text
+    assert 'deft_unanswered_frames_total{reason="OverloadedError"} 3.0' in page
+    assert 'deft_policy_failures_total{kind="lost"} 0.0' in page
     assert codes[0] == 200
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "10"
