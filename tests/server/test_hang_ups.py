@@ -90,6 +90,7 @@ def hang_up(url: str, number: int, is_over: threading.Event) -> None:
 
 
 @pytest.mark.long(seconds=300)
+@pytest.mark.timeout(900)  # three thousand answers, on a machine that may do other work
 def test_no_robot_gets_a_wrong_action_because_another_hung_up(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     seen: Counter[str] = Counter()

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.model.batch_invariant import in_fours
 from deft_policies.model.kv_cache import STRIP, KVCache
 from deft_policies.model.layout import (
     StepRunner,
@@ -90,7 +91,7 @@ class Target:
         if self.reads_lengths:
             keep_freed_memory()
         self._passes = LlamaPasses(decoder, packs=self.reads_lengths)
-        self._head = Projection(decoder.head)
+        self._head = Projection(decoder.head, packs=self._passes.is_batch_invariant)
 
     @property
     def device(self) -> torch.device:
@@ -115,11 +116,16 @@ class Target:
     def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
         """The head over `tokens`, or over `vocabulary`, in float32; column 0 is `tokens.first`."""
         wanted = tokens or self.vocabulary
+        flat = hidden.flatten(0, -2)
+        num_rows = len(flat)
+        if self._passes.is_batch_invariant:
+            flat = flat.index_select(0, in_fours(num_rows, flat.device))
         if len(wanted) == self.num_tokens:
-            every = self._head.apply(hidden.flatten(0, -2))
-            return every.float().view(*hidden.shape[:-1], -1)
-        rows = slice(wanted.first, wanted.last + 1)
-        return functional.linear(hidden, self.decoder.head.weight[rows]).float()
+            found = self._head.apply(flat)
+        else:
+            rows = slice(wanted.first, wanted.last + 1)
+            found = functional.linear(flat, self.decoder.head.weight[rows])
+        return found[:num_rows].float().view(*hidden.shape[:-1], -1)
 
     def record(self, cache: KVCache, widest: int) -> None:
         """Record every pass over trees of up to so many nodes, and every prefill."""
@@ -205,7 +211,9 @@ class Target:
                 return self._score_aligned(cache, tree, longest)
             roots = cache.counters(0, num_rows)[1]  # the room may have grown
         tokens, ancestors = self._widened(cache, tree)
-        read = longest + tokens.shape[1] if self.reads_lengths else cache.num_slots
+        read = cache.num_slots
+        if self.reads_lengths:
+            read = self._passes.slots(longest + tokens.shape[1])
         step = partial(self._score_step, cache, read)
         logits, hidden = self._run(cache, tokens.shape, step, (tokens, ancestors, roots))
         return _without_padding(tree, logits, hidden)
@@ -278,7 +286,9 @@ class Target:
             PassInput(
                 embeds,
                 plan.positions,
-                cache.open(num_rows, num_slots, read=num_slots, first_row=first),
+                cache.open(
+                    num_rows, num_slots, read=self._passes.slots(num_slots), first_row=first
+                ),
                 mask=None if is_causal else prefill_mask(plan, ancestors),
                 is_causal=is_causal,
                 rows_out=None if keeps_hidden else plan.node_slots,
@@ -291,7 +301,8 @@ class Target:
         """The pass when every row has the same known length: plain slices, no mask for a root."""
         num_rows, num_nodes = tree.tokens.shape
         embeds = self.decoder.embedding(tree.tokens)
-        window = cache.open(num_rows, num_nodes, read=start + num_nodes, start=start)
+        read = self._passes.slots(start + num_nodes)
+        window = cache.open(num_rows, num_nodes, read, start=start)
         if num_nodes == 1:
             inputs = PassInput(embeds, cache.counters(0, num_rows)[1][:, None], window)
         else:

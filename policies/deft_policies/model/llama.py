@@ -118,15 +118,19 @@ class Attention:
         if self.kept is not None:
             queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
             queries = queries.view(num_rows, -1, num_heads, split.shape[3])
-        mixed = functional.scaled_dot_product_attention(
+        mixed = self.attend(layer, queries, keys, values)
+        return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Mixed values [row, head, token, head_dim]; only queries come token by head."""
+        return functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys,
             values,
             attn_mask=self.mask,
             is_causal=self.is_causal,
-            enable_gqa=num_kv_heads != num_heads,
+            enable_gqa=self.sizes.num_kv_heads != self.sizes.num_heads,
         )
-        return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
 
     def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate [row, token, head, head_dim] in place and append keys and values to the cache.
