@@ -119,7 +119,7 @@ class Target:
         flat = hidden.flatten(0, -2)
         num_rows = len(flat)
         if self._passes.is_batch_invariant:
-            flat = flat.index_select(0, in_fours(num_rows, flat.device))
+            flat = in_fours(flat)
         if len(wanted) == self.num_tokens:
             found = self._head.apply(flat)
         else:
@@ -211,9 +211,7 @@ class Target:
                 return self._score_aligned(cache, tree, longest)
             roots = cache.counters(0, num_rows)[1]  # the room may have grown
         tokens, ancestors = self._widened(cache, tree)
-        read = cache.num_slots
-        if self.reads_lengths:
-            read = self._passes.slots(longest + tokens.shape[1])
+        read = longest + tokens.shape[1] if self.reads_lengths else cache.num_slots
         step = partial(self._score_step, cache, read)
         logits, hidden = self._run(cache, tokens.shape, step, (tokens, ancestors, roots))
         return _without_padding(tree, logits, hidden)
@@ -286,9 +284,7 @@ class Target:
             PassInput(
                 embeds,
                 plan.positions,
-                cache.open(
-                    num_rows, num_slots, read=self._passes.slots(num_slots), first_row=first
-                ),
+                cache.open(num_rows, num_slots, read=num_slots, first_row=first),
                 mask=None if is_causal else prefill_mask(plan, ancestors),
                 is_causal=is_causal,
                 rows_out=None if keeps_hidden else plan.node_slots,
@@ -301,8 +297,7 @@ class Target:
         """The pass when every row has the same known length: plain slices, no mask for a root."""
         num_rows, num_nodes = tree.tokens.shape
         embeds = self.decoder.embedding(tree.tokens)
-        read = self._passes.slots(start + num_nodes)
-        window = cache.open(num_rows, num_nodes, read, start=start)
+        window = cache.open(num_rows, num_nodes, read=start + num_nodes, start=start)
         if num_nodes == 1:
             inputs = PassInput(embeds, cache.counters(0, num_rows)[1][:, None], window)
         else:

@@ -114,7 +114,6 @@ class KVCache:
             targets=targets.unbind(0),
             layers=self._data[:, rows].unbind(0),
             slots=slots,
-            num_tokens=num_tokens,
         )
 
     def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
@@ -148,11 +147,9 @@ class CacheWindow:
     targets: tuple[Tensor, ...]  # [layer] of [row, token, 2 * head, head_dim], or of flat slots
     layers: tuple[Tensor, ...]  # [layer] of everything, [row, slot, 2 * head, head_dim]
     slots: Tensor | None
-    num_tokens: int  # of a row: those behind them leave nothing
 
     def write(self, layer: int, keys_values: Tensor) -> None:
         """Append [row, token, 2 * head, head_dim] of one layer."""
-        keys_values = keys_values[:, : self.num_tokens]
         if self.slots is None:
             self.targets[layer].copy_(keys_values)
         else:

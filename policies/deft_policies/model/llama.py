@@ -108,6 +108,11 @@ class Attention:
     window: CacheWindow | None = None
     kept: Tensor | None = None  # [row * kept], flat indices of the tokens whose output is wanted
 
+    @property
+    def scores_dtype(self) -> torch.dtype:
+        """In which a mask is added to the scores."""
+        return self.rotation.cos.dtype
+
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """From queries, keys and values of every token to mixed values [row * kept, inner]."""
         num_rows, num_tokens = self.rotation.cos.shape[:2]
@@ -118,10 +123,10 @@ class Attention:
         if self.kept is not None:
             queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
             queries = queries.view(num_rows, -1, num_heads, split.shape[3])
-        mixed = self.attend(layer, queries, keys, values)
+        mixed = self.attend(queries, keys, values)
         return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Mixed values [row, head, token, head_dim]; only queries come token by head."""
         return functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
@@ -164,7 +169,7 @@ class Attention:
             read = num_tokens if self.window is None else self.window.keys[0].shape[2]
             slots = torch.arange(read, device=rows_out.device)
             causal = (slots <= rows_out[:, :, None]).unsqueeze(1)
-            mask = added_mask(causal, self.rotation.cos.dtype)
+            mask = added_mask(causal, self.scores_dtype)
         else:
             index = rows_out[:, None, :, None].expand(-1, -1, -1, self.mask.shape[3])
             mask = self.mask.expand(len(rows_out), -1, -1, -1).gather(2, index)

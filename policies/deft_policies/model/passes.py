@@ -5,7 +5,7 @@ views made anew in every layer, separate additions. Weights are looked up once, 
 not be replaced afterwards.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.model.batch_invariant import (
-    BatchInvariantAttention,
+    Float64Attention,
+    can_be_batch_invariant,
     in_fours,
-    rounded_slots,
-    what_tokens_see,
 )
 from deft_policies.model.kernels.fp8 import Fp8Linear, Fp8Rows
 from deft_policies.model.kv_cache import CacheWindow
@@ -66,48 +65,35 @@ class LlamaPasses:
 
         Every layer but the last computes every token, because later layers read their keys.
         """
-        if not self.is_batch_invariant or tokens.window is None:
-            return self._run(tokens, self._attention(tokens))
-        wanted = tokens.positions if tokens.rows_out is None else tokens.rows_out
-        seen = what_tokens_see(tokens.positions, tokens.mask, tokens.window)
-        every = in_fours(tokens.positions.shape[1], seen.device)
-        positions = tokens.positions.index_select(1, every)
-        embeds = tokens.embeds.index_select(1, every)
-        shared = Attention(self._sizes, self._rotary(positions, embeds), window=tokens.window)
-        attend = BatchInvariantAttention.over(shared, seen.index_select(1, every))
-        rows_out = tokens.rows_out
-        if rows_out is not None:
-            rows_out = rows_out.index_select(1, in_fours(rows_out.shape[1], seen.device))
-        padded = replace(tokens, embeds=embeds, rows_out=rows_out)
-        return self._run(padded, attend)[:, : wanted.shape[1]]
-
-    def slots(self, read: int) -> int:
-        """How many slots a pass is to open so that it may read so many."""
-        return rounded_slots(read) if self.is_batch_invariant else read
-
-    def _run(self, tokens: PassInput, attend: Attention) -> Tensor:
-        num_rows, _, width = tokens.embeds.shape
+        attend = self._attention(tokens)
         # A copy, because layers add to it in place.
-        hidden, branch = tokens.embeds.reshape(-1, width).clone(), None
+        hidden, branch = tokens.embeds.flatten(0, 1).clone(), None
+        num_tokens = len(hidden)
+        hidden = self._padded(hidden)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
+            fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))[:num_tokens]
             if index == last and tokens.rows_out is not None:
                 attend = attend.of_rows_out(tokens.rows_out)
-            fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
-            mixed = attend.mix(index, fused)
-            hidden = attend.keep(hidden)
-            branch = layer.out.add_to(hidden, mixed)
+                num_tokens = tokens.rows_out.numel()
+                hidden = self._padded(attend.keep(hidden))
+            branch = layer.out.add_to(hidden, self._padded(attend.mix(index, fused)))
             gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
             branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
-        return self._norm.plain(hidden, branch).view(num_rows, -1, width)
+        normed = self._norm.plain(hidden, branch)[:num_tokens]
+        return normed.unflatten(0, (len(tokens.embeds), -1))
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        return in_fours(rows) if self.is_batch_invariant else rows
 
     def _attention(self, tokens: PassInput) -> Attention:
         rotation, mask = self._rotary(tokens.positions, tokens.embeds), tokens.mask
+        kind = Float64Attention if self.is_batch_invariant else Attention
         if mask is not None:
-            mask = added_mask(mask, tokens.embeds.dtype)
+            mask = added_mask(mask, torch.float64 if self.is_batch_invariant else rotation.cos.dtype)
         shared = (self._sizes, rotation, mask, tokens.is_causal)
         if self._kernels is None or tokens.window is None:
-            return Attention(*shared, tokens.window)
+            return kind(*shared, tokens.window)
         return _FusedAttention(*shared, window=tokens.window, kernels=self._kernels)
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
@@ -185,14 +171,6 @@ class Projection:
 def _multiply_packed(inputs: Tensor, packed: Tensor) -> Tensor:
     multiplied: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, None, "none", [], "")
     return multiplied
-
-
-def can_be_batch_invariant(weight: Tensor) -> bool:
-    """Whether passes over weights like this one get each token's bits as it would get them alone.
-
-    In float32 that would cost plain decoding a third of its speed, and near ties are rare.
-    """
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 @lru_cache(maxsize=1)
