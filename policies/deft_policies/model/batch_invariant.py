@@ -5,18 +5,14 @@ than for several: then a token that is checked among drafts is not quite the tok
 decoding computes, and answers differ. Two rules prevent that:
 
 - Attention sums in float64. Whatever their order, sums then differ by so little that they round to
-  the same bfloat16: one number in some ten billion may fall on the edge between two.
+  the same bfloat16, but for one number in some ten billion that lies on the edge between two.
 - No product sees a number of rows that is not a multiple of four. Whether that is enough depends
   on the processor and on torch, so the tests ask each machine.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from deft_policies.model.llama import Attention
 
 _ROWS = 4
 
@@ -33,18 +29,3 @@ def in_fours(rows: Tensor) -> Tensor:
     """[row, width] with rows of zeros behind it, up to a multiple of four."""
     missing = -len(rows) % _ROWS
     return rows if missing == 0 else functional.pad(rows, (0, 0, 0, missing))
-
-
-@dataclass(frozen=True)
-class Float64Attention(Attention):
-    """Attention that sums in float64 and rounds once."""
-
-    @property
-    def scores_dtype(self) -> torch.dtype:
-        """Its mask's, too."""
-        return torch.float64
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As `Attention` does."""
-        mixed = super().attend(queries.double(), keys.double(), values.double())
-        return mixed.to(queries.dtype)

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.batch_invariant import (
-    Float64Attention,
-    can_be_batch_invariant,
-    in_fours,
-)
+from deft_policies.model.batch_invariant import can_be_batch_invariant, in_fours
 from deft_policies.model.kernels.fp8 import Fp8Linear, Fp8Rows
 from deft_policies.model.kv_cache import CacheWindow
 from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
@@ -81,20 +77,21 @@ class LlamaPasses:
             gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
             branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
         normed = self._norm.plain(hidden, branch)[:num_tokens]
-        return normed.unflatten(0, (len(tokens.embeds), -1))
+        return normed.view(len(tokens.embeds), -1, normed.shape[1])
 
     def _padded(self, rows: Tensor) -> Tensor:
         return in_fours(rows) if self.is_batch_invariant else rows
 
     def _attention(self, tokens: PassInput) -> Attention:
-        rotation, mask = self._rotary(tokens.positions, tokens.embeds), tokens.mask
-        kind = Float64Attention if self.is_batch_invariant else Attention
+        mask, window = tokens.mask, tokens.window
+        sums_in = torch.float64 if self.is_batch_invariant else tokens.embeds.dtype
         if mask is not None:
-            mask = added_mask(mask, torch.float64 if self.is_batch_invariant else rotation.cos.dtype)
+            mask = added_mask(mask, sums_in)
+        rotation = self._rotary(tokens.positions, tokens.embeds)
         shared = (self._sizes, rotation, mask, tokens.is_causal)
-        if self._kernels is None or tokens.window is None:
-            return kind(*shared, tokens.window)
-        return _FusedAttention(*shared, window=tokens.window, kernels=self._kernels)
+        if self._kernels is None or window is None:
+            return Attention(*shared, window=window, sums_in=sums_in)
+        return _FusedAttention(*shared, window=window, kernels=self._kernels)
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""
