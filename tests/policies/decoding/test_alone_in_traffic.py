@@ -8,8 +8,9 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.knobs import find_method
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.sampling import Sampling
-from deft_policies.decoding.target import Target
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from deft_policies.model.llama import first_layers
+from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.policies.decoding.scripts import clock
 from tests.policies.decoding.test_any_length import decoder, prompt, side_by_side
 from tests.tiny_target import ACTIONS, WIDTH
@@ -93,19 +94,50 @@ def method_of(text: str, temperature: float) -> Method:
     return method.with_sampling(Sampling(temperature, 9)) if temperature else method
 
 
-@lru_cache
-def models() -> DraftModels:
-    torch.manual_seed(0)
-    sizes = head_sizes(WIDTH, 24, 2, 2, max_positions=512)
-    head = EagleHead(sizes).requires_grad_(False)
-    medusa = MedusaHeads(WIDTH, 4).requires_grad_(False)
-    return DraftModels(
-        head=head, medusa=medusa, small_model=Target(first_layers(decoder(), 1), ACTIONS)
-    )
+@dataclass(frozen=True)
+class Models:
+    """All that decodes, in one format."""
+
+    dtype: torch.dtype
+
+    def engine(self) -> Engine:
+        return Engine(Target(self.decoder, ACTIONS), self.drafting)
+
+    @cached_property
+    def decoder(self) -> LlamaDecoder:
+        return deepcopy(decoder()).to(self.dtype)
+
+    @cached_property
+    def drafting(self) -> DraftModels:
+        torch.manual_seed(0)
+        sizes = head_sizes(WIDTH, 24, 2, 2, max_positions=512)
+        small = Target(first_layers(self.decoder, 1), ACTIONS)
+        head, medusa = EagleHead(sizes).to(self.dtype), MedusaHeads(WIDTH, 4).to(self.dtype)
+        return DraftModels(
+            head=head.requires_grad_(False),
+            medusa=medusa.requires_grad_(False),
+            small_model=small,
+        )
+
+    def prompts(self, requests: Sequence["Request"]) -> Prompts:
+        each = side_by_side([prompt(one.text_length, one.picture) for one in requests])
+        return replace(each, embeds=each.embeds.to(self.dtype))
+
+    def alone(self, request: "Request") -> "Answer":
+        key = repr(request)
+        if key not in self.answers:
+            row = request.row()
+            with torch.inference_mode():
+                self.engine().decode(self.prompts([request]), [row], clock())
+            self.answers[key] = Answer.of(row)
+        return self.answers[key]
+
+    @cached_property
+    def answers(self) -> dict[str, "Answer"]:
+        return {}  # by the request, in words
 
 
-def target() -> Target:
-    return Target(decoder(), ACTIONS)
+FORMATS = {"float32": Models(torch.float32), "bfloat16": Models(torch.bfloat16)}
 
 
 SPACES = {
@@ -116,9 +148,6 @@ SPACES = {
     )
     for length in (5, 7)
 }
-
-
-ALONE: dict[str, Answer] = {}  # by the request, in words
 
 
 def a_form(rng: random.Random) -> Form:
@@ -140,26 +169,12 @@ def a_memory(rng: random.Random, noise: int) -> SessionMemory:
     return memory
 
 
-def alone(request: Request) -> Answer:
-    key = repr(request)
-    if key not in ALONE:
-        ALONE[key] = decoded_alone(request)
-    return ALONE[key]
-
-
-def decoded_alone(request: Request) -> Answer:
-    engine, row = Engine(target(), models()), request.row()
-    with torch.inference_mode():
-        engine.decode(prompt(request.text_length, request.picture), [row], clock())
-    return Answer.of(row)
-
-
 class Traffic:
     """One seeded play on one engine."""
 
-    def __init__(self, seed: int, engine: Engine | None = None) -> None:
+    def __init__(self, seed: int, models: Models) -> None:
         self.rng = random.Random(seed)
-        self.engine = engine or Engine(target(), models())
+        self.models, self.engine = models, models.engine()
         self.asked: dict[Row, Request] = {}
         self.ended: list[tuple[Request, Answer]] = []
         # Few methods, so that rows of one method meet in a batch.
@@ -185,8 +200,7 @@ class Traffic:
     def _join(self) -> None:
         some = [self._request() for _ in range(self.rng.choice((1, 1, 2, 3)))]
         rows = [one.row() for one in some]
-        prompts = [prompt(one.text_length, one.picture) for one in some]
-        self.engine.start(side_by_side(prompts), rows)
+        self.engine.start(self.models.prompts(some), rows)
         self.asked.update(zip(rows, some, strict=True))
 
     def _cancel(self) -> None:
@@ -209,32 +223,34 @@ class Traffic:
         return self.ended
 
 
-def check(plays: Sequence[int]) -> Counter[str]:
+def check(plays: Sequence[int], precision: str) -> None:
     """Compare every answer of some plays with the same request alone."""
     seen: Counter[str] = Counter()
+    models = FORMATS[precision]
     for seed in plays:
-        for request, answer in Traffic(seed).play():
-            twin = alone(request)
+        for request, answer in Traffic(seed, models).play():
+            twin = models.alone(request)
             seen["answers"] += 1
-            if answer.is_near(twin):
+            if precision == "float32" and answer.is_near(twin):
                 seen["near ties"] += 1
                 continue
             found = replace(answer, margins=())
             assert found == replace(twin, margins=()), f"play {seed}: {request}"
-    return seen
-
-
-@pytest.mark.parametrize("first", range(0, 200, 50))
-def test_every_answer_is_that_of_its_request_alone(first: int) -> None:
-    seen = check(range(first, first + 50))
-    logger.info("%s", dict(seen))
-    assert seen["answers"] > 200
+    logger.info("%s: %s", precision, dict(seen))
+    assert seen["answers"] > 4 * len(plays)
     assert seen["near ties"] <= 0.005 * seen["answers"]
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_every_answer_is_that_of_its_request_alone(first: int, precision: str) -> None:
+    check(range(first, first + 50), precision)
 
 
 @pytest.mark.long(seconds=40)
+@pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("first", range(1000, 2800, 200))
-def test_every_answer_is_that_of_its_request_alone_in_much_traffic(first: int) -> None:
-    seen = check(range(first, first + 200))
-    logger.info("%s", dict(seen))
-    assert seen["near ties"] <= 0.005 * seen["answers"]
+def test_every_answer_is_that_of_its_request_alone_in_much_traffic(
+    first: int, precision: str
+) -> None:
+    check(range(first, first + 200), precision)
