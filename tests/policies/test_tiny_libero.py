@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from deft_client.types import ActOptions, Observation
 from deft_policies import catalog
@@ -13,7 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.commands.act import load_image
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
-from deft_policies.families.options import ModelOptions
+from deft_policies.families.options import ModelOptions, Precision
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 
@@ -22,8 +23,9 @@ CLEAR_MARGIN = 1e-3  # below it, another processor may round to another token
 
 
 @cache
-def policy() -> VlaPolicy:
-    return load_policy(bundle.complete(ModelOptions(device="cpu", is_guarded=False)))
+def policy(precision: Precision = Precision.FLOAT32) -> VlaPolicy:
+    options = ModelOptions(device="cpu", is_guarded=False, precision=precision)
+    return load_policy(bundle.complete(options))
 
 
 def cases() -> list[dict[str, object]]:
@@ -36,13 +38,15 @@ def thinking_cases() -> list[dict[str, object]]:
     return [case for case in cases() if "thinking_tokens" in case]
 
 
-def play(decoding: str, aloud: bool = False) -> list[tuple[tuple[int, ...], int]]:
+def play(
+    decoding: str, aloud: bool = False, precision: Precision = Precision.FLOAT32
+) -> list[tuple[tuple[int, ...], int]]:
     """Tokens and passes for the stored frames, as one robot's session."""
     memory, answers = SessionMemory(), []
     for case in thinking_cases() if aloud else cases():
         observation = Observation(load_image(GOLDEN / str(case["image"])), str(case["instruction"]))
         options = ActOptions(decoding=decoding, want_trace=True, want_reasoning=aloud)
-        (answer,) = policy().act([ActRequest(observation, memory, options)])
+        (answer,) = policy(precision).act([ActRequest(observation, memory, options)])
         memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None
         answers.append((tuple(trace.tokens), trace.num_passes))
@@ -81,6 +85,41 @@ def test_lossless_answers_equal_plain_decoding_in_fewer_passes():
     plain, fast = play("autoregressive"), play("lossless")
     assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]
     assert sum(passes for _, passes in fast) < 0.75 * sum(passes for _, passes in plain)
+
+
+@pytest.mark.parametrize("aloud", [False, True], ids=["acting", "thinking"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_lossless_answers_equal_plain_decoding_in_bfloat16(num_threads: int, aloud: bool):
+    threads = torch.get_num_threads()
+    policy(Precision.BFLOAT16)  # loading sets a number of its own
+    torch.set_num_threads(num_threads)
+    try:
+        plain = play("autoregressive", aloud, Precision.BFLOAT16)
+        fast = play("lossless", aloud, Precision.BFLOAT16)
+    finally:
+        torch.set_num_threads(threads)
+    assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]
+    assert sum(passes for _, passes in fast) < 0.75 * sum(passes for _, passes in plain)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_picture_has_the_same_features_alone_and_among_others(num_threads: int):
+    network = policy(Precision.BFLOAT16).model.network
+    size = network.config.image.size
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(8, 3 * len(network.towers), size, size, generator=generator).bfloat16()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.inference_mode():
+            alone = [network.see(pixels[index : index + 1]) for index in range(8)]
+            for num_pictures in range(2, 9):
+                together = network.see(pixels[:num_pictures])
+                for index in range(num_pictures):
+                    assert torch.equal(together.patches[index], alone[index].patches[0])
+                    assert torch.equal(together.features[index], alone[index].features[0])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_relaxed_decoding_takes_fewer_passes_still():

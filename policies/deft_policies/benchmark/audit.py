@@ -1,8 +1,10 @@
-"""The near-tie audit: where another number format answers another token, and how close it was.
+"""Where a policy answers another token than it should, and how close the two tokens were.
 
-Both formats are led along the reference's tokens, so every position is compared in the same
-context. A token may flip where the reference's two best logits are closer than the format can
-tell apart; a flip anywhere else is a fault.
+`audit` compares number formats. Both are led along the reference's tokens, so every position is
+compared in the same context. A token may flip where the reference's two best logits are closer
+than the format can tell apart; a flip anywhere else is a fault.
+
+`check_equal` compares an exact method with plain decoding in the format that is served.
 """
 
 import math
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deft_client.types import ActOptions
-from deft_policies.benchmark.replay import ReplayFrame
+from deft_policies.benchmark.replay import MeasuredAnswer, Replay, ReplayFrame
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.families.family import TokenModel
@@ -56,6 +58,22 @@ class AuditReport:
         return tuple(flip for flip in self.flips if flip.reference_margin > self.threshold)
 
 
+@dataclass(frozen=True)
+class EqualityCheck:
+    """How many answers of an exact method are plain decoding's, and where the others part."""
+
+    name: str  # of the method
+    dtype: str
+    is_promised: bool  # passes compute the same bits for a token alone and among others
+    num_answers: int
+    partings: tuple[Flip, ...]  # plain decoding is the reference; the first token that differs
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether answers differ that must not."""
+        return self.is_promised and bool(self.partings)
+
+
 def audit(
     reference: VlaPolicy,
     audited: VlaPolicy,
@@ -63,6 +81,8 @@ def audit(
     asked: ActOptions | None = None,
 ) -> AuditReport:
     """Compare two policies of the same weights, token by token. Both see the whole vocabulary."""
+    if reference.options.action_rows_only or audited.options.action_rows_only:
+        raise ValueError("an audit compares the whole vocabulary")
     flips: list[Flip] = []
     largest_logit = largest_error = 0.0
     num_tokens = num_outside = 0
@@ -96,6 +116,44 @@ def audit(
     )
 
 
+def check_equal(run: Replay, plain: Replay, frames: Sequence[ReplayFrame]) -> EqualityCheck:
+    """Compare the answers of one policy to the same frames, in the format it serves."""
+    policy = run.contender.policy
+    assert isinstance(policy, VlaPolicy)
+    target = policy.token_model.target
+    first = target.vocabulary.first
+    partings: list[Flip] = []
+    for number, frame in enumerate(frames):
+        wanted, found = (_tokens(one.answers[number]) for one in (plain, run))
+        if wanted == found:
+            continue
+        position = _first_difference(wanted, found)
+        options = plain.contender.options(frame)
+        logits = _logits(policy, frame, options, wanted[: position + 1])[position]
+        best, other = wanted[position], found[position]
+        margin = float(logits[best - first] - logits[other - first])
+        partings.append(Flip(number, position, best, other, margin, -margin))
+    return EqualityCheck(
+        name=run.contender.name,
+        dtype=policy.info.details["dtype"],
+        is_promised=target.is_batch_invariant,
+        num_answers=len(frames),
+        partings=tuple(partings),
+    )
+
+
+def _tokens(answer: MeasuredAnswer) -> list[int]:
+    assert answer.chunk.trace is not None
+    return list(answer.chunk.trace.tokens)
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    for position, (first, second) in enumerate(zip(one, other, strict=False)):
+        if first != second:
+            return position
+    raise ValueError("one answer is the beginning of the other")
+
+
 def last_place(value: float) -> float:
     """The distance between neighbouring bfloat16 numbers of this size."""
     return 0.0 if value == 0.0 else 2.0 ** (math.floor(math.log2(abs(value))) - _BFLOAT16_BITS + 1)
@@ -123,14 +181,31 @@ def describe(report: AuditReport) -> str:
     return "\n".join(lines)
 
 
+def describe_equality(check: EqualityCheck) -> str:
+    """The check in words, every frame that differs on a line of its own."""
+    num_equal = check.num_answers - len(check.partings)
+    promise = "a token is computed alike alone and among drafts, so none may differ"
+    if not check.is_promised:
+        promise = "a near tie may differ: a token alone and among drafts is rounded differently"
+    lines = [
+        f"audit: {check.name} gives {num_equal} of {check.num_answers} answers of plain decoding "
+        f"in {check.dtype} ({promise})"
+    ]
+    verdict = "FAULT" if check.is_promised else "differs"
+    for one in check.partings:
+        lines.append(
+            f"  frame {one.frame} token {one.position}: plain {one.reference}, "
+            f"{check.name} {one.audited}, margin {one.reference_margin:.6f}: {verdict}"
+        )
+    return "\n".join(lines)
+
+
 def _logits(
     policy: VlaPolicy, frame: ReplayFrame, options: ActOptions, given: list[int] | None
 ) -> list[Tensor]:
     """Plain decoding's logits [vocabulary], position by position, along given tokens or its own."""
     model = policy.model_for(options)
     assert isinstance(model, TokenModel)
-    if len(model.target.vocabulary) != model.target.num_tokens:
-        raise ValueError("an audit compares the whole vocabulary")
     with torch.inference_mode():
         prompts = model.see([frame.observation], StageClock(model.device))
         form = model.forms[policy.find_key(frame.statistics_key)]

@@ -11,7 +11,7 @@ from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_policies.base import Policy
-from deft_policies.benchmark.audit import audit
+from deft_policies.benchmark.audit import audit, check_equal
 from deft_policies.benchmark.replay import (
     Contender,
     ReplayFrame,
@@ -25,7 +25,8 @@ from deft_policies.benchmark.roofline import find_limits, measure_rates
 from deft_policies.benchmark.summary import Speed, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from deft_policies.decoding.methods import AUTOREGRESSIVE
+from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD
 from deft_policies.errors import PolicyError
 from deft_policies.families.family import TokenModel
 from deft_policies.families.loading import load_float32_twin, load_policy
@@ -64,7 +65,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="list every token that differs between bfloat16 (or --quantization) and float32",
+        help="list every token that differs between bfloat16 (or --quantization) and float32, and "
+        "every answer of an exact method that is not plain decoding's",
     )
     parser.add_argument(
         "--reasoning",
@@ -110,13 +112,17 @@ def bench(
         thinks = given.reasoning or not policy.info.thinks_when_asked
         frames = with_statistics_key(read_frames(given, policy), policy)
         if isinstance(policy, VlaPolicy) and isinstance(policy.model, TokenModel):
+            if given.audit and DEFAULT_METHOD not in methods:
+                methods = [*(methods or [policy.info.decoding]), DEFAULT_METHOD]
             contenders = _contenders(policy, methods, radii, given.batch)
             contenders = [replace(one, want_reasoning=thinks) for one in contenders]
             beside, baseline = find_others(given, policy, frames)
             contenders += beside
             if policy.model.runner.reserve is None:  # else steps are recorded as they come up
                 policy.warm_up()  # a server's guard knows from its start what plans cost
-            report = measure(policy, contenders, frames, given.warm_ups, baseline)
+            report = measure(
+                policy, contenders, frames, given.warm_ups, baseline, has_audit=given.audit
+            )
             if given.audit:
                 whole = replace(policy.options, action_rows_only=False, has_graphs=False)
                 audited = load_policy(replace(whole, precision=Precision.BFLOAT16))
@@ -139,7 +145,7 @@ def bench(
         sys.stdout.write(f"{report.render()}\n{following}\n")
         if given.json is not None:
             given.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
-        return 1 if report.audit is not None and report.audit.faults else 0
+        return 1 if report.has_faults else 0
 
     return run_command(PROG, run)
 
@@ -173,8 +179,13 @@ def measure(
     frames: Sequence[ReplayFrame],
     num_warm_ups: int,
     baseline: str | None = None,
+    *,
+    has_audit: bool = False,
 ) -> Report:
-    """Times; of models also limits; of methods also actions beside those of plain decoding."""
+    """Times; of models also limits; of methods also actions beside those of plain decoding.
+
+    With `has_audit` every answer of an exact method is compared with plain decoding's, too.
+    """
     for contender in contenders:
         for frame in frames:
             contender.policy.check(frame.observation, contender.options(frame))
@@ -196,7 +207,18 @@ def measure(
     plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]
     decodings = tuple(summarise_decoding(run, plain, spaces) for run in runs)
-    return replace(report, decodings=decodings)
+    exact = [run for run in runs if run is not plain and _is_exact(run.contender)]
+    equality = [check_equal(run, plain, frames) for run in exact if has_audit]
+    return replace(report, decodings=decodings, equality=tuple(equality))
+
+
+def _is_exact(contender: Contender) -> bool:
+    """Whether it must answer what plain decoding answers."""
+    if contender.decoding is None or not isinstance(contender.policy, VlaPolicy):
+        return False
+    method = find_method(contender.decoding)
+    is_greedy = method.sampling.temperature == 0.0
+    return method.rule.is_exact and is_greedy and not contender.radius
 
 
 def _contenders(

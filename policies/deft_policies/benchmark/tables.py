@@ -6,7 +6,12 @@ from itertools import zip_longest
 
 from deft_client.commands.table import markdown_table
 from deft_client.libero.results.statistics import Percentiles
-from deft_policies.benchmark.audit import AuditReport, describe
+from deft_policies.benchmark.audit import (
+    AuditReport,
+    EqualityCheck,
+    describe,
+    describe_equality,
+)
 from deft_policies.benchmark.roofline import DeviceRates, Roofline
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
 from deft_policies.decoding.methods import AUTOREGRESSIVE
@@ -25,6 +30,13 @@ class Report:
     rooflines: tuple[Roofline, ...] = ()  # in the order of `speeds`
     rates: DeviceRates | None = None
     audit: AuditReport | None = None
+    equality: tuple[EqualityCheck, ...] = ()
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether an audit was asked for and found answers that must not be."""
+        audited = self.audit is not None and bool(self.audit.faults)
+        return audited or any(check.is_broken for check in self.equality)
 
     def render(self) -> str:
         """Tables and verdicts, as text that is also Markdown."""
@@ -52,6 +64,7 @@ class Report:
             ]
         if self.audit is not None:
             parts.append(describe(self.audit))
+        parts += [describe_equality(check) for check in self.equality]
         return "\n\n".join(part for part in parts if part)
 
 

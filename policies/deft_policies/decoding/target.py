@@ -103,6 +103,11 @@ class Target:
         """Positions a row may have, prompt and patches included."""
         return self.decoder.sizes.max_positions
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token is computed to the same bits alone, among drafts and among rows."""
+        return self._passes.is_batch_invariant
+
     def new_cache(self) -> KVCache:
         """Memory for rows of its own."""
         decoder = self.decoder
@@ -118,7 +123,7 @@ class Target:
         wanted = tokens or self.vocabulary
         flat = hidden.flatten(0, -2)
         num_rows = len(flat)
-        if self._passes.is_batch_invariant:
+        if self.is_batch_invariant:
             flat = in_fours(flat)
         if len(wanted) == self.num_tokens:
             found = self._head.apply(flat)

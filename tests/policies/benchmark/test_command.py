@@ -20,7 +20,13 @@ from deft_client.types import (
     StageTimings,
 )
 from deft_policies.base import ActAnswer
-from deft_policies.benchmark.audit import audit, describe, last_place
+from deft_policies.benchmark.audit import (
+    audit,
+    check_equal,
+    describe,
+    describe_equality,
+    last_place,
+)
 from deft_policies.benchmark.command import next_command
 from deft_policies.benchmark.replay import (
     Contender,
@@ -281,9 +287,40 @@ def test_bfloat16_flips_only_near_ties_of_the_golden_model() -> None:
     assert "0 of them" in describe(report)
 
 
-def test_the_policy_that_ships_can_be_audited(capsys: pytest.CaptureFixture[str]) -> None:
-    assert deft(["bench", "--audit", "--frames", "1", "--warm-ups", "0", "--device", "cpu"]) == 0
-    assert "next: deft serve --policy tiny-libero --device cpu" in capsys.readouterr().out
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_that_ships_can_be_audited(
+    dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--frames", "2", "--warm-ups", "0", "--device", "cpu", "--dtype", dtype]
+    assert deft(["bench", "--audit", "--decoding", "deft", *asked]) == 0
+    told = capsys.readouterr().out
+    assert f"lossless gives 2 of 2 answers of plain decoding in {dtype}" in told
+    assert "deft gives" not in told  # it is not exact
+    assert "next: deft serve --policy tiny-libero --device cpu" in told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_audit_finds_an_exact_method_that_answers_otherwise(dtype: str) -> None:
+    options = replace(golden_options(), precision=Precision(dtype), is_guarded=False)
+    policy, frames = load_policy(options), golden_frames(2)
+    methods = (Contender("plain", policy, "autoregressive"), Contender("other", policy, "lossless"))
+    plain, other = replay(methods, frames, 0)
+    assert check_equal(other, plain, frames).partings == ()
+    answer = other.answers[1]
+    trace = answer.chunk.trace
+    assert trace is not None
+    wrong = [*trace.tokens[:3], trace.tokens[3] + 1, *trace.tokens[4:]]
+    chunk = replace(answer.chunk, trace=replace(trace, tokens=wrong))
+    other.answers[1] = replace(answer, chunk=chunk)
+    check = check_equal(other, plain, frames)
+    (parting,) = check.partings
+    assert (parting.frame, parting.position) == (1, 3)
+    assert (parting.reference, parting.audited) == (trace.tokens[3], trace.tokens[3] + 1)
+    assert parting.reference_margin > 0.0
+    assert check.is_broken == (dtype == "bfloat16")  # float32 promises no near tie
+    told = describe_equality(check)
+    assert "1 of 2 answers" in told
+    assert ("FAULT" in told) == check.is_broken
 
 
 def test_an_audit_calls_a_wrong_weight_a_fault() -> None:
