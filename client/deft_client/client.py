@@ -8,6 +8,8 @@ nobody asks for compressed answers, and a small one can become gigabytes.
 import math
 import os
 import random
+import socket
+import ssl
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -29,6 +31,7 @@ from deft_client.errors import (
     ServerUnreachableError,
     TransportError,
     UnusableValueError,
+    WrongServerError,
     problem_error,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings, Retries, check_url
@@ -39,9 +42,10 @@ from deft_client.wire.messages import ActMessage
 ACT_PATH = "/v1/act"
 REQUEST_ID = "x-request-id"
 RETRIED_STATUS = (429, 503)
+UNKNOWN_NAMES = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 SHORTEST_WAIT_S = 0.001  # 0 would mean not to wait at all
-# A server counts a deadline from the arrival of the frame, and answers one that it missed with 504
-# or with an action that holds: that word is worth waiting for, and it keeps the connection.
+# A server counts a deadline from the arrival of the frame, and answers one that it missed with 504:
+# that answer is worth waiting for, as it keeps the connection.
 WAY_BACK_S = 0.05
 
 
@@ -308,17 +312,30 @@ def transport_error(error: httpx.TransportError, url: str) -> TransportError:
     """Return our exception for one of httpx's."""
     if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
         return AnswerTimeoutError(f"{url} took too long to answer ({type(error).__name__})")
-    return ServerUnreachableError(
-        f"cannot reach {url}: {error or type(error).__name__}; is the server running there?"
-    )
+    reason = f"cannot reach {url}: {error or type(error).__name__}"
+    if is_wrong_server(error):
+        return WrongServerError(reason)
+    return ServerUnreachableError(f"{reason}; is the server running there?")
+
+
+def is_wrong_server(error: BaseException | None) -> bool:
+    """Is the cause a name that no host has, or a certificate that is not trusted?"""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        if isinstance(error, socket.gaierror):
+            return error.errno in UNKNOWN_NAMES
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def next_pause_s(failure: DeftError, attempt: int, retries: Retries) -> float | None:
     """Return how long to wait before asking again, or None where that is no use.
 
-    A request that timed out is not made again: the server may still be at work on it.
+    A request that timed out is not made again: the server may still be at work on it. Nor is one to
+    the wrong server.
     """
-    if attempt >= retries.attempts or isinstance(failure, AnswerTimeoutError):
+    if attempt >= retries.attempts or isinstance(failure, AnswerTimeoutError | WrongServerError):
         return None
     if retries.only_when_overloaded and not isinstance(failure, OverloadedError):
         return None

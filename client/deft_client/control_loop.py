@@ -4,11 +4,11 @@ Three threads, so that none waits for another: one asks the policy with the newe
 commands the arm once in every period, and a watchdog stops the arm where that one is held up.
 """
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Protocol
@@ -17,14 +17,24 @@ import numpy as np
 
 from deft_client.actions import Action, ActionRules
 from deft_client.chunks import ActionQueue, Seam
-from deft_client.errors import AnswerTimeoutError, DeftError, UnusableValueError
+from deft_client.errors import (
+    AccessDeniedError,
+    AnswerTimeoutError,
+    DeftError,
+    UnknownEndpointError,
+    UnusableValueError,
+    WrongServerError,
+)
 from deft_client.types import ActingPolicy, ActionChunk, ActOptions, Observation
 
 logger = logging.getLogger(__name__)
 
 # Of a period, for an answer to come in: the command is late by so much, or the arm holds.
 WAIT_SHARE = 0.5
-TOLD_AFTER_S = 1.0  # of holding without a known reason; chunks that wait for each other do so
+LOGGED_AFTER = 2  # periods of holding without an error: shorter waits between chunks are usual
+# Of the settings, not of the moment: a loop that starts with them would hold for ever.
+_WRONG_SETTINGS = (AccessDeniedError, UnknownEndpointError, WrongServerError)
+NO_FRAME, NO_ANSWER, NO_ACTION = "no frame yet", "no answer yet", "no action yet"
 _CLOCK_SLACK_S = 0.05  # a frame may seem to be taken so much later than now
 LAST_WORDS_S = 1.0  # for a policy that is still asked when the loop ends
 
@@ -75,6 +85,7 @@ class LoopStatus:
 
     moves: int = 0
     holds: int = 0
+    causes: Mapping[str, int] = field(default_factory=dict)  # of the holds: an error's class, ...
     stops: int = 0  # holds where nobody knew a position to stay at
     limited: int = 0  # moves that went less far than the policy wanted
     stalls: int = 0  # times the watchdog stopped the arm
@@ -87,7 +98,8 @@ class ControlLoop:
     Every period the arm gets one command: the policy's next action as far as the rules allow, or
     the one that holds it. Whatever the policy or the camera raises is a reason to hold and to ask
     again; what `move` raises ends the loop, with the arm stopped. So does `give_up_after_s`
-    without an action, with `AnswerTimeoutError`.
+    without an action, with `AnswerTimeoutError`. A wrong key, certificate or address ends it at
+    its start; hours later it is a reason to hold.
     """
 
     def __init__(
@@ -107,17 +119,20 @@ class ControlLoop:
         # Each is written by one thread: that of the commands, of the questions, of the watchdog.
         self._status = LoopStatus()
         self._problem: BaseException | None = None
+        self._waits_for = NO_ACTION
         self._stalls = 0
+        self._causes = Counter[str]()
         self._last: Action | None = None  # what was commanded, after limits
         self._commanded_at = self._moved_at = 0.0
-        self._is_hold_told = False
+        self._is_hold_logged = False
         self._background: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     @property
     def status(self) -> LoopStatus:
         """How it is going; may be read from any thread."""
-        return replace(self._status, stalls=self._stalls, problem=self._problem)
+        causes = dict(self._causes)
+        return replace(self._status, causes=causes, stalls=self._stalls, problem=self._problem)
 
     @property
     def is_running(self) -> bool:
@@ -156,7 +171,7 @@ class ControlLoop:
     def run(self, num_periods: int | None = None) -> None:
         """Command the arm in this thread, for a number of periods or until `stop`."""
         self._measured()  # refuses rules of another size
-        self._check_size_of_actions()
+        self._check_policy()
         self._commanded_at = self._moved_at = time.monotonic()
         asking = threading.Thread(target=self._ask_on, name="deft-policy", daemon=True)
         watching = threading.Thread(target=self._watch, name="deft-watchdog", daemon=True)
@@ -173,6 +188,7 @@ class ControlLoop:
             finally:
                 watching.join()
                 asking.join(LAST_WORDS_S)
+                logger.info("%s", self._summary())
 
     def _run_apart(self) -> None:
         try:
@@ -224,7 +240,7 @@ class ControlLoop:
             if command is None and action is not None:
                 self._queue.clear()  # it was not executed, so the next ones start elsewhere
         self._commanded_at = time.monotonic()
-        self._tell(is_moved)
+        self._note(is_moved)
         done = self._status
         self._status = LoopStatus(
             moves=done.moves + is_moved,
@@ -243,17 +259,30 @@ class ControlLoop:
         elif 0 < left_s < since_s - self._settings.period_s:
             self._queue.clear()
 
-    def _tell(self, is_moved: bool) -> None:
-        """Say once that the arm holds, and once that it goes on."""
-        since_s = time.monotonic() - self._moved_at
+    def _note(self, is_moved: bool) -> None:
+        """Count why the arm holds; log once that it does, and once that it goes on."""
+        since_s, problem = time.monotonic() - self._moved_at, self._problem
         if is_moved:
-            if self._is_hold_told:
+            if self._is_hold_logged:
                 logger.warning("the arm goes on after %.1f s", since_s)
-            self._moved_at, self._is_hold_told = time.monotonic(), False
-        elif not self._is_hold_told and (self._problem is not None or since_s > TOLD_AFTER_S):
-            problem, self._is_hold_told = self._problem, True
+            self._moved_at, self._is_hold_logged = time.monotonic(), False
+            return
+        cause = self._waits_for if problem is None else type(problem).__name__
+        self._causes[cause] += 1
+        is_long = since_s > LOGGED_AFTER * self._settings.period_s
+        if not self._is_hold_logged and (problem is not None or is_long):
+            self._is_hold_logged = True
             mistake = None if isinstance(problem, DeftError) else problem
-            logger.warning("the arm holds: %s", problem or "no answer yet", exc_info=mistake)
+            logger.warning("the arm holds: %s", problem or cause, exc_info=mistake)
+
+    def _summary(self) -> str:
+        """Say in how many periods the arm was held, and why."""
+        done = self.status
+        text = f"the arm moved in {done.moves} of {done.moves + done.holds} periods"
+        if done.holds:
+            causes = ", ".join(f"{count} {cause}" for cause, count in self._causes.most_common())
+            text += f" and was held in {done.holds}: {causes}"
+        return text
 
     def _measured(self) -> Action | None:
         position = self._arm.position()
@@ -266,20 +295,25 @@ class ControlLoop:
             )
         return self._rules.hold(position) if np.isfinite(position).all() else None
 
-    def _check_size_of_actions(self) -> None:
-        """Refuse rules of another size than what the policy says of itself, where it can be had.
+    def _check_policy(self) -> None:
+        """Refuse a server that will never answer, and rules of another size than its actions.
 
-        Nothing is commanded meanwhile. Each answer is checked as well.
+        Nothing is commanded meanwhile. A server that is not there yet is no reason to refuse: the
+        arm holds until it is. Each answer is checked as well.
         """
         info = getattr(self._policy, "info", None)
         if info is None:
             return
-        with contextlib.suppress(DeftError):  # no server yet: the arm holds until there is one
+        try:
             size, wanted = info().action_dim, len(self._rules.motions)
-            if size != wanted:
-                raise ValueError(
-                    f"the rules are for {wanted} dimensions, and the policy answers {size}"
-                )
+        except _WRONG_SETTINGS:
+            raise
+        except DeftError:
+            return
+        if size != wanted:
+            raise ValueError(
+                f"the rules are for {wanted} dimensions, and the policy answers {size}"
+            )
 
     def _ask_on(self) -> None:
         """Ask whenever the queue is due."""
@@ -297,6 +331,7 @@ class ControlLoop:
                 if chunk is not None:
                     self._queue.refill(chunk)
                 self._problem, self._is_asking = problem, False
+                self._waits_for = NO_ACTION
                 self._changed.notify_all()
 
     def _answer(self) -> ActionChunk | None:
@@ -308,7 +343,9 @@ class ControlLoop:
             except Exception:
                 self._is_new_episode = True
                 raise
+        self._waits_for = NO_FRAME
         observation = self._arm.observe()
+        self._waits_for = NO_ANSWER
         self._check_age(observation)
         with self._changed:
             if self._is_new_episode:  # since a moment ago

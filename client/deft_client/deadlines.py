@@ -147,5 +147,8 @@ def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
     except queue.Empty:
         raise httpcore.ConnectTimeout(f"the address of {host} was not found in time") from None
     if isinstance(addresses, OSError):
-        raise httpcore.ConnectError(str(addresses)) from addresses
+        try:  # httpcore drops the cause of an error and keeps its context
+            raise addresses
+        except OSError as error:
+            raise httpcore.ConnectError(str(error)) from error
     return addresses

@@ -9,6 +9,7 @@ DeftError
 │   └── UnusableValueError          well formed, but of the wrong type, shape, dtype or range
 ├── TransportError                  no answer arrived
 │   ├── ServerUnreachableError      the connection could not be made, or broke
+│   │   └── WrongServerError        no host of that name, or a certificate that is not trusted
 │   └── AnswerTimeoutError          connected, but the answer took too long
 └── ProblemError                    the server answered, and said why it could not help
     ├── RefusedRequestError         400, 408, 413, 415, 422: send something else
@@ -63,6 +64,10 @@ class TransportError(DeftError):
 
 class ServerUnreachableError(TransportError):
     """The connection could not be made, or broke."""
+
+
+class WrongServerError(ServerUnreachableError):
+    """No host of that name, or a certificate that is not trusted: asking again changes nothing."""
 
 
 class AnswerTimeoutError(TransportError):

@@ -14,10 +14,13 @@ from deft_client.actions import ActionRules
 from deft_client.chunks import Seam
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import (
+    AccessDeniedError,
     AnswerTimeoutError,
     Problem,
     ServerFaultError,
     ServerUnreachableError,
+    UnknownEndpointError,
+    WrongServerError,
 )
 from deft_client.types import ActionChunk, Observation
 from tests.client.samples import frame
@@ -556,7 +559,8 @@ def test_a_hold_is_logged_once_when_it_begins_and_once_when_it_ends(caplog):
     lines = [one.getMessage() for one in caplog.records]
     assert lines[0] == "the arm holds: request 0 is lost"
     assert lines[1].startswith("the arm goes on after ")
-    assert len(lines) <= 3  # it may hold once more, at the end
+    assert lines[-1].startswith("the arm moved in 1 of 40 periods")
+    assert len(lines) <= 4  # it may hold once more, at the end
 
 
 def test_another_episode_begins_with_a_reset_and_nothing_of_the_last_one():
@@ -605,3 +609,55 @@ def test_a_server_that_is_not_there_yet_is_no_reason_to_refuse_the_rules():
         arm = RecordingArm()
         run(policy, arm, 1, settings=LoopSettings(period_s=1.0, watchdog_s=10.0))
         assert arm.commands == [[0.1, 0.2, 1.0], "stop"]
+
+
+WRONG_SETTINGS = [
+    AccessDeniedError(Problem(401, "Unauthorized", "no such key")),
+    UnknownEndpointError(Problem(404, "Not Found", "nothing lives here")),
+    WrongServerError("cannot reach https://deft.lab: certificate verify failed"),
+]
+
+
+@pytest.mark.parametrize("error", WRONG_SETTINGS, ids=["key", "address", "certificate"])
+def test_wrong_settings_end_the_loop_at_its_start(error):
+    """It once held for ever, with one line in the log."""
+    policy, arm = TellingPolicy(error), RecordingArm()
+    with pytest.raises(type(error), match=str(error)[:20]):
+        ControlLoop(policy, arm, RULES, QUICK).run(3)
+    assert not arm.commands
+
+
+def test_wrong_settings_hold_the_arm_once_it_runs():
+    """A key that is revoked after hours: the loop goes on, and asks again."""
+    error = AccessDeniedError(Problem(401, "Unauthorized", "no such key"))
+    policy, arm = TellingPolicy(3, [[0.1, 0.2, 1.0]], error, [[0.3, 0.2, 1.0]]), RecordingArm()
+    run(policy, arm, 6)
+    assert [0.3, 0.2, 1.0] in arm.commands
+
+
+def test_a_hold_of_more_than_two_periods_is_logged_with_its_cause(caplog):
+    caplog.set_level(logging.INFO)
+    run(ScriptedPolicy([[0.1, 0.2, 1.0]]), RecordingArm(), 8)
+    lines = [one.getMessage() for one in caplog.records]
+    assert lines[0] == "the arm holds: no answer yet"
+    assert lines[-1].startswith("the arm moved in 1 of 8 periods and was held in 7: 7 no answer")
+
+
+def test_the_loop_counts_why_the_arm_was_held(caplog):
+    caplog.set_level(logging.INFO)
+    arm = RecordingArm()
+    see, let_go = arm.observe, threading.Event()
+
+    def hanging():
+        if arm.frames == 2:
+            let_go.wait(LET_GO_S)
+        return see()
+
+    arm.observe = hanging
+    policy = ScriptedPolicy(AnswerTimeoutError("lost"), [[0.1, 0.2, 1.0]])
+    status = run(policy, arm, 12)
+    let_go.set()
+    assert status.moves == 1
+    assert status.causes["no frame yet"] >= 5
+    assert set(status.causes) <= {"AnswerTimeoutError", "no frame yet", "no answer yet"}
+    assert sum(status.causes.values()) == status.holds

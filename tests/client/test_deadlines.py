@@ -18,6 +18,7 @@ from deft_client.errors import (
     NotReadyError,
     ServerUnreachableError,
     TransportError,
+    WrongServerError,
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import StreamClient
@@ -128,13 +129,28 @@ def test_looking_for_an_address_ends_in_time(monkeypatch):
 
 
 def test_a_name_that_nobody_has_is_unreachable(monkeypatch):
+    looked = []
+
     def look(*_, **__):
-        raise socket.gaierror("no such host")
+        looked.append(1)
+        raise socket.gaierror(socket.EAI_NONAME, "no such host")
 
     monkeypatch.setattr(deadlines.socket, "getaddrinfo", look)
     policy = PolicyClient("http://robot-server")
-    with policy, pytest.raises(ServerUnreachableError, match="no such host"):
+    with policy, pytest.raises(WrongServerError, match=r"no such host$"):
         policy.act(OBSERVATION)
+    assert len(looked) == 1  # asking again would change nothing
+
+
+def test_a_resolver_that_is_away_may_come_back(monkeypatch):
+    def look(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "temporary failure in name resolution")
+
+    monkeypatch.setattr(deadlines.socket, "getaddrinfo", look)
+    policy = PolicyClient("http://robot-server", ClientSettings(retries=Retries(attempts=1)))
+    with policy, pytest.raises(ServerUnreachableError, match="temporary failure") as caught:
+        policy.act(OBSERVATION)
+    assert not isinstance(caught.value, WrongServerError)
 
 
 def test_all_addresses_of_a_name_are_tried(monkeypatch):

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from deft_client import ClientSettings, PolicyClient
-from deft_client.errors import ServerUnreachableError
+from deft_client.errors import WrongServerError
 from deft_client.settings import Retries, TlsFiles
 
 OPENSSL = shutil.which("openssl")
@@ -58,7 +58,7 @@ def test_a_server_is_trusted_because_of_its_authority_and_not_otherwise(url, cer
     with PolicyClient(url, trusting) as policy:
         assert policy.ping() > 0
     wary = ClientSettings(retries=Retries(attempts=1))
-    with PolicyClient(url, wary) as policy, pytest.raises(ServerUnreachableError, match="certif"):
+    with PolicyClient(url, wary) as policy, pytest.raises(WrongServerError, match="certif"):
         policy.ping()
 
 

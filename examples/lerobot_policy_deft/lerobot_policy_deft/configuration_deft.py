@@ -14,6 +14,8 @@ class DeftConfig(PreTrainedConfig):
     camera: str | None = None  # the policy's view; None: the only one
     decoding: str | None = None
     statistics_key: str | None = None
+    deadline_ms: float = 1000.0  # an answer later than this is an error, not a wait
+    ca_file: str | None = None  # certificate (PEM) of the authority that vouches for the server
 
     @property
     def observation_delta_indices(self) -> None:

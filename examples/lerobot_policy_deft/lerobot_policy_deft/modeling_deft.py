@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from deft_client import ActOptions, ClientSettings, Observation, PolicyClient
+from deft_client import ActOptions, ClientSettings, Observation, PolicyClient, TlsFiles
 from lerobot_policy_deft.configuration_deft import DeftConfig
 
 STATE = "observation.state"
@@ -28,7 +29,8 @@ class DeftPolicy(PreTrainedPolicy):
         super().__init__(config)
         config.validate_features()
         self.camera = config.camera or next(iter(config.image_features))
-        settings = ClientSettings(api_key=os.environ.get("DEFT_API_KEY"))
+        tls = TlsFiles(Path(config.ca_file)) if config.ca_file else None
+        settings = ClientSettings(api_key=os.environ.get("DEFT_API_KEY"), tls=tls)
         self.client = PolicyClient(config.url, settings)
         self.reset()
 
@@ -54,6 +56,7 @@ class DeftPolicy(PreTrainedPolicy):
                     session_id=f"{self._episode}-{row}",
                     decoding=asked.decoding,
                     statistics_key=asked.statistics_key,
+                    deadline_ms=asked.deadline_ms,
                 ),
             )
             for row in range(len(batch[self.camera]))

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 
 @dataclass
+class Header:
+    stamp: int  # nanoseconds
+
+
+@dataclass
 class Image:
+    header: Header
     height: int
     width: int
     step: int

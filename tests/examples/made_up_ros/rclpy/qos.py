@@ -1,0 +1,3 @@
+"""How a subscription listens, by name."""
+
+qos_profile_sensor_data = "best effort"
