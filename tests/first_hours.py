@@ -10,6 +10,7 @@ fleet: keys and TLS as the containers are configured; `docker compose config` wh
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -69,24 +70,36 @@ def robot(folder: Path, steps: int) -> None:
     assert "100.0% answered with identical actions" in said, said
 
 
+def next_command(said: str) -> list[str]:
+    """The words of the command that an output proposes, as a shell would read them."""
+    (line,) = re.findall(r"^next: (.*)$", said, re.M)
+    return shlex.split(line)
+
+
 def data(folder: Path, steps: int) -> None:
     """Recordings to LeRobot's format, a head from there, and the head served."""
-    recordings, dataset = folder / "recordings", folder / "dataset"
+    recordings, dataset = folder / "my recordings", folder / "my data set"
     with local_server(*TARGET, "--record", str(recordings)) as url:
         drive(url)
-    run("deft-client", "datasets", "export", recordings, "--out", dataset, "--fps", "10")
+    said = run("deft-client", "datasets", "export", recordings, "--out", dataset, "--fps", "10")
+    assert str(dataset) in next_command(said)
     run("deft-client", "datasets", "show", dataset)
-    features, head = folder / "features", folder / "head"
-    run("deft", "train", "record", dataset, *TARGET, "--out", features)
+    features, head = folder / "my features", folder / "my head"
+    said = run("deft", "train", "record", dataset, *TARGET, "--out", features)
+    assert str(features) in next_command(said)
     settings = [
         f"--set={one}" for one in (f"steps={steps}", "batch_size=4", "optimizer.warm_up_steps=1")
     ]
-    run("deft", "train", "fit", "--features", features, *TARGET, "--out", head, *settings)
+    said = run("deft", "train", "fit", "--features", features, *TARGET, "--out", head, *settings)
+    assert str(head) in next_command(said)
     scores = run("deft", "train", "evaluate", dataset, *TARGET, "--head", head, "--radii", "0")
     (row,) = re.findall(rf"^{re.escape(str(head))}\s+0\s+(\S+)", scores, re.M)
     assert 1.0 <= float(row) <= 7.0, scores
-    run("deft", "train", "export", head, *TARGET, "--out", folder / "my-head")
-    with local_server(*TARGET, "--draft-head", str(folder / "my-head")) as url:
+    assert str(head) in next_command(scores)
+    exported = folder / "my exported head"
+    said = run("deft", "train", "export", head, *TARGET, "--out", exported)
+    assert str(exported) in next_command(said)
+    with local_server(*TARGET, "--draft-head", str(exported)) as url:
         drive(url)
 
 

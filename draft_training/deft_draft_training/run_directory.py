@@ -7,7 +7,8 @@ the old state or the new one, never half of it.
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,41 @@ def open_board(directory: Path, first_step: int) -> Any:
     return SummaryWriter(str(directory), purge_step=first_step)
 
 
-STATE_FILE = "state.pt"
-_CONFIG, _METRICS, _STEPS = "config.json", "metrics.jsonl", "steps"
+STATE_FILE, CONFIG_FILE, SPLIT_FILE = "state.pt", "config.json", "split.json"
+_METRICS, _STEPS = "metrics.jsonl", "steps"
+_MAY_CHANGE = {_STEPS, "save_every", "log_every"}  # what a run computes does not depend on them
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration that a run was started with; `ResumeError` where it cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResumeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ResumeError(f"{path} is no configuration of a training")
+    return found
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The newest state of a run; `ResumeError` where it cannot be read."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ResumeError(
+            f"{path} is damaged: {str(error).splitlines()[0] if str(error) else 'it is cut off'}. "
+            "Restore it from a copy, or remove it: then the training starts anew"
+        ) from error
+    if not isinstance(found, dict):
+        raise ResumeError(f"{path} is no state of a training")
+    return found
 
 
 class RunDirectory:
     """Owns one directory until it is closed; refuses one that another configuration wrote.
 
-    Only the number of steps may grow: the run goes on, on the schedule of its new length. Of
-    several processes of one training, one writes.
+    The number of steps may grow: the run goes on, on the schedule of its new length. How often it
+    saves and logs may change. Of several processes of one training, one writes.
     """
 
     def __init__(
@@ -89,10 +116,10 @@ class RunDirectory:
         os.close(self._lock)
 
     def _settle(self, config: Mapping[str, Any]) -> None:
-        path, wanted = self.path / _CONFIG, json.loads(json.dumps(config))
-        stored = json.loads(path.read_text()) if path.exists() else wanted
+        path, wanted = self.path / CONFIG_FILE, json.loads(json.dumps(config))
+        stored = read_config(path) if path.exists() else wanted
         keys = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
-        if keys - {_STEPS} or (keys and stored[_STEPS] > wanted[_STEPS]):
+        if keys - _MAY_CHANGE or (_STEPS in keys and stored[_STEPS] > wanted[_STEPS]):
             raise ResumeError(
                 f"{self.path} was started with another configuration; these differ: "
                 f"{', '.join(sorted(keys))}. Choose another directory, or remove this one"
@@ -125,15 +152,25 @@ class RunDirectory:
         """Restore the newest state; how many steps were taken, 0 where there is none."""
         path, step, extra = self.path / STATE_FILE, 0, {}
         if path.exists():
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            module.load_state_dict(state["module"])
-            for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(stored)
-            step, extra = state["step"], state["extra"]
+            state = read_state(path)
+            try:
+                module.load_state_dict(state["module"])
+                for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(stored)
+                step, extra = state["step"], state["extra"]
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise ResumeError(f"{path} is of another training: {error}") from error
         self._cut_metrics(step)
         if self._with_board:
             self._board = open_board(self.path / "tensorboard", step + 1)
         return step, extra
+
+    def keep_split(self, trained: Sequence[int], held_out: Sequence[int]) -> None:
+        """Remember which episodes are trained on, for who evaluates."""
+        if self.writes:
+            split = {"trained": list(trained), "held_out": list(held_out)}
+            with explained(self.path / SPLIT_FILE):
+                write_atomically(self.path / SPLIT_FILE, json.dumps(split).encode())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line of metrics."""
@@ -148,8 +185,14 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, float]]:
         """All whole lines written so far, in order."""
         path = self.path / _METRICS
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}\n")]
+        try:
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            found = [json.loads(line) for line in lines if line.endswith("}\n")]
+        except (ValueError, RecursionError) as error:
+            raise ResumeError(
+                f"{path} cannot be read: {error}. Remove it: the training goes on from its state"
+            ) from error
+        return [line for line in found if isinstance(line.get("step"), int)]
 
     def _cut_metrics(self, step: int) -> None:
         """Forget what a killed run logged after its last state: those steps happen again."""

@@ -5,9 +5,12 @@
 
 import math
 import os
+import signal
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -31,6 +34,7 @@ from deft_draft_training.optimizer import (
 from deft_draft_training.run_directory import RunDirectory
 
 Net = TypeVar("Net", bound=nn.Module)
+SAVES = 10
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class FitConfig:
     steps: int = 20000
     batch_size: int = 16  # over all processes
     average_decay: float = 0.0
-    save_every: int = 500
+    save_every: int = 500  # and at least SAVES times a run, and where it is interrupted
     log_every: int = 50
     seed: int = 0
 
@@ -76,26 +80,57 @@ class Trainer(ABC, Generic[Net]):
         return norm
 
     def _train(self, run: RunDirectory) -> Net:
-        """Go on to the configured step and return the (averaged) module."""
+        """Go on to the configured step and return the (averaged) module.
+
+        Ctrl-C ends it behind the step that is under way, and saves first.
+        """
         rules, writes = self._rules, run.writes
         first, average = run.load(self.net, self.optimizers)
         self.average.restore(average)
+        save_every = min(rules.save_every, math.ceil(rules.steps / SAVES))
         steps = range(first, rules.steps)
         bar = tqdm(steps, initial=first, total=rules.steps, file=sys.stderr, disable=not writes)
-        for step in bar:
-            losses, done = self._step(step), step + 1
-            if not all(map(math.isfinite, losses.values())):
-                raise DivergedError(
-                    f"step {step} gave {dict(losses)}; lower the rates of the optimizer, or look "
-                    "at the data. What was saved before is as it was"
-                )
-            if writes and done % rules.log_every == 0:
-                run.log(done, losses)
-                bar.set_postfix({name: f"{value:.4g}" for name, value in losses.items()})
-            if writes and (done % rules.save_every == 0 or done == rules.steps):
-                run.save(done, self.net, self.optimizers, self.average.state())
+        with _interrupts_wait() as is_interrupted:
+            for step in bar:
+                losses, done = self._step(step), step + 1
+                if not all(map(math.isfinite, losses.values())):
+                    raise DivergedError(
+                        f"step {step} gave {dict(losses)}; lower the rates of the optimizer, or "
+                        "look at the data. What was saved before is as it was"
+                    )
+                if writes and done % rules.log_every == 0:
+                    run.log(done, losses)
+                    bar.set_postfix({name: f"{value:.4g}" for name, value in losses.items()})
+                is_last = is_interrupted() or done == rules.steps
+                if writes and (is_last or done % save_every == 0):
+                    run.save(done, self.net, self.optimizers, self.average.state())
+                if is_interrupted() and done < rules.steps:
+                    bar.close()
+                    raise KeyboardInterrupt(
+                        f"stopped and saved at step {done} of {rules.steps}; "
+                        "the same command goes on from here"
+                    )
         self.average.copy_to(self.net)
         return self.net
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the end of a step; a second one does not. Asks whether there was one."""
+    came = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield came.is_set
+        return
+
+    def note(*_: object) -> None:
+        came.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield came.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArray[np.int64]:

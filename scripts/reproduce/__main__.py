@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 from PIL import Image
@@ -152,7 +153,9 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
         _write_facts(out / FACTS, replays, _facts(frames))
         _write_strip(frames, out / STRIP)
         write(out)
-    sys.stdout.write(f"wrote {out / PAGE}\nnext: python -m scripts.reproduce --check {out}\n")
+    sys.stdout.write(
+        f"wrote {out / PAGE}\nnext: python -m scripts.reproduce --check {quote(str(out))}\n"
+    )
     return 0
 
 

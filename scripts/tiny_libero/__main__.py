@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
         COMMANDS,
         "deft-vla[models,training]",
         errors=(TrainingError, PolicyError, DeftError),
-        when_interrupted="stopped; the same command goes on from here",
+        when_interrupted="interrupted; the same command goes on from what was saved",
     )
     return program.run(arguments)
 

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch._dynamo  # noqa: F401  (Triton's LLVM before Mesa's: the other way round crashes)
@@ -181,6 +182,7 @@ def _record(job: DemosJob, checkpoint: Path) -> None:
     sys.stdout.write(
         f"{len(results)} new episodes with {steps} labelled frames in {job.folder}; the policy, "
         f"led on where it stood still, succeeded in {succeeded}\n"
-        f"next: python -m scripts.tiny_libero train DEMOS {job.folder} --run runs/policy-2 "
-        f"--warm-start RUN --tokens-of {checkpoint} --out {checkpoint}-2\n"
+        f"next: python -m scripts.tiny_libero train DEMOS {quote(str(job.folder))} "
+        f"--run runs/policy-2 --warm-start RUN --tokens-of {quote(str(checkpoint))} "
+        "--out checkpoints/policy-2\n"
     )

@@ -4,6 +4,7 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.demonstrations import (
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"python -m scripts.tiny_libero demos: {error}\n")
         return 1
     sys.stdout.write(
-        f"next: python -m scripts.tiny_libero train {options.out} --run runs/policy "
+        f"next: python -m scripts.tiny_libero train {quote(str(options.out))} --run runs/policy "
         "--out checkpoints/my-policy\n"
     )
     return 0

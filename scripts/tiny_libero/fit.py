@@ -15,7 +15,7 @@ from deft_client.image_chain import ImageChain
 from deft_draft_training.config import plain
 from deft_draft_training.errors import DataError
 from deft_draft_training.optimizer import OptimizerConfig, WeightAverage, computing_in
-from deft_draft_training.run_directory import STATE_FILE, RunDirectory
+from deft_draft_training.run_directory import STATE_FILE, RunDirectory, read_state
 from deft_draft_training.trainer import FitConfig, Trainer, chosen_at
 from deft_policies.checkpoint.config import CONFIG_FILE
 from deft_policies.checkpoint.open import load_model, locate_checkpoint, open_source
@@ -191,7 +191,7 @@ class PolicyTrainer(Trainer[PolicyNet]):
         """Of a run or of a checkpoint, which has no auxiliary head: the new one stays."""
         path = directory / STATE_FILE
         if path.exists():
-            weights: Mapping[str, Tensor] = torch.load(path, "cpu", weights_only=True)["module"]
+            weights: Mapping[str, Tensor] = read_state(path)["module"]
             return weights
         if not (directory / CONFIG_FILE).exists():
             raise DataError(

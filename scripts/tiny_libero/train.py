@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch
@@ -302,7 +303,7 @@ def main(arguments: list[str]) -> int:
     key = config.statistics_key
     sys.stdout.write(
         f"{given.out}: {config.fit.steps} steps\n"
-        f"next: deft serve --checkpoint {given.out} --statistics-key {key}\n"
+        f"next: deft serve --checkpoint {quote(str(given.out))} --statistics-key {key}\n"
     )
     return 0
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from deft_draft_training.errors import DataError, ResumeError, StorageError, TrainingError
-from deft_draft_training.heads.evaluate import DraftSetup, evaluate, held_out_frames
-from deft_draft_training.heads.export import export_head, load_any_head
+from deft_draft_training.heads.evaluate import DraftSetup, _warning, evaluate, held_out_frames
+from deft_draft_training.heads.export import export_head, load_any_head, load_fitted
 from deft_draft_training.heads.fit import (
     HeadFitConfig,
     HeadKind,
@@ -30,7 +30,7 @@ from deft_draft_training.heads.loss import HeadLossConfig, earth_movers
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
-from deft_draft_training.run_directory import STATE_FILE
+from deft_draft_training.run_directory import SPLIT_FILE, STATE_FILE, RunDirectory
 from deft_draft_training.trainer import FitConfig
 from deft_policies.checkpoint.draft_heads import HeadLayout
 from deft_policies.decoding.engine import DraftModels
@@ -133,7 +133,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
 ):
     whole = trainer(shards, KILLED).run(tmp_path / "whole")
     with monkeypatch.context() as patch:
-        synced = iter(range(4))  # config.json and the first state still fit, with their names
+        synced = iter(range(6))  # the small files and the first state still fit, with their names
 
         def sync(number: int) -> None:
             if next(synced, None) is None:
@@ -143,7 +143,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
         with pytest.raises(StorageError, match=r"state\.pt.*No space"):
             trainer(shards, KILLED).run(tmp_path / "cut")
     left = sorted(one.name for one in (tmp_path / "cut").iterdir())
-    assert left == ["config.json", "metrics.jsonl", "state.pt"]
+    assert left == ["config.json", "metrics.jsonl", "split.json", "state.pt"]
     resumed = trainer(shards, KILLED).run(tmp_path / "cut")
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
@@ -243,3 +243,51 @@ def test_earth_movers_distance_counts_how_far_the_mass_is():
     assert earth_movers(near, one) == pytest.approx(1 / 8)
     assert earth_movers(far, one) == pytest.approx(5 / 8)
     assert earth_movers(one, one) == 0
+
+
+def test_an_interrupted_fit_saves_and_goes_on_to_the_same_weights(tmp_path, shards):
+    whole = trainer(shards, KILLED).run(tmp_path / "whole")
+    cut = trainer(shards, KILLED)
+    take = cut._step
+
+    def interrupted_at_8(step: int) -> dict[str, float]:
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(step)
+
+    cut._step = interrupted_at_8
+    with pytest.raises(KeyboardInterrupt, match="stopped and saved at step 8 of 24"):
+        cut.run(tmp_path / "cut")
+    assert torch.load(tmp_path / "cut" / STATE_FILE)["step"] == 8
+    resumed = trainer(shards, KILLED).run(tmp_path / "cut")
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_a_fit_saves_at_least_ten_times(tmp_path, shards, monkeypatch: pytest.MonkeyPatch):
+    saved: list[int] = []
+    monkeypatch.setattr(RunDirectory, "save", lambda run, step, *_: saved.append(step))
+    trainer(shards, replace(CONFIG, steps=20, save_every=500)).run(tmp_path)
+    assert saved == list(range(2, 21, 2))
+
+
+def test_a_head_judged_by_what_it_was_fitted_to_is_named(tmp_path, shards):
+    trainer(shards, replace(CONFIG, steps=1)).run(tmp_path)
+    split = json.loads((tmp_path / SPLIT_FILE).read_text())
+    trained, held_out = frozenset(split["trained"]), frozenset(split["held_out"])
+    assert trained | held_out == {0, 1, 2}
+    assert not trained & held_out
+    assert _warning(tmp_path, held_out) == ""
+    one = next(iter(trained))
+    assert f"was fitted to episodes {one} of its data" in _warning(tmp_path, frozenset({one}))
+    assert "was fitted to episodes" in _warning(tmp_path, None)
+
+
+def test_a_run_that_has_saved_nothing_is_no_head_yet(tmp_path, shards):
+    target = tiny_target()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(DataError, match="not a run of"):
+        load_fitted(tmp_path / "run", target)
+    (tmp_path / "run/config.json").write_text("{}")
+    with pytest.raises(DataError, match="has saved nothing yet"):
+        load_fitted(tmp_path / "run", target)

@@ -19,7 +19,7 @@ from deft_draft_training.heads.record import (
     record,
 )
 from deft_draft_training.heads.samples import EpisodeSource, collate
-from deft_draft_training.heads.target import add_target_flags, load_target
+from deft_draft_training.heads.target import load_target, parse_target
 from deft_policies.decoding.plan import KeyMask, RopeOffset
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from tests.draft_training.made_up import tiny_target, write_demonstrations
@@ -157,15 +157,15 @@ def test_shards_end_before_they_outgrow_memory(tmp_path, folder, monkeypatch: py
 
 def test_evaluation_runs_a_head_by_the_conventions_of_the_flags(tmp_path):
     parser = argparse.ArgumentParser()
-    add_target_flags(parser)
     key = cases()[0].statistics_key
-    given = parser.parse_args(
+    given = parse_target(
+        parser,
         [
             f"--checkpoint={TINY_OPENVLA}",
             f"--statistics-key={key}",
             "--draft-rope=published",
             "--draft-key-mask=prefix-only",
-        ]
+        ],
     )
     setup = _setup(write_draft_head(tmp_path / "head"), load_target(given), None)
     assert setup.models.head is not None

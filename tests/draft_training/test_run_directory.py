@@ -77,3 +77,46 @@ def test_a_run_that_ended_before_its_first_state_starts_with_empty_metrics(tmp_p
         run.load(*build())
         run.log(1, {"loss": 1.5})
     assert run.metrics() == [{"step": 1, "loss": 1.5}]
+
+
+def test_how_often_a_run_saves_may_change(tmp_path):
+    RunDirectory(tmp_path, {"steps": 9, "save_every": 3, "log_every": 1}).close()
+    RunDirectory(tmp_path, {"steps": 9, "save_every": 1, "log_every": 2}).close()
+
+
+def state_of_a_run(folder):
+    module, optimizers = build()
+    with RunDirectory(folder, {}) as run:
+        run.log(1, {"loss": 2.0})
+        run.save(1, module, optimizers)
+    return (folder / "state.pt").read_bytes()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_damaged_state_is_named(tmp_path, share):
+    whole = state_of_a_run(tmp_path)
+    (tmp_path / "state.pt").write_bytes(whole[: int(share * len(whole))])
+    damaged = pytest.raises(ResumeError, match=r"state\.pt is damaged")
+    with RunDirectory(tmp_path, {}) as run, damaged:
+        run.load(*build())
+
+
+def test_a_state_of_another_module_is_named(tmp_path):
+    state_of_a_run(tmp_path)
+    other = nn.Linear(5, 5)
+    with RunDirectory(tmp_path, {}) as run, pytest.raises(ResumeError, match="another training"):
+        run.load(other, [torch.optim.AdamW(other.parameters())])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000])
+def test_a_damaged_configuration_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ResumeError, match=r"config\.json"):
+        RunDirectory(tmp_path, {"steps": 3})
+
+
+def test_damaged_metrics_are_named(tmp_path):
+    state_of_a_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("not a line}\n")
+    with RunDirectory(tmp_path, {}) as run, pytest.raises(ResumeError, match=r"metrics\.jsonl"):
+        run.load(*build())

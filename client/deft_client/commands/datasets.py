@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 def _show(given: argparse.Namespace) -> int:
     """Read every step, and say what they are together."""
     lengths: list[int] = []
+    states: Counter[int] = Counter()  # episodes by how many numbers their state has; 0: none
     instructions: Counter[str] = Counter()
     actions: list[NDArray[np.float64]] = []
     first = None
@@ -50,12 +52,13 @@ def _show(given: argparse.Namespace) -> int:
             first = first or step.observation
             if steps == 1:
                 instructions[step.observation.instruction] += 1
+                states[0 if step.observation.state is None else len(step.observation.state)] += 1
             actions.append(step.action)
         lengths.append(steps)
     if first is None:
         raise DatasetError("none of the episodes has a step")
     (height, width), cameras = first.image.shape[:2], ", ".join(first.cameras)
-    state = "no state" if first.state is None else f"state of {len(first.state)} numbers"
+    state = _states(states)
     low, high = np.min(actions, axis=0), np.max(actions, axis=0)
     q01, q99 = np.quantile(actions, (0.01, 0.99), axis=0)
     lines = [
@@ -71,12 +74,22 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
+def _states(episodes: Counter[int]) -> str:
+    """`no state`, or of how many numbers it is and, where episodes differ, in how many of them."""
+    names = {size: f"state of {size} numbers" if size else "no state" for size in episodes}
+    if len(names) == 1:
+        return names[next(iter(names))]
+    return ", ".join(f"{names[size]} in {count} episodes" for size, count in episodes.items())
+
+
 def _export(given: argparse.Namespace) -> int:
-    episodes, steps = write_lerobot(_episodes(given), given.out, given.fps, given.robot)
-    sys.stdout.write(
-        f"{given.out}: {episodes} episodes, {steps} steps\n"
-        f"next: deft train record {given.out} --out features\n"
-    )
+    written = write_lerobot(_episodes(given), given.out, given.fps, given.robot)
+    for one in written:
+        features = f": {one.features}" if len(written) > 1 else ""
+        counts = f"{one.num_episodes} episodes, {one.num_steps} steps"
+        sys.stdout.write(f"{one.folder}: {counts}{features}\n")
+    largest = max(written, key=lambda one: one.num_steps)
+    sys.stdout.write(f"next: deft train record {quote(str(largest.folder))} --out features\n")
     return 0
 
 

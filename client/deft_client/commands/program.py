@@ -45,7 +45,7 @@ class Program:
     commands: Mapping[str, Command]
     requirement: str  # what pip is to install so that every command runs
     errors: tuple[type[Exception], ...] = ()
-    when_interrupted: str = ""
+    when_interrupted: str = ""  # where the interrupted command does not say what became of it
 
     def run(self, arguments: list[str] | None) -> int:
         """Run a subcommand and return its exit code: 0 done, 1 it failed, 2 asked wrongly."""
@@ -78,8 +78,8 @@ class Program:
         except self.errors as error:
             print(f"{self.name} {given[0]}: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            print(self.when_interrupted, file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            print(str(interrupt) or self.when_interrupted, file=sys.stderr)
             return 130
 
     def _usage(self) -> str:

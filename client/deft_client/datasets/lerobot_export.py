@@ -6,7 +6,7 @@ their 64 bits. An episode is in memory while it is written, and nothing more.
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,80 @@ _SAMPLED_PICTURES = 20  # per episode, for the statistics of pixels
 Statistics = dict[str, dict[str, NDArray[Any]]]
 
 
+@dataclass(frozen=True)
+class WrittenSet:
+    """A data set that was written, and what its steps hold, for people."""
+
+    folder: Path
+    num_episodes: int
+    num_steps: int
+    features: str
+
+
+def write_lerobot(
+    episodes: Iterable[StoredEpisode], out: Path, fps: int, robot: str = "unknown"
+) -> list[WrittenSet]:
+    """Write episodes into a folder that must not be there yet, but for those without an example.
+
+    A data set has one set of features. Where episodes differ in theirs, each kind gets a folder:
+    `out` with a number behind its name.
+    """
+    writers: dict[str, _Writer] = {}
+    if out.exists():
+        raise DatasetError(f"{out} exists already; data sets are written as a whole")
+    for episode in episodes:
+        steps = list(episode.steps())
+        if not any(step.is_example for step in steps):
+            continue
+        features = _describe(steps, episode.name)
+        kind = json.dumps(features)
+        if kind not in writers:
+            aside = out.with_name(f"{out.name}.part-{len(writers) + 1}")
+            writers[kind] = _Writer(aside, features, fps, robot)
+        writers[kind].add(steps)
+    if not writers:
+        raise DatasetError("none of the episodes has a step, so there is nothing to export")
+    folders = [out.with_name(f"{out.name}-{number + 1}") for number in range(len(writers))]
+    if len(writers) == 1:
+        folders = [out]
+    return [one.finish(folder) for one, folder in zip(writers.values(), folders, strict=True)]
+
+
+class _Writer:
+    """One data set while it is written: data files of about 100 MB of whole episodes each."""
+
+    def __init__(self, aside: Path, features: Mapping[str, Any], fps: int, robot: str) -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        self._aside, self._features, self._fps, self._robot = aside, features, fps, robot
+        self._progress = _Progress()
+        self._held: list[Any] = []  # tables of the file that is begun
+        self._file = 0
+
+    def add(self, steps: Sequence[StoredStep]) -> None:
+        """Take in an episode."""
+        if sum(table.nbytes for table in self._held) > _FILE_BYTES:
+            self._write()
+        self._held.append(_table(steps, self._features, self._progress, self._fps, self._file))
+
+    def finish(self, out: Path) -> WrittenSet:
+        """Write what is left, and give the data set its name."""
+        if out.exists():
+            raise DatasetError(f"{out} exists already; data sets are written as a whole")
+        self._write()
+        _write_meta(self._aside, self._features, self._progress, self._fps, self._robot)
+        self._aside.rename(out)
+        sizes = [f"{name} {_size(self._features, name)}" for name in self._features]
+        done = self._progress
+        return WrittenSet(out, len(done.episodes), done.num_steps, ", ".join(sizes))
+
+    def _write(self) -> None:
+        path = self._aside / "data" / _name(self._file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = need("pyarrow").concat_tables(self._held)
+        need("pyarrow.parquet").write_table(table, path)
+        self._held, self._file = [], self._file + 1
+
+
 @dataclass
 class _Progress:
     """What the files after the data need to know."""
@@ -45,75 +119,46 @@ class _Progress:
     num_steps: int = 0
 
 
-def write_lerobot(
-    episodes: Iterable[StoredEpisode], out: Path, fps: int, robot: str = "unknown"
-) -> tuple[int, int]:
-    """Write episodes into a folder that must not be there yet, but for those without an example.
-
-    Returns how many episodes and steps there are.
-    """
-    if out.exists():
-        raise DatasetError(f"{out} exists already; data sets are written as a whole")
-    aside = out.with_name(f"{out.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    progress = _Progress()
-    features: dict[str, Any] = {}
-    for table, file in _files(episodes, fps, progress, features):
-        path = aside / "data" / _name(file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        need("pyarrow.parquet").write_table(table, path)
-    if not progress.episodes:
-        raise DatasetError("none of the episodes has a step, so there is nothing to export")
-    _write_meta(aside, features, progress, fps, robot)
-    aside.rename(out)
-    return len(progress.episodes), progress.num_steps
-
-
-def _files(
-    episodes: Iterable[StoredEpisode], fps: int, progress: _Progress, features: dict[str, Any]
-) -> Iterator[tuple[Any, int]]:
-    """Tables of whole episodes, of about 100 MB each, numbered."""
-    arrow, size, file = need("pyarrow"), 0, 0
-    held: list[Any] = []
-    for episode in episodes:
-        steps = list(episode.steps())
-        if not any(step.is_example for step in steps):
-            continue
-        described = _describe(steps, episode.name)
-        if features and described != features:
-            raise DatasetError(f"{episode.name}: has other features than the episodes before it")
-        features.update(described)
-        if size > _FILE_BYTES:
-            yield arrow.concat_tables(held), file
-            held, size, file = [], 0, file + 1
-        table = _table(steps, features, progress, fps, file)
-        held.append(table)
-        size += table.nbytes
-    if held:
-        yield arrow.concat_tables(held), file
-
-
 def _describe(steps: Sequence[StoredStep], name: str) -> dict[str, Any]:
     """The features of an episode, which all its steps must share."""
-    found = []
-    for step in steps:
-        seen = step.observation
-        pictures = {MAIN_CAMERA: seen.image, **seen.cameras}
-        each: dict[str, dict[str, object]] = {
-            CAMERA + camera: {
-                "dtype": "image",
-                "shape": [*image.shape],
-                "names": ["height", "width", "channels"],
-            }
-            for camera, image in pictures.items()
+    first = _features_of(steps[0])
+    for number, step in enumerate(steps):
+        found = _features_of(step)
+        if found != first:
+            raise DatasetError(
+                f"{name}: step {number} has {_difference(found, first)} in the steps before it"
+            )
+    return first
+
+
+def _features_of(step: StoredStep) -> dict[str, Any]:
+    """The features of a step, as LeRobot describes them."""
+    seen = step.observation
+    pictures = {MAIN_CAMERA: seen.image, **seen.cameras}
+    features: dict[str, Any] = {
+        CAMERA + camera: {
+            "dtype": "image",
+            "shape": [*image.shape],
+            "names": ["height", "width", "channels"],
         }
-        if seen.state is not None:
-            each[STATE] = {"dtype": "float32", "shape": [len(seen.state)], "names": None}
-        each[ACTION] = {"dtype": "float64", "shape": [len(step.action)], "names": None}
-        found.append(each)
-    if any(each != found[0] for each in found):
-        raise DatasetError(f"{name}: its steps differ in cameras, sizes or numbers of values")
-    return found[0]
+        for camera, image in pictures.items()
+    }
+    if seen.state is not None:
+        features[STATE] = {"dtype": "float32", "shape": [len(seen.state)], "names": None}
+    features[ACTION] = {"dtype": "float64", "shape": [len(step.action)], "names": None}
+    return features
+
+
+def _difference(here: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The first feature that differs, and how."""
+    name = next(one for one in (*here, *before) if here.get(one) != before.get(one))
+    return f"{name} {_size(here, name)}, where it is {_size(before, name)}"
+
+
+def _size(features: Mapping[str, Any], name: str) -> str:
+    if name not in features:
+        return "missing"
+    return " x ".join(map(str, features[name]["shape"]))
 
 
 def _table(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from deft_client.types import ActionChunk, DecodeTrace, Observation
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
+from deft_draft_training.run_directory import SPLIT_FILE, read_config
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import StageClock
@@ -136,12 +138,11 @@ def main(arguments: list[str]) -> int:
     add_camera_flag(parser)
     parser.add_argument("--head", type=Path, action="append", default=[], metavar="DIR")
     parser.add_argument(
-        "--radii", default="0,9,5", help="such as 0,5,9 or 0-15, in this order (default 0,9,5)"
+        "--radii", default="0,5,9", help="such as 0,5,9 or 0-15, in this order (default 0,5,9)"
     )
     parser.add_argument("--episodes", help="numbers of held-out episodes (default: all given)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON lines")
-    add_target_flags(parser)
-    given = parser.parse_args(arguments)
+    given = parse_target(parser, arguments)
     target = load_target(given)
     setups = [
         *(_setup(directory, target, given.draft_tree) for directory in given.head),
@@ -149,8 +150,10 @@ def main(arguments: list[str]) -> int:
         DraftSetup("extrapolation", (DraftKind.EXTRAPOLATION,)),
     ]
     chosen = frozenset(_numbers(given.episodes)) if given.episodes else None
+    for directory in given.head:
+        sys.stderr.write(_warning(directory, chosen))
     scores = []
-    sys.stdout.write(_ROW.format("source", "r", "length", "passes", "relaxed", "accepted at 1..7"))
+    sys.stdout.write(_ROW.format("source", "r", "length", "passes", "relaxed", "drafted at 1..7"))
     held_out = held_out_frames(EpisodeSource(tuple(given.sources), 1, read_cameras(given)), chosen)
     for score in evaluate(target.policy, held_out, setups, _numbers(given.radii)):
         scores.append(score)
@@ -159,7 +162,7 @@ def main(arguments: list[str]) -> int:
     if given.json is not None:
         given.json.write_text("".join(json.dumps(asdict(one)) + "\n" for one in scores))
     if given.head:
-        run = given.head[0]
+        run = quote(str(given.head[0]))
         sys.stdout.write(f"next: deft train export {run} --out my-head {target_flags(given)}\n")
     return 0
 
@@ -171,6 +174,22 @@ def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> D
         models = replace(models, medusa=head)
         return DraftSetup(str(directory), (DraftKind.MEDUSA,), models, shape)
     return DraftSetup(str(directory), (DraftKind.HEAD,), replace(models, head=head), shape)
+
+
+def _warning(directory: Path, chosen: frozenset[int] | None) -> str:
+    """What to know where a head is judged by episodes that it was fitted to."""
+    path = directory / SPLIT_FILE
+    if not path.exists():
+        return ""
+    split = read_config(path)
+    seen = sorted(set(split["trained"]) & (chosen or set(split["trained"])))
+    if not seen:
+        return ""
+    held_out = ",".join(map(str, split["held_out"]))
+    return (
+        f"{directory} was fitted to episodes {', '.join(map(str, seen))} of its data: if these are "
+        f"the same, its lengths are too good. Held out: --episodes {held_out}\n"
+    )
 
 
 def _describe(score: DraftScore) -> str:

@@ -1,8 +1,8 @@
 """Writes a fitted head as the server loads it, reads it back and compares before it is there."""
 
-import json
 import sys
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import Tensor
@@ -12,8 +12,14 @@ from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
-from deft_draft_training.run_directory import STATE_FILE, explained
+from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
+from deft_draft_training.run_directory import (
+    CONFIG_FILE,
+    STATE_FILE,
+    explained,
+    read_config,
+    read_state,
+)
 from deft_policies.checkpoint.draft_heads import (
     HeadLayout,
     is_medusa,
@@ -29,11 +35,11 @@ from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 
 def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
     """The head of a run directory: its average where one was kept, else its last weights."""
-    try:
-        stored = json.loads((run / "config.json").read_text())
-        state = torch.load(run / STATE_FILE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{run} is not a run of `deft train fit`: {error}") from error
+    if not (run / CONFIG_FILE).exists():
+        raise DataError(f"{run} is not a run of `deft train fit`: it has no {CONFIG_FILE}")
+    if not (run / STATE_FILE).exists():
+        raise DataError(f"the training in {run} has saved nothing yet; go on with it first")
+    stored, state = read_config(run / CONFIG_FILE), read_state(run / STATE_FILE)
     if stored.pop("target", None) != target.fingerprint():
         raise DataError(f"{run} was fitted to another checkpoint than the one given")
     head = build_head(build_config(HeadFitConfig, stored), target)
@@ -93,14 +99,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
     parser.add_argument("--layout", choices=["safetensors", "published"], default="safetensors")
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
-    add_target_flags(parser)
-    given = parser.parse_args(arguments)
+    given = parse_target(parser, arguments)
     head = load_fitted(given.run, load_target(given))
     dtype = torch.float32 if given.float32 else torch.bfloat16
     export_head(head, given.out, dtype, HeadLayout[given.layout.upper()])
     size = sum(path.stat().st_size for path in given.out.iterdir())
     sys.stdout.write(
         f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"
-        f"next: deft serve --draft-head {given.out} {target_flags(given)}\n"
+        f"next: deft serve --draft-head {quote(str(given.out))} {target_flags(given)}\n"
     )
     return 0

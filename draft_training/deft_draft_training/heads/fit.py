@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from deft_draft_training.errors import DataError
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
 from deft_draft_training.heads.record import iterate_shards
 from deft_draft_training.heads.samples import EpisodeSource, HeadBatch, HeadSample, collate
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
 from deft_draft_training.optimizer import computing_in
 from deft_draft_training.run_directory import RunDirectory, explained
 from deft_draft_training.trainer import FitConfig, Trainer, Workers, chosen_at
@@ -138,7 +139,12 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
         """Train to the configured step and return the (averaged) head."""
         described = {**plain(self.config), "target": self.target.fingerprint()}
         with RunDirectory(directory, described, with_board, self.workers.rank == 0) as run:
+            run.keep_split(*(self.episodes_of(one) for one in (self.numbers, self.held_out)))
             return self._train(run)
+
+    def episodes_of(self, numbers: NDArray[np.int64]) -> list[int]:
+        """The episodes of some samples, in order."""
+        return sorted({int(self.store.episodes[number]) for number in numbers})
 
     def _step(self, step: int) -> dict[str, float]:
         config = self.config
@@ -215,8 +221,7 @@ def main(arguments: list[str]) -> int:
         help=f"such as steps=N (default: {EPOCHS} epochs, at most {PUBLISHED_STEPS} steps)",
     )  # fmt: skip
     parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
-    add_target_flags(parser)
-    given = parser.parse_args(arguments)
+    given = parse_target(parser, arguments)
     config = load_config(HeadFitConfig, given.config, given.overrides)
     if 0 < config.steps <= config.optimizer.warm_up_steps:
         sys.stderr.write(
@@ -234,11 +239,10 @@ def main(arguments: list[str]) -> int:
         trainer = HeadTrainer(config, target, store, workers)
         trainer.run(given.out, given.tensorboard)
     if workers.rank == 0:
-        held_out = sorted({int(store.episodes[one]) for one in trainer.held_out})
-        numbers = ",".join(map(str, held_out))
+        numbers = ",".join(map(str, trainer.episodes_of(trainer.held_out)))
         sys.stdout.write(
             f"{given.out}: {trainer.config.steps} steps; held-out episodes {numbers}\n"
-            f"next: deft train evaluate DATA --episodes {numbers} --head {given.out} "
-            f"{target_flags(given)}\n"
+            f"next: deft train evaluate DATA --episodes {numbers} "
+            f"--head {quote(str(given.out))} {target_flags(given)}\n"
         )
     return 0

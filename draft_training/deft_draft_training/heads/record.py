@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 
 import torch
 from safetensors import SafetensorError
@@ -27,7 +28,7 @@ from deft_client.files import write_atomically
 from deft_client.wire.fields import SENTENCE, Terms, list_of, record_of
 from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.samples import EpisodeSource, HeadSample
-from deft_draft_training.heads.target import FeatureTarget, add_target_flags, load_target
+from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
 from deft_draft_training.run_directory import explained
 from deft_policies.commands.parse import target_flags
 
@@ -270,8 +271,7 @@ def main(arguments: list[str]) -> int:
     add_camera_flag(parser)
     parser.add_argument("--batch-size", type=int, default=8, help="frames at a time (default 8)")
     parser.add_argument("--float32", action="store_true", help="twice the size of bfloat16")
-    add_target_flags(parser)
-    given = parser.parse_args(arguments)
+    given = parse_target(parser, arguments)
     config = RecordConfig(
         EpisodeSource(tuple(given.sources), given.stride, read_cameras(given)),
         given.batch_size,
@@ -285,7 +285,8 @@ def main(arguments: list[str]) -> int:
     index = record(target, config, given.out, num_observations)
     sys.stdout.write(
         f"{given.out}: {index.num_samples} actions in {len(index.shards)} shards\n"
-        f"next: deft train fit --features {given.out} --out runs/head {target_flags(given)}\n"
+        f"next: deft train fit --features {quote(str(given.out))} --out runs/head "
+        f"{target_flags(given)}\n"
     )
     return 0
 

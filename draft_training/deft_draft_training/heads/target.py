@@ -11,11 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 from deft_client.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError
 from deft_draft_training.heads.samples import HeadSample
+from deft_policies import catalog
 from deft_policies.base import ActRequest
+from deft_policies.commands.parse import parse_command
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
-from deft_policies.families.options import add_flags, read_flags
+from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 
 _AUTOREGRESSIVE = ActOptions(decoding="autoregressive", want_trace=True)
@@ -97,15 +99,20 @@ class FeatureTarget:
         return [hidden[row, :length] for row, length in enumerate(lengths)]
 
 
-def add_target_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that name the target, the same as the server's."""
-    add_flags(parser.add_argument_group("target", "as for `deft serve`"))
+def parse_target(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Parse a command line whose target is named by the same flags as the server's policy."""
+    try:
+        return parse_command(parser, arguments).namespace
+    except PolicyError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_target(given: argparse.Namespace) -> FeatureTarget:
     """Load the target that the flags name."""
     try:
-        options = read_flags(given)
+        options = catalog.find(given.policy).make(given)
+        if not isinstance(options, ModelOptions):
+            raise ConfigError(f"{given.policy} has no model that a draft head could learn from")
         # Training has work for every core, whatever answering would take.
         threads = options.num_threads or torch.get_num_threads()
         return FeatureTarget(load_policy(replace(options, num_threads=threads)))

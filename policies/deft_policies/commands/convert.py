@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 
 from deft_client.commands.program import CommandParser
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
             )
         for path in pickles:
             _convert(path)
-        sys.stdout.write(f"next: deft serve --checkpoint {directory}\n")
+        sys.stdout.write(f"next: deft serve --checkpoint {quote(str(directory))}\n")
         return 0
 
     return run_command(PROG, run)

@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch
@@ -100,7 +101,7 @@ def main(arguments: list[str]) -> int:
         kilobytes = given.out.stat().st_size / 1e3
         sys.stdout.write(
             f"{given.out}: {len(index.keys)} frames, {kilobytes:.0f} kB\n"
-            f"next: deft serve {target_flags(given)} --retrieval-index {given.out}\n"
+            f"next: deft serve {target_flags(given)} --retrieval-index {quote(str(given.out))}\n"
         )
         return 0
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
+from shlex import quote
 from typing import TextIO
 
 import numpy as np
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> int:
         compared = list(_write(islice(frames, given.limit), given.output))
         if not compared:
             raise ReplayError(f"{given.data}: no whole step in its episodes")
-        following = f"deft bench --recording {given.data} {target_flags(given)}"
+        following = f"deft bench --recording {quote(str(given.data))} {target_flags(given)}"
         sys.stdout.write(f"{describe(compared)}\nnext: {following}\n")
         differences = np.array([one.differences for one in compared])
         allowed = given.max_difference

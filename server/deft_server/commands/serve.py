@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         os._exit(code)  # its thread might keep the interpreter from ending
     if command.settings.record is not None and sys.stderr.isatty():
         flags = target_flags(command.policy.namespace)
-        sys.stderr.write(f"next: deft replay {command.settings.record} {flags}\n")
+        sys.stderr.write(f"next: deft replay {quote(str(command.settings.record))} {flags}\n")
     return code
 
 

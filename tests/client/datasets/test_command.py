@@ -13,16 +13,17 @@ from tests.draft_training.made_up import write_demonstrations
 pytest.importorskip("pyarrow", reason="pip install 'deft-client[datasets]'")
 
 
-def recording(path, part=0, session="arm", steps=2, intervention=None):
+def recording(path, part=0, session="arm", steps=2, intervention=None, has_state=True):
     rng = np.random.default_rng(part)
     content = encode_header(EpisodeHeader(session, 0.0, part=part))
     for index in range(steps):
         image = rng.integers(0, 256, (16, 24, 3), dtype=np.uint8)
+        state = rng.normal(size=3).astype(np.float32)
         content += encode_step(
             RecordedStep(
                 index,
                 0.1 * index,
-                Observation(image, "lift the cup", state=rng.normal(size=3).astype(np.float32)),
+                Observation(image, "lift the cup", state=state if has_state else None),
                 ActOptions(),
                 ActionChunk(rng.normal(size=(2, 7)), intervention=intervention),
             )
@@ -68,6 +69,20 @@ def test_episodes_without_an_example_are_not_exported(tmp_path, capsys):
     command = ["datasets", "export", str(tmp_path / "held.deftrec"), "--fps", "20"]
     assert main([*command, "--out", str(tmp_path / "none")]) == 1
     assert "nothing to export" in capsys.readouterr().err
+
+
+def test_recordings_with_and_without_state_get_a_folder_each(tmp_path, capsys):
+    """One request without a state, as from a browser, once spoiled the whole recording."""
+    recording(tmp_path / "1.deftrec", session="browser", steps=1, has_state=False)
+    recording(tmp_path / "2.deftrec", session="arm", steps=3)
+    assert main(["datasets", "show", str(tmp_path)]) == 0
+    assert "no state in 1 episodes, state of 3 numbers in 1 episodes" in capsys.readouterr().out
+    command = ["datasets", "export", str(tmp_path), "--fps", "10", "--out", str(tmp_path / "set")]
+    assert main(command) == 0
+    first, second, following = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tmp_path / 'set-1'}: 1 episodes, 1 steps: observation.images.image")
+    assert "observation.state 3" in second
+    assert following == f"next: deft train record {tmp_path / 'set-2'} --out features"
 
 
 def test_an_export_reads_every_step_once(tmp_path, monkeypatch):

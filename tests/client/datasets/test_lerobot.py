@@ -58,8 +58,8 @@ def assert_same(found: list[StoredEpisode], wanted: list[StoredEpisode]) -> None
 
 def test_pixels_and_actions_come_back_to_the_bit(tmp_path):
     wanted = episodes()
-    written = write_lerobot(wanted, tmp_path / "set", fps=20)
-    assert written == (3, 12)
+    (written,) = write_lerobot(wanted, tmp_path / "set", fps=20)
+    assert (written.num_episodes, written.num_steps) == (3, 12)
     assert_same(list(read_dataset(tmp_path / "set")), wanted)
 
 
@@ -91,10 +91,21 @@ def test_statistics_of_the_whole_are_those_of_all_rows(tmp_path):
     assert found["count"] == [20]
 
 
-def test_episodes_that_differ_in_their_features_are_refused_by_name(tmp_path):
-    mixed = [*episodes(1), *episodes(1, cameras=("wrist",))]
-    with pytest.raises(DatasetError, match="other features"):
-        write_lerobot(mixed, tmp_path / "set", fps=20)
+def test_episodes_of_other_features_get_a_data_set_of_their_own(tmp_path):
+    few, more = episodes(1), episodes(2, cameras=("wrist",))
+    written = write_lerobot([more[0], *few, more[1]], tmp_path / "set", fps=20)
+    assert [one.folder.name for one in written] == ["set-1", "set-2"]
+    assert [one.num_episodes for one in written] == [2, 1]
+    assert "observation.images.wrist 24 x 32 x 3" in written[0].features
+    assert_same([*read_dataset(tmp_path / "set-2")], few)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["set-1", "set-2"]
+
+
+def test_a_step_that_differs_within_its_episode_is_named(tmp_path):
+    steps = [*made_up(0, 2, ()), *made_up(1, 1, ("wrist",))]
+    mixed = StoredEpisode("made-up 7", partial(iter, steps))
+    with pytest.raises(DatasetError, match=r"made-up 7: step 2 has observation.images.wrist 24 x"):
+        write_lerobot([mixed], tmp_path / "set", fps=20)
     assert not (tmp_path / "set").exists()
 
 

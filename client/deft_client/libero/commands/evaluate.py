@@ -6,6 +6,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 
 from deft_client.chunks import Seam
@@ -257,7 +258,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     summaries = [summarise(load_run(run.folder), frozenset(run.keys)) for run in played]
     if any(summary.tasks for summary in summaries):
         sys.stdout.write("\n" + terminal_table(summaries))
-        sys.stdout.write(f"next: deft-client report {options.out} --out report.html\n")
+        sys.stdout.write(f"next: deft-client report {quote(str(options.out))} --out report.html\n")
     if problem:
         sys.stderr.write(f"deft-client eval: {problem}\n")
     return INCOMPLETE if problem else DONE

@@ -91,7 +91,7 @@ def _speed_lines(views: Sequence[View]) -> Iterator[str]:
     for view in views:
         if view.speedup is not None and view.comparison is not None:
             said = view.speedup.sentence(view.name, view.comparison.first)
-            yield f"{said} Actions: {view.comparison.verdict}.\n"
+            yield f"{said} {view.comparison.sentences}\n"
 
 
 def _write_picture(path: Path, views: Sequence[View]) -> None:

@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """What the numbers allow to say, in a few words."""
+        """What the numbers allow to say of success, in a few words."""
         if not self.num_pairs:
             return "no trial was judged in both"
         if not self.have_same_assets:
@@ -96,7 +96,16 @@ class Comparison:
             return "identical actions"
         if self.p_value >= LUCK:
             return "no difference shown"
-        return f"{self.first if self.only_first > self.only_second else self.second} is better"
+        better = self.first if self.only_first > self.only_second else self.second
+        return f"{better} succeeds more often"
+
+    @property
+    def sentences(self) -> str:
+        """What was found of success, and of actions: the one says nothing of the other."""
+        if self.has_identical_actions:
+            return "Actions: identical."
+        num_same, num_pairs = self.num_same_actions, self.num_pairs
+        return f"Success: {self.verdict}. Actions: equal in {num_same} of {num_pairs} episodes."
 
     @cached_property
     def measures(self) -> tuple[tuple[str, float, float, Interval], ...]:

@@ -117,7 +117,7 @@ _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
 COMPARISON_COLUMNS = (
     "first", "second", "pairs", "both", "only first", "only second", "neither", "difference",
-    "McNemar p", "same actions", "verdict",
+    "McNemar p", "same actions", "success",
 )  # fmt: skip
 
 

@@ -148,6 +148,7 @@ def test_runs_are_compared_on_the_trials_both_of_them_finished(tmp_path: Path) -
     assert compared.p_value == 1.0
     assert compared.num_same_actions == 4
     assert compared.verdict == "identical actions"
+    assert compared.sentences == "Actions: identical."
 
 
 def test_a_difference_that_luck_would_hardly_make_is_called_one(tmp_path: Path) -> None:
@@ -157,7 +158,18 @@ def test_a_difference_that_luck_would_hardly_make_is_called_one(tmp_path: Path) 
     )
     compared = compare(first, second, ("a", "b"))
     assert compared.p_value == 2 / 2**8
-    assert compared.verdict == "a is better"
+    assert compared.verdict == "a succeeds more often"
+    found = "Success: a succeeds more often. Actions: equal in 0 of 8 episodes."
+    assert compared.sentences == found
+
+
+def test_equal_success_is_not_equal_actions(tmp_path: Path) -> None:
+    """It read "Actions: no difference shown" where none of the actions was equal."""
+    first = _write(tmp_path / "a", *(record(0, trial, num_steps=3) for trial in range(4)))
+    second = _write(tmp_path / "b", *(record(0, trial, num_steps=5) for trial in range(4)))
+    compared = compare(first, second, ("a", "b"))
+    found = "Success: no difference shown. Actions: equal in 0 of 4 episodes."
+    assert compared.sentences == found
 
 
 def test_runs_on_different_assets_are_not_compared(tmp_path: Path) -> None:
