@@ -4,6 +4,7 @@ A file holds many episodes; `meta/episodes` says which rows and which part of a 
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ def _open(root: Path, cameras: Sequence[str]) -> _Dataset:
     try:
         info = json.loads((root / "meta/info.json").read_text("utf-8"))
         version, features = str(info["codebase_version"]), dict(info["features"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DatasetError(f"{root}/meta/info.json: not a LeRobot description: {error}") from error
     if not version.startswith("v3."):
         raise DatasetError(
@@ -95,8 +96,11 @@ def _steps(dataset: _Dataset, place: Mapping[str, Any]) -> Iterator[StoredStep]:
     stored = [camera for camera in dataset.cameras if not dataset.is_video(camera)]
     has_state = STATE in dataset.info["features"]
     columns = [ACTION, "timestamp", "task_index", *([STATE] if has_state else []), *stored]
-    path = dataset.root / dataset.info["data_path"].format(
-        chunk_index=place["data/chunk_index"], file_index=place["data/file_index"]
+    path = _path(
+        dataset,
+        "data_path",
+        chunk_index=place["data/chunk_index"],
+        file_index=place["data/file_index"],
     )
     rows = _table(path, columns, place["episode_index"]).to_pylist()
     videos = {
@@ -118,6 +122,22 @@ def _steps(dataset: _Dataset, place: Mapping[str, Any]) -> Iterator[StoredStep]:
         yield StoredStep(observation, action)
 
 
+def _path(dataset: _Dataset, name: str, **fields: object) -> Path:
+    """The file that a template of `info.json` names; widths are bounded, as in `{:03d}`."""
+    template = str(dataset.info.get(name))
+    try:
+        if re.search(r":[^}]{4}", template):
+            raise ValueError("a field is wider than three characters say")
+        path = dataset.root / template.format(**fields)
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        raise DatasetError(
+            f"{dataset.root}/meta/info.json: {name} is {template!r}, which names no file: {error!r}"
+        ) from error
+    if not path.resolve().is_relative_to(dataset.root.resolve()):
+        raise DatasetError(f"{dataset.root}/meta/info.json: {name} leads outside of the data set")
+    return path
+
+
 def _picture(stored: Mapping[str, Any], path: Path) -> Image:
     """A picture of a row: the content of its file, or the file's name."""
     content = stored.get("bytes") or (path.parents[2] / str(stored.get("path"))).read_bytes()
@@ -132,7 +152,9 @@ def _frames(
 ) -> Iterator[Image]:
     """The video's frames at some times of an episode, which ascend."""
     av = need("av")
-    path = dataset.root / dataset.info["video_path"].format(
+    path = _path(
+        dataset,
+        "video_path",
         video_key=camera,
         chunk_index=place[f"videos/{camera}/chunk_index"],
         file_index=place[f"videos/{camera}/file_index"],

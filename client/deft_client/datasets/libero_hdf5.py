@@ -43,24 +43,39 @@ def read_hdf5(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisode]:
 
 
 def _steps(file: Path, name: str, cameras: Sequence[str]) -> Iterator[StoredStep]:
+    try:
+        yield from _read(file, name, cameras)
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise DatasetError(f"{file}: {name} cannot be read: {error}") from error
+
+
+def _read(file: Path, name: str, cameras: Sequence[str]) -> Iterator[StoredStep]:
     with need("h5py").File(file, "r") as opened:
-        episode = opened["data"][name]
-        observed = episode["obs"]
+        episode = _inside(opened["data"], name, file)
+        observed = _inside(episode, "obs", file)
         there = tuple(sorted(key for key in observed if key.endswith(_PICTURES)))
         if not cameras and "agentview_rgb" in there:
             there = ("agentview_rgb",)
         own, further = pick_cameras(there, cameras, file)
+        pictures = {camera: _inside(observed, camera, file) for camera in (own, *further)}
         instruction = _instruction(opened["data"], file)
         state = _state(observed)
-        actions = from_robosuite(np.asarray(episode["actions"]))
+        actions = from_robosuite(np.asarray(_inside(episode, "actions", file)))
         for index, action in enumerate(actions):
             observation = Observation(
-                upright(observed[own][index]),
+                upright(pictures[own][index]),
                 instruction,
-                {camera: upright(observed[camera][index]) for camera in further},
+                {camera: upright(pictures[camera][index]) for camera in further},
                 None if state is None else state[index],
             )
             yield StoredStep(observation, action)
+
+
+def _inside(group: Any, name: str, file: Path) -> Any:
+    """A member of a group; a link into another file is refused."""
+    if isinstance(group.get(name, getlink=True), need("h5py").ExternalLink):
+        raise DatasetError(f"{file}: {group.name}/{name} is a link into another file")
+    return group[name]
 
 
 def _state(observed: Any) -> NDArray[np.float32] | None:

@@ -37,7 +37,7 @@ class JsonFields:
             raise CheckpointError(f"{path} is missing; {remedy}") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON ({error}); {remedy}") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds {type(values).__name__}, expected an object")

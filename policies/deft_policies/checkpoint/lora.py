@@ -17,6 +17,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"  # in which OFT's training puts it, beside its other files
 _PREFIX = "base_model.model."
 _WRAPPER = re.compile(r"\.(modules_to_save|base_layer)(?=\.)")
+_MOST_REPEATS = 3  # of a pattern: matching takes a module's length to that power
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
@@ -130,6 +131,8 @@ def _check_kind(fields: JsonFields) -> None:
 
 def _scale(fields: JsonFields, module: str) -> float:
     rank = _by_pattern(fields.section("rank_pattern"), module, fields.value("r", float))
+    if rank < 1:
+        raise fields.error("r", f"is {rank:g} for {module}, expected 1 or more")
     alpha = _by_pattern(fields.section("alpha_pattern"), module, fields.value("lora_alpha", float))
     return alpha / math.sqrt(rank) if fields.value("use_rslora", bool, False) else alpha / rank
 
@@ -137,6 +140,20 @@ def _scale(fields: JsonFields, module: str) -> float:
 def _by_pattern(patterns: JsonFields, module: str, default: float) -> float:
     """The value of the first pattern that the module's name ends in, as PEFT matches them."""
     for pattern in patterns.names:
+        _check_pattern(patterns, pattern)
         if re.match(rf"(.*\.)?({pattern})$", module):
             return patterns.value(pattern, float)
     return default
+
+
+def _check_pattern(patterns: JsonFields, pattern: str) -> None:
+    """Refuse what is no pattern, and what could keep us looking for hours."""
+    repeats = re.findall(r"[*+{]", pattern)
+    if len(repeats) > _MOST_REPEATS or re.search(r"\)\s*[*+{]", pattern):
+        raise patterns.error(
+            pattern, f"repeats a group, or has more than {_MOST_REPEATS} repetitions"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise patterns.error(pattern, f"is no regular expression: {error}") from None

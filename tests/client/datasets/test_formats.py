@@ -69,3 +69,32 @@ def test_alohas_hdf5_is_refused_with_what_to_do(tmp_path):
         file["action"] = np.zeros((2, 14))
     with pytest.raises(DatasetError, match="once they are converted to LeRobot v3"):
         list(read_dataset(tmp_path))
+
+
+def broken_file(libero_file, name, link):
+    with h5py.File(libero_file, "a") as file:
+        del file["data/demo_2"][name]
+        file["data/demo_2"][name] = link
+    return next(iter(read_dataset(libero_file)))
+
+
+@pytest.mark.parametrize("name", ["obs", "actions"])
+def test_a_loop_of_links_is_named(libero_file, name):
+    episode = broken_file(libero_file, name, h5py.SoftLink(f"/data/demo_2/{name}"))
+    with pytest.raises(DatasetError, match="demo_2 cannot be read"):
+        next(episode.steps())
+
+
+@pytest.mark.parametrize("name", ["obs", "actions"])
+def test_a_link_into_another_file_is_refused(libero_file, name):
+    other = libero_file.with_name("other.hdf5")
+    other.write_bytes(libero_file.read_bytes())
+    episode = broken_file(libero_file, name, h5py.ExternalLink(other, f"/data/demo_10/{name}"))
+    with pytest.raises(DatasetError, match="link into another file"):
+        next(episode.steps())
+
+
+def test_actions_that_are_no_numbers_are_named(libero_file):
+    episode = broken_file(libero_file, "actions", b"text")
+    with pytest.raises(DatasetError, match="demo_2 cannot be read"):
+        next(episode.steps())

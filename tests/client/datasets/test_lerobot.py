@@ -117,6 +117,31 @@ def test_an_older_format_is_refused_with_the_way_out(tmp_path):
         list(read_dataset(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "data/{unknown}.parquet",
+        "data/{chunk_index:01999999999d}",
+        "data/{chunk_index.__class__.__mro__[1].x}",
+        "../{file_index}.parquet",
+    ],
+)
+def test_a_template_that_names_no_file_is_refused(tmp_path, template):
+    write_lerobot(episodes(1), tmp_path / "set", fps=20)
+    path = tmp_path / "set/meta/info.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "data_path": template}))
+    (episode,) = read_dataset(tmp_path / "set")
+    with pytest.raises(DatasetError, match="data_path"):
+        next(episode.steps())
+
+
+def test_a_description_that_is_too_deep_is_refused(tmp_path):
+    write_lerobot(episodes(1), tmp_path / "set", fps=20)
+    (tmp_path / "set/meta/info.json").write_text("[" * 100_000)
+    with pytest.raises(DatasetError, match="not a LeRobot description"):
+        list(read_dataset(tmp_path / "set"))
+
+
 def test_a_damaged_file_is_named(tmp_path):
     write_lerobot(episodes(), tmp_path / "set", fps=20)
     (path,) = (tmp_path / "set/data").rglob("*.parquet")

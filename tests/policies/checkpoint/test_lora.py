@@ -149,6 +149,11 @@ def test_a_factor_without_its_partner_is_refused(tmp_path: Path) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out is true"),
         ({"bias": "all"}, "bias is not none"),
         ({"r": None}, "r is missing"),
+        ({"r": 0}, "r is 0 for"),
+        ({"r": -4, "use_rslora": True}, "r is -4 for"),
+        ({"rank_pattern": {"(a": 2}}, "rank_pattern.(a is no regular expression"),
+        ({"rank_pattern": {"(a+)+b": 2}}, "rank_pattern.(a+)+b repeats a group"),
+        ({"rank_pattern": {".*.*.*.*x": 2}}, "rank_pattern..*.*.*.*x repeats a group, or has"),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(
@@ -157,6 +162,12 @@ def test_adapters_of_other_kinds_are_refused(
     adapter = copy_adapter(tmp_path / "adapter")
     edit_json(adapter / "adapter_config.json", lambda content: content.update(change))
     assert f"{adapter / 'adapter_config.json'}: {problem}" in error_of(adapter)
+
+
+def test_json_that_is_too_deep_is_refused(tmp_path: Path) -> None:
+    adapter = copy_adapter(tmp_path / "adapter")
+    (adapter / "adapter_config.json").write_text("[" * 100_000)
+    assert "adapter_config.json is not JSON" in error_of(adapter)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
