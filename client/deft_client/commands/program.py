@@ -43,7 +43,7 @@ class Program:
 
     name: str
     commands: Mapping[str, Command]
-    requirement: str  # what pip is to install so that every command runs
+    requirement: str  # the distribution and the extras that every command needs
     errors: tuple[type[Exception], ...] = ()
     when_interrupted: str = ""  # where the interrupted command does not say what became of it
 
@@ -71,7 +71,7 @@ class Program:
                 raise
             print(
                 f"{self.name} {given[0]}: the package {error.name} is not installed\n"
-                f"pip install '{self.requirement}' brings all that this command needs",
+                f"in a clone of Deft, pip install {self._places()} brings all that it needs",
                 file=sys.stderr,
             )
             return 1
@@ -81,6 +81,13 @@ class Program:
         except KeyboardInterrupt as interrupt:
             print(str(interrupt) or self.when_interrupted, file=sys.stderr)
             return 130
+
+    def _places(self) -> str:
+        """What pip is to install from a clone: no index has these packages yet."""
+        distribution, _, extras = self.requirement.partition("[")
+        extras = f"[{extras}" if extras else ""
+        client = distribution == "deft-client"
+        return f"'./client{extras}'" if client else f"./client '.{extras}'"
 
     def _usage(self) -> str:
         lines = [f"  {name:<8} {command.summary}" for name, command in self.commands.items()]

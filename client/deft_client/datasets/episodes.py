@@ -51,7 +51,7 @@ def need(package: str) -> ModuleType:
     except ImportError as error:
         raise DatasetError(
             f"reading this data set needs {package.partition('.')[0]}: "
-            "pip install 'deft-client[datasets]'"
+            "in a clone of Deft, pip install './client[datasets]'"
         ) from error
 
 

@@ -111,7 +111,7 @@ def _import_torchao() -> ModuleType:
             return import_module("torchao.quantization")
         except ImportError:
             raise DeviceError(
-                "quantization needs torchao; pip install 'deft-vla[quantization]'"
+                "quantization needs torchao; in a clone of Deft, pip install '.[quantization]'"
             ) from None
 
 

@@ -196,7 +196,9 @@ def import_ray() -> tuple[Any, Any]:
         import ray
         from ray import serve
     except ImportError as error:
-        raise SettingsError('replicas need Ray: pip install "deft-vla[ray]"') from error
+        raise SettingsError(
+            'replicas need Ray: in a clone of Deft, pip install ".[ray]"'
+        ) from error
     return ray, serve
 
 

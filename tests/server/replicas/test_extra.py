@@ -28,7 +28,7 @@ sys.exit(main(["serve", "--policy", "constant", "--replicas", "2"]))
 def test_without_the_extra_replicas_are_refused_with_the_line_that_installs_it():
     run = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True)
     assert run.returncode == 2
-    assert 'pip install "deft-vla[ray]"' in run.stderr
+    assert 'in a clone of Deft, pip install ".[ray]"' in run.stderr
 
 
 def test_only_the_extra_brings_ray():

@@ -33,7 +33,9 @@ class ProgressLine:
         try:
             from tqdm import tqdm
         except ImportError as error:
-            raise EvaluationError('this needs tqdm: pip install "deft-client[libero]"') from error
+            raise EvaluationError(
+                'this needs tqdm: in a clone of Deft, pip install "./client[libero]"'
+            ) from error
         self._stream = stream
         self._clock = clock
         self._is_terminal = stream.isatty()

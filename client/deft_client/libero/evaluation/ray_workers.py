@@ -148,7 +148,9 @@ def _connect(address: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise EvaluationError('--ray needs Ray: pip install "deft-client[ray]"') from error
+        raise EvaluationError(
+            '--ray needs Ray: in a clone of Deft, pip install "./client[ray]"'
+        ) from error
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(

@@ -47,7 +47,8 @@ def write_video(
         import imageio_ffmpeg
     except ImportError as error:
         raise VideoError(
-            'videos need imageio-ffmpeg: pip install "deft-client[libero]", or use --video none'
+            'videos need imageio-ffmpeg: in a clone of Deft, pip install "./client[libero]"; '
+            "or use --video none"
         ) from error
     with _replacing_earlier_tries(path) as beside:
         writer = imageio_ffmpeg.write_frames(

@@ -153,7 +153,9 @@ def _load_template() -> "Template":
     try:
         import jinja2
     except ImportError as error:
-        raise EvaluationError('a report needs jinja2: pip install "deft-client[libero]"') from error
+        raise EvaluationError(
+            'a report needs jinja2: in a clone of Deft, pip install "./client[libero]"'
+        ) from error
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("deft_client.libero.report"),
         autoescape=True,

@@ -150,7 +150,8 @@ def _read_frames(path: Path) -> list[PillowImage.Image]:
         import imageio_ffmpeg
     except ImportError as error:
         raise VideoError(
-            'reading videos needs imageio-ffmpeg: pip install "deft-client[simulator]"'
+            "reading videos needs imageio-ffmpeg: in a clone of Deft, "
+            'pip install "./client[simulator]"'
         ) from error
     cut = f"crop={PICTURE}:{PICTURE}:0:0,scale={_SIDE}:{_SIDE}:flags=area"
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-vf", cut]

