@@ -5,6 +5,7 @@ from deft_client.commands.program import Command, Program
 COMMANDS = {
     "ping": Command("deft_client.commands.ping", "ask a server whether it is ready, and how far"),
     "act": Command("deft_client.commands.act", "send one picture, print the actions"),
+    "load": Command("deft_client.commands.load", "how well a server answers a fleet of robots"),
     "eval": Command("deft_client.libero.commands.evaluate", "play LIBERO episodes, keep results"),
     "report": Command("deft_client.libero.commands.report", "results to a page, a table and CSV"),
     "compare": Command("deft_client.libero.commands.compare", "two runs: what may be concluded"),

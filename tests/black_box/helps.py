@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "deft-client": (CLIENT, ()),
     "deft-client ping": (CLIENT, ("ping",)),
     "deft-client act": (CLIENT, ("act",)),
+    "deft-client load": (CLIENT, ("load",)),
     "deft-client eval": (CLIENT, ("eval",)),
     "deft-client report": (CLIENT, ("report",)),
     "deft-client compare": (CLIENT, ("compare",)),
