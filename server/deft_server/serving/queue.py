@@ -1,18 +1,21 @@
-"""Which frames wait, and which go to the policy next. Pure: no clock, no I/O, no asyncio.
+"""Which frames wait, and which go to the policy next. Reads no clock and starts nothing.
 
 A flow is a session, or all frames of one caller that name no session. An owner is an API key, or an
 address where there are none; its flows share what it gets. The rules:
 
 - a session has at most one frame with the policy and one waiting; a newer frame takes the turn of
   the one that waits;
-- owners take turns: whoever had fewer frames answered goes first, and nothing is saved up by
-  staying away;
-- within a turn the earliest due time goes first. A frame without a deadline is due `patience`
-  after it arrived, so that it goes after those that are in a hurry, and starves never;
+- owners take turns, and so do the flows of an owner: the one with the fewest frames started goes
+  first. Time spent away earns no more than a few turns;
+- within a turn the earliest due time goes first. A frame without a deadline is due `patience` after
+  it arrived: it goes after frames with deadlines until then, and before them afterwards;
 - the line is bounded. Its last eighth is for frames with a deadline and for owners that have
   nothing waiting. A frame that `stays_until_s` joins a full line, too: its caller could not try
   again;
-- a frame that cannot meet its deadline is refused at once, or dropped before it starts.
+- a frame joins those that are with the policy where, at the price of so many together, none of
+  them misses a deadline that it would otherwise meet (`prices`). A frame that could not meet its
+  deadline alone is refused;
+- texts hold at most half of the places while actions with deadlines come.
 
 The policy is there once, or in replicas. Each has a place for every frame of a batch, which is
 taken by the next one as soon as its answer is ready; where the policy answers all in one call, the
@@ -21,23 +24,23 @@ Times are seconds on any one monotonic clock.
 """
 
 import asyncio
-import heapq
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from statistics import median
 
 from deft_client.types import ActionChunk, altered
 from deft_policies.base import ActAnswer, ActRequest
 from deft_server.errors import DeadlineError, OverloadedError
+from deft_server.serving.prices import Prices
 from deft_server.serving.sessions import RobotSession
 
-STALE_AFTER_S = 1.0  # a flow's measurement older than this does not justify a refusal
 KEPT_PART = 8  # of the line, one part is kept for frames in a hurry and for owners without any
-REMEMBERED_FRAMES = 9  # of a flow
-REMEMBERED_FLOWS = 1024
+MARGIN = 2.0  # of what a frame may take, over what is expected: estimates are only so good
+TRY_EVERY_S = 5.0  # how often a frame may join although that looks too dear: prices change
+REMEMBERED_TURNS = 256
+ARREARS = 8  # turns that nobody can be behind by more: they are for who was refused
 
 
 Answer = ActAnswer | Exception
@@ -63,11 +66,15 @@ class QueuedFrame:
     is_session: bool = True
     stays_until_s: float | None = None  # joins a full line, too, and is to be refused then
     owner: str = ""
+    is_text: bool = False  # the answer is a text and an action, which takes many rounds
+    # What the queue notes while the frame is with the policy:
+    started_s: float = 0.0
+    done_s: float = 0.0  # how much of it is done, in seconds that it would have taken alone
+    shared_s: float = 0.0  # the sum over time of how many frames shared its rounds
     # What the queue itself does not look at:
     request: ActRequest | None = None
     session: RobotSession | None = None
     answer: "asyncio.Future[ActionChunk] | None" = None
-    started_s: float = 0.0  # when it went to the policy
     queue_s: float = 0.0
     # What is filled in where the policy is:
     outcome: Answer | None = None  # none where it was cut: nobody waited for it any more
@@ -80,6 +87,11 @@ class QueuedFrame:
     def has_deadline(self) -> bool:
         """Does the caller say when the answer is of no more use?"""
         return self.deadline_s < math.inf
+
+    @property
+    def alike(self) -> str:
+        """The name of the frames that take as long as this one: those of its flow and kind."""
+        return f"{self.flow} text" if self.is_text else self.flow
 
     def ask(self) -> None:
         """Note what the policy is asked, with the session's memory as it is now."""
@@ -110,43 +122,37 @@ class QueuedFrame:
             self.answer.set_exception(error)
 
 
-class ServiceTime:
-    """Seconds per frame: the median of the last few, 0 while nothing was measured."""
+class Turns:
+    """Whose turn it is: whoever had the fewest frames started.
+
+    Time spent away earns no more credit than a few turns.
+    """
 
     def __init__(self) -> None:
-        self.expected_s = 0.0
-        self.measured_s = -math.inf  # when it was last
-        self._recent: deque[float] = deque(maxlen=REMEMBERED_FRAMES)
+        self._counts: dict[str, int] = {}  # frames started, from where all began
+        self._level = 0  # where those begin that come now
 
-    def observe(self, seconds: float, now_s: float) -> None:
-        """Take in that a frame took so long."""
-        self._recent.append(seconds)
-        self.expected_s, self.measured_s = median(self._recent), now_s
+    def __getitem__(self, name: str) -> int:
+        return self._counts.get(name, self._level)
 
+    def is_behind(self, name: str) -> bool:
+        """Whether others had more than one turn since."""
+        return self[name] < self._level - 1
 
-class FlowTimes:
-    """What each flow's frames cost, so that one with long prompts makes no other look slow."""
+    def join(self, name: str) -> None:
+        """Take in that somebody waits who did not."""
+        self._counts[name] = max(self[name], self._level - ARREARS)
 
-    def __init__(self) -> None:
-        self._flows: OrderedDict[str, ServiceTime] = OrderedDict()  # the last seen comes last
-        self._all = ServiceTime()  # what is believed of a flow that was never seen
+    def start(self, name: str) -> None:
+        """Take in that a frame was started."""
+        count = self[name]
+        self._level = max(self._level, count)
+        self._counts[name] = count + 1
 
-    def observe(self, flow: str, seconds: float, now_s: float) -> None:
-        """Take in that a frame of a flow took so long."""
-        self._all.observe(seconds, now_s)
-        self._flows.setdefault(flow, ServiceTime()).observe(seconds, now_s)
-        self._flows.move_to_end(flow)
-        if len(self._flows) > REMEMBERED_FLOWS:
-            self._flows.popitem(last=False)
-
-    def expect(self, flow: str) -> float:
-        """Return the seconds that a frame of a flow takes, probably."""
-        return self._flows.get(flow, self._all).expected_s
-
-    def proven(self, flow: str, since_s: float) -> float:
-        """Return what the flow itself has shown since then; only that justifies a refusal."""
-        known = self._flows.get(flow)
-        return known.expected_s if known is not None and known.measured_s >= since_s else 0.0
+    def forget_all_but(self, waiting: Collection[str]) -> None:
+        """Drop what makes no difference, and what is too much to be remembered."""
+        if len(self._counts) > len(waiting) + REMEMBERED_TURNS:
+            self._counts = {name: self[name] for name in waiting}
 
 
 @dataclass(frozen=True)
@@ -167,16 +173,19 @@ class FrameQueue:
         self.num_replicas = rules.num_replicas
         self.is_stepped = False  # whether frames may join while others are on their way
         self.in_flight: list[QueuedFrame] = []  # that are with the policy, the oldest first
-        self.times = FlowTimes()
+        self.prices = Prices()
         self._max_waiting = rules.max_waiting
         self._patience_s = rules.patience_s
         self._frames: dict[int, QueuedFrame] = {}
         self._due_s: dict[int, float] = {}
         self._staying: Counter[str] = Counter()  # those of each owner that join a full line
         self._sessions: dict[str, QueuedFrame] = {}  # what waits of each session
-        self._owners: Counter[str] = Counter()  # how many frames of each wait
-        self._turns: dict[str, int] = {}  # frames an owner had, from where all began
-        self._turn = 0  # where owners begin that come now
+        self._waiting: dict[str, Counter[str]] = {}  # how many frames of each owner's flows wait
+        self._owner_turns = Turns()
+        self._flow_turns: dict[str, Turns] = {}  # of each owner's flows
+        self._hurried_s = -math.inf  # when an action with a deadline last came
+        self._tried_s = -math.inf  # when a frame last joined that looked too dear
+        self._noted_s = 0.0  # until when the progress of `in_flight` is noted
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -206,19 +215,23 @@ class FrameQueue:
         due_s = frame.deadline_s if frame.has_deadline else now_s + self._patience_s
         if older is not None:
             due_s = min(due_s, self._due_s[older.number])
-        self._turns.setdefault(frame.owner, self._turn)
-        if not self._owners[frame.owner]:
-            self._turns[frame.owner] = max(self._turns[frame.owner], self._turn)
-        if frame.has_deadline and self._is_hopeless(frame, due_s, now_s):
+        if frame.has_deadline and not frame.is_text:
+            self._hurried_s = now_s
+        if frame.has_deadline and self._is_hopeless(frame, now_s):
             raise DeadlineError("cannot be answered in time; nothing was computed")
         has_place = older is not None and older.stays_until_s is None
         if not has_place and frame.stays_until_s is None and self._is_full_for(frame):
             raise self.refusal(now_s)
         if older is not None:
             self.remove(older)
+        flows = self._waiting.setdefault(frame.owner, Counter())
+        if not flows:
+            self._owner_turns.join(frame.owner)
+        if not flows[frame.flow]:
+            self._flow_turns.setdefault(frame.owner, Turns()).join(frame.flow)
+        flows[frame.flow] += 1
         self._frames[frame.number] = frame
         self._due_s[frame.number] = due_s
-        self._owners[frame.owner] += 1
         self._staying[frame.owner] += frame.stays_until_s is not None
         if frame.is_session:
             self._sessions[frame.flow] = frame
@@ -229,7 +242,12 @@ class FrameQueue:
         if self._frames.pop(frame.number, None) is None:
             return False
         del self._due_s[frame.number]
-        self._owners[frame.owner] -= 1
+        flows = self._waiting[frame.owner]
+        flows[frame.flow] -= 1
+        if not flows[frame.flow]:
+            del flows[frame.flow]
+        if not flows:
+            del self._waiting[frame.owner]
         self._staying[frame.owner] -= frame.stays_until_s is not None
         if frame.is_session:
             del self._sessions[frame.flow]
@@ -250,18 +268,35 @@ class FrameQueue:
         num_free = min(self._num_free, self.max_batch)
         if not num_free or not self._frames:
             return [], []
+        self._note_progress(now_s)
+        free_for_texts = self._free_for_texts(now_s)
         flying = {one.flow for one in self.in_flight if one.is_session}
         chosen: list[QueuedFrame] = []
         expired: list[QueuedFrame] = []
-        for frame in self._in_order():
-            if frame.deadline_s <= now_s + self._takes_s(frame, now_s):
+        tight: list[QueuedFrame] = []  # in time only if all goes well: where nobody else can go
+        passed_over: dict[str, int] = {}  # the turn of each owner's first frame that did not fit
+        for frame in self._in_order(now_s):
+            turns = self._flow_turns[frame.owner]
+            turn = turns[frame.flow]
+            if not self._is_in_time(frame, now_s, now_s):
                 expired.append(frame)
-            elif frame.flow in flying:
-                continue  # its memory is with the policy
+            elif frame.flow in flying or (frame.is_text and free_for_texts <= 0):
+                continue  # its memory is with the policy, or others need the place
             elif len(chosen) == num_free:
                 break
-            else:
+            elif turn > passed_over.get(frame.owner, turn):
+                continue  # whose turn comes before would never fit, if others always filled up
+            elif self._is_late(frame, 1.0, now_s) and not turns.is_behind(frame.flow):
+                tight.append(frame)
+            elif self._may_join(frame, chosen, now_s):
                 chosen.append(frame)
+                free_for_texts -= frame.is_text
+            elif frame.has_deadline:
+                passed_over.setdefault(frame.owner, turn)
+            elif self._is_urgent(frame, now_s):
+                break  # it has waited long enough: nobody goes before it
+        if not chosen and not self.in_flight:
+            chosen = tight[:1]
         for frame in (*expired, *chosen):
             self.remove(frame)
         for frame in chosen:
@@ -272,16 +307,23 @@ class FrameQueue:
         return chosen, expired
 
     def finish(self, frame: QueuedFrame, now_s: float, service_s: float | None = None) -> None:
-        """Take in that a frame is over; `service_s` is what it took, if answered in one go."""
+        """Take in that a frame is over; `service_s` is what it took, if answered in one go.
+
+        What was cut at its deadline took at least so long.
+        """
+        self._note_progress(now_s)
         self.in_flight.remove(frame)
         if service_s is not None:
-            self.times.observe(frame.flow, service_s, now_s)
+            passed_s = now_s - frame.started_s
+            company = frame.shared_s / passed_s if passed_s > 0 else 1.0
+            is_whole = frame.outcome is not None or frame.deadline_s > now_s
+            self.prices.observe(frame.alike, service_s, now_s, company, is_whole)
 
     def clears_in_s(self, now_s: float) -> float:
-        """Return the seconds until all that waits now will have been answered."""
-        flows = {one.flow for one in self._frames.values()} or {""}
-        each_s = max(map(self.times.expect, flows))
-        return self._free_s(len(self._frames), each_s, now_s) - now_s + each_s
+        """Return the seconds until all that waits now will have been answered, roughly."""
+        each_s = max((self.prices.expect(one.alike, now_s) for one in self.frames), default=0.0)
+        num_batches = (len(self._frames) + self.num_places) // self.num_places
+        return self._free_s(now_s) - now_s + num_batches * each_s
 
     def refusal(self, now_s: float) -> OverloadedError:
         """Return what a caller is told that finds no place."""
@@ -291,75 +333,113 @@ class FrameQueue:
             retry_after_s,
         )
 
-    def _in_order(self) -> list[QueuedFrame]:
-        """Return what waits: by turns of the owners, and within a turn the earliest due first."""
-        ordered = sorted(
+    def _in_order(self, now_s: float) -> list[QueuedFrame]:
+        """Return what waits, who goes first first.
+
+        By turns of the owners. Those of one: what is urgent, by turns of the flows; then the rest.
+        """
+        by_due = sorted(
             self._frames.values(), key=lambda one: (self._due_s[one.number], one.number)
         )
-        if len(self._sessions) < len(ordered):  # many frames of a flow are not all before others
-            ordered = _in_turns(ordered, [one.flow for one in ordered], {})
-        return _in_turns(ordered, [one.owner for one in ordered], self._turns)
+        count: Counter[str] = Counter()
+        ranks = {}
+        for frame in by_due:  # many frames of a flow are not all before others
+            turn = self._flow_turns[frame.owner][frame.flow] + count[frame.flow]
+            ranks[frame.number] = (not self._is_urgent(frame, now_s), turn)
+            count[frame.flow] += 1
+        count.clear()
+        turns = {}
+        for frame in sorted(by_due, key=lambda one: ranks[one.number]):
+            turns[frame.number] = self._owner_turns[frame.owner] + count[frame.owner]
+            count[frame.owner] += 1
+        return sorted(by_due, key=lambda one: turns[one.number])
+
+    def _is_urgent(self, frame: QueuedFrame, now_s: float) -> bool:
+        """Whether a frame's deadline is near, or it has waited as long as one without should."""
+        near_s = now_s + self._patience_s if frame.has_deadline else now_s
+        return self._due_s[frame.number] <= near_s
 
     def _count_turns(self, chosen: Sequence[QueuedFrame]) -> None:
+        """Take in whose frames were started."""
         for frame in chosen:
-            self._turns[frame.owner] += 1
-        waiting = self._owners = +self._owners  # without those that have none
+            self._owner_turns.start(frame.owner)
+            self._flow_turns[frame.owner].start(frame.flow)
         self._staying = +self._staying
-        # Where nobody waits any more, nobody owes anything.
-        level = min(self._turns[one] for one in waiting) if waiting else max(self._turns.values())
-        self._turn = max(self._turn, level)
-        self._turns = {
-            owner: turn
-            for owner, turn in self._turns.items()
-            if owner in waiting or turn > self._turn
-        }
+        self._owner_turns.forget_all_but(self._waiting)
+        for owner, turns in list(self._flow_turns.items()):
+            turns.forget_all_but(self._waiting.get(owner, ()))
+            if owner not in self._waiting and len(self._flow_turns) > REMEMBERED_TURNS:
+                del self._flow_turns[owner]
 
     def _is_full_for(self, frame: QueuedFrame) -> bool:
         others_staying = sum(self._staying.values()) - self._staying[frame.owner]
         taken = len(self._frames) - others_staying
         if taken >= self._max_waiting:
             return True
-        is_kept_for = frame.has_deadline or not self._owners[frame.owner]
+        is_kept_for = frame.has_deadline or not self._waiting.get(frame.owner)
         kept = 0 if is_kept_for else self._max_waiting // KEPT_PART
         return taken >= self._max_waiting - kept
 
-    def _is_hopeless(self, frame: QueuedFrame, due_s: float, now_s: float) -> bool:
-        """Would a frame be answered after its deadline, as far as fresh measurements tell?"""
-        if frame.deadline_s <= now_s:
+    def _is_hopeless(self, frame: QueuedFrame, now_s: float) -> bool:
+        """Would a frame be answered after its deadline, even if it were the next to go?"""
+        return not self._is_in_time(frame, self._free_s(now_s), now_s)
+
+    def _is_in_time(self, frame: QueuedFrame, start_s: float, now_s: float) -> bool:
+        """Would a frame be answered before its deadline, if it started then and were alone?
+
+        Only what its own flow has shown lately speaks against it.
+        """
+        return start_s + self.prices.proven(frame.alike, now_s) < frame.deadline_s
+
+    def _free_for_texts(self, now_s: float) -> int:
+        """Return how many texts may start: half of the places are kept for hurried actions."""
+        if self._hurried_s < now_s - self._patience_s:
+            return self.num_places
+        return max(1, self.num_places // 2) - sum(one.is_text for one in self.in_flight)
+
+    def _may_join(self, frame: QueuedFrame, chosen: Sequence[QueuedFrame], now_s: float) -> bool:
+        """Would nobody be late for it who is in time now? What looks too dear is tried at times."""
+        company = [one for one in (*self.in_flight, *chosen) if one.is_text == frame.is_text]
+        if not company:
             return True
-        turn = self._turns[frame.owner]
-        ahead = [one for one in self._frames.values()
-                 if one.flow != frame.flow and self._goes_before(one, turn, due_s)]  # fmt: skip
-        each_s = max(map(self.times.expect, {one.flow for one in ahead}), default=0.0)
-        free_s = self._free_s(len(ahead), each_s, now_s)
-        return free_s + self._takes_s(frame, now_s) > frame.deadline_s
+        before = self.prices.slowdown(len(company) / self.num_replicas)
+        after = self.prices.slowdown((len(company) + 1) / self.num_replicas)
+        is_dear = self._is_late(frame, after, now_s) or any(
+            self._is_late(one, after, now_s) and not self._is_late(one, before, now_s)
+            for one in company
+        )
+        if not is_dear:
+            return True
+        if now_s - self._tried_s < TRY_EVERY_S:
+            return False
+        self._tried_s = now_s
+        return True
 
-    def _goes_before(self, frame: QueuedFrame, turn: int, due_s: float) -> bool:
-        """Whether a waiting frame goes before one of that turn and due time, roughly."""
-        return self._turns[frame.owner] <= turn and self._due_s[frame.number] <= due_s
+    def _is_late(self, frame: QueuedFrame, slowdown: float, now_s: float) -> bool:
+        """Would a frame be answered after its deadline, if it went on so slowly?"""
+        if not frame.has_deadline:
+            return False
+        left_s = max(0.0, self.prices.expect(frame.alike, now_s) - frame.done_s)
+        return now_s + MARGIN * left_s * slowdown > frame.deadline_s
 
-    def _takes_s(self, frame: QueuedFrame, now_s: float) -> float:
-        return self.times.proven(frame.flow, now_s - STALE_AFTER_S)
+    def _note_progress(self, now_s: float) -> None:
+        """Note how much of the frames in flight is done by now."""
+        passed_s, self._noted_s = now_s - self._noted_s, now_s
+        if passed_s <= 0:
+            return
+        num_texts = sum(one.is_text for one in self.in_flight)
+        for frame in self.in_flight:
+            count = num_texts if frame.is_text else len(self.in_flight) - num_texts
+            company = max(1.0, count / self.num_replicas)
+            frame.shared_s += passed_s * company
+            frame.done_s += passed_s / self.prices.slowdown(company)
 
-    def _free_s(self, num_ahead: int, each_s: float, now_s: float) -> float:
-        """Return when there is a place for one more frame, after so many that take so long."""
-        free_s = [max(now_s, one.started_s + self.times.expect(one.flow)) for one in self.in_flight]
-        idle_s = now_s if self._num_free else max(free_s, default=now_s)
-        free_s += [idle_s] * (max(1, self.num_places) - len(free_s))
-        heapq.heapify(free_s)
-        for _ in range(num_ahead):
-            heapq.heapreplace(free_s, free_s[0] + each_s)
-        return free_s[0]
-
-
-def _in_turns(
-    frames: Sequence[QueuedFrame], names: Sequence[str], first: Mapping[str, int]
-) -> list[QueuedFrame]:
-    """Return the frames turn by turn: in each one of every name, whose first turn may be later."""
-    count: Counter[str] = Counter()
-    turns = []
-    for name in names:
-        turns.append(first.get(name, 0) + count[name])
-        count[name] += 1
-    places = sorted(range(len(frames)), key=turns.__getitem__)  # stable
-    return [frames[place] for place in places]
+    def _free_s(self, now_s: float) -> float:
+        """Return when there will be a place, probably."""
+        if self._num_free:
+            return now_s
+        slowdown = self.prices.slowdown(len(self.in_flight) / self.num_replicas)
+        return now_s + slowdown * min(
+            max(0.0, self.prices.expect(one.alike, now_s) - (now_s - one.started_s) / slowdown)
+            for one in self.in_flight
+        )

@@ -253,6 +253,13 @@ class Service:
         wants_text = options.want_reasoning or not self.last_info.thinks_when_asked
         return altered(options, {"want_trace": True, "want_reasoning": wants_text})
 
+    def _is_text(self, options: ActOptions) -> bool:
+        """Whether an answer takes many rounds, because the policy writes before it acts."""
+        info = self.last_info
+        return info.max_tokens is not None and (
+            options.want_reasoning or not info.thinks_when_asked
+        )
+
     def _queued(
         self, request: ActRequest, session: RobotSession, caller: Caller, started_s: float
     ) -> QueuedFrame:
@@ -266,6 +273,7 @@ class Service:
             is_session=is_session,
             stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
             owner=caller.owner,
+            is_text=self._is_text(request.options),
             request=request,
             session=session,
         )

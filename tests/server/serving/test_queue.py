@@ -7,14 +7,7 @@ from collections import Counter
 import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import (
-    REMEMBERED_FLOWS,
-    FlowTimes,
-    FrameQueue,
-    QueuedFrame,
-    QueueRules,
-    ServiceTime,
-)
+from deft_server.serving.queue import FrameQueue, QueuedFrame, QueueRules
 
 RULES = QueueRules(max_batch=2, max_waiting=6, patience_s=0.2)
 
@@ -298,31 +291,6 @@ def test_a_flow_that_was_slow_once_is_tried_again_though_others_go_on():
     for number in range(1, 30):
         now_s = answered(queue, QueuedFrame(number, "other", now_s), 0.05)
     answered(queue, QueuedFrame(30, "robot", now_s, now_s + 0.2), 0.05)
-
-
-def test_the_memory_of_flows_is_bounded():
-    times = FlowTimes()
-    for number in range(REMEMBERED_FLOWS + 500):
-        times.observe(f"s{number}", 0.01, 0.0)
-    assert len(times._flows) == REMEMBERED_FLOWS
-
-
-def test_nothing_is_expected_before_anything_was_measured():
-    assert ServiceTime().expected_s == FlowTimes().expect("a") == 0.0
-
-
-def test_one_slow_frame_does_not_change_what_is_expected():
-    times = ServiceTime()
-    for seconds in (0.02, 0.02, 3.0, 0.02, 0.02):
-        times.observe(seconds, 0.0)
-    assert times.expected_s == 0.02
-
-
-def test_a_flow_never_seen_is_expected_to_cost_what_frames_cost_but_nothing_is_proven():
-    times = FlowTimes()
-    times.observe("a", 0.02, 5.0)
-    assert times.expect("b") == 0.02
-    assert (times.proven("b", 4.0), times.proven("a", 5.0), times.proven("a", 5.1)) == (0, 0.02, 0)
 
 
 def test_where_frames_may_join_while_others_are_on_their_way_no_place_stays_empty():

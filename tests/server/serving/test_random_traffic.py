@@ -82,7 +82,8 @@ class Traffic(RuleBasedStateMachine):
             assert frame.deadline_s < math.inf
             assert self.waiting.pop(frame.number) is frame
         if not chosen:
-            assert was_busy or not {one.flow for one in self.waiting.values()} - aloft
+            is_dear = self.flying and self.has_deadlines()
+            assert was_busy or is_dear or not {one.flow for one in self.waiting.values()} - aloft
             return
         assert not was_busy
         assert len(chosen) <= min(num_free, RULES.max_batch)
@@ -91,6 +92,9 @@ class Traffic(RuleBasedStateMachine):
             assert frame.deadline_s > self.now_s
             assert frame.flow not in aloft
         self.flying += chosen
+
+    def has_deadlines(self) -> bool:
+        return any(one.has_deadline for one in (*self.flying, *self.waiting.values()))
 
     @precondition(lambda self: self.flying)
     @rule(
