@@ -1,6 +1,6 @@
 """What the server needs from a policy, and nothing more."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar, runtime_checkable
@@ -103,9 +103,10 @@ class SteppedPolicy(Protocol):
     def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
         """Take in observations, in order; they are answered by the next steps."""
 
-    def step(self) -> Sequence[Running]:
+    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
         """Play one round of all that is on its way; returns what has ended.
 
+        Where `first` names some, the others may sit this round out.
         An answer's timings are those of all rounds since its start, its trace tells the passes.
         """
 

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -202,16 +202,17 @@ class SteppedFake(FakePolicy):
         self.left.update((one, int(_name_of(one).split()[0])) for one in started)
         return started
 
-    def step(self) -> list[Running]:
+    def step(self, first: Collection[Running] = ()) -> list[Running]:
         if self.turnstile is not None:
             assert self.turnstile.acquire(timeout=PATIENCE_S), "the test let no round begin"
-        names = [_name_of(one) for one in self.left]
+        played = [one for one in self.left if one in first] or list(self.left)
+        names = [_name_of(one) for one in played]
         self.rounds.append(names)
         error = self.error(names)
         if error is not None:
             self.left.clear()
             raise error
-        self.left = {one: left - 1 for one, left in self.left.items()}
+        self.left.update((one, self.left[one] - 1) for one in played)
         ended = [one for one, left in self.left.items() if not left]
         for one in ended:
             del self.left[one]

@@ -7,7 +7,7 @@ with trees that are only a root.
 Here it is decided what is decoded where: the plan of a method, by its guard, and the lane.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -134,12 +134,15 @@ class Engine:
                 self.cancel(row)
             raise
 
-    def step(self, clock: StageClock) -> list[Row]:
+    def step(self, clock: StageClock, first: Collection[Row] = ()) -> list[Row]:
         """Play one round of every answer; those that have ended, with trace and memory.
 
-        One that is not `is_finite` means nothing.
+        Where `first` names some, batches that hold none of them sit this round out. An answer that
+        is not `is_finite` means nothing.
         """
-        return [row for lane in self._lanes if lane.rows for row in lane.step(clock)]
+        lanes = [lane for lane in self._lanes if lane.rows]
+        hurried = [lane for lane in lanes if any(row in first for row in lane.rows)]
+        return [row for lane in hurried or lanes for row in lane.step(clock)]
 
     def cancel(self, row: Row) -> None:
         """Let go of an answer between two rounds; nothing where it has ended."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -284,14 +284,14 @@ class VlaPolicy:
         self._frames += frames
         return frames
 
-    def step(self) -> Sequence[Running]:
+    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
         """Play one round of all that is on its way; those that have ended."""
         with _computing(len(self._frames)):
             clock = StageClock(self.model.device)
             for frame in self._frames:
                 frame.clocks.append(clock)
             try:
-                ended = self._play(clock)
+                ended = self._play(clock, first)
             except BaseException:
                 for frame in [*self._frames]:
                     self.cancel(frame)
@@ -315,12 +315,13 @@ class VlaPolicy:
             row = Row(self.method_for(options), form, request.memory, options.want_trace)
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
-    def _play(self, clock: StageClock) -> list[_Frame]:
+    def _play(self, clock: StageClock, first: Collection[Running]) -> list[_Frame]:
         """One round, and answers of what it has ended."""
         model, frames = self.model, self._frames
         found: list[tuple[Values, DecodeTrace | None]]
         if isinstance(model, TokenModel):
-            ended = set(self.engine.step(clock))
+            hurried = {one.row for one in frames if one in first and one.row is not None}
+            ended = set(self.engine.step(clock, hurried))
             frames = [one for one in frames if one.row in ended]
             traces = [one.row.trace for one in frames if one.row is not None]
             found = [(np.array(one.tokens if one else ()), one) for one in traces]

@@ -9,7 +9,7 @@ frame, or too little memory, does not spoil a round for the others.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -32,6 +32,8 @@ from deft_policies.model.statistics import find_statistics_key
 from deft_server.errors import PolicyFailedError
 from deft_server.serving.queue import Answer, Failure, QueuedFrame
 from deft_server.settings import SettingsError
+
+HURRIED_ROUNDS = 3  # in a row at most: answers without a deadline go on, too
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,7 @@ class Rounds:
         self._policy = policy
         self._stepped = policy if isinstance(policy, SteppedPolicy) else _OneCall(policy)
         self._running: dict[Running, QueuedFrame] = {}
+        self._num_hurried = 0  # rounds in a row in which only the hurried ones went on
 
     @property
     def num_running(self) -> int:
@@ -235,7 +238,7 @@ class Rounds:
             for frame in running.values():
                 frame.size = max(frame.size, len(running))
             if running:
-                self._stepped.step()
+                self._stepped.step(self._first())
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, callers are told
             for one in [one for one, frame in running.items() if frame in touched]:
                 del running[one]
@@ -260,6 +263,15 @@ class Rounds:
                 failures.append(failure)
             ended.append(frame)
         return ended, failures
+
+    def _first(self) -> list[Running]:
+        """Actions with a deadline go on alone, but for every fourth round."""
+        hurried = [one for one, frame in self._running.items()
+                   if frame.has_deadline and not frame.is_text]  # fmt: skip
+        if len(hurried) == len(self._running) or self._num_hurried == HURRIED_ROUNDS:
+            hurried = []
+        self._num_hurried = self._num_hurried + 1 if hurried else 0
+        return hurried
 
     def _cut(self) -> list[QueuedFrame]:
         """Let go of what nobody waits for any more; it has no outcome."""
@@ -292,7 +304,7 @@ class _OneCall:
         self._joined += started
         return started
 
-    def step(self) -> Sequence[Running]:
+    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
         joined, self._joined = self._joined, []
         answers = _act(self._policy, [one.request for one in joined])
         for one, answer in zip(joined, answers, strict=True):

@@ -132,11 +132,11 @@ def test_what_a_policy_lost_while_it_tried_another_once_more_is_answered_alone()
 
 def test_an_answer_that_means_nothing_fails_alone():
     class Broken(SteppedFake):
-        def step(self):
+        def step(self, first=()):
             for one in self.left:
                 if one.request.observation.instruction.endswith("broken"):
                     one.error = RequestError("instruction", "nothing came of it")
-            return super().step()
+            return super().step(first)
 
     rounds = Rounds(Broken())
     broken, good = asked("3 broken"), asked("1 good")

@@ -77,7 +77,7 @@ async def test_a_place_is_taken_as_soon_as_it_is_free_and_there_are_no_more_than
 async def test_an_answer_is_cut_at_its_deadline_and_its_session_is_as_before():
     policy, turnstile = stepped()
     service = await started(policy)
-    kept = ask(service, "4 kept", "a")
+    kept = ask(service, "4 kept", "a", deadline_ms=60_000)
     late = ask(service, "900 late", "b", deadline_ms=1000)
     await with_policy(service, 2)
     turnstile.release()
@@ -122,6 +122,43 @@ async def test_a_flow_that_was_cut_is_known_to_take_long_and_no_other_is():
         await ask(service, "900 late", "slow", deadline_ms=20)
     assert (await ask(service, "1 quick", "other", deadline_ms=1900)).actions[0, 0] == 1
     await service.close()
+
+
+@on_a_loop
+async def test_actions_with_a_deadline_go_on_in_four_rounds_and_others_in_one():
+    policy, turnstile = stepped()
+    service = await started(policy)
+    long = ask(service, "20 long", "a")
+    await with_policy(service, 1)
+    hurried = ask(service, "8 hurried", "b", deadline_ms=60_000)
+    await with_policy(service, 2)
+    turnstile.release(28)
+    await hurried
+    await long
+    alone = [one for one in policy.rounds if one == ["8 hurried"]]
+    both = [one for one in policy.rounds if len(one) == 2]
+    assert (len(alone), len(both)) == (6, 2)
+    await service.close()
+
+
+def test_the_real_policy_plays_those_first_that_are_named_and_answers_all_alike():
+    policy = load_policy(bundle.complete(ModelOptions(device="cpu", is_guarded=False)))
+    (shown,) = with_statistics_key(generate_frames(1), policy)
+    methods = ("autoregressive", "lossless")
+    batch = [
+        ActRequest(
+            shown.observation, options=ActOptions(statistics_key="libero_object", decoding=one)
+        )
+        for one in methods
+    ]
+    alone = [policy.act([one])[0].chunk.actions.tobytes() for one in batch]
+    waits, goes = policy.start(batch)
+    while not goes.has_ended:
+        assert policy.step([goes]) in ([], [goes])
+    assert not waits.has_ended
+    while not waits.has_ended:
+        policy.step()
+    assert [one.answer.chunk.actions.tobytes() for one in (waits, goes)] == alone
 
 
 @on_a_loop
