@@ -56,8 +56,8 @@ PANELS = (
         "Frames per batch",
         "short",
         {
-            "mean": _ratio("deft_batch_size_sum", "deft_batch_size_count"),
-            "most allowed": _now("deft_max_batch"),
+            "mean {{instance}}": _ratio("deft_batch_size_sum", "deft_batch_size_count"),
+            "most allowed {{instance}}": _now("deft_max_batch"),
         },
     ),
     Panel(
@@ -73,23 +73,23 @@ PANELS = (
     Panel(
         "Passes per action",
         "short",
-        {"mean": _ratio("deft_passes_sum", "deft_passes_count")},
+        {"mean {{instance}}": _ratio("deft_passes_sum", "deft_passes_count")},
     ),
     Panel(
         "Drafted and relaxed tokens per action",
         "short",
         {
-            "drafted, kept": _ratio("deft_accepted_tokens_total", "deft_passes_count"),
-            "relaxed": _ratio("deft_relaxed_tokens_total", "deft_passes_count"),
+            "drafted, kept {{instance}}": _ratio("deft_accepted_tokens_total", "deft_passes_count"),
+            "relaxed {{instance}}": _ratio("deft_relaxed_tokens_total", "deft_passes_count"),
         },
     ),
     Panel(
         "Frames waiting, with the policy, in hand",
         "short",
         {
-            "waiting": _now("deft_waiting_frames"),
-            "with the policy": _now("deft_frames_with_policy"),
-            "requests in hand": _now("deft_requests_in_hand"),
+            "waiting {{instance}}": _now("deft_waiting_frames"),
+            "with the policy {{instance}}": _now("deft_frames_with_policy"),
+            "requests in hand {{instance}}": _now("deft_requests_in_hand"),
         },
     ),
     Panel("Replicas", "short", {"{{instance}}": _now("deft_replicas")}),
@@ -119,6 +119,16 @@ PANELS = (
         {"{{reason}}": _rate("deft_unanswered_frames_total", "reason")},
     ),
     Panel(
+        "Frames not answered, by API key",
+        "ops",
+        {
+            "{{key}}: {{outcome}}": _rate("deft_key_frames_total", "key, outcome").replace(
+                "{instance", "{outcome!='answered', instance"
+            )
+        },
+    ),
+    Panel("Keys usable", "bool", {"{{instance}}": _now("deft_keys_usable")}, kind="stat"),
+    Panel(
         "Requests by status",
         "reqps",
         {"{{status}}": _rate("deft_requests_total", "status")},
@@ -129,7 +139,7 @@ PANELS = (
         "ops",
         {
             "{{kind}}": _rate("deft_policy_failures_total", "kind"),
-            "unsafe": _rate("deft_unsafe_answers_total"),
+            "unsafe {{instance}}": _rate("deft_unsafe_answers_total"),
             "changed: {{kind}}": _rate("deft_interventions_total", "kind"),
         },
     ),
@@ -138,8 +148,9 @@ PANELS = (
         "Recording: on, and what it lost",
         "short",
         {
-            "on": _now("deft_recording"),
-            "steps dropped per second": _rate("deft_recording_dropped_steps_total"),
+            "on {{instance}}": _now("deft_recording"),
+            "steps written per second {{instance}}": _rate("deft_recorded_steps_total"),
+            "steps dropped per second {{instance}}": _rate("deft_recording_dropped_steps_total"),
             "stops: {{reason}}": _rate("deft_recording_stops_total", "reason"),
         },
     ),

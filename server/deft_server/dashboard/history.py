@@ -4,6 +4,7 @@ Fed by events while somebody looks, forgotten when nobody does. Knows nothing of
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from itertools import islice
 
 from deft_client.types import DecodeTrace, Image, Observation, PassTrace
 from deft_policies.errors import NoActionError
+from deft_server.serving.access import Caller
 from deft_server.serving.service import Event, FinishedAction, SessionEnded
 
 MAX_POINTS = 240
@@ -24,6 +26,7 @@ STAGES = (
     "judge_ms", "commit_ms", "finish_ms",
 )  # fmt: skip
 UNNAMED = "(no session)"
+_MADE_UP = re.compile("[0-9a-f-]{24,}")  # as clients do for those who name none
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class SessionHistory:
     num_answers: int = 0
     num_errors: int = 0
     seen_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What people call it: made-up ids shortened, with the key that it came with."""
+        short = self.session_id
+        if _MADE_UP.fullmatch(short):
+            short = f"session {short[:4]}"
+        return short if self.caller == Caller().name else f"{self.caller} · {short}"
 
     def rate_hz(self, now_s: float) -> float:
         """Return the answers per second over the last seconds."""

@@ -219,7 +219,8 @@ class Feed:
         small = await self._shown(self._thumbnails, session, _THUMBNAIL_SIDE, _THUMBNAIL_S)
         return {
             "key": session.key,
-            "name": session.session_id,
+            "name": session.name,
+            "session_id": session.session_id,
             "caller": session.caller,
             "instruction": session.instruction,
             "answers": session.num_answers,

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deft_client.errors import WireError
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
 from deft_server.http.problems import describe, problem_response
 from deft_server.serving.access import (
@@ -211,6 +212,7 @@ ANY_HOST_PATHS = frozenset(("/healthz", "/readyz", METRICS_PATH))  # probes use 
 PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header
 FRAME_PATHS = frozenset(("/v1/act", "/act"))  # whose bodies may be large
 _CALLER = "deft.caller"
+NOBODY = "(none)"  # in place of a key's name, where no key was accepted
 _GONE = ("http.disconnect", "websocket.disconnect")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -278,6 +280,7 @@ class Gate:
         except Exception as error:
             if status:
                 raise
+            self._count_refusal(scope, error)
             problem = describe(error, HTTPConnection(scope))
             await problem_response(problem)(scope, receive, reply)
         finally:
@@ -291,6 +294,7 @@ class Gate:
         try:
             self._admit(scope, headers)
         except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
+            self._count_refusal(scope, error)
             problem = describe(error, HTTPConnection(scope))
             await _refuse_handshake(scope, problem_response(problem), receive, send)
             self._count(scope, problem.status, time.perf_counter())
@@ -330,6 +334,14 @@ class Gate:
         if path.startswith(ADMIN_PREFIX):
             access.require_admin(caller)
         scope[_CALLER] = caller
+
+    def _count_refusal(self, scope: Scope, error: Exception) -> None:
+        """Count a frame that was refused before the service saw it."""
+        if scope["type"] == "http" and scope["path"] not in FRAME_PATHS:
+            return
+        caller = scope.get(_CALLER)
+        if caller is None or isinstance(error, WireError | BodyTooLargeError | BodyTooSlowError):
+            self._service.metrics.count_outcome(NOBODY if caller is None else caller.name, error)
 
     def _max_body_bytes(self, path: str) -> int:
         largest = self._service.settings.max_body_bytes

@@ -124,6 +124,7 @@ async def _answered(
             if not is_admitted:
                 await service.admit(caller)
             if isinstance(message, WireError):
+                service.metrics.count_outcome(caller.name, message)
                 raise message
             return await service.act(message.observation, message.options, caller, arrived_s)
         except Exception as error:  # noqa: BLE001  whatever it is, the others are answered

@@ -80,6 +80,8 @@ class SessionRecording:
         self._bytes = counter("deft_recorded_bytes", "Bytes written to disk")
         self._dropped = counter("deft_recording_dropped_steps", "Steps the disk was too slow for")
         self._stops = counter("deft_recording_stops", "Times the recording stopped", ("reason",))
+        for reason in ("switched off", "the disk", "the recorder"):
+            self._stops.labels(reason)  # from 0 on: an alert on `increase()` sees the first
 
     @property
     def status(self) -> RecordingStatus:

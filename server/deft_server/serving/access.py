@@ -77,6 +77,8 @@ class KeyFileError(Exception):
 
 def read_keys(path: Path) -> tuple[tuple[bytes, Caller], ...]:
     """Return the SHA-256 of every key in a file and its caller, or raise `KeyFileError`."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise KeyFileError(f"cannot use the key file {path}: it is not a file")
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -168,6 +170,7 @@ class Access:
         self._entries: tuple[tuple[bytes, Caller], ...] = ()
         self._checked_s = 0.0
         self._stamp: tuple[int, int, int] | None = None
+        self._problem = ""  # why the key file cannot be used, while it cannot
         if keys_file is not None:
             self._entries = read_keys(keys_file)
 
@@ -175,6 +178,12 @@ class Access:
     def needs_key(self) -> bool:
         """Are API keys asked for?"""
         return self._path is not None
+
+    def has_usable_keys(self) -> bool:
+        """Whether the keys in use are those of the file; true where no keys are asked for."""
+        if self._path is not None:
+            self._reload_if_changed(self._path)
+        return not self._problem
 
     def identify(self, authorization: str, address: str) -> Caller:
         """Return who an `Authorization` header belongs to, or raise `MissingKeyError`."""
@@ -261,13 +270,16 @@ class Access:
         self._checked_s = now_s
         try:
             stamp = _stamp(path)
-            if stamp == self._stamp:
+            if stamp == self._stamp and not self._problem:
                 return
             self._stamp = stamp
             self._entries = read_keys(path)
         except (OSError, KeyFileError) as error:
-            logger.error("the old API keys stay in use: %s", error)
+            if str(error) != self._problem:
+                logger.error("the old API keys stay in use: %s", error)
+            self._problem = str(error)
             return
+        self._problem = ""
         logger.info("%d API keys read from %s", len(self._entries), path)
 
 

@@ -16,7 +16,19 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from deft_client.types import ActionChunk
+from deft_client.types import ActionChunk, Intervention
+from deft_policies.errors import DeviceError, NoActionError, RequestError
+from deft_server.errors import (
+    DeadlineError,
+    ForbiddenError,
+    MissingKeyError,
+    NotReadyError,
+    OverloadedError,
+    PolicyFailedError,
+    SupersededFrameError,
+    UnsafeAnswerError,
+    WrongHostError,
+)
 from deft_server.serving.queue import Failure, QueuedFrame
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -27,6 +39,14 @@ _SECONDS = (
 _NOT_STAGES = ("total_ms", "round_trip_ms")
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _PASSES = (1, 2, 3, 4, 5, 6, 7, 8)
+# Why a frame may get no actions. What is not here is counted, too, from its first time on.
+_REASONS = (
+    DeadlineError, DeviceError, ForbiddenError, MissingKeyError, NoActionError, NotReadyError,
+    OverloadedError, PolicyFailedError, RequestError, SupersededFrameError, UnsafeAnswerError,
+    WrongHostError,
+)  # fmt: skip
+MAX_KEYS = 256  # whose frames are counted apart
+OTHER_KEYS = "(others)"
 
 
 class _LoopHistogram(Histogram):
@@ -82,9 +102,17 @@ class Metrics:
         self.policy_failures = counter(
             "deft_policy_failures", "Calls of the policy that failed", ("kind",)
         )
+        self._key_frames = counter(
+            "deft_key_frames", "Frames by API key, and what became of them", ("key", "outcome")
+        )
+        self._keys: set[str] = set()
         # An alert on `increase()` does not see a series that is born with its first event.
         for kind in (*(one.value for one in Failure), "hang"):
             self.policy_failures.labels(kind)
+        for reason in _REASONS:
+            self.unanswered.labels(reason.__name__)
+        self.interventions.labels(Intervention.CLAMP.value)
+        self.keys_usable = gauge("deft_keys_usable", "0 while the key file cannot be read")
         self.ready = gauge("deft_ready", "1 where frames are answered")
         self.waiting = gauge("deft_waiting_frames", "Frames waiting")
         self.in_flight = gauge("deft_frames_with_policy", "Frames in the batch in hand")
@@ -101,6 +129,18 @@ class Metrics:
     def count_request(self, route: str, status: int) -> None:
         """Count one HTTP request."""
         self._once(self.requests, route, str(status)).inc()
+
+    def count_outcome(self, key: str, error: Exception | None = None) -> None:
+        """Count what became of a frame: answered, or why it was not."""
+        outcome = "answered"
+        if error is not None:
+            reason = type(error).__name__
+            self._once(self.unanswered, reason).inc()
+            outcome = "late" if isinstance(error, DeadlineError) else "not answered"
+        if key not in self._keys and len(self._keys) >= MAX_KEYS:
+            key = OTHER_KEYS
+        self._keys.add(key)
+        self._once(self._key_frames, key, outcome).inc()
 
     def count_frame(self, frame: QueuedFrame) -> None:
         """Count a frame that the policy answered, its time, and who answered it."""

@@ -127,6 +127,7 @@ class Service:
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.in_hand.set_function(lambda: self.num_in_hand)
         self.metrics.ready.set_function(lambda: self.readiness.phase is ServerPhase.READY)
+        self.metrics.keys_usable.set_function(self.access.has_usable_keys)
 
     @property
     def policy(self) -> HostedPolicy:
@@ -151,7 +152,7 @@ class Service:
         try:
             turn_s = self.access.admit_frame(caller, time.monotonic())
         except ServerError as error:
-            self.metrics.unanswered.labels(type(error).__name__).inc()
+            self.metrics.count_outcome(caller.name, error)
             raise
         if turn_s:
             await asyncio.sleep(turn_s)
@@ -171,11 +172,15 @@ class Service:
         """
         now_s = time.monotonic()
         started_s = now_s if arrived_s is None else arrived_s
-        policy = self.policy
-        self._check_options(options)
-        if not observation.instruction.strip():
-            raise RequestError("instruction", "it is empty; say what is to be done")
-        policy.check(observation, options)
+        try:
+            policy = self.policy
+            self._check_options(options)
+            if not observation.instruction.strip():
+                raise RequestError("instruction", "it is empty; say what is to be done")
+            policy.check(observation, options)
+        except (ServerError, PolicyError) as error:
+            self.metrics.count_outcome(caller.name, error)
+            raise
         session = self.sessions.open(caller.name, options.session_id, now_s)
         request = ActRequest(observation, session.memory, self._asked(options))
         frame = self._queued(request, session, caller, started_s)
@@ -187,7 +192,7 @@ class Service:
             # Replicas may have another policy by now, and the answer is then that one's.
             chunk = self._checked(chunk, self.scheduler.policy or policy, options.statistics_key)
         except (ServerError, PolicyError) as error:
-            self.metrics.unanswered.labels(type(error).__name__).inc()
+            self.metrics.count_outcome(caller.name, error)
             self._publish(frame, error)
             raise
         finally:
@@ -196,6 +201,7 @@ class Service:
         chunk = self._timed(chunk, frame, now_s)
         self._publish(frame, chunk)
         session.num_answers += 1
+        self.metrics.count_outcome(caller.name)
         unwanted = {} if options.want_trace else {"trace": None}
         if not options.want_reasoning:
             unwanted["reasoning"] = None

@@ -238,3 +238,11 @@ def test_a_text_is_kept_beside_the_one_before_it_even_where_it_holds_no_action()
     assert [(one["tag"], one["before"]) for one in told["parts"]] == [("TASK", "go"), ("PLAN", "")]
     history.note(finished(), 2.0)
     assert session.thought is None
+
+
+def test_a_session_has_a_name_that_people_can_read_and_tell_apart():
+    history = History()
+    for number, session_id in enumerate(("arm", f"{7:032x}", None)):
+        history.note(replace(finished(session_id), caller=("lab", "anonymous")[number % 2]), 0.0)
+    names = [one.name for one in history.sessions.values()]
+    assert names == ["lab · arm", "session 0000", f"lab · {UNNAMED}"]

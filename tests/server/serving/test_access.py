@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 
+from deft_client.types import ActOptions
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands import key as new_key
@@ -83,6 +84,25 @@ def test_a_broken_key_file_leaves_the_old_keys_in_use(keys: Path, monkeypatch: p
     assert access.identify(f"Bearer {ARM}", "").name == "arm-1"
 
 
+def test_keys_that_cannot_be_read_are_a_metric_until_they_can(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    text = keys.read_text()
+    metrics = create_app(ConstantPolicy(), Settings(keys_file=keys)).service.metrics
+    assert b"deft_keys_usable 1.0" in metrics.page()
+    os.remove(keys)
+    assert b"deft_keys_usable 0.0" in metrics.page()
+    keys.write_text(text)
+    assert b"deft_keys_usable 1.0" in metrics.page()
+
+
+def test_a_pipe_in_place_of_the_key_file_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "keys.toml")
+    with pytest.raises(KeyFileError, match="is not a file"):
+        read_keys(tmp_path / "keys.toml")
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -143,6 +163,22 @@ def test_frames_over_the_rate_get_429_and_retry_after():
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "10"
     assert refused.json()["retry_after_s"] <= 10
+
+
+def test_every_refused_frame_is_counted_for_its_key(client: TestClient):
+    auth = {"authorization": f"Bearer {ARM}"}
+    for headers, body in (
+        (MSGPACK, packed()),
+        ({**MSGPACK, **auth}, b"no message"),
+        ({**MSGPACK, **auth}, packed(ActOptions(decoding="none"))),
+        ({**MSGPACK, **auth}, packed()),
+    ):
+        client.post("/v1/act", content=body, headers=headers)
+    page = client.get("/metrics").text
+    assert 'deft_key_frames_total{key="(none)",outcome="not answered"} 1.0' in page
+    assert 'deft_key_frames_total{key="arm-1",outcome="not answered"} 2.0' in page
+    assert 'deft_key_frames_total{key="arm-1",outcome="answered"} 1.0' in page
+    assert 'deft_unanswered_frames_total{reason="MissingKeyError"} 1.0' in page
 
 
 @pytest.mark.parametrize("path", ["/v1/act", "/v1/reset"])

@@ -6,7 +6,8 @@ from hypothesis import given, strategies
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
-from deft_server.serving.metrics import Metrics
+from deft_server.errors import DeadlineError
+from deft_server.serving.metrics import MAX_KEYS, OTHER_KEYS, Metrics
 from deft_server.serving.queue import QueuedFrame
 
 BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -51,3 +52,15 @@ def test_an_answer_is_counted_with_its_waiting_its_stages_and_what_speculation_d
         "deft_relaxed_tokens_total 1.0",
     } <= {*page}
     assert sum(line.startswith("deft_stage_seconds_total{") for line in page) == 1
+
+
+def test_frames_are_counted_by_key_and_no_more_keys_than_a_page_can_bear():
+    metrics = Metrics()
+    for number in range(MAX_KEYS + 50):
+        metrics.count_outcome(f"arm-{number}", DeadlineError("late"))
+        metrics.count_outcome(f"arm-{number}")
+    page = metrics.page().decode()
+    assert 'deft_key_frames_total{key="arm-1",outcome="late"} 1.0' in page
+    assert f'deft_key_frames_total{{key="{OTHER_KEYS}",outcome="answered"}} 50.0' in page
+    assert page.count("deft_key_frames_total{") <= 2 * (MAX_KEYS + 1)
+    assert f'deft_unanswered_frames_total{{reason="DeadlineError"}} {MAX_KEYS + 50}.0' in page

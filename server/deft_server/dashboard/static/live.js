@@ -26,12 +26,11 @@ export class LiveView {
   }
 
   // Without a connection nothing is known of the server: what stands there is of before.
-  setState(state, text) {
+  setState(state) {
     const isLive = state === "good";
+    byId("phase").hidden = !isLive; // one status: the server's, or that it is not heard
+    byId("link").hidden = isLive;
     byId("live").classList.toggle("stale", !isLive);
-    if (isLive) return;
-    byId("phase").dataset.state = "";
-    byId("phase").textContent = text;
   }
 
   draw() {
@@ -93,6 +92,7 @@ export class LiveView {
     const [name, instruction, pace] = told.children;
     if (session.thumbnail && picture.src !== session.thumbnail) picture.src = session.thumbnail;
     name.textContent = session.name;
+    row.title = session.session_id;
     instruction.textContent = session.instruction;
     const idle = session.idle_s > IDLE_S ? `idle ${Math.round(session.idle_s)} s` : `${number(session.rate_hz)} Hz · ${milliseconds(session.last_ms ?? NaN)} ms`;
     pace.textContent = session.errors ? `${idle} · ${session.errors} errors` : idle;
@@ -102,7 +102,7 @@ export class LiveView {
 
   #showFacts(session) {
     byId("watched-name").textContent = session.name;
-    const facts = [["caller", session.caller], ["actions seen", session.answers], ["rate", `${number(session.rate_hz)} Hz`]];
+    const facts = [["key", session.caller], ["session", session.session_id], ["actions seen", session.answers], ["rate", `${number(session.rate_hz)} Hz`]];
     byId("facts").replaceChildren(...facts.flatMap(([label, value]) => [
       element("dt", {}, label), element("dd", { class: "number" }, String(value)),
     ]));

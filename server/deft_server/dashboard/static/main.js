@@ -14,7 +14,7 @@ const feed = new Feed({
   onState(state, text) {
     byId("link").dataset.state = state;
     byId("link").textContent = text;
-    live.setState(state, text);
+    live.setState(state);
     byId("key-form").hidden = text !== "key needed";
   },
 });

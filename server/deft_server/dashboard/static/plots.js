@@ -32,7 +32,8 @@ export function drawActions(container, points) {
     const y = scale([-bound, bound], [middle + row * 0.4, middle - row * 0.4]);
     root.append(
       svg("line", { x1: left, x2: right, y1: middle, y2: middle, class: "grid" }),
-      svg("text", { x: 0, y: middle + 4 }, name),
+      svg("text", { x: 0, y: middle }, name),
+      svg("text", { x: 0, y: middle + 12, class: "bound" }, `±${bound.toPrecision(2)}`),
       svg("path", {
         d: path(values.map((value, step) => [x(step), y(value)])),
         fill: "none", stroke: "var(--accent)", "stroke-width": 1.6, "stroke-linejoin": "round",
