@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree, TokenRange
-from deft_policies.model.batch_invariant import in_fours
 from deft_policies.model.kv_cache import STRIP, KVCache
 from deft_policies.model.layout import (
     StepRunner,
@@ -30,7 +29,7 @@ from deft_policies.model.layout import (
     tree_slots,
 )
 from deft_policies.model.llama import LlamaDecoder, first_layers, take_rows
-from deft_policies.model.passes import LlamaPasses, PassInput, Projection
+from deft_policies.model.passes import LlamaPasses, PassInput
 from deft_policies.model.staging import keep_freed_memory
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
@@ -91,7 +90,6 @@ class Target:
         if self.reads_lengths:
             keep_freed_memory()
         self._passes = LlamaPasses(decoder, packs=self.reads_lengths)
-        self._head = Projection(decoder.head, packs=self._passes.is_batch_invariant)
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +104,7 @@ class Target:
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a token is computed to the same bits alone, among drafts and among rows."""
-        return self._passes.is_batch_invariant
+        return self._passes.rows is not None and not self._passes.rows.problem
 
     def new_cache(self) -> KVCache:
         """Memory for rows of its own."""
@@ -123,10 +121,9 @@ class Target:
         wanted = tokens or self.vocabulary
         flat = hidden.flatten(0, -2)
         num_rows = len(flat)
-        if self.is_batch_invariant:
-            flat = in_fours(flat)
+        flat = self._passes.padded(flat)
         if len(wanted) == self.num_tokens:
-            found = self._head.apply(flat)
+            found = self._passes.head.apply(flat)
         else:
             rows = slice(wanted.first, wanted.last + 1)
             found = functional.linear(flat, self.decoder.head.weight[rows])

@@ -118,6 +118,8 @@ class VlaTarget(Target):
             runner=runner,
         )
         self.model = model
+        if self.reads_lengths:
+            model.pack_vision()
 
     @torch.no_grad()
     def read(self, pixels: Tensor, prompt_ids: Sequence[Sequence[int]]) -> Prompts:

@@ -107,10 +107,19 @@ class Attention:
     is_causal: bool = False
     window: CacheWindow | None = None
     kept: Tensor | None = None  # [row * kept], flat indices of the tokens whose output is wanted
-    sums_in: torch.dtype | None = None  # None: that of the queries
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        """The format that scores and values are summed in."""
+        return self.rotation.cos.dtype
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """From queries, keys and values of every token to mixed values [row * kept, inner]."""
+        mixed = self.attend(layer, fused).transpose(1, 2)
+        return mixed.reshape(-1, self.sizes.num_heads * self.sizes.head_dim)
+
+    def attend(self, layer: int, fused: Tensor) -> Tensor:
+        """Mixed values [row, head, kept, head_dim] in the format of the sums."""
         num_rows, num_tokens = self.rotation.cos.shape[:2]
         num_heads, num_kv_heads = self.sizes.num_heads, self.sizes.num_kv_heads
         split = fused.view(num_rows, num_tokens, num_heads + 2 * num_kv_heads, -1)
@@ -119,21 +128,14 @@ class Attention:
         if self.kept is not None:
             queries = queries.flatten(2).flatten(0, 1).index_select(0, self.kept)
             queries = queries.view(num_rows, -1, num_heads, split.shape[3])
-        mixed = self._attend(queries, keys, values)
-        return mixed.transpose(1, 2).reshape(-1, num_heads * split.shape[3])
-
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Mixed values [row, head, token, head_dim]; only queries come token by head."""
-        sums_in = self.sums_in or queries.dtype
-        mixed = functional.scaled_dot_product_attention(
-            queries.transpose(1, 2).to(sums_in),
-            keys.to(sums_in),
-            values.to(sums_in),
+        return functional.scaled_dot_product_attention(
+            queries.transpose(1, 2).to(self.sums_in),
+            keys.to(self.sums_in),
+            values.to(self.sums_in),
             attn_mask=self.mask,
             is_causal=self.is_causal,
-            enable_gqa=self.sizes.num_kv_heads != self.sizes.num_heads,
+            enable_gqa=num_kv_heads != num_heads,
         )
-        return mixed.to(queries.dtype)
 
     def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate [row, token, head, head_dim] in place and append keys and values to the cache.
@@ -167,7 +169,7 @@ class Attention:
             read = num_tokens if self.window is None else self.window.keys[0].shape[2]
             slots = torch.arange(read, device=rows_out.device)
             causal = (slots <= rows_out[:, :, None]).unsqueeze(1)
-            mask = added_mask(causal, self.sums_in or self.rotation.cos.dtype)
+            mask = added_mask(causal, self.sums_in)
         else:
             index = rows_out[:, None, :, None].expand(-1, -1, -1, self.mask.shape[3])
             mask = self.mask.expand(len(rows_out), -1, -1, -1).gather(2, index)

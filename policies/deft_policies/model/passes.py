@@ -6,22 +6,21 @@ not be replaced afterwards.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.batch_invariant import can_be_batch_invariant, in_fours
+from deft_policies.model.batch_invariant import Rows, can_be_batch_invariant, find_rows
 from deft_policies.model.kernels.fp8 import Fp8Linear, Fp8Rows
 from deft_policies.model.kv_cache import CacheWindow
 from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
+from deft_policies.model.packed import pack
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
-_MOST_PACKED = 2**22  # numbers of a matrix that may lie in memory twice
 _MOST_QUERIES = 64  # tokens of a row whose attention is split: more fill a device by themselves
 
 
@@ -49,12 +48,17 @@ class LlamaPasses:
 
     def __init__(self, decoder: LlamaDecoder, packs: bool = False) -> None:
         self._sizes = decoder.sizes
-        weight = decoder.embedding.weight
-        self.is_batch_invariant = packs and can_be_batch_invariant(weight)
         self._kernels = kernels = decoder.kernels
         self._rotary = decoder.rotary
         self._layers = [_LayerWeights(layer, kernels, packs) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, kernels)
+        is_invariant = packs and can_be_batch_invariant(decoder.embedding.weight)
+        self.head = Projection(decoder.head, packs=is_invariant)
+        # None: products get the rows that there are.
+        self.rows = self._find_rows(decoder) if is_invariant else None
+        if self.rows is not None and self.rows.in_blocks:
+            for one in (self.head, *(one for layer in self._layers for one in layer.projections)):
+                one.rows = self.rows
 
     def run(self, tokens: PassInput) -> Tensor:
         """Hidden states after the final norm, [row, token, width], of `rows_out` if given.
@@ -63,35 +67,58 @@ class LlamaPasses:
         """
         attend = self._attention(tokens)
         # A copy, because layers add to it in place.
-        hidden, branch = tokens.embeds.flatten(0, 1).clone(), None
-        num_tokens = len(hidden)
-        hidden = self._padded(hidden)
+        hidden, branch = self.padded(tokens.embeds.flatten(0, 1).clone()), None
+        num_out = len(tokens.embeds) * tokens.embeds.shape[1]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))[:num_tokens]
+            fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
             if index == last and tokens.rows_out is not None:
                 attend = attend.of_rows_out(tokens.rows_out)
-                num_tokens = tokens.rows_out.numel()
-                hidden = self._padded(attend.keep(hidden))
-            branch = layer.out.add_to(hidden, self._padded(attend.mix(index, fused)))
+                num_out = tokens.rows_out.numel()
+                hidden = attend.keep(hidden)
+            branch = layer.out.add_to(hidden, attend.mix(index, fused))
             gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
             branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
-        normed = self._norm.plain(hidden, branch)[:num_tokens]
+        normed = self._norm.plain(hidden, branch)[:num_out]
         return normed.view(len(tokens.embeds), -1, normed.shape[1])
 
-    def _padded(self, rows: Tensor) -> Tensor:
-        return in_fours(rows) if self.is_batch_invariant else rows
+    def padded(self, rows: Tensor) -> Tensor:
+        """[row, width] as its products need it."""
+        return rows if self.rows is None else self.rows.pad(rows)
+
+    def _find_rows(self, decoder: LlamaDecoder) -> Rows:
+        layer = self._layers[0]
+        sizes = decoder.sizes
+        inner = sizes.num_heads * sizes.head_dim
+        fused = inner + 2 * sizes.num_kv_heads * sizes.head_dim
+        return find_rows(
+            (
+                (sizes.width, fused, layer.qkv.apply),
+                (inner, sizes.width, layer.out.apply),
+                (sizes.width, 2 * sizes.mlp_width, layer.gate_up.apply),
+                (sizes.mlp_width, sizes.width, layer.down.apply),
+                (sizes.width, decoder.head.out_features, self.head.apply),
+            )
+        )
 
     def _attention(self, tokens: PassInput) -> Attention:
-        mask, window = tokens.mask, tokens.window
-        sums_in = torch.float64 if self.is_batch_invariant else tokens.embeds.dtype
+        mask, window, kernels = tokens.mask, tokens.window, self._kernels
+        sums_in = tokens.embeds.dtype if self.rows is None else torch.float64
         if mask is not None:
             mask = added_mask(mask, sums_in)
         rotation = self._rotary(tokens.positions, tokens.embeds)
         shared = (self._sizes, rotation, mask, tokens.is_causal)
-        if self._kernels is None or window is None:
-            return Attention(*shared, window=window, sums_in=sums_in)
-        return _FusedAttention(*shared, window=window, kernels=self._kernels)
+        if self.rows is not None:
+            mixed = self._room(tokens.embeds)
+            return _InvariantAttention(*shared, window, rows=self.rows, mixed=mixed)
+        if kernels is None or window is None:
+            return Attention(*shared, window)
+        return _FusedAttention(*shared, window=window, kernels=kernels)
+
+    def _room(self, embeds: Tensor) -> Tensor:
+        """Zeros for the mixed values of a pass, padded."""
+        inner = self._sizes.num_heads * self._sizes.head_dim
+        return self.padded(embeds.new_zeros(embeds.shape[0] * embeds.shape[1], inner))
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""
@@ -113,11 +140,11 @@ class Projection:
     ) -> None:
         """Remember the weight; it must not be replaced afterwards, nor changed if it is packed.
 
-        A small one that `packs` is copied into the layout of oneDNN on a CPU: half the time of
-        torch's own product of several tokens, which lays the weight out in every call. In float32
-        a single token is multiplied as fast without, and its product added at once. In bfloat16
-        what `packs` is batch-invariant: always the packed product, and the sum after it.
+        A small one that `packs` is copied into a layout that a CPU multiplies faster, half the size
+        in float32 where float16 holds its numbers. In bfloat16 it is then multiplied in that layout
+        always, and added afterwards, so that rows can be computed alike.
         """
+        self.rows: Rows | None = None  # None: products get the rows that there are
         self._fp8 = linear if isinstance(linear, Fp8Linear) else None
         self._quantise = Fp8Rows.of if kernels is None else kernels.quantise_rows
         if self._fp8 is not None:
@@ -127,13 +154,8 @@ class Projection:
         # Quantised weights are tensors of another class, and only know `linear`.
         is_plain = type(linear.weight) is nn.Parameter and type(linear.weight.data) is Tensor
         self._turned = linear.weight.detach().t() if is_plain else None
-        self._packed: Tensor | None = None
+        self._packed = pack(linear.weight.detach()) if packs and is_plain else None
         self._adds_later = packs and can_be_batch_invariant(linear.weight)
-        is_small = is_plain and linear.weight.numel() <= _MOST_PACKED
-        has_format = self._adds_later or linear.weight.dtype == torch.float32
-        is_on_cpu = linear.weight.device.type == "cpu"
-        if packs and is_small and is_on_cpu and has_format and can_pack():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     @property
     def is_fp8(self) -> bool:
@@ -146,8 +168,13 @@ class Projection:
             rows = inputs if isinstance(inputs, Fp8Rows) else self._quantise(inputs)
             return self._fp8.multiply(rows)
         assert isinstance(inputs, Tensor)
-        if self._packed is not None and inputs.shape[0] > 1:
-            return _multiply_packed(inputs, self._packed)
+        if self.rows is not None:
+            return self.rows.multiply(self._multiply, inputs)
+        return self._multiply(inputs)
+
+    def _multiply(self, inputs: Tensor) -> Tensor:
+        if self._packed is not None and len(inputs) >= self._packed.least_rows:
+            return self._packed.product(inputs)
         if self._turned is None:
             return functional.linear(inputs, self._weight)
         return torch.mm(inputs, self._turned)
@@ -159,26 +186,12 @@ class Projection:
         """
         if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._turned is None:
             return self.apply(inputs)
-        if self._adds_later or (self._packed is not None and inputs.shape[0] > 1):
+        if self._adds_later or (
+            self._packed is not None and len(inputs) >= self._packed.least_rows
+        ):
             return self.apply(inputs)
         residual.addmm_(inputs, self._turned)
         return None
-
-
-def _multiply_packed(inputs: Tensor, packed: Tensor) -> Tensor:
-    multiplied: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, None, "none", [], "")
-    return multiplied
-
-
-@lru_cache(maxsize=1)
-def can_pack() -> bool:
-    """Whether this torch multiplies by packed weights: its operators for that are private."""
-    weight = torch.eye(2, device="cpu")
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        return torch.equal(_multiply_packed(weight, packed), weight)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
 
 
 class _Norm:
@@ -227,8 +240,34 @@ class _LayerWeights:
         self.out = Projection(layer.attention.out, kernels, packs)
         self.gate_up = Projection(layer.mlp.gate_up, kernels, packs)
         self.down = Projection(layer.mlp.down, kernels, packs)
+        self.projections = (self.qkv, self.out, self.gate_up, self.down)
         self.attention_norm = _Norm(layer.attention_norm, kernels, self.qkv.is_fp8)
         self.mlp_norm = _Norm(layer.mlp_norm, kernels, self.gate_up.is_fp8)
+
+
+@dataclass(frozen=True)
+class _InvariantAttention(Attention):
+    """The same with sums in float64. Tokens come and go padded."""
+
+    rows: Rows = field(kw_only=True)
+    mixed: Tensor = field(kw_only=True)  # [row * token, inner], padded: written in every layer
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        """Precise enough for any order of the sums."""
+        return torch.float64
+
+    def mix(self, layer: int, fused: Tensor) -> Tensor:
+        """Round to the format of the values only at the end."""
+        num_rows, num_tokens = self.rotation.cos.shape[:2]
+        by_token = self.attend(layer, fused[: num_rows * num_tokens]).transpose(1, 2)
+        num_mixed = num_rows * by_token.shape[1]
+        self.mixed[:num_mixed].view(by_token.shape).copy_(by_token)
+        return self.mixed[: num_mixed + -num_mixed % self.rows.multiple]
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """The same, padded."""
+        return self.rows.pad(super().keep(hidden))
 
 
 @dataclass(frozen=True)

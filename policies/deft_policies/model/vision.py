@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft_policies.model.packed import PackableLinear
 from deft_policies.model.sizes import LAYER_NORM_EPS, TowerConfig
 
 if TYPE_CHECKING:
@@ -23,17 +24,14 @@ class Projector(nn.Module):
     def __init__(self, vision_width: int, width: int, is_fused: bool) -> None:
         super().__init__()
         inner = 4 * vision_width if is_fused else width
-        self.fc1 = nn.Linear(vision_width, inner)
-        self.fc2 = nn.Linear(inner, width)
-        self.fc3 = nn.Linear(width, width) if is_fused else None
+        self.fc1 = PackableLinear(vision_width, inner, has_gelu=True)
+        self.fc2 = PackableLinear(inner, width, has_gelu=is_fused)
+        self.fc3 = PackableLinear(width, width) if is_fused else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """[row, patch, vision_width] to [row, patch, width]."""
-        projected: Tensor = self.fc2(functional.gelu(self.fc1(patches)))
-        if self.fc3 is None:
-            return projected
-        deeper: Tensor = self.fc3(functional.gelu(projected))
-        return deeper
+        projected: Tensor = self.fc2(self.fc1(patches))
+        return projected if self.fc3 is None else self.fc3(projected)
 
 
 class Block(nn.Module):
@@ -44,11 +42,11 @@ class Block(nn.Module):
         width, eps = sizes.width, LAYER_NORM_EPS
         self.num_heads = sizes.heads
         self.norm1 = nn.LayerNorm(width, eps=eps)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = PackableLinear(width, 3 * width)
+        self.out = PackableLinear(width, width)
         self.norm2 = nn.LayerNorm(width, eps=eps)
-        self.mlp_in = nn.Linear(width, sizes.mlp)
-        self.mlp_out = nn.Linear(sizes.mlp, width)
+        self.mlp_in = PackableLinear(width, sizes.mlp, has_gelu=True)
+        self.mlp_out = PackableLinear(sizes.mlp, width)
         self.scale1 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
         self.scale2 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
 
@@ -64,7 +62,7 @@ class Block(nn.Module):
 
     def lower(self, tokens: Tensor) -> Tensor:
         """The MLP of normalised tokens."""
-        lowered: Tensor = self.mlp_out(functional.gelu(self.mlp_in(tokens)))
+        lowered: Tensor = self.mlp_out(self.mlp_in(tokens))
         return lowered
 
     def attend(self, tokens: Tensor) -> Tensor:
