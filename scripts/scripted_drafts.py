@@ -15,14 +15,15 @@ from torch import Tensor
 from deft_client.types import ActOptions
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
+from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts import FRAME, Chains, DraftSource, Room, from_here
+from deft_policies.decoding.drafts import FRAME, Chains, DraftLimits, DraftSource, remaining_tokens
+from deft_policies.decoding.drafts.eagle import EagleDrafts
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.growers import HeadDrafts
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.kinds import source_number
 from deft_policies.decoding.lane import Maker
-from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
-from deft_policies.decoding.plan import DraftKind, Loop, Plan, TreeShape, source_number
+from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method
+from deft_policies.decoding.plan import Loop, Plan, TreeShape
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.families.options import ModelOptions
@@ -68,8 +69,8 @@ class Script:
     @property
     def method(self) -> Method:
         """Exact match by the one plan of this script."""
-        riders = (DraftKind.RETRIEVAL,) if self.num_chains else ()
-        rounds = (DraftKind.HEAD,) if self.chances else (DraftKind.RETRIEVAL,)
+        riders = (kinds.RETRIEVAL,) if self.num_chains else ()
+        rounds = (kinds.HEAD,) if self.chances else (kinds.RETRIEVAL,)
         shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.loop is Loop.PUBLISHED)
         if self.chain is not None:
             shape = TreeShape.chain(self.chain)
@@ -130,7 +131,7 @@ class Answers:
 class ScriptedChains(DraftSource):
     """Whole actions in which every token is right with a given probability, several at a time."""
 
-    kind = DraftKind.RETRIEVAL  # a stored answer, with errors
+    kind = kinds.RETRIEVAL  # a stored answer, with errors
     needs = frozenset({FRAME})
     capturable = True
 
@@ -152,13 +153,13 @@ class ScriptedChains(DraftSource):
         is_right = self._coins.roll(len(answer))
         self._tokens[here] = torch.where(is_right, answer, spoil(answer, self._action_tokens))
 
-    def draft(self, batch: Batch, room: Room) -> Chains:
+    def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
         """The rest of what was said when the rows began."""
         tokens = self._tokens[batch.first : batch.first + batch.num_rows]
-        return from_here(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), room)
+        return remaining_tokens(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), limits)
 
 
-class ScriptedHead(HeadDrafts):
+class ScriptedHead(EagleDrafts):
     """A draft head that runs as ever; then one path of its tree is replaced by a scripted one.
 
     A token of the path is right by its own chance, and wrong behind one that is wrong.
@@ -168,17 +169,17 @@ class ScriptedHead(HeadDrafts):
         super().__init__(head, target, method)
         self._answers = answers
 
-    def draft(self, batch: Batch, room: Room) -> DraftTree:
+    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
         """Grow the head's tree and put the scripted path in the place of its last nodes."""
-        tree = super().draft(batch, room)
-        depth = min(room.shape.levels, room.depth, tree.num_nodes - 1)
-        num_rows = len(room.roots)
+        tree = super().draft(batch, limits)
+        depth = min(limits.shape.levels, limits.depth, tree.num_nodes - 1)
+        num_rows = len(limits.roots)
         answer, is_right = self._answers.tokens[:num_rows], self._answers.is_right[:num_rows]
         steps = torch.arange(depth, device=answer.device)
         places = (batch.count[:, None] + steps).clamp(max=answer.shape[1] - 1)
         answer, is_right = answer.gather(1, places), is_right.gather(1, places).cummin(dim=1).values
         path = torch.where(is_right > 0, answer, spoil(answer, self._drafted))
-        chain = torch.cat((room.roots[:, None], path), dim=1)
+        chain = torch.cat((limits.roots[:, None], path), dim=1)
         kept = torch.arange(tree.num_nodes - depth, device=answer.device)
         return DraftTree.side_by_side(
             [tree.select(kept), DraftTree.chain(chain, source_number(self.kind))]
@@ -200,9 +201,9 @@ class ScriptedModels(DraftModels):
             coins = Dice.coins(chances, answers.tokens.device)
             return ScriptedChains(answers, coins, target.action_tokens)
 
-        makers: dict[str, Maker] = {DraftKind.RETRIEVAL: chains}
+        makers: dict[str, Maker] = {kinds.RETRIEVAL: chains}
         if head is not None:
-            makers[DraftKind.HEAD] = lambda method: ScriptedHead(head, target, method, answers)
+            makers[kinds.HEAD] = lambda method: ScriptedHead(head, target, method, answers)
         return super().makers(target) | makers
 
 

@@ -25,11 +25,11 @@ from deft_client.types import Observation
 from deft_policies.checkpoint.draft_heads import load_head
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import OUR_KINDS, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
+from deft_policies.decoding.kinds import OUR_KINDS
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import Prompts, self_draft_target
 from deft_policies.families.family import TokenModel
@@ -137,9 +137,7 @@ def method_of(kind: str, rng: random.Random) -> Method:
 
 
 def shape_of(rng: random.Random) -> TreeShape:
-    template = rng.choice(
-        [TreeTemplate.eagle(), TreeTemplate.branches(2, 5), TreeTemplate.harmonic(5, 3)]
-    )
+    template = rng.choice([TreeShape.eagle(), TreeShape.branches(2, 5), TreeShape.template(5, 3)])
     shapes = [TreeShape.chain(6), TreeShape(), TreeShape(3, 2, 8), TreeShape.of_template(template)]
     return replace(rng.choice(shapes), is_full_depth=rng.random() < 0.2)
 

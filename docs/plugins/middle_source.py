@@ -3,7 +3,13 @@
 import torch
 
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource, Room, from_here
+from deft_policies.decoding.drafts import (
+    MEMORY,
+    Chains,
+    DraftLimits,
+    DraftSource,
+    remaining_tokens,
+)
 from deft_policies.decoding.target import Target
 
 
@@ -17,7 +23,7 @@ class MiddleSource(DraftSource):
     def __init__(self, target: Target) -> None:
         self.middle = (target.action_tokens.first + target.action_tokens.last) // 2
 
-    def draft(self, batch: Batch, room: Room) -> Chains:
-        """Name one action, [row, chain, place], of which what is committed is left out."""
+    def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
+        """Name one action, [row, chain, place]; what is committed of it is left out."""
         tokens = torch.full_like(batch.past[:, -1:], self.middle)
-        return from_here(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), room)
+        return remaining_tokens(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), limits)

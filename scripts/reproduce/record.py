@@ -29,8 +29,9 @@ from deft_client.types import ActionChunk, Observation, StageTimings
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.commands.parse import load_by_words
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import PLAIN, DraftKind
+from deft_policies.decoding import kinds
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import PLAIN
 from deft_policies.errors import RequestError
 from deft_policies.families.family import TokenModel
 from deft_policies.families.policy import VlaPolicy
@@ -38,7 +39,7 @@ from scripts.reproduce.study import ReproductionError, Row
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
 
 FRAMES, TIMED = "frames", "timed"
-_UNPRICED = {DraftKind.MEDUSA, DraftKind.SMALL_MODEL}  # what they cost at full size is not known
+_UNPRICED = {kinds.MEDUSA, kinds.SMALL_MODEL}  # what they cost at full size is not known
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def _head_levels(row: Row, chunk: ActionChunk) -> str:
     plan = plans.get(chunk.trace.plan, PLAIN)
     if _UNPRICED & set(plan.rounds):
         return ""
-    return str(plan.shape.levels if DraftKind.HEAD in plan.rounds else 0)
+    return str(plan.shape.levels if kinds.HEAD in plan.rounds else 0)
 
 
 def _describe(policy: VlaPolicy) -> Mapping[str, str]:

@@ -33,8 +33,8 @@ from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.run_directory import SPLIT_FILE, STATE_FILE, RunDirectory
 from deft_draft_training.trainer import FitConfig
 from deft_policies.checkpoint.draft_heads import HeadLayout
+from deft_policies.decoding import kinds
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.plan import DraftKind
 from deft_policies.model.formats import Precision
 from tests.draft_training.made_up import tiny_target, write_demonstrations
 
@@ -170,7 +170,7 @@ def test_steps_follow_from_the_number_of_samples(num_samples, steps, warm_up_ste
 
 def test_judging_says_how_many_actions_are_left(demos, capsys):
     frames = held_out_frames(EpisodeSource((demos,)))
-    setups = [DraftSetup(kind, (kind,)) for kind in (DraftKind.PREVIOUS, DraftKind.EXTRAPOLATION)]
+    setups = [DraftSetup(kind, (kind,)) for kind in (kinds.PREVIOUS, kinds.EXTRAPOLATION)]
     assert len(list(evaluate(tiny_target().policy, frames, setups, [0, 9]))) == 4
     assert f"/{4 * sum(map(len, frames))} [" in capsys.readouterr().err
 
@@ -203,7 +203,7 @@ def test_a_head_that_has_learnt_the_target_drafts_longer_paths(tmp_path, demos, 
     fresh, fitted = trainer(shards, config), trainer(shards, config)
     fitted.run(tmp_path / "run")
     setups = [
-        DraftSetup(name, (DraftKind.HEAD,), DraftModels(head=one.net.eval()))
+        DraftSetup(name, (kinds.HEAD,), DraftModels(head=one.net.eval()))
         for name, one in (("fresh", fresh), ("fitted", fitted))
     ]
     frames = held_out_frames(EpisodeSource((demos,)))

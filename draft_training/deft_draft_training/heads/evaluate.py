@@ -27,12 +27,12 @@ from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
 from deft_draft_training.run_directory import SPLIT_FILE, read_config
 from deft_policies.commands.parse import target_flags
+from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind, TreeShape
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import TreeShape
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import MedusaHeads
@@ -146,8 +146,8 @@ def main(arguments: list[str]) -> int:
     target = load_target(given)
     setups = [
         *(_setup(directory, target, given.draft_tree) for directory in given.head),
-        DraftSetup("previous", (DraftKind.PREVIOUS,)),
-        DraftSetup("extrapolation", (DraftKind.EXTRAPOLATION,)),
+        DraftSetup("previous", (kinds.PREVIOUS,)),
+        DraftSetup("extrapolation", (kinds.EXTRAPOLATION,)),
     ]
     chosen = frozenset(_numbers(given.episodes)) if given.episodes else None
     for directory in given.head:
@@ -172,8 +172,8 @@ def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> D
     head, models = load_any_head(directory, target), target.policy.drafts
     if isinstance(head, MedusaHeads):
         models = replace(models, medusa=head)
-        return DraftSetup(str(directory), (DraftKind.MEDUSA,), models, shape)
-    return DraftSetup(str(directory), (DraftKind.HEAD,), replace(models, head=head), shape)
+        return DraftSetup(str(directory), (kinds.MEDUSA,), models, shape)
+    return DraftSetup(str(directory), (kinds.HEAD,), replace(models, head=head), shape)
 
 
 def _warning(directory: Path, chosen: frozenset[int] | None) -> str:

@@ -16,7 +16,7 @@ from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.benchmark.replay import Replay, ReplayFrame
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import find_method
 
 # Stage names as users know them, and their fields.
 STAGES = (

@@ -19,9 +19,8 @@ from deft_client.datasets.formats import read_dataset
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.decoding.batch import Row
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import AUTOREGRESSIVE
-from deft_policies.decoding.retrieval import build_index, frame_keys, save_index
+from deft_policies.decoding.drafts.retrieval import build_index, frame_keys, save_index
+from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import PolicyError
 from deft_policies.families.openvla import OpenVLA

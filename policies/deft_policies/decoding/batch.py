@@ -23,8 +23,8 @@ from deft_policies.decoding.acceptance.rule import (
     SpaceTensors,
 )
 from deft_policies.decoding.clock import Lap, Stage, sum_ms
+from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import source_kinds
 from deft_policies.decoding.target import Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import MixedAnswersError

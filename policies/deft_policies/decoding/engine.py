@@ -10,38 +10,30 @@ Here it is decided what is decoded where: the plan of a method, by its guard, an
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch, Form, Row
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.drafts import (
-    DraftSource,
+from deft_policies.decoding.drafts.base import DraftSource
+from deft_policies.decoding.drafts.eagle import EagleDrafts
+from deft_policies.decoding.drafts.medusa import MedusaDrafts
+from deft_policies.decoding.drafts.plugin import PluginSource
+from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
+from deft_policies.decoding.drafts.recycling import TokenRecycling
+from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
+from deft_policies.decoding.drafts.session import (
     Extrapolation,
+    JacobiDrafts,
     NgramLookup,
     PreviousAction,
-    Recycled,
-    Retrieval,
 )
-from deft_policies.decoding.growers import (
-    HeadDrafts,
-    MedusaDrafts,
-    SmallModelDrafts,
-    TokenRecycling,
-)
+from deft_policies.decoding.drafts.small_model import SmallModelDrafts
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.lane import Group, Lane, Maker, take
-from deft_policies.decoding.methods import OUR_PLANS, Method
-from deft_policies.decoding.plan import (
-    DRAFT_SOURCES,
-    PLAIN,
-    DraftKind,
-    KeyMask,
-    Loop,
-    Plan,
-    RopeOffset,
-)
-from deft_policies.decoding.previous_answer import PreviousAnswer
-from deft_policies.decoding.retrieval import RetrievalIndex
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import OUR_PLANS, PLAIN, KeyMask, Loop, Plan, RopeOffset
+from deft_policies.decoding.plugins import find_plugins
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
@@ -53,7 +45,7 @@ _WARM_UP_RUNS = 3
 _GUARDS_KEPT = 128
 _TRIED = 8  # tokens of a text that nobody waits for
 # What drafts text where a method leaves it to us: actions of the past say nothing of it.
-_TEXT = Plan("previous-answer", (DraftKind.PREVIOUS_ANSWER,), (DraftKind.PREVIOUS_ANSWER,))
+_TEXT = Plan("previous-answer", (kinds.PREVIOUS_ANSWER,), (kinds.PREVIOUS_ANSWER,))
 
 
 @dataclass(frozen=True)
@@ -70,34 +62,28 @@ class DraftModels:
     def makers(self, target: Target) -> dict[str, Maker]:
         """What makes a source for one batch, as a method runs it, of every kind that can be had."""
         makers: dict[str, Maker] = {
-            DraftKind.PREVIOUS: lambda method: PreviousAction(),
-            DraftKind.EXTRAPOLATION: lambda method: Extrapolation(target.action_tokens),
-            DraftKind.NGRAM: lambda method: NgramLookup(),
-            DraftKind.RECYCLED: lambda method: Recycled(),
-            DraftKind.PREVIOUS_ANSWER: lambda method: PreviousAnswer(),
-            DraftKind.TOKEN_RECYCLING: lambda method: TokenRecycling(target),
+            kinds.PREVIOUS: lambda method: PreviousAction(),
+            kinds.EXTRAPOLATION: lambda method: Extrapolation(target.action_tokens),
+            kinds.NGRAM: lambda method: NgramLookup(),
+            kinds.RECYCLED: lambda method: JacobiDrafts(),
+            kinds.PREVIOUS_ANSWER: lambda method: PreviousAnswer(),
+            kinds.TOKEN_RECYCLING: lambda method: TokenRecycling(target),
         }
         if (index := self.index) is not None:
-            makers[DraftKind.RETRIEVAL] = lambda method: Retrieval(index)
+            makers[kinds.RETRIEVAL] = lambda method: Retrieval(index)
         if (heads := self.medusa) is not None:
-            makers[DraftKind.MEDUSA] = lambda method: MedusaDrafts(heads, target)
+            makers[kinds.MEDUSA] = lambda method: MedusaDrafts(heads, target)
         if (head := self.head) is not None:
-            makers[DraftKind.HEAD] = lambda method: HeadDrafts(
+            makers[kinds.HEAD] = lambda method: EagleDrafts(
                 head, target, method, self.rope_offset, self.key_mask
             )
         if (model := self.small_model) is not None:
-            makers[DraftKind.SMALL_MODEL] = partial(SmallModelDrafts, model, target)
+            makers[kinds.SMALL_MODEL] = partial(SmallModelDrafts, model, target)
         return makers
 
 
-def _plugin(found: EntryPoint, target: Target, method: Method) -> DraftSource:
-    """A source that an installed package brings."""
-    made: DraftSource = found.load()(target)
-    if getattr(made, "kind", None) != found.name:
-        raise RequestError(
-            "drafts", f"{found.value} must make a source whose kind is {found.name!r}, got {made!r}"
-        )
-    return made
+def _plugin_source(found: EntryPoint, target: Target, method: Method) -> DraftSource:
+    return PluginSource(found, target)
 
 
 class Engine:
@@ -109,8 +95,9 @@ class Engine:
         self.target = target
         self._widest = widest
         self._makers = (models or DraftModels()).makers(target)
-        for one in entry_points(group=DRAFT_SOURCES):
-            self._makers[one.name] = partial(_plugin, one, target)
+        self._untried = dict(find_plugins(kinds.SOURCES))
+        for name, found in self._untried.items():
+            self._makers[name] = partial(_plugin_source, found, target)
         self._lanes: list[Lane] = []
         # By a method's text, its rule and an action's tokens (0: a text); the last used comes last.
         self._guards: dict[tuple[str, str, int], Guard] = {}
@@ -121,10 +108,11 @@ class Engine:
         Where one cannot begin none does. Those of one method and length begin together, by one
         plan. No two rows may share a memory.
         """
-        groups: dict[tuple[int, int, bool], list[int]] = {}
+        groups: dict[tuple[str, str, int, bool], list[int]] = {}
         for index, row in enumerate(rows):
             self.check(row)
-            key = (id(row.method), row.form.max_tokens, row.form.is_action)
+            method, form = row.method, row.form
+            key = (method.name, str(method.rule), form.max_tokens, form.is_action)
             groups.setdefault(key, []).append(index)
         try:
             for members in groups.values():
@@ -212,6 +200,9 @@ class Engine:
 
         Raises `RequestError` when the method cannot do without a source that is missing.
         """
+        for kind in method.required & self._untried.keys():  # a broken plugin is refused by name
+            self._makers[kind](method)
+            del self._untried[kind]
         missing = method.required - self._makers.keys()
         if missing:
             names = ", ".join(sorted(missing))

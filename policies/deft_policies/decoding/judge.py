@@ -19,15 +19,17 @@ from torch import Tensor
 from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Loop, TieBreak
+from deft_policies.decoding.plugins import accept
 from deft_policies.decoding.sampling import (
+    ANSWER,
+    COIN,
     MOST_TRIES,
-    Stream,
     exponential,
     first_maximum,
     target_odds,
     uniform,
 )
-from deft_policies.decoding.tree import DraftTree, DrawnOdds
+from deft_policies.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ def predict(
 
     Draws are a hash of `keys` [row] and of the token's position, `count` [row] being the root's.
     """
-    if method.sampling.temperature == 0.0:
+    if method.temperature == 0.0:
         best = first_maximum(logits)
         return best + first if first else best
-    odds = target_odds(logits, method.sampling.temperature)
+    odds = target_odds(logits, method.temperature)
     places = count[:, None] + tree.depths()
-    drawn = exponential(keys, Stream.ANSWER, places, odds.shape[2])
+    drawn = exponential(keys, ANSWER, places, odds.shape[2])
     return (odds / drawn).argmax(dim=2) + first
 
 
@@ -66,8 +68,8 @@ def judge(
     own word: guesses in its place never count.
     """
     tree, rule = scored.tree, method.rule
-    if method.sampling.temperature > 0.0 and tree.drawn is not None:
-        return _ratio_test(scored, tree.drawn, keys, method.sampling.temperature, stop, steps)
+    if method.temperature > 0.0 and tree.odds is not None:
+        return _ratio_test(scored, tree.odds, keys, method.temperature, stop, steps)
     if method.loop is Loop.PUBLISHED:
         return _longest_then_cut(scored, method, steps)
     if tree.is_chain and rule.is_exact:
@@ -75,7 +77,7 @@ def judge(
     counts = tree.depths() <= scored.deepest.unsqueeze(1)
     if stop is not None:
         counts = counts & scored.whole_paths(tree.tokens != stop[:, None])
-    accepted = rule.accepts(scored) & counts
+    accepted = accept(rule, scored) & counts
     return _longest(scored, accepted, rule.is_exact, method.tie_break, steps)
 
 
@@ -96,7 +98,7 @@ def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepte
 
     So a long path may win by guesses beyond the end, before another that is better up to there.
     """
-    chosen = _longest(scored, method.rule.accepts(scored), False, method.tie_break, steps)
+    chosen = _longest(scored, accept(method.rule, scored), False, method.tie_break, steps)
     kept = torch.minimum(chosen.num, scored.deepest.clamp(min=0))
     bonus = chosen.own.gather(1, kept[:, None]).squeeze(1)
     return Accepted(chosen.path, kept, bonus, chosen.own, chosen.answers)
@@ -148,7 +150,7 @@ def _first_leaf(scored: ScoredTree) -> Tensor:
 
 def _ratio_test(
     scored: ScoredTree,
-    drawn: DrawnOdds,
+    q: Tensor,
     keys: Tensor,
     temperature: float,
     stop: Tensor | None,
@@ -162,7 +164,6 @@ def _ratio_test(
     tree, first = scored.tree, scored.vocabulary.first
     rows = torch.arange(len(scored.num_committed), device=tree.tokens.device)
     p = target_odds(scored.scores.logits, temperature)
-    q = drawn.over(p.shape[2], first)
     is_judged = (tree.depths() <= scored.deepest[:, None]) & tree.is_real
     at, depth, tries = (torch.zeros_like(scored.num_committed) for _ in range(3))
     ended = torch.zeros_like(at, dtype=torch.bool)
@@ -173,7 +174,7 @@ def _ratio_test(
 
     for node in range(1, tree.num_nodes):
         token = tree.tokens[:, node] - first
-        coins = uniform(keys, Stream.COIN, here(), MOST_TRIES).float()
+        coins = uniform(keys, COIN, here(), MOST_TRIES).float()
         coin = coins[rows, 0, tries.clamp(max=MOST_TRIES - 1)]
         asked = (tree.parents[:, node] == at) & is_judged[:, node] & (tries < MOST_TRIES) & ~ended
         stands = asked & (coin * q[rows, node, token] < odds[rows, token])
@@ -187,7 +188,7 @@ def _ratio_test(
         odds = torch.where(stands[:, None], p[:, node], odds)
         at, depth = torch.where(stands, node, at), depth + stands
         tries = torch.where(stands, 0, tries + asked)
-    drawn_noise = exponential(keys, Stream.ANSWER, here(), p.shape[2])[:, 0]
+    drawn_noise = exponential(keys, ANSWER, here(), p.shape[2])[:, 0]
     bonus = (odds / drawn_noise).argmax(dim=1) + first
     walked = _walk(scored, at, steps)
     drafted = tree.tokens.gather(1, walked.path).roll(-1, dims=1)

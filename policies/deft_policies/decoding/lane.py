@@ -12,26 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.batch import Batch, Pass, Record, Row, read_lists, runs_of
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.drafts import (
-    HIDDEN,
-    LOGITS,
-    MEMORY,
-    PREDICTIONS,
-    DraftSource,
-    Room,
-    merge,
-)
+from deft_policies.decoding.drafts import HIDDEN, LOGITS, MEMORY, PREDICTIONS, DraftSource
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.judge import judge, predict
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import MOST_GROWN, DraftKind, Plan
-from deft_policies.decoding.sampling import first_maximum, top_gap
+from deft_policies.decoding.plan import MOST_GROWN, Plan
+from deft_policies.decoding.sampling import first_maximum, noise_keys, top_gap
 from deft_policies.decoding.target import WIDTHS, Prompts, Scores, Target, bucket
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.tree import DraftLimits, DraftTree, merge
 from deft_policies.memory import Average
 from deft_policies.model.layout import Tensors
 from deft_policies.model.llama import take_rows
@@ -225,7 +218,7 @@ class Lane:
         """
         method, shape, given = self.method, self.plan.shape, Tensors()
         rows = [row for row in batch.rows if row is not None]
-        if any(row.wants_margins for row in rows) or (tree is not None and tree.drawn is not None):
+        if any(row.wants_margins for row in rows) or (tree is not None and tree.odds is not None):
             return None
         if tree is None:  # deeper trees are of no use to any draft that is recorded
             depth = min(depth, max(shape.levels, self._whole.places)) if drafts else 0
@@ -233,12 +226,12 @@ class Lane:
             drafts, depth = (), self._whole.positions
             given = tree.padded(bucket(tree.num_nodes)).columns
         forms = frozenset((row.form.stop is None, row.form.is_action) for row in rows)
-        verifying = (method.rule, method.loop, method.tie_break, method.sampling.temperature)
+        verifying = (method.rule, method.loop, method.tie_break, method.temperature)
         drafting = (shape, *map(id, drafts), self._keeps_hidden, self._keeps_logits, depth)
         key = (batch.num_rows, forms, verifying, drafting, *(one.shape for one in given[:1]))
         if not isinstance(method.rule, Hashable):
             return None
-        if self.is_recording and shape.num_grown <= MOST_GROWN and find_wait(method.rule) is None:
+        if self.is_recording and shape.num_open <= MOST_GROWN and find_wait(method.rule) is None:
             self._recorded.add(key)
         if key not in self._recorded:
             return None
@@ -295,12 +288,13 @@ class Lane:
     def _prefill_rows(
         self, first: int, rows: list[Row], prompts: Prompts, clock: StageClock
     ) -> None:
-        sampling, size = self.method.sampling, len(prompts.lengths)
+        method, size = self.method, len(prompts.lengths)
         part = self._whole.at(first, first + size)
         every = [*rows, *rows[:1] * (size - len(rows))]
         keys = None
-        if sampling.temperature > 0.0:
-            keys = sampling.keys([row.memory.draw for row in every], self.target.device)
+        if method.temperature > 0.0:
+            draws = [row.memory.draw for row in every]
+            keys = noise_keys(method.seed, draws, self.target.device)
         part.fill(every, keys, bool(self.plan.kinds), self._reads_past)
         if len(rows) < size:
             part.is_open[len(rows) :] = False
@@ -363,11 +357,11 @@ class Lane:
         if not drafts or (depth <= 0 and not shape.is_full_depth):
             return batch.root_tree(roots)
         widest = self._widest
-        if not is_first and self.method.is_guarded and DraftKind.PREVIOUS_ANSWER in self.plan.kinds:
+        if not is_first and self.method.is_guarded and kinds.PREVIOUS_ANSWER in self.plan.kinds:
             widest = min(widest, self.target.text_width)
-        room = Room(roots, shape, depth, widest)
-        found = [(one.kind, one.draft(batch, room)) for one in drafts]
-        return merge(found, roots, room, trims=self.target.reads_lengths)
+        limits = DraftLimits(roots, shape, depth, widest)
+        found = [(one.kind, one.draft(batch, limits)) for one in drafts]
+        return merge(found, limits, trims=self.target.reads_lengths)
 
     def _judge(self, batch: Batch, tree: DraftTree, scores: Scores, depth: int) -> Pass:
         """What the target says after each node, and which path is committed."""
@@ -376,7 +370,7 @@ class Lane:
         if tree.num_nodes == 1:
             path, num, answers = batch.zeros, batch.zero, scores.answers
             bonus, tokens, own = predictions[:, 0], predictions, predictions
-            if not self.plan.kinds and method.sampling.temperature > 0.0:
+            if not self.plan.kinds and method.temperature > 0.0:
                 predictions = own = first_maximum(logits) + first
         else:
             has_stop = any(row is not None and row.form.stop is not None for row in batch.rows)
@@ -410,6 +404,7 @@ class Lane:
             num_tokens=self.target.num_tokens,
             limit=batch.limit,
             begin=batch.begin if batch.has_text else None,
+            stop=batch.stop if batch.has_text else None,
         )
 
     def _commit(self, batch: Batch, done: Pass, logits: Tensor) -> None:
@@ -417,7 +412,7 @@ class Lane:
         self._settle(done, batch.first)
         batch.sums.add_(logits.sum(dim=(1, 2)))
         wants_margins = any(row is not None and row.wants_margins for row in batch.rows)
-        is_plain = not self.plan.kinds and self.method.sampling.temperature == 0.0
+        is_plain = not self.plan.kinds and self.method.temperature == 0.0
         if is_plain and not wants_margins:
             return
         places = _places_of(batch, done.num, done.path.shape[1])
@@ -544,7 +539,7 @@ def _learn_of_repeating(guard: Guard, row: Row, needed: dict[str, Average]) -> N
         return
     num_changed = sum(a != b for a, b in zip(own[-2][:-1], own[-1][:-1], strict=True))
     for plan in row.method.plans:
-        if plan.name != row.plan and plan.kinds == {DraftKind.PREVIOUS}:
+        if plan.name != row.plan and plan.kinds == {kinds.PREVIOUS}:
             guard.learn_passes(plan.name, num_changed, needed)
 
 

@@ -1,62 +1,19 @@
-"""How draft trees are shaped, by numbers alone. Imports nothing heavy: flags are made of it."""
+"""Plans: which sources draft when, and trees of which shape. Imports nothing heavy."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
-from importlib.metadata import entry_points
 from math import prod
 
-MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that are asked for
-MOST_GROWN = 128  # nodes that rounds which are recorded look behind
-DRAFT_SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
-
-
-class DraftKind(str):
-    """The name of a draft source: one of ours, or one that an installed package brings."""
-
-    HEAD = "head"  # the trained EAGLE-style draft head
-    PREVIOUS = "previous"  # the target's own last action
-    EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
-    NGRAM = "ngram"  # what followed the same tokens earlier in the session
-    RETRIEVAL = "retrieval"  # the action stored with the most similar frame
-    RECYCLED = "recycled"  # the target's answers behind its last mismatch (Jacobi)
-    MEDUSA = "medusa"  # parallel heads, one per position ahead
-    SMALL_MODEL = "small-model"  # a cheaper model of the same actions
-    TOKEN_RECYCLING = "token-recycling"  # what the target last said after the same tokens
-    PREVIOUS_ANSWER = "previous-answer"  # the last answer, text and all, as it lines up
-
-
-OUR_KINDS = (
-    DraftKind.HEAD,
-    DraftKind.PREVIOUS,
-    DraftKind.EXTRAPOLATION,
-    DraftKind.NGRAM,
-    DraftKind.RETRIEVAL,
-    DraftKind.RECYCLED,
-    DraftKind.MEDUSA,
-    DraftKind.SMALL_MODEL,
-    DraftKind.TOKEN_RECYCLING,
-)
-
-
-@lru_cache(maxsize=1)
-def source_kinds() -> tuple[str, ...]:
-    """Every source there can be: ours, then those of installed packages in order of name."""
-    theirs = sorted({one.name for one in entry_points(group=DRAFT_SOURCES)})
-    return tuple(dict.fromkeys((*OUR_KINDS, DraftKind.PREVIOUS_ANSWER, *theirs)))
-
-
-def source_number(kind: str) -> int:
-    """What `DraftTree.sources` holds for this source."""
-    return source_kinds().index(kind)
+MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that callers ask for
+MOST_GROWN = 128  # nodes with children in a tree that is grown in a captured round
 
 
 class RopeOffset(Enum):
     """Where a draft head places the nodes of its tree, from level 2 on."""
 
-    CORRECT = "correct"  # behind the committed positions, patches counted
+    CORRECT = "correct"  # after the committed positions, patches counted
     PUBLISHED = "published"  # Spec-VLA's code: 0 in the first round, then without the patches
 
 
@@ -67,29 +24,75 @@ class KeyMask(Enum):
     PREFIX_ONLY = "prefix-only"  # the prompt without its last position, as Spec-VLA was trained
 
 
+class Loop(Enum):
+    """When an action ends, and what counts until then."""
+
+    LEAN = "lean"  # the last token is the bonus of a pass, and is never drafted
+    PUBLISHED = "published"  # Spec-VLA's: a draft of the last token counts, a pass commits it
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens decoded after an action: the published loop ends when it has seen one."""
+        return 1 if self is Loop.PUBLISHED else 0
+
+
+class TieBreak(Enum):
+    """Which of several longest accepted paths wins."""
+
+    CLOSEST = "closest"  # smallest total distance in bins, then the likelier draft, then the first
+    FIRST_ROW = "first-row"  # the path of the first leaf, in node order, below it (EAGLE, Spec-VLA)
+
+
 Path = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TreeTemplate:
-    """A tree that is the same whatever the drafts are, so that its steps can be captured.
+def _check_size(num_paths: int) -> None:
+    """Refuse a tree while it is counted: callers write these numbers."""
+    if num_paths > MOST_GUESSES:
+        raise ValueError(f"a tree may have at most {MOST_GUESSES} paths, and this one has more")
 
-    A node is named by its path: at every step, the rank of its token among its siblings by
-    likelihood, 0 the likeliest. Nodes are numbered level by level, the root being node 0.
+
+def _by_level(path: Path) -> tuple[int, Path]:
+    return len(path), path
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How a tree grows: `levels` steps, `top_k` branches, the `num_guesses` likeliest stay.
+
+    A tree with `paths` is a template: it is the same whatever the drafts are, so that its steps can
+    be captured. A path names a node: at every step, the rank of its token among its siblings by
+    likelihood, 0 the likeliest. Paths stand level by level and in order.
+
+    A tree never goes deeper than what is missing of the action, unless `is_full_depth`: then it has
+    all levels in every round, as Spec-VLA's has, and what is too deep is never accepted.
     """
 
-    paths: tuple[Path, ...]
-
-    def __post_init__(self) -> None:
-        if not self.paths or self.paths != tuple(sorted(set(self.paths), key=_by_level)):
-            raise ValueError("a template needs paths, each once, level by level and in order")
-        known = {(), *self.paths}
-        orphan = next((path for path in self.paths if path[:-1] not in known), None)
-        if orphan is not None or () in self.paths or min(map(min, self.paths)) < 0:
-            raise ValueError(f"every path of a template continues another one, got {orphan}")
+    levels: int = 5
+    top_k: int = 8
+    num_guesses: int = 49
+    is_full_depth: bool = False
+    paths: tuple[Path, ...] = ()
 
     @staticmethod
-    def harmonic(levels: int, reach: int) -> "TreeTemplate":
+    def chain(levels: int) -> "TreeShape":
+        """One branch."""
+        return TreeShape(levels, 1, levels)
+
+    @staticmethod
+    def of_paths(paths: tuple[Path, ...]) -> "TreeShape":
+        """The same paths in every round, as deep as is of use."""
+        if not paths or paths != tuple(sorted(set(paths), key=_by_level)):
+            raise ValueError("a template needs paths, each once, level by level and in order")
+        known = {(), *paths}
+        orphan = next((path for path in paths if path[:-1] not in known), None)
+        if orphan is not None or () in paths or min(map(min, paths)) < 0:
+            raise ValueError(f"every path of a template continues another one, got {orphan}")
+        widest = 1 + max(path[-1] for path in paths)
+        return TreeShape(len(paths[-1]), widest, len(paths), paths=paths)
+
+    @staticmethod
+    def template(levels: int, reach: int) -> "TreeShape":
         """Every path whose ranks, counted from 1, multiply to at most `reach`.
 
         Wide at the top and along likely paths, narrow elsewhere: a token of rank k is taken to be
@@ -104,17 +107,17 @@ class TreeTemplate:
                     level.append((*path, rank))
                     _check_size(len(paths) + len(level))
             paths += level
-        return TreeTemplate(tuple(paths))
+        return TreeShape.of_paths(tuple(paths))
 
     @staticmethod
-    def branches(num: int, levels: int) -> "TreeTemplate":
+    def branches(num: int, levels: int) -> "TreeShape":
         """Chains beside each other, which part at the root (LVSpec's tree has two)."""
         _check_size(num * levels)
         firsts = [(rank, *(0,) * depth) for depth in range(levels) for rank in range(num)]
-        return TreeTemplate(tuple(firsts))
+        return TreeShape.of_paths(tuple(firsts))
 
     @staticmethod
-    def eagle() -> "TreeTemplate":
+    def eagle() -> "TreeShape":
         """The 25 guesses of EAGLE-1's static tree, with which SpecVLM drafts."""
         num_children = {
             (): 4,
@@ -130,23 +133,34 @@ class TreeTemplate:
             (0, 0, 0, 0): 2,
         }
         paths = ((*path, rank) for path, num in num_children.items() for rank in range(num))
-        return TreeTemplate(tuple(sorted(paths, key=_by_level)))
+        return TreeShape.of_paths(tuple(sorted(paths, key=_by_level)))
 
-    @property
-    def levels(self) -> int:
-        """Length of the longest path."""
-        return len(self.paths[-1])
-
-    @property
-    def num_inner(self) -> int:
-        """Nodes that others hang on, the root among them."""
-        return len({path[:-1] for path in self.paths})
-
-    def cut(self, levels: int) -> "TreeTemplate":
-        """Its first levels, at least one."""
-        if levels >= self.levels:
+    def cut(self, depth: int) -> "TreeShape":
+        """The shape where `depth` levels are of use; of a template at least one level stays."""
+        if self.is_full_depth or depth >= self.levels:
             return self
-        return TreeTemplate(tuple(path for path in self.paths if len(path) <= max(levels, 1)))
+        paths = tuple(path for path in self.paths if len(path) <= max(depth, 1))
+        return replace(self, levels=depth, paths=paths)
+
+    def as_template(self) -> "TreeShape":
+        """Itself if it is a template, else a chain of its levels."""
+        return self if self.paths else TreeShape.template(self.levels, 1)
+
+    def with_most_open(self, num_nodes: int) -> "TreeShape":
+        """The shape, cut so that at most `num_nodes` nodes get children."""
+        if not self.paths:
+            return replace(self, top_k=min(self.top_k, max(num_nodes // self.levels, 1)))
+        shape = replace(self, is_full_depth=False)
+        while shape.num_open > num_nodes:
+            shape = shape.cut(shape.levels - 1)
+        return replace(shape, is_full_depth=self.is_full_depth)
+
+    @property
+    def num_open(self) -> int:
+        """Nodes that get children at most, the root of a template among them."""
+        if not self.paths:
+            return self.levels * self.top_k
+        return len({path[:-1] for path in self.paths})
 
     def level(self, depth: int) -> tuple[Path, ...]:
         """The paths of one length, in order."""
@@ -159,62 +173,8 @@ class TreeTemplate:
 
 
 @dataclass(frozen=True)
-class TreeShape:
-    """How a grower grows: `levels` sequential steps, `top_k` branches, the best `num_guesses` kept.
-
-    With a `template`, its paths are grown instead. A tree never goes deeper than what is missing of
-    the action, unless `is_full_depth`: then it has all levels in every round, as Spec-VLA's has,
-    and what is too deep is never accepted.
-    """
-
-    levels: int = 5
-    top_k: int = 8
-    num_guesses: int = 49
-    is_full_depth: bool = False
-    template: TreeTemplate | None = None
-
-    @staticmethod
-    def chain(levels: int) -> "TreeShape":
-        """One branch."""
-        return TreeShape(levels, 1, levels)
-
-    @staticmethod
-    def of_template(template: TreeTemplate) -> "TreeShape":
-        """The same paths in every round, as deep as is of use."""
-        widest = 1 + max(path[-1] for path in template.paths)
-        return TreeShape(template.levels, widest, len(template.paths), template=template)
-
-    def cut(self, depth: int) -> "TreeShape":
-        """The shape where `depth` levels are of use."""
-        if self.is_full_depth or depth >= self.levels:
-            return self
-        template = None if self.template is None else self.template.cut(depth)
-        return replace(self, levels=depth, template=template)
-
-    def as_template(self) -> TreeTemplate:
-        """Its template; of a shape without one, a chain of its levels."""
-        return self.template or TreeTemplate.harmonic(self.levels, 1)
-
-    def grown_through(self, num_nodes: int) -> "TreeShape":
-        """The shape, less what a grower cannot look behind with room for so many nodes."""
-        if self.template is None:
-            return replace(self, top_k=min(self.top_k, max(num_nodes // self.levels, 1)))
-        template = self.template
-        while template.num_inner > num_nodes:
-            template = template.cut(template.levels - 1)
-        return replace(self, levels=template.levels, template=template)
-
-    @property
-    def num_grown(self) -> int:
-        """Nodes that a grower looks behind, at most."""
-        if self.template is None:
-            return self.levels * self.top_k
-        return self.template.num_inner
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What rides in the prefill, if it can, and what drafts between later passes."""
+    """Which sources draft in the prefill, if they can, and which before later passes."""
 
     name: str
     prefill: tuple[str, ...] = ()
@@ -230,30 +190,51 @@ class Plan:
 PLAIN = Plan("plain")
 
 
-class Loop(Enum):
-    """When an action ends, and what counts until then."""
-
-    LEAN = "lean"  # the last token is the bonus of a pass, and is never drafted for
-    PUBLISHED = "published"  # Spec-VLA's: a draft of the last token counts, a pass commits it
-
-    @property
-    def num_behind(self) -> int:
-        """Tokens decoded behind an action: the published loop ends when it has seen one."""
-        return 1 if self is Loop.PUBLISHED else 0
+def _plan(name: str, prefill: str, rounds: str, shape: TreeShape | None = None) -> Plan:
+    """Sources are joined by +; none is the empty text."""
+    before, later = (tuple(text.split("+")) if text else () for text in (prefill, rounds))
+    return Plan(name, before, later, shape or TreeShape())
 
 
-class TieBreak(Enum):
-    """Which of several longest accepted paths wins."""
-
-    CLOSEST = "closest"  # smallest total distance in bins, then the likelier draft, then the first
-    FIRST_ROW = "first-row"  # the path of the first leaf, in node order, below it (EAGLE, Spec-VLA)
-
+_HOLD = _plan("memory", "previous", "previous")
+OUR_PLANS = (
+    _plan("memory+tree", "previous", "head"),
+    _plan("memory+branches", "previous", "head", TreeShape(3, 2, 8)),
+    _plan("memory+chain", "previous", "head", TreeShape.chain(5)),
+    _HOLD,
+    _plan("memory+recycled", "previous", "previous+recycled"),
+    _plan("memory-wide", "previous+extrapolation+retrieval", "previous+recycled"),
+    _plan("head-chain", "", "head", TreeShape.chain(5)),
+)
+# By the name that `plans=` takes; of each the first whose sources are there, or a guard chooses.
+PLANS = {
+    "none": (PLAIN,),
+    "ours": OUR_PLANS,
+    "chains": (
+        _plan("small-model", "", "small-model", TreeShape.chain(6)),
+        _plan("memory+chain", "previous", "head", TreeShape.chain(6)),
+        _HOLD,
+    ),
+    "spec-vla": (_plan("spec-vla", "", "head", TreeShape(5, 8, 49, is_full_depth=True)),),
+    "small-model": (_plan("chain", "", "small-model", TreeShape.chain(5)),),
+    "specvlm": (_plan("pruned-tree", "", "small-model", TreeShape.eagle()),),
+    "ngram": (_plan("ngram", "ngram", "ngram"),),
+    "token-recycling": (_plan("recycled-tree", "", "token-recycling", TreeShape.eagle()),),
+    "heisd": (
+        _plan("retrieval+tree", "retrieval", "head"),
+        _plan("retrieval", "retrieval", "retrieval"),
+        _plan("memory+tree", "previous", "head"),
+        _HOLD,
+    ),
+    "kerv": (_plan("tree+hold", "", "head+previous"), _plan("hold", "", "previous")),
+    "ratio-test": (_plan("drawn-chain", "", "head", TreeShape.chain(5)),),
+}
 
 # Trees by name, and how large each of their numbers may be.
-_TREES: dict[str, tuple[Callable[..., TreeShape | TreeTemplate], tuple[int, ...]]] = {
+_TREES: dict[str, tuple[Callable[..., TreeShape], tuple[int, ...]]] = {
     "dynamic": (TreeShape, (MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES)),
-    "template": (TreeTemplate.harmonic, (MOST_LEVELS, MOST_LEVELS)),
-    "branches": (TreeTemplate.branches, (MOST_LEVELS, MOST_LEVELS)),
+    "template": (TreeShape.template, (MOST_LEVELS, MOST_LEVELS)),
+    "branches": (TreeShape.branches, (MOST_LEVELS, MOST_LEVELS)),
     "chain": (TreeShape.chain, (MOST_LEVELS,)),
 }
 
@@ -265,7 +246,7 @@ def read_tree(text: str) -> TreeShape:
     in the text of a method.
     """
     if text == "eagle":
-        return TreeShape.of_template(TreeTemplate.eagle())
+        return TreeShape.eagle()
     kind, *parts = re.split(r"[:,+]", text)
     grow, most = _TREES.get(kind, (TreeShape, ()))
     sizes = [int(part) for part in parts if part.isdigit() and int(part) > 0]
@@ -276,25 +257,4 @@ def read_tree(text: str) -> TreeShape:
         )
     if any(size > limit for size, limit in zip(sizes, most, strict=True)):
         raise ValueError(f"{kind} takes numbers up to {', '.join(map(str, most))}, got {text!r}")
-    shape = grow(*sizes)
-    return shape if isinstance(shape, TreeShape) else TreeShape.of_template(shape)
-
-
-def read_kinds(text: str) -> tuple[str, ...]:
-    """Draft sources by name, joined by + or commas, each once."""
-    known = source_kinds()
-    names = [name.strip() for name in re.split(r"[,+]", text)]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
-    return tuple(dict.fromkeys(names))
-
-
-def _check_size(num_paths: int) -> None:
-    """Refuse a tree while it is counted: callers write these numbers."""
-    if num_paths > MOST_GUESSES:
-        raise ValueError(f"a tree may have at most {MOST_GUESSES} paths, and this one has more")
-
-
-def _by_level(path: Path) -> tuple[int, Path]:
-    return len(path), path
+    return grow(*sizes)

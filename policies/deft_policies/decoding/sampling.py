@@ -6,8 +6,6 @@ drafted, and two sessions draw independently of each other.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import torch
@@ -43,13 +41,11 @@ def target_odds(logits: Tensor, temperature: float) -> Tensor:
     return torch.softmax(logits / temperature, dim=-1)
 
 
-class Stream(Enum):
-    """What random numbers are drawn for; no two purposes share any."""
-
-    ANSWER = 0  # the target's tokens
-    COIN = 1  # whether a draft stands
-    DRAFT = 2  # the tokens of drafts
-
+# What random numbers are drawn for; no two purposes share any.
+ANSWER = 0  # the target's tokens
+COIN = 1  # whether a draft stands
+DRAFT = 2  # the tokens of drafts
+_NUM_STREAMS = 3
 
 _MOST_TOKENS = 1 << 20  # of a vocabulary
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed numbers
@@ -57,13 +53,13 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniform(keys: Tensor, stream: Stream, places: Tensor, size: int) -> Tensor:
+def uniform(keys: Tensor, stream: int, places: Tensor, size: int) -> Tensor:
     """Numbers between 0 and 1, float64 [row, place, column], of keys [row] and places [row, place].
 
     splitmix64: number n of a row is a hash of its key plus n times a constant.
     """
     columns = torch.arange(size, device=keys.device)
-    numbers = (places * len(Stream) + stream.value)[:, :, None] * _MOST_TOKENS + columns
+    numbers = (places * _NUM_STREAMS + stream)[:, :, None] * _MOST_TOKENS + columns
     bits = keys[:, None, None] + numbers * _GAMMA
     bits = (bits ^ _shifted(bits, 30)) * _FIRST
     bits = (bits ^ _shifted(bits, 27)) * _SECOND
@@ -76,25 +72,12 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def exponential(keys: Tensor, stream: Stream, places: Tensor, size: int) -> Tensor:
+def exponential(keys: Tensor, stream: int, places: Tensor, size: int) -> Tensor:
     """Exponential noise, float32 [row, place, column]: the largest p / noise is a draw from p."""
     return uniform(keys, stream, places, size).log_().neg_().float()
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a policy draws tokens; a temperature of 0 means greedy."""
-
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be 0 or more, got {self.seed}")
-        if not self.temperature >= 0.0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-
-    def keys(self, draws: Sequence[Draw], device: torch.device) -> Tensor:
-        """What the noise of each row is a hash of, [row] int64."""
-        words = [np.random.SeedSequence((self.seed, *one)).generate_state(2) for one in draws]
-        return to_device([int(high) << 31 ^ int(low) for high, low in words], device)
+def noise_keys(seed: int, draws: Sequence[Draw], device: torch.device) -> Tensor:
+    """What the noise of each row is a hash of, [row] int64."""
+    words = [np.random.SeedSequence((seed, *one)).generate_state(2) for one in draws]
+    return to_device([int(high) << 31 ^ int(low) for high, low in words], device)

@@ -11,10 +11,10 @@ from deft_policies.base import Finding, Verdict
 from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint
+from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import AUTOREGRESSIVE
-from deft_policies.decoding.retrieval import load_index
+from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
+from deft_policies.decoding.plugins import broken_plugins
 from deft_policies.decoding.target import Target, self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError
 from deft_policies.families.ecot import ECOT
@@ -163,6 +163,8 @@ def _check_draft_files(options: ModelOptions) -> None:
 def examine(options: ModelOptions) -> list[Finding]:
     """Say whether `load_policy` could work: device, files, memory, statistics."""
     found = [_tried("device", lambda: _examine_device(options))]
+    if broken := broken_plugins():
+        found.append(Finding("plugins", Verdict.DOUBTFUL, "; ".join(broken)))
     name = options.checkpoint
     if found[0].verdict is Verdict.BAD or (name is None and options.random_weights is not None):
         return found

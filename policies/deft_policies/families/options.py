@@ -10,24 +10,13 @@ from typing import Any
 
 from deft_client.commands.methods import method_text
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.plan import (
-    OUR_KINDS,
-    KeyMask,
-    RopeOffset,
-    TreeShape,
-    read_kinds,
-    read_tree,
-)
+from deft_policies.decoding.kinds import OUR_KINDS, read_kinds
+from deft_policies.decoding.methods import DEFAULT_METHOD, PRESETS
+from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, read_tree
 from deft_policies.model.formats import Precision, Quantization
 
 FAMILY_NAMES = ("openvla", "oft", "ecot")
 PROMPTS = ("vicuna", "in-out", "openvla+vicuna", "openvla+in-out")
-DEFAULT_METHOD = "lossless"
-_METHODS = (  # as decoding/methods.py has them, which imports torch
-    "autoregressive, lossless, deft, spec-vla, spec-vla-strict, spec-vla-long, "
-    "spec-vla-published, fly, lvspec, small-model, specvlm, pld, token-recycling, heisd-like, "
-    "kerv-like, ratio-test, within-bins, top-k, near-top, entropy-radius"
-)
 # Of a model that answers token by token; of one that writes before it acts.
 OF_DECODING, OF_REASONING = "decoding", "reasoning"
 
@@ -138,8 +127,8 @@ class ModelOptions:
         DEFAULT_METHOD,
         read=method_text,
         metavar="METHOD",
-        help=f"one of {_METHODS}; or NAME:KNOB=VALUE,..., or a file that ends in .toml; "
-        "default: lossless, the actions of plain decoding",
+        help=f"one of {', '.join(PRESETS)}; or NAME:KNOB=VALUE,..., or a file that ends in .toml; "
+        f"default: {DEFAULT_METHOD}, the actions of plain decoding",
     )
     radius: int | None = _of_decoding(
         "--radius", type=partial(_at_least, 0), metavar="BINS", help="acceptance radius"

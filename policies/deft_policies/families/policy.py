@@ -5,7 +5,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -24,9 +23,13 @@ from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import apply_knobs, find_method, method_names
-from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
-from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.methods import (
+    AUTOREGRESSIVE,
+    Method,
+    apply_knobs,
+    find_method,
+    method_names,
+)
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import (
     DeviceError,
@@ -44,7 +47,6 @@ from deft_policies.self_test import self_test
 
 _log = logging.getLogger(__name__)
 _TESTED_TOKENS = 32  # of a text
-_METHODS_KEPT = 128  # callers may ask for any number, with knobs or a radius
 
 
 @dataclass(eq=False)
@@ -86,7 +88,6 @@ class VlaPolicy:
         self._default_key = find_statistics_key(self._keys, given) if is_known else None
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
         self._details = _describe(model, self.options)
-        self._find_method = lru_cache(maxsize=_METHODS_KEPT)(self._build_method)
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
@@ -374,11 +375,8 @@ class VlaPolicy:
 
         May run on any thread.
         """
-        return self._find_method(options.decoding or self.method.name, options.radius)
-
-    def _build_method(self, name: str, radius: int | None) -> Method:
-        """What callers changed about the default is for that one alone."""
-        default = self.method
+        default = self.method  # what flags changed about it is for it alone
+        name, radius = options.decoding or default.name, options.radius
         base, _, knobs = name.partition(":")
         if base == default.name.partition(":")[0]:
             method = apply_knobs(default, knobs) if name != default.name else default
@@ -388,9 +386,9 @@ class VlaPolicy:
             method = find_method(name)
         if radius is not None:
             method = method.with_radius(radius)
-        options = self.options
-        method = method.with_sampling(Sampling(options.temperature, options.seed))
-        return method if options.is_guarded else replace(method, is_guarded=False)
+        flags = self.options
+        method = method.with_sampling(flags.temperature, flags.seed)
+        return method if flags.is_guarded else replace(method, is_guarded=False)
 
     def find_key(self, key: str | None) -> str:
         """The statistics key meant by a request that names this one, or none."""

@@ -19,7 +19,7 @@ from deft_policies.benchmark.summary import (
 from deft_policies.benchmark.tables import batch_table
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
-from deft_policies.decoding.methods import METHODS
+from tests.policies.decoding.scripts import METHODS
 
 
 def simulated(acceptance: float, length: int, seed: int = 0) -> float:

@@ -10,7 +10,7 @@ from deft_client.datasets.lerobot_export import write_lerobot
 from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
 from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
 from deft_policies.base import ActRequest
-from deft_policies.decoding.plan import DraftKind
+from deft_policies.decoding import kinds
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_server.__main__ import main as deft
@@ -51,7 +51,7 @@ def test_a_frame_that_was_stored_takes_one_pass_and_gets_the_same_answer(
         ModelOptions(
             checkpoint=str(golden.TINY_OPENVLA),
             retrieval_index=out,
-            drafts=(DraftKind.RETRIEVAL,),
+            drafts=(kinds.RETRIEVAL,),
             device="cpu",
         )
     )

@@ -7,20 +7,30 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Batch, Form, Pass, Row
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.drafts import LOGITS, MEMORY, Chains, DraftSource, Room, from_here
+from deft_policies.decoding.drafts import (
+    LOGITS,
+    MEMORY,
+    Chains,
+    DraftLimits,
+    DraftSource,
+    remaining_tokens,
+)
 from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.kinds import source_number
 from deft_policies.decoding.lane import Maker
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind, TreeShape, source_number
+from deft_policies.decoding.methods import PRESETS, Method, find_method
+from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.memory import SessionMemory
 from deft_policies.model.layout import StepRunner
 from tests.tiny_target import CPU, LENGTH
 
+METHODS = tuple(find_method(name) for name in PRESETS)
 # (row, position, tokens committed so far) -> candidate tokens for that position
 Guess = Callable[[int, int, tuple[int, ...]], Sequence[int]]
 
@@ -32,14 +42,14 @@ class ScriptedDrafts(DraftSource):
     guess: Guess
     max_nodes: int = 24
     max_depth: int | None = None  # else as deep as is of use
-    kind: str = DraftKind.HEAD
+    kind: str = kinds.HEAD
     needs: frozenset[str] = frozenset({LOGITS})
     capturable: bool = False
     depths_asked: list[int] = field(default_factory=list)
 
-    def draft(self, batch: Batch, room: Room) -> DraftTree:
-        self.depths_asked.append(room.depth)
-        grown = [self._row(batch, room, row) for row in range(len(room.roots))]
+    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
+        self.depths_asked.append(limits.depth)
+        grown = [self._row(batch, limits, row) for row in range(len(limits.roots))]
         widest = max(len(tokens) for tokens, _ in grown)
         padding = [widest - len(tokens) for tokens, _ in grown]
         tokens = [one + [one[0]] * pad for (one, _), pad in zip(grown, padding, strict=True)]
@@ -55,14 +65,14 @@ class ScriptedDrafts(DraftSource):
             sources=sources,
         )
 
-    def _row(self, batch: Batch, room: Room, row: int) -> tuple[list[int], list[int]]:
+    def _row(self, batch: Batch, limits: DraftLimits, row: int) -> tuple[list[int], list[int]]:
         committed = tuple(batch.tokens[row, : int(batch.count[row])].tolist())
-        tokens, parents = [int(room.roots[row])], [-1]
+        tokens, parents = [int(limits.roots[row])], [-1]
         paths: list[tuple[int, ...]] = [()]
         node = 0
         while node < len(tokens) and len(tokens) < self.max_nodes:
             depth = len(paths[node])
-            if depth < (room.depth if self.max_depth is None else self.max_depth):
+            if depth < (limits.depth if self.max_depth is None else self.max_depth):
                 position = len(committed) + depth
                 for token in self.guess(row, position, committed + paths[node]):
                     if len(tokens) < self.max_nodes:
@@ -139,7 +149,7 @@ class AnswerTarget:
 class RepeatExecuted(DraftSource):
     """Guesses what was executed last: the mistake that froze a robot."""
 
-    kind = DraftKind.PREVIOUS
+    kind = kinds.PREVIOUS
     needs = frozenset({MEMORY})
     capturable = False
     least_steps = 1
@@ -159,9 +169,9 @@ class RepeatExecuted(DraftSource):
         ]
         self._rows = list(batch.rows)
 
-    def draft(self, batch: Batch, room: Room) -> Chains:
+    def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
         tokens = torch.tensor(self._executed)[:, None]
-        return from_here(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), room)
+        return remaining_tokens(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), limits)
 
 
 def blank_prompts(num_rows: int) -> Prompts:
@@ -215,7 +225,7 @@ def batch_of(
     histories: Sequence[SessionMemory], committed: Sequence[Sequence[int]], length: int = LENGTH
 ) -> Batch:
     """A batch whose rows have come so far."""
-    method = Method("test", "", None, ())  # type: ignore[arg-type]
+    method = Method("test", None, ())  # type: ignore[arg-type]
     form = Form.action(ActionSpace.in_bins(length))
     rows = [Row(method, form, one) for one in histories]
     return filled(rows, committed)
@@ -262,13 +272,15 @@ def pass_of(
     )
 
 
-def room_of(batch: Batch, shape: TreeShape | None = None, roots: Tensor | None = None) -> Room:
-    """Room for what is still of use."""
+def limits_of(
+    batch: Batch, shape: TreeShape | None = None, roots: Tensor | None = None
+) -> DraftLimits:
+    """What is still of use, and nodes enough."""
     if roots is None:
         last = (batch.count - 1).clamp(min=0)[:, None]
         roots = batch.tokens.gather(1, last).squeeze(1)
     depth = int((batch.limit - 1 - batch.count).max())
-    return Room(roots, shape or TreeShape(), depth, 64)
+    return DraftLimits(roots, shape or TreeShape(), depth, 64)
 
 
 def clock() -> StageClock:

@@ -9,7 +9,7 @@ import torch
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.kv_cache import KVCache

@@ -18,9 +18,7 @@ import torch
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
@@ -91,7 +89,7 @@ class Answer:
 @lru_cache
 def method_of(text: str, temperature: float) -> Method:
     method = find_method(text)
-    return method.with_sampling(Sampling(temperature, 9)) if temperature else method
+    return method.with_sampling(temperature, 9) if temperature else method
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.batch import Batch, Form, Row
-from deft_policies.decoding.drafts import LOGITS, Chains, DraftSource, Room
+from deft_policies.decoding.drafts import LOGITS, Chains, DraftLimits, DraftSource
 from deft_policies.decoding.engine import Engine
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind, Plan
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import RequestError
@@ -91,7 +91,7 @@ class Scripted(DraftSource):
     skill: float
     seed: int
     rides: bool
-    kind: str = DraftKind.HEAD
+    kind: str = kinds.HEAD
     capturable: bool = False
     rng: random.Random = field(default_factory=random.Random)
 
@@ -101,8 +101,8 @@ class Scripted(DraftSource):
     def allocate(self, batch: Batch) -> None:
         self.rng.seed(self.seed)
 
-    def draft(self, batch: Batch, room: Room) -> Chains | DraftTree:
-        steps = self.rng.randint(1, min(room.depth, 300)) if room.depth else 0
+    def draft(self, batch: Batch, limits: DraftLimits) -> Chains | DraftTree:
+        steps = self.rng.randint(1, min(limits.depth, 300)) if limits.depth else 0
         num_chains = self.rng.randint(1, 3)
         rows = [self._row(row, steps, num_chains) for row in batch.rows]
         tokens = torch.tensor(rows).view(len(rows), num_chains, steps)
@@ -136,8 +136,8 @@ def engine_over(target: Target, scripted: DraftSource) -> Engine:
 
 
 def method_with(rides: bool, text: str = "lossless:guard=off") -> Method:
-    riders = (DraftKind.HEAD,) if rides else ()
-    return replace(find_method(text), plans=(Plan("case", riders, (DraftKind.HEAD,)),))
+    riders = (kinds.HEAD,) if rides else ()
+    return replace(find_method(text), plans=(Plan("case", riders, (kinds.HEAD,)),))
 
 
 def row_of(method: Method, text_length: int, seed: int, form: Form, number: int) -> Row:
@@ -206,7 +206,7 @@ def test_right_drafts_of_several_hundred_tokens_take_one_pass(
     max_tokens: int, stop: int | None
 ) -> None:
     class Whole(Scripted):
-        def draft(self, batch: Batch, room: Room) -> Chains:
+        def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
             right = torch.tensor([answer_of(row) for row in batch.rows if row])[:, None]
             assert right.shape[2] <= max_tokens
             return Chains(right, torch.ones_like(right, dtype=torch.bool))
@@ -242,12 +242,12 @@ def test_distances_are_refused_by_name_where_answers_have_no_bins() -> None:
 class Near(Scripted):
     """One chain: the answer with every action token moved by a bin, and so is some text."""
 
-    def draft(self, batch: Batch, room: Room) -> Chains:
+    def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
         rows = []
         for row in batch.rows:
             assert row is not None
-            rest = list(MIXED[row.count :])[: room.depth]
-            rows.append([one + 1 for one in rest] + [0] * (room.depth - len(rest)))
+            rest = list(MIXED[row.count :])[: limits.depth]
+            rows.append([one + 1 for one in rest] + [0] * (limits.depth - len(rest)))
         tokens = torch.tensor(rows)[:, None]
         return Chains(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
@@ -324,9 +324,9 @@ def test_one_method_answers_with_text_of_any_length_and_with_actions_in_any_orde
 
 def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
     class AfterPasses(Scripted):
-        def draft(self, batch: Batch, room: Room) -> Chains | DraftTree:
+        def draft(self, batch: Batch, limits: DraftLimits) -> Chains | DraftTree:
             assert batch.last is not None
-            return super().draft(batch, room)
+            return super().draft(batch, limits)
 
     engine, method = engine_with(AfterPasses(0.9, 0, rides=False)), method_with(rides=True)
     form = Form(20)

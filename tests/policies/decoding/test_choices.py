@@ -9,9 +9,10 @@ import pytest
 
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.distance import WithinBins
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import DraftKind, KeyMask, RopeOffset, TreeShape
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions, add_flags, read_flags
@@ -19,7 +20,7 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from tests import golden
 
-PREVIOUS = (DraftKind.PREVIOUS, DraftKind.RECYCLED)
+PREVIOUS = (kinds.PREVIOUS, kinds.RECYCLED)
 GOLDEN = ModelOptions(
     checkpoint=str(golden.TINY_OPENVLA), statistics_key="libero_spatial", device="cpu"
 )
@@ -40,7 +41,7 @@ def test_flags_name_sources_and_the_conventions_of_a_head() -> None:
         "--draft-model=elsewhere",
         "--no-guard",
     )
-    assert options.drafts == (DraftKind.PREVIOUS, DraftKind.HEAD)
+    assert options.drafts == (kinds.PREVIOUS, kinds.HEAD)
     assert options.rope_offset is RopeOffset.PUBLISHED
     assert options.key_mask is KeyMask.PREFIX_ONLY
     assert (options.self_draft_layers, options.draft_model) == (2, "elsewhere")
@@ -132,7 +133,7 @@ def test_every_source_is_loaded_by_its_flag(tmp_path: Path) -> None:
         GOLDEN,
         draft_heads=(directory,),
         self_draft_layers=1,
-        drafts=(DraftKind.HEAD, DraftKind.SMALL_MODEL, DraftKind.PREVIOUS),
+        drafts=(kinds.HEAD, kinds.SMALL_MODEL, kinds.PREVIOUS),
     )
     drafts = load_policy(options).drafts
     assert drafts.head is not None

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinDrift
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
@@ -17,8 +18,8 @@ from deft_policies.decoding.acceptance.rule import (
     DimensionGroup,
     ExactMatch,
 )
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import DraftKind, Plan
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import Plan
 from deft_policies.memory import STEPS_KEPT, SessionMemory
 from tests.policies.decoding.scripts import (
     AnswerTarget,
@@ -78,7 +79,7 @@ class Episode:
 
 def play(rule: AcceptanceRule, space: ActionSpace | None = None) -> Episode:
     session = Session.of(1, space)
-    plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    plan = Plan("freeze", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
     method = replace(find_method("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
     target = AnswerTarget()
     decoder = Decoding(target, method, None, RepeatExecuted())
@@ -149,7 +150,7 @@ def test_no_answers_whatever_can_exceed_the_budget(
     answers: list[tuple[int, ...]], radius: int, budget: int, leak: float
 ) -> None:
     session = Session.of(1)
-    plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    plan = Plan("freeze", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
     rule = WithinDrift(WithinBins(radius), move=0.0, turn=0.0, cap=budget, leak=leak)
     method = replace(find_method("within-bins"), rule=rule, plans=(plan,), is_guarded=False)
     target = AnswerTarget()
@@ -190,7 +191,7 @@ def test_actions_of_another_length_start_afresh() -> None:
 def test_the_budget_holds_over_a_session_that_changes_methods() -> None:
     """Seen for real: plain decoding in between forgot the drift, and 500 bins passed for none."""
     session, target = Session.of(1), AnswerTarget()
-    plan = Plan("freeze", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    plan = Plan("freeze", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
     drifting = replace(
         find_method("within-bins"),
         rule=WithinDrift(WithinBins(5), move=0.0, turn=0.0, cap=BUDGET),

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import Stage
 from deft_policies.decoding.guard import MIN_INTERVAL, Choice, Guard
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import DraftKind, Plan
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import Plan
 from deft_policies.memory import Average, SessionMemory
 from tests.policies.decoding.scripts import Decoding, Session, clock, tokens_of
 from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
@@ -327,7 +328,7 @@ def test_repeating_the_last_action_is_judged_without_being_tried() -> None:
     """Its passes can be counted afterwards, so the guard needs no trial to see it pay."""
     decoder = tiny_decoder()
     method = find_method("lossless")
-    plan = Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    plan = Plan("memory", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
     guarded = Decoding(fast_target(decoder), replace(method, plans=(plan,)))
     session = Session.of(1)
     prompts = random_prompts(decoder, [3])
@@ -368,7 +369,7 @@ def test_warming_up_measures_every_plan_and_leaves_sessions_alone() -> None:
 
 def test_no_plan_is_judged_by_an_action_that_has_none_before_it() -> None:
     decoder = tiny_decoder()
-    plan = Plan("memory", (DraftKind.PREVIOUS,), (DraftKind.PREVIOUS,))
+    plan = Plan("memory", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
     method = replace(find_method("within-bins"), plans=(plan,), is_guarded=True)
     guarded = Decoding(fast_target(decoder), method)
     session = Session.of(1)

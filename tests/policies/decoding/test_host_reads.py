@@ -12,19 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.lane import Lane
-from deft_policies.decoding.methods import METHODS, Method
-from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.retrieval import RetrievalIndex
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import LlamaDecoder
-from tests.policies.decoding.scripts import clock
+from tests.policies.decoding.scripts import METHODS, clock
 from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
 
 META = torch.device("meta")
@@ -33,7 +34,7 @@ FORM = Form.action(ActionSpace.in_bins(LENGTH))
 SHAPES = (
     TreeShape(5, 4, 20),
     TreeShape(5, 4, 20, is_full_depth=True),
-    TreeShape.of_template(TreeTemplate.harmonic(levels=5, reach=3)),
+    TreeShape.template(levels=5, reach=3),
 )
 
 
@@ -105,7 +106,7 @@ def test_no_rule_reads_anything(method: Method, monkeypatch: pytest.MonkeyPatch)
 def test_no_source_reads_anything(
     kind: str, shape: TreeShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan("case", (kind, DraftKind.PREVIOUS), (kind,), shape)
+    plan = Plan("case", (kind, kinds.PREVIOUS), (kind,), shape)
     num_reads, num_passes = reads_and_passes(planned(plan), monkeypatch)
     assert num_reads == num_passes > 2
 

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deft_policies.decoding import lane
+from deft_policies.decoding import kinds, lane
 from deft_policies.decoding.acceptance.rule import ScoredTree
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.judge import Accepted, judge
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import OUR_KINDS, DraftKind, Plan, TreeShape, TreeTemplate
-from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
+from deft_policies.decoding.kinds import OUR_KINDS
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.target import (
     Prompts,
     Scores,
@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> Case:
         is_full_depth=draw(st.booleans()),
     )
     if draw(st.integers(0, 3)) == 0:  # one in four is of fixed shape
-        template = TreeTemplate.harmonic(draw(st.integers(1, 6)), draw(st.integers(1, 3)))
+        template = TreeShape.template(draw(st.integers(1, 6)), draw(st.integers(1, 3)))
         shape = replace(TreeShape.of_template(template), is_full_depth=shape.is_full_depth)
     is_scripted = draw(st.booleans())
     return Case(
@@ -305,7 +305,7 @@ def mutation_cases() -> list[Case]:
             seed=0,
             lengths=lengths,
             frames=(number, number + 1, number),
-            drafts=(DraftKind.PREVIOUS, DraftKind.RETRIEVAL, DraftKind.HEAD),
+            drafts=(kinds.PREVIOUS, kinds.RETRIEVAL, kinds.HEAD),
             shape=TreeShape(),
             scripted_skill=skill,
             script_seed=number,

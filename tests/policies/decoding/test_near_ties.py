@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deft_policies.decoding.plan import OUR_KINDS, DraftKind
+from deft_policies.decoding import kinds
+from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.target import VlaTarget
@@ -44,5 +45,5 @@ class BlindTarget(VlaTarget):
 
 def test_a_mistake_is_no_near_tie(folder: Path) -> None:
     bench = Bench(folder / "blind", kind=BlindTarget)
-    flips = [flip for number in range(4) for flip in bench.flips(DraftKind.PREVIOUS, number)]
+    flips = [flip for number in range(4) for flip in bench.flips(kinds.PREVIOUS, number)]
     assert [flip for flip in flips if not flip.is_near_tie] != []

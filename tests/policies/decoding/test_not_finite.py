@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from deft_policies.decoding.methods import METHODS, Method
-from deft_policies.decoding.sampling import Sampling
+from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import NotFiniteError
 from deft_policies.model.kv_cache import KVCache
-from tests.policies.decoding.scripts import Decoding, Session
+from tests.policies.decoding.scripts import METHODS, Decoding, Session
 from tests.policies.decoding.test_passes import DECODER, PROMPTS, random_models
 from tests.tiny_target import ACTIONS
 
@@ -62,7 +61,7 @@ def test_one_logit_that_is_not_finite_withholds_the_action(
 
 @pytest.mark.parametrize("name", ["autoregressive", "lossless"])
 def test_the_same_where_tokens_are_drawn(name: str) -> None:
-    method = next(one for one in METHODS if one.name == name).with_sampling(Sampling(1.0))
+    method = find_method(name).with_sampling(1.0)
     decoder = Decoding(Broken(float("nan"), 1), replace(method, is_guarded=False), random_models())
     with pytest.raises(NotFiniteError):
         decoder.decode(PROMPTS, Session.of(3))

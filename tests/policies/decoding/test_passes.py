@@ -8,17 +8,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft_client.types import DecodeTrace
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method, method_names
-from deft_policies.decoding.methods import AUTOREGRESSIVE, METHODS, Method
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape
+from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method, method_names
+from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.errors import RequestError, UnknownDecodingError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import first_layers
-from tests.policies.decoding.scripts import Decoding, ScriptedDrafts, Session, clock, tokens_of
+from tests.policies.decoding.scripts import (
+    METHODS,
+    Decoding,
+    ScriptedDrafts,
+    Session,
+    clock,
+    tokens_of,
+)
 from tests.tiny_target import (
     LENGTH,
     WIDTH,
@@ -38,7 +45,7 @@ ANSWERS = greedy(DECODER, PROMPTS)
 
 
 def scripted(drafts: ScriptedDrafts, plan: Plan | None = None) -> Decoding:
-    chosen = plan or Plan("scripted", (), (DraftKind.HEAD,))
+    chosen = plan or Plan("scripted", (), (kinds.HEAD,))
     method = replace(find_method("lossless"), plans=(chosen,), is_guarded=False)
     return Decoding(TARGET, method, None, drafts)
 
@@ -164,7 +171,7 @@ def test_predictions_and_margins_are_the_targets_given_what_was_executed() -> No
 
 
 def test_every_guess_names_its_source() -> None:
-    drafts = (DraftKind.PREVIOUS, DraftKind.HEAD, DraftKind.MEDUSA)
+    drafts = (kinds.PREVIOUS, kinds.HEAD, kinds.MEDUSA)
     traces = decode_by(find_method("lossless").with_drafts(drafts))
     named = {source for trace in traces for one in trace.passes for source in one.sources[1:]}
     assert named == {"previous", "head", "medusa"}
@@ -182,7 +189,7 @@ def test_an_unknown_method_lists_the_known_ones() -> None:
 def test_a_method_without_its_draft_head_says_what_is_missing() -> None:
     with pytest.raises(RequestError, match=r"'spec-vla' needs .* not loaded: head"):
         Decoding(TARGET, find_method("spec-vla"))
-    method = find_method("lossless").with_drafts((DraftKind.MEDUSA, DraftKind.RETRIEVAL))
+    method = find_method("lossless").with_drafts((kinds.MEDUSA, kinds.RETRIEVAL))
     with pytest.raises(RequestError, match="medusa, retrieval"):
         Decoding(TARGET, method)
 
@@ -263,7 +270,7 @@ def test_a_plain_round_does_no_more_than_a_pass_of_one_token_needs() -> None:
 
 def test_trees_wider_than_the_cache_has_room_for_are_cut() -> None:
     shape = TreeShape(levels=6, top_k=6, num_guesses=200)
-    method = find_method("lossless").with_drafts((DraftKind.HEAD, DraftKind.MEDUSA))
+    method = find_method("lossless").with_drafts((kinds.HEAD, kinds.MEDUSA))
     traces = decode_by(method.with_shape(shape), num_steps=1)
     assert max(len(one.tokens) for trace in traces for one in trace.passes) <= 64
     assert tokens_of(traces) == greedy(DECODER, random_prompts(DECODER, [2, 5, 3]))

@@ -7,59 +7,91 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from websockets.sync.client import connect
 
 from deft_client.commands.methods import read_method, tomllib, with_knobs
 from deft_client.errors import UsageError
-from deft_policies.decoding.knobs import find_method, method_names
-from deft_policies.decoding.methods import known_methods
-from deft_policies.decoding.plan import Loop, TreeShape, TreeTemplate, source_kinds
+from deft_policies.base import Verdict
+from deft_policies.decoding.kinds import source_kinds
+from deft_policies.decoding.methods import find_method, method_names
+from deft_policies.decoding.plan import Loop, TreeShape
+from deft_policies.decoding.plugins import accept, broken_plugins, find_plugins, load_rule
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.errors import RequestError
+from deft_policies.errors import PolicyError, RequestError
+from deft_policies.families.loading import examine, load_policy
+from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
-from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of
-from tests.policies.decoding.trees import random_scored
+from tests.policies.decoding.scripts import (
+    Decoding,
+    Session,
+    batch_of,
+    limits_of,
+    pass_of,
+    tokens_of,
+)
+from tests.policies.decoding.trees import is_real_path, random_scored, steps_to
 from tests.repository import ROOT
 from tests.tiny_target import fast_target, random_prompts, tiny_decoder
 
 PLUGINS = ROOT / "docs" / "plugins"
 
 
+OLD = ROOT / "tests" / "golden" / "plugin_f28efa1"
+
+
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The package of docs/plugins, as an installer would leave it."""
-    install(tmp_path)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder from which packages are imported, and nothing is left of them afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    for cache in (known_methods, source_kinds):
-        cache.cache_clear()
+    forget_plugins()
+    modules = set(sys.modules)
     yield tmp_path
-    for cache in (known_methods, source_kinds):
+    forget_plugins()
+    for name in set(sys.modules) - modules:
+        if name.endswith(("_rule", "_source")):
+            del sys.modules[name]
+
+
+def forget_plugins() -> None:
+    for cache in (find_plugins, source_kinds, load_rule):
         cache.cache_clear()
-    for name in ("steady_rule", "middle_source"):
-        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def installed(place: Path) -> Path:
+    """The package of docs/plugins, as an installer would leave it."""
+    install(place)
+    return place
 
 
 def install(folder: Path) -> None:
     for module in PLUGINS.glob("*.py"):
         (folder / module.name).write_text(module.read_text())
     project = tomllib.loads((PLUGINS / "pyproject.toml").read_text())["project"]
-    about = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    register(folder, project["name"], project["entry-points"])
+
+
+def register(folder: Path, name: str, groups: Mapping[str, Mapping[str, str]]) -> None:
+    """What an installer writes about a package."""
+    about = folder / f"{name.replace('-', '_')}-0.1.dist-info"
     about.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n"
     (about / "METADATA").write_text(metadata)
-    groups = project["entry-points"].items()
     lines = [
         line
-        for group, names in groups
+        for group, names in groups.items()
         for line in (f"[{group}]", *(f"{name} = {value}" for name, value in names.items()))
     ]
     (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    forget_plugins()
 
 
 def test_each_plugin_is_short() -> None:
@@ -88,7 +120,7 @@ def test_the_page_names_what_rules_and_sources_are_given() -> None:
     tree = DraftTree.root_only(batch.tokens[:, 0])
     batch.last = pass_of(tree, tree.tokens, [0], tree.tokens)
     checked = 0
-    for heading, value in (("| of `scored` |", scored), ("| of `batch` |", batch)):
+    for heading, value in (("| of `scored` | axes", scored), ("| of `batch` | axes", batch)):
         for line in page.split(heading)[1].split("\n\n")[0].splitlines()[2:]:
             for name in re.findall(r"`([\w.]+)(?:\([^`]*\))?`", line.split("|")[1]):
                 if not name.startswith("."):
@@ -96,8 +128,191 @@ def test_the_page_names_what_rules_and_sources_are_given() -> None:
                     checked += 1
     assert checked >= 25
     for name in ("roots", "depth", "widest", "shape"):
-        assert f"`room.{name}`" in page
-        assert hasattr(room_of(batch), name)
+        assert f"`limits.{name}`" in page
+        assert hasattr(limits_of(batch), name)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_probability_rule_judges_each_node_by_what_was_said_at_its_parent(
+    installed: Path, seed: int
+) -> None:
+    """Against plain Python, one node at a time."""
+    rule, scored = find_method("likely:share=0.4").rule, random_scored(seed)
+    accepted = rule.accepts(scored)
+    for row in range(len(accepted)):
+        for node in range(scored.tree.num_nodes):
+            fine = is_real_path(scored, row, node)
+            for step in steps_to(scored, row, node):
+                odds = scored.scores.logits[row, step.parent, 20:60].softmax(dim=0)
+                is_likely = step.is_action and odds[step.drafted - 20] >= 0.4 * odds.max()
+                fine = fine and bool(step.is_equal or is_likely)
+            assert bool(accepted[row, node]) == fine
+
+
+def test_the_page_shows_the_rule_that_the_package_holds() -> None:
+    shown = (ROOT / "docs" / "plugins.md").read_text().split("A rule by probability, complete:")[1]
+    lines = [line.strip() for line in shown.split("```")[1].splitlines()[2:]]
+    assert all(line in (PLUGINS / "likely_rule.py").read_text() for line in lines)
+    assert len(lines) == 2
+
+
+def test_the_code_of_the_page_compares_a_source_with_plain_decoding(installed: Path) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    code = page.split("## How to test one")[1].split("```python")[1].split("```")[0]
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 3), dtype=np.uint8)
+    known: dict[str, Any] = {
+        "CHECKPOINT": str(ROOT / "tests/golden/tiny_openvla"),
+        "KEY": "libero_spatial",
+        "images": list(pictures),
+    }
+    exec(code, known)
+    used = {name for one in known["drafted"] for a_pass in one.passes for name in a_pass.sources}
+    assert used == {"", "middle", "previous"}
+
+
+def test_a_plugin_of_f28efa1_still_runs(place: Path) -> None:
+    for module in OLD.glob("*.py"):
+        (place / module.name).write_text(module.read_text())
+    groups = {
+        "deft.acceptance_rules": {"steady": "steady_rule:SteadyRule"},
+        "deft.draft_sources": {"middle": "middle_source:MiddleSource"},
+    }
+    register(place, "steady-robot", groups)
+    decoder, session = tiny_decoder(), Session.of(2)
+    drafted = Decoding(fast_target(decoder), find_method("steady:drafts=middle"))
+    traces = drafted.decode(random_prompts(decoder, [2, 5], 0), session)
+    assert {name for one in traces[0].passes for name in one.sources} == {"", "middle"}
+
+
+RULE = """
+from dataclasses import dataclass
+from deft_policies.decoding.acceptance.rule import AcceptanceRule
+
+@dataclass(frozen=True)
+class Rule(AcceptanceRule):
+    {field}
+    def accepts(self, scored):
+        return {answer}
+"""
+
+
+def add_rule(place: Path, answer: str = "scored.is_equal", field: str = "") -> None:
+    (place / "mass_rule.py").write_text(RULE.format(answer=answer, field=field))
+    register(place, "mass-robot", {"deft.acceptance_rules": {"mass": "mass_rule:Rule"}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "field", "message"),
+    [
+        (
+            "scored.is_equal[:, 1:]",
+            "",
+            r"accepts must answer bool .*here \[2, 5\], got",
+        ),
+        ("scored.entropy", "", "accepts must answer bool .*float32"),
+        ("scored.is_equal", "tau: float", "TypeError: .*missing 1 required .*'tau'"),
+        ("scored.no_such", "", "AttributeError: .*no_such"),
+    ],
+)
+def test_a_broken_rule_is_refused_by_the_name_of_its_plugin(
+    place: Path, answer: str, field: str, message: str
+) -> None:
+    add_rule(place, answer, field)
+    with pytest.raises(RequestError, match=rf"plugin mass-robot \(mass_rule:Rule\): {message}"):
+        find_method("mass")
+    assert find_method("lossless").name == "lossless"
+    assert [one for one in broken_plugins() if "mass-robot" in one]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("mass_rule:Nope", "AttributeError: .*Nope"),
+        ("no_such_module:Rule", "ModuleNotFoundError: .*no_such_module"),
+        ("json:dumps", "TypeError"),
+        ("builtins:dict", "must make an AcceptanceRule, got dict"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_stops_nobody_else(
+    place: Path, value: str, message: str
+) -> None:
+    add_rule(place)
+    register(place, "other-robot", {"deft.acceptance_rules": {"other": value}})
+    with pytest.raises(RequestError, match=rf"plugin other-robot \({value}\): {message}"):
+        find_method("other")
+    assert find_method("mass:guard=off").name == "mass:guard=off"
+    options = ModelOptions(random_weights="small")
+    policy = load_policy(options)
+    assert "mass" in policy.info.decoding_methods
+    assert "other" not in policy.info.decoding_methods
+    found = [one for one in examine(options) if one.subject == "plugins"]
+    assert [one.verdict for one in found] == [Verdict.DOUBTFUL]
+    assert "other-robot" in found[0].text
+
+
+def test_a_rule_that_fails_while_it_runs_is_named(place: Path) -> None:
+    add_rule(place, "scored.is_equal if scored.context.num_steps[0] == 0 else 1 / 0")
+    rule, scored = find_method("mass").rule, random_scored(0)
+    with pytest.raises(PolicyError, match=r"plugin mass-robot .*ZeroDivisionError"):
+        accept(rule, scored)
+
+
+SOURCE = """
+import torch
+from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource
+
+class Source(DraftSource):
+    kind, needs, capturable = "{kind}", frozenset({{MEMORY}}), True
+
+    def __init__(self, target):
+        self.target = target
+
+    def draft(self, batch, limits):
+        tokens = torch.zeros(batch.num_rows, 1, limits.depth, dtype=torch.int64)
+        known = torch.ones_like(tokens, dtype=torch.bool)
+        return {answer}
+"""
+
+
+def add_source(place: Path, answer: str, kind: str = "odd") -> Decoding:
+    (place / "odd_source.py").write_text(SOURCE.format(answer=answer, kind=kind))
+    register(place, "odd-robot", {"deft.draft_sources": {"odd": "odd_source:Source"}})
+    return Decoding(fast_target(tiny_decoder()), find_method("lossless:drafts=odd"))
+
+
+def test_a_source_with_another_name_is_refused_before_anything_is_decoded(place: Path) -> None:
+    with pytest.raises(RequestError, match=r"plugin odd-robot .*whose kind is 'odd'"):
+        add_source(place, "Chains(tokens, known)", kind="even")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("Chains(tokens + 10**6, known)", "guessed token 1000000"),
+        ("Chains(tokens[:, 0], known[:, 0])", r"tokens must be \[row, chain, step\]"),
+        ("Chains(tokens.float(), known)", "tokens must be int64"),
+        ("Chains(tokens, known[:, :, 1:])", "all must have the shape of tokens"),
+        ("tokens", "must return Chains or a DraftTree"),
+        ("self.target.no_such", "AttributeError"),
+    ],
+)
+def test_a_source_that_guesses_what_nobody_can_read_is_named(
+    place: Path, answer: str, message: str
+) -> None:
+    drafted = add_source(place, answer)
+    prompts = random_prompts(tiny_decoder(), [2, 5], 0)
+    with pytest.raises(PolicyError, match=rf"plugin odd-robot \(odd_source:Source\): .*{message}"):
+        drafted.decode(prompts, Session.of(2))
+
+
+def test_tokens_beyond_the_vocabulary_change_no_exact_answer(place: Path) -> None:
+    """Only the first draft is looked at: a later one must do no harm."""
+    wrong = "Chains(tokens + 10**6 * int(batch.last is not None), known)"
+    drafted, decoder = add_source(place, wrong), tiny_decoder()
+    plain = Decoding(fast_target(decoder), find_method("autoregressive"))
+    prompts = random_prompts(decoder, [2, 5], 0)
+    answers = [tokens_of(one.decode(prompts, Session.of(2))) for one in (plain, drafted)]
+    assert answers[0] == answers[1]
 
 
 def test_without_the_package_its_names_are_unknown() -> None:
@@ -124,7 +339,7 @@ def test_knobs_reach_the_rule_and_the_method() -> None:
     assert (fly.theta, fly.window, fly.gate) == (0.5, 3, False)  # type: ignore[attr-defined]
     lvspec = find_method("lvspec:share=0.4,num_patches=5,shift_tolerant=off,tree=branches:2+6")
     assert str(lvspec.rule).startswith("VisualRelevance(num_patches=5, share=0.4, shift_tolerant=F")
-    assert lvspec.plans[0].shape == TreeShape.of_template(TreeTemplate.branches(2, 6))
+    assert lvspec.plans[0].shape == TreeShape.branches(2, 6)
     assert find_method("lvspec:shift_cap=none").rule.shift_cap is None  # type: ignore[attr-defined]
     deft = find_method("deft:rule.move=1.5,cap=12").rule
     assert (deft.rule.move, deft.cap) == (1.5, 12)  # type: ignore[attr-defined]
@@ -139,11 +354,10 @@ def test_knobs_reach_the_rule_and_the_method() -> None:
 
 
 def test_the_tree_of_eagle_has_25_guesses_on_5_levels() -> None:
-    template = find_method("lossless:tree=eagle").plans[0].shape.template
-    assert template == find_method("specvlm").plans[0].shape.template
-    assert template is not None
+    template = find_method("lossless:tree=eagle").plans[0].shape
+    assert template == find_method("specvlm").plans[0].shape
     assert [len(template.level(depth)) for depth in range(1, 6)] == [4, 8, 8, 3, 2]
-    assert template.num_inner == 11
+    assert template.num_open == 11
 
 
 @pytest.mark.parametrize(
@@ -270,9 +484,9 @@ def test_a_tree_of_too_many_paths_is_refused_before_it_is_built(tree):
     with pytest.raises(RequestError, match="256"):
         find_method(f"lossless:tree={tree}")
     with pytest.raises(ValueError, match="256"):
-        TreeTemplate.harmonic(10**6, 10**6)
+        TreeShape.template(10**6, 10**6)
     with pytest.raises(ValueError, match="256"):
-        TreeTemplate.branches(10**6, 10**6)
+        TreeShape.branches(10**6, 10**6)
 
 
 def test_a_knob_that_is_given_twice_is_refused():

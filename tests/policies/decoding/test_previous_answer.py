@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
 from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.drafts.previous_answer import Alignment
 from deft_policies.decoding.engine import Engine
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.previous_answer import Alignment
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory

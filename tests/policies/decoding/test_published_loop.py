@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.distance import WithinIds
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.target import Prompts, Scores
 from deft_policies.decoding.tree import DraftTree

@@ -14,18 +14,17 @@ import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import METHODS, Method
-from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
-from deft_policies.decoding.retrieval import RetrievalIndex, frame_keys
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.launches import LaunchCounter, UncountedRunner
-from tests.policies.decoding.scripts import clock
+from tests.policies.decoding.scripts import METHODS, clock
 from tests.tiny_target import ACTIONS, LENGTH, WIDTH, greedy, random_prompts, tiny_decoder
 
 MOST_PER_ROUND = 12  # the launch of the recording and the read of what it says among them
@@ -132,7 +131,7 @@ def small(name: str) -> Method:
     method = replace(find_method(name), is_guarded=False)
     shape = method.plans[0].shape
     if shape.template is not None:
-        return method.with_shape(TreeShape.of_template(TreeTemplate.branches(2, 2)))
+        return method.with_shape(TreeShape.branches(2, 2))
     sizes = (min(shape.levels, 2), min(shape.top_k, 2), min(shape.num_guesses, 5))
     smaller = TreeShape(*sizes, is_full_depth=shape.is_full_depth)
     return method.with_shape(smaller) if method.plans[0].kinds else method

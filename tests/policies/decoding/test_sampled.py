@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deft_policies.decoding import judge as judging
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import (
     ActionContext,
     ActionSpace,
@@ -15,12 +16,19 @@ from deft_policies.decoding.acceptance.rule import (
 from deft_policies.decoding.batch import Form
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.judge import Accepted, judge, predict
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind, TreeShape, TreeTemplate
-from deft_policies.decoding.sampling import Sampling, Stream, exponential, target_odds, uniform
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.sampling import (
+    ANSWER,
+    COIN,
+    DRAFT,
+    exponential,
+    noise_keys,
+    target_odds,
+    uniform,
+)
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, DrawnOdds, TokenRange
+from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import RequestError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, head_sizes
@@ -39,7 +47,7 @@ from tests.tiny_target import (
 NUM_DRAWS = 20_000
 NUM_TOKENS = 12
 # Three drafts of the next token, two behind the first of them, one behind that.
-TREE = TreeShape.of_template(TreeTemplate(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))))
+TREE = TreeShape.of_paths(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 # The 99.9% quantiles of chi-square for 11 and for 9 * 11 degrees of freedom.
 BOUND_11 = 31.26
 BOUND_99 = 148.23
@@ -69,7 +77,7 @@ def scored_chains(tokens: torch.Tensor, odds: torch.Tensor | None) -> ScoredTree
     every = torch.cat((torch.zeros(num_rows, 1, dtype=torch.int64), tokens), dim=1)
     places = torch.arange(3).expand(num_rows, -1)
     fields = (every, places - 1, places >= 0, torch.zeros(num_rows, 3), places)
-    tree = DraftTree(*fields, drawn=None if odds is None else DrawnOdds(odds, 0))
+    tree = DraftTree(*fields, odds=odds)
     contexts = torch.cat((torch.full((num_rows, 1), NUM_TOKENS), tokens), dim=1)
     logits = target[contexts]
     space = SpaceTensors.of((ActionSpace.in_bins(3),), CPU)
@@ -107,7 +115,7 @@ class Sampler:
 
 
 def sampler(temperature: float, num_rows: int, seed: int) -> Sampler:
-    method = find_method("ratio-test").with_sampling(Sampling(temperature))
+    method = find_method("ratio-test").with_sampling(temperature)
     keys = torch.arange(num_rows) * 7919 + seed * 1_000_003
     return Sampler(method, keys)
 
@@ -174,9 +182,9 @@ def test_fixed_guesses_keep_the_targets_odds(temperature: float) -> None:
 @pytest.mark.parametrize(
     "drafts",
     [
-        (DraftKind.PREVIOUS,),
-        (DraftKind.HEAD,),
-        (DraftKind.EXTRAPOLATION, DraftKind.NGRAM, DraftKind.RECYCLED, DraftKind.HEAD),
+        (kinds.PREVIOUS,),
+        (kinds.HEAD,),
+        (kinds.EXTRAPOLATION, kinds.NGRAM, kinds.RECYCLED, kinds.HEAD),
     ],
 )
 def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[str, ...]) -> None:
@@ -185,10 +193,9 @@ def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[str, 
     target = fast_target(decoder)
     torch.manual_seed(0)
     head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
-    sampling = Sampling(temperature=0.7, seed=9)
-    method = find_method("lossless").with_drafts(drafts).with_sampling(sampling)
+    method = find_method("lossless").with_drafts(drafts).with_sampling(0.7, seed=9)
     drafted = Decoding(target, method, DraftModels(head=head))
-    plain = Decoding(target, find_method("autoregressive").with_sampling(sampling))
+    plain = Decoding(target, find_method("autoregressive").with_sampling(0.7, seed=9))
     session, alone = Session.of(3), Session.of(3)
     saved = 0
     for step in range(6):
@@ -197,7 +204,7 @@ def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[str, 
         traces = drafted.decode(prompts, session)
         assert tokens_of(traces) == expected
         saved += sum(LENGTH - trace.num_passes for trace in traces)
-    assert saved > 0 or drafts == (DraftKind.HEAD,)
+    assert saved > 0 or drafts == (kinds.HEAD,)
 
 
 def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
@@ -208,7 +215,7 @@ def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
     prompts = random_prompts(decoder, [2, 5])
     runs = []
     for seed in (1, 1, 2):
-        method = find_method("ratio-test").with_sampling(Sampling(3.0, seed))
+        method = find_method("ratio-test").with_sampling(3.0, seed)
         drawn = Decoding(target, method, DraftModels(head=head))
         session = Session.of(2)
         traces = [drawn.decode(prompts, session) for _ in range(4)]
@@ -220,7 +227,7 @@ def test_drawn_chains_run_end_to_end_and_repeat_with_their_seed() -> None:
 
 def test_relaxed_methods_refuse_to_sample() -> None:
     with pytest.raises(RequestError, match="cannot sample"):
-        find_method("deft").with_sampling(Sampling(0.5))
+        find_method("deft").with_sampling(0.5)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
@@ -235,8 +242,8 @@ def test_several_drafts_of_one_token_keep_the_targets_odds(temperature: float) -
     tokens = torch.cat((torch.zeros(NUM_DRAWS, 1, dtype=torch.int64), drafts), dim=1)
     parents = torch.tensor([-1, 0, 0, 0]).expand(NUM_DRAWS, -1)
     blank = torch.zeros(NUM_DRAWS, 4)
-    drawn = DrawnOdds(odds.expand(NUM_DRAWS, -1, -1), 0)
-    tree = DraftTree(tokens, parents, parents >= -1, blank, parents, drawn=drawn)
+    every = odds.expand(NUM_DRAWS, -1, -1)
+    tree = DraftTree(tokens, parents, parents >= -1, blank, parents, odds=every)
     contexts = torch.cat((torch.full((NUM_DRAWS, 1), NUM_TOKENS), drafts), dim=1)
     logits = target[contexts]
     scored = replace(
@@ -272,7 +279,7 @@ def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
     parents = torch.tensor([-1, 0, 0, 0]).expand(num_draws, -1)
     odds = torch.stack((q * 0, q, q, q)).expand(num_draws, -1, -1)
     blank = torch.zeros(num_draws, 4)
-    tree = DraftTree(tokens, parents, parents >= -1, blank, parents, drawn=DrawnOdds(odds, 0))
+    tree = DraftTree(tokens, parents, parents >= -1, blank, parents, odds=odds)
     logits = p.log().expand(num_draws, 4, -1)
     scored = replace(
         scored_chains(drafts[:, :2], None),
@@ -298,7 +305,7 @@ def test_the_token_behind_accepted_drafts_is_drawn_with_the_noise_of_its_own_pos
     behind = p[drafts[:, 1]]
     assert (accepted.num == 2).all()
     places = torch.arange(3).expand(100, -1)
-    noise = exponential(drawn.keys, Stream.ANSWER, places, NUM_TOKENS)
+    noise = exponential(drawn.keys, ANSWER, places, NUM_TOKENS)
     assert torch.equal(accepted.bonus, (behind / noise[:, 2]).argmax(dim=1))
     assert not torch.equal(accepted.bonus, (behind / noise[:, 0]).argmax(dim=1))
 
@@ -330,8 +337,8 @@ def exact_odds(
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(DraftKind.HEAD, id="head"),
-        pytest.param(DraftKind.SMALL_MODEL, id="small-model", marks=pytest.mark.long(seconds=21)),
+        pytest.param(kinds.HEAD, id="head"),
+        pytest.param(kinds.SMALL_MODEL, id="small-model", marks=pytest.mark.long(seconds=21)),
     ],
 )
 def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape) -> None:
@@ -340,7 +347,7 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape
     target = fast_target(decoder)
     torch.manual_seed(0)
     head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
-    method = find_method("ratio-test").with_sampling(Sampling(temperature, seed=4))
+    method = find_method("ratio-test").with_sampling(temperature, seed=4)
     models = DraftModels(head=head, small_model=fast_target(first_layers(decoder, 1)))
     drawn = Decoding(target, method.with_drafts((kind,)).with_shape(shape), models)
     one = random_prompts(decoder, [3])
@@ -374,14 +381,14 @@ def test_the_noise_of_drafts_and_of_answers_never_meets() -> None:
     """Seen for real: one seed for both, and the target drew the draft's token a position later."""
     draws = [(session, number) for session in (0, 1, 2**62) for number in (0, 1, 1_000_003)]
     found = [
-        uniform(Sampling(1.0, seed).keys(draws, CPU), stream, torch.arange(4).expand(9, -1), 3)
+        uniform(noise_keys(seed, draws, CPU), stream, torch.arange(4).expand(9, -1), 3)
         for seed in range(3)
-        for stream in Stream
+        for stream in (ANSWER, COIN, DRAFT)
     ]
     assert len(set(torch.stack(found).flatten().tolist())) == 9 * 9 * 4 * 3
 
 
-@pytest.mark.parametrize("kind", [DraftKind.HEAD, DraftKind.SMALL_MODEL])
+@pytest.mark.parametrize("kind", [kinds.HEAD, kinds.SMALL_MODEL])
 def test_a_frame_is_answered_alike_whatever_was_decoded_before_it_and_beside_it(
     kind: str,
 ) -> None:
@@ -391,7 +398,7 @@ def test_a_frame_is_answered_alike_whatever_was_decoded_before_it_and_beside_it(
     torch.manual_seed(0)
     head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     models = DraftModels(head=head, small_model=fast_target(first_layers(decoder, 1)))
-    method = find_method("ratio-test").with_drafts((kind,)).with_sampling(Sampling(3.0, 1))
+    method = find_method("ratio-test").with_drafts((kind,)).with_sampling(3.0, 1)
 
     def answer(before: int, beside: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         drawn = Decoding(target, method, models)
@@ -414,7 +421,7 @@ def test_a_frame_is_answered_alike_whatever_was_decoded_before_it_and_beside_it(
 
 def test_fresh_sessions_draw_different_noise() -> None:
     decoder = tiny_decoder()
-    method = find_method("lossless").with_sampling(Sampling(3.0, 1))
+    method = find_method("lossless").with_sampling(3.0, 1)
     drawn = Decoding(fast_target(decoder), method)
     prompts = random_prompts(decoder, [4], seed=4)
     form = Form.action(ActionSpace.in_bins(LENGTH))

@@ -4,8 +4,8 @@ import torch
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Form
 from deft_policies.decoding.judge import predict
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.sampling import Sampling, Stream, first_maximum, uniform
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.sampling import ANSWER, COIN, DRAFT, first_maximum, noise_keys, uniform
 from deft_policies.decoding.target import Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
@@ -29,10 +29,10 @@ def test_the_first_of_equal_maxima_is_taken() -> None:
     assert first_maximum(torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 0.0]])).tolist() == [1, 0]
 
 
-def drawn(sampling: Sampling, draws: list[tuple[int, int]], places: torch.Tensor) -> torch.Tensor:
+def drawn(temperature: float, draws: list[tuple[int, int]], places: torch.Tensor) -> torch.Tensor:
     """Tokens [row, place] by the odds of LOGITS."""
-    method = find_method("autoregressive").with_sampling(sampling)
-    keys = sampling.keys(draws, CPU)
+    method = find_method("autoregressive").with_sampling(temperature)
+    keys = noise_keys(3, draws, CPU)
     root = torch.zeros(places.shape, dtype=torch.int64)
     tokens = [
         predict(
@@ -52,7 +52,7 @@ def drawn(sampling: Sampling, draws: list[tuple[int, int]], places: torch.Tensor
 def test_draws_follow_the_softmax_of_logits_over_temperature(temperature: float) -> None:
     """Chi-square over 4,000 draws: 18.5 is the 99.9th percentile at four degrees of freedom."""
     num_draws = 4_000
-    draws = drawn(Sampling(temperature, seed=3), [(0, 0)], torch.arange(num_draws)[None])
+    draws = drawn(temperature, [(0, 0)], torch.arange(num_draws)[None])
     expected = torch.softmax(LOGITS / temperature, dim=0) * num_draws
     observed = torch.bincount(draws.flatten(), minlength=5)
     assert float(((observed - expected) ** 2 / expected).sum()) < 18.5
@@ -62,7 +62,7 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     model = tiny_model()
     prompts = random_prompts(model, [4, 6, 2])
     target = Target(model.decoder, model.config.vocabulary.tokens)
-    sampled = find_method("autoregressive").with_sampling(Sampling(1.5, seed=11))
+    sampled = find_method("autoregressive").with_sampling(1.5, seed=11)
     form = Form.action(ActionSpace.in_bins(7))
 
     def decode(rows: list[int]) -> list[tuple[int, ...]]:
@@ -79,13 +79,13 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
 
 def test_a_negative_temperature_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature must be 0 or more"):
-        Sampling(-0.1)
+        find_method("lossless").with_sampling(-0.1)
 
 
 def test_sessions_draw_independently_under_one_seed() -> None:
     """A first action, drawn by a thousand sessions: as many draws as by one session's thousand."""
     rows = [(session, 0) for session in range(1000)]
-    draws = drawn(Sampling(1.0, seed=3), rows, torch.zeros(1000, 1, dtype=torch.int64))
+    draws = drawn(1.0, rows, torch.zeros(1000, 1, dtype=torch.int64))
     expected = torch.softmax(LOGITS, dim=0) * 1000
     observed = torch.bincount(draws.flatten(), minlength=5)
     assert float(((observed - expected) ** 2 / expected).sum()) < 18.5
@@ -93,15 +93,15 @@ def test_sessions_draw_independently_under_one_seed() -> None:
 
 def test_noise_is_what_it_was_in_any_process() -> None:
     """Known numbers: a replica or a later version must draw them, too."""
-    keys = Sampling(1.0, seed=7).keys([(0, 0), (2**63 - 1, 5)], CPU)
+    keys = noise_keys(7, [(0, 0), (2**63 - 1, 5)], CPU)
     places = torch.tensor([[0, 9], [0, 9]])
-    found = uniform(keys, Stream.ANSWER, places, 2)
+    found = uniform(keys, ANSWER, places, 2)
     assert found.flatten().tolist() == pytest.approx(KNOWN, abs=1e-8)
 
 
-@pytest.mark.parametrize("stream", list(Stream))
-def test_noise_is_uniform_and_no_two_numbers_have_to_do_with_each_other(stream: Stream) -> None:
-    keys = Sampling(1.0, seed=1).keys([(0, number) for number in range(40)], CPU)
+@pytest.mark.parametrize("stream", [ANSWER, COIN, DRAFT])
+def test_noise_is_uniform_and_no_two_numbers_have_to_do_with_each_other(stream: int) -> None:
+    keys = noise_keys(1, [(0, number) for number in range(40)], CPU)
     numbers = uniform(keys, stream, torch.arange(20).expand(40, -1), 500)
     flat = numbers.flatten()
     shares = torch.histc(flat, 10, 0.0, 1.0) / len(flat)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import CapturedRunner

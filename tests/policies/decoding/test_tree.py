@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deft_policies.decoding.drafts import Chains, _cut, _trimmed, from_here, merge
-from deft_policies.decoding.plan import DraftKind, source_number
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding import kinds
+from deft_policies.decoding.drafts import Chains, remaining_tokens
+from deft_policies.decoding.kinds import source_number
+from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.memory import SessionMemory
-from tests.policies.decoding.scripts import batch_of, room_of
+from tests.policies.decoding.scripts import batch_of, limits_of
 from tests.policies.decoding.trees import num_real, paths_of, random_tree
 from tests.tiny_target import LENGTH, path_to
 
@@ -18,9 +19,9 @@ from tests.tiny_target import LENGTH, path_to
 def merged(guesses: Chains, kind: str, counts: list[int], roots: list[int]) -> DraftTree:
     """The tree of whole actions [row, chain, position], of which so much is committed."""
     batch = batch_of([SessionMemory()] * len(counts), [[0] * count for count in counts])
-    room = room_of(batch, roots=torch.tensor(roots))
-    chains = from_here(batch, guesses.tokens, guesses.is_known, room)
-    return merge([(kind, chains)], room.roots, room, trims=False)
+    limits = limits_of(batch, roots=torch.tensor(roots))
+    chains = remaining_tokens(batch, guesses.tokens, guesses.is_known, limits)
+    return merge([(kind, chains)], limits, trims=False)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -50,15 +51,15 @@ def chains(tokens: list[list[list[int]]], known: list[list[list[bool]]] | None =
 
 def test_one_chain_becomes_a_chain_of_what_is_still_open() -> None:
     guesses = chains([[[10, 11, 12, 13, 14, 15, 16]]])
-    tree = merged(guesses, DraftKind.PREVIOUS, [2], [99])
+    tree = merged(guesses, kinds.PREVIOUS, [2], [99])
     assert tree.tokens.tolist() == [[99, 12, 13, 14, 15]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
-    assert tree.sources[0].tolist() == [-1] + [source_number(DraftKind.PREVIOUS)] * 4
+    assert tree.sources[0].tolist() == [-1] + [source_number(kinds.PREVIOUS)] * 4
 
 
 def test_chains_that_start_alike_share_their_nodes() -> None:
     guesses = chains([[[1, 2, 3, 4, 5, 6, 0], [1, 2, 9, 4, 5, 6, 0], [1, 2, 3, 4, 5, 6, 0]]])
-    tree = merged(guesses, DraftKind.RETRIEVAL, [0], [7])
+    tree = merged(guesses, kinds.RETRIEVAL, [0], [7])
     assert paths_of(tree, 0) == {
         *[(1, 2, 3, 4, 5, 6)[:n] for n in range(1, 7)],
         *[(1, 2, 9, 4, 5, 6)[:n] for n in range(3, 7)],
@@ -71,7 +72,7 @@ def test_a_chain_ends_where_it_stops_knowing() -> None:
         [[[1, 2, 3, 4, 5, 6, 0], [1, 2, 3, 4, 5, 6, 0]]],
         [[[True, True, False, True, True, True, True], [True] * 4 + [False] * 3]],
     )
-    tree = merged(guesses, DraftKind.RETRIEVAL, [0], [7])
+    tree = merged(guesses, kinds.RETRIEVAL, [0], [7])
     assert paths_of(tree, 0) == {(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)}
 
 
@@ -84,7 +85,7 @@ def test_merging_loses_no_guess_and_makes_none_up(seed: int) -> None:
         torch.rand(shape, generator=torch.Generator().manual_seed(seed + 99)) < 0.9,
     )
     committed = [rng.randrange(0, 5) for _ in range(3)]
-    tree = merged(guesses, DraftKind.NGRAM, committed, [7, 7, 7])
+    tree = merged(guesses, kinds.NGRAM, committed, [7, 7, 7])
     for row, start in enumerate(committed):
         expected = set()
         for chain in range(shape[1]):
@@ -116,7 +117,7 @@ def test_joined_trees_keep_their_shapes_side_by_side() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_trimming_drops_padding_and_nothing_else(seed: int) -> None:
     tree = random_tree(random.Random(seed), 2, 14)
-    smaller = _trimmed(tree)
+    smaller = tree.without_padding()
     assert bool(smaller.is_real.any(dim=0).all())
     for row in range(2):
         assert paths_of(smaller, row) == paths_of(tree, row)
@@ -124,7 +125,7 @@ def test_trimming_drops_padding_and_nothing_else(seed: int) -> None:
 
 def test_a_tree_too_wide_loses_its_last_nodes() -> None:
     tree = random_tree(random.Random(0), 2, 14)
-    assert _cut(tree, 20) is tree
-    smaller = _cut(tree, 6)
+    assert tree.first_nodes(20) is tree
+    smaller = tree.first_nodes(6)
     assert smaller.tokens.tolist() == tree.tokens[:, :6].tolist()
     assert paths_of(smaller, 0) <= paths_of(tree, 0)

@@ -85,7 +85,7 @@ def judged(
     scored: ScoredTree, rule: AcceptanceRule, tie_break: TieBreak, loop: Loop = Loop.LEAN
 ) -> Accepted:
     """The path that is committed greedily; none is longer than an action."""
-    method = Method("test", "", rule, (), tie_break, loop=loop)
+    method = Method("test", rule, (), tie_break, loop=loop)
     keys = torch.zeros_like(scored.num_committed)
     steps = max(1, min(scored.tree.num_nodes, LENGTH))
     return judge(method, scored, keys, None, steps)

@@ -13,8 +13,7 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.checkpoint.draft_heads import save_medusa
-from deft_policies.decoding.methods import METHODS
-from deft_policies.decoding.retrieval import RetrievalIndex, save_index
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.families.loading import load_float32_twin, load_policy
 from deft_policies.families.options import ModelOptions, add_flags, read_flags
@@ -22,6 +21,7 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.formats import Precision, Quantization
 from tests import golden
+from tests.policies.decoding.scripts import METHODS
 
 OPTIONS = ModelOptions(
     checkpoint=str(golden.TINY_OPENVLA),

@@ -8,10 +8,10 @@ import pytest
 
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
-from deft_policies.decoding.methods import METHODS
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from tests.launches import LaunchCounter, UncountedRunner
+from tests.policies.decoding.scripts import METHODS
 from tests.policies.families.test_captured_serving import RESERVE, policy_on
 
 MOST_PER_ROUND = 12  # the launch of the recording and the read of what it says among them

@@ -10,11 +10,11 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
+from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.lane import Maker
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind
 from deft_policies.decoding.target import Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.openvla import OpenVLA
@@ -122,7 +122,7 @@ def test_where_one_frame_cannot_start_none_does() -> None:
             def fail(method: Method) -> DraftSource:
                 raise RequestError("drafts", "no n-grams today")
 
-            return super().makers(target) | {DraftKind.NGRAM: fail}
+            return super().makers(target) | {kinds.NGRAM: fail}
 
     model = tiny_policy().token_model
     assert isinstance(model, OpenVLA)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deft_client.image_chain import ImageChain
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import Batch, Form, Row
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import find_method
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.image import ImageProcessor

@@ -17,7 +17,7 @@ from deft_client.libero.results.store import ResultsStore, RunResults, load_run,
 from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
 from scripts.predict_gpu import action_ms
 from scripts.reproduce.__main__ import main

@@ -1,19 +1,21 @@
 """Rules that ask how sure the target is of a token, and how much of it depends on the image."""
 
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class TopK(AcceptanceRule):
     """d is among the k likeliest action tokens of the target (SpecDec, Xia et al. 2022)."""
 
-    k: int
+    k: int = 5
 
     def __post_init__(self) -> None:
         _at_least_one("k", self.k)
@@ -30,8 +32,8 @@ class TopK(AcceptanceRule):
 class NearTop(AcceptanceRule):
     """d is among the n likeliest and p(d) >= max p - delta (TensorRT-LLM's relaxed acceptance)."""
 
-    n: int
-    delta: float
+    n: int = 10
+    delta: float = 0.6
 
     def __post_init__(self) -> None:
         _at_least_one("n", self.n)
@@ -55,9 +57,9 @@ class EntropyRadius(AcceptanceRule):
     right; where many bins are as good as each other, a wider miss means nothing.
     """
 
-    low: int
-    high: int
-    full: float
+    low: int = 1
+    high: int = 15
+    full: float = 0.5
 
     def __post_init__(self) -> None:
         if self.full <= 0:
@@ -82,15 +84,19 @@ class DeferredWindow(AcceptanceRule):
     Without the gate every miss is deferred; with a window of 0 the gate alone decides (FLy-).
 
     FLy waits W tokens to see whether the target corrects itself, and rejects a miss whose window
-    runs off the draft. An action has seven tokens, so the window is clipped to what is left of it:
-    only a draft that stops short of the action's end makes a miss fail for want of evidence.
-    `cap`, if given, also bounds |d - t|; FLy has no such bound.
+    runs off the draft: j + W > K. An action has seven tokens, so the window ends where the action
+    does; `clip=False` is the paper to the letter. `cap`, if given, also bounds |d - t| of action
+    tokens; FLy has no such bound. With `text`, words of a text are relaxed, too.
     """
 
-    theta: float
-    window: int
+    theta: float = 0.3
+    window: int = 6
     cap: int | None = None
     gate: bool = True
+    clip: bool = True
+    text: bool = False
+
+    radius_field = "cap"
 
     @property
     def needs_space(self) -> bool:
@@ -99,11 +105,11 @@ class DeferredWindow(AcceptanceRule):
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Every miss on the path gated, and its window on the path clean."""
-        gated = scored.is_relaxable
+        gated = scored.relaxable(self.text)
         if self.gate:
             gated = gated & (scored.whole_entropy >= self.theta)
         if self.cap is not None:
-            gated = gated & (scored.deviations.abs() <= self.cap)
+            gated = gated & _within(scored, self.cap, self.text)
         missed = ~scored.is_equal & (scored.tree.parents >= 0)
         return scored.whole_paths(~missed | gated) & self._windows_clean(scored, missed)
 
@@ -111,8 +117,9 @@ class DeferredWindow(AcceptanceRule):
         """True where every miss on the node's path has its window on that path, without a miss."""
         depths = scored.tree.depths()
         ancestors = scored.tree.ancestor_mask()
-        deepest = scored.deepest
-        window_end = torch.minimum(depths + self.window, deepest.unsqueeze(1))
+        window_end = depths + self.window
+        if self.clip:
+            window_end = window_end.minimum(scored.deepest.unsqueeze(1))
         too_short = window_end.unsqueeze(1) > depths.unsqueeze(2)  # [row, node, miss]
         # later[row, miss, node]: node lies inside the miss's window and is itself a miss.
         later = (depths.unsqueeze(1) > depths.unsqueeze(2)) & missed.unsqueeze(1)
@@ -122,10 +129,6 @@ class DeferredWindow(AcceptanceRule):
         # candidates that are on the path and are misses themselves matter.
         relevant = ancestors & missed.unsqueeze(1)
         return ~(relevant & (too_short | dirty)).any(dim=2)
-
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """Bound the distance of a miss."""
-        return replace(self, cap=radius)
 
 
 @dataclass(frozen=True)
@@ -138,15 +141,19 @@ class VisualRelevance(AcceptanceRule):
     stands when the target's own token is drafted anywhere on the branch (eq. 11), and |d - t| is at
     most `shift_cap`: an action's tokens are different dimensions, so that the same token drafted
     four dimensions later excuses nothing. Every branch is judged for itself, and a path stands if
-    it does in any. `cap`, if given, bounds |d - t| of every miss. With neither cap this is the
-    paper to the letter, and a loose token may be any action token at all.
+    it does in any. `cap`, if given, bounds |d - t| of every miss. The caps bound action tokens
+    alone. With neither cap this is the paper to the letter, and a loose token may be any action
+    token at all. With `text`, words of a text are relaxed, too.
     """
 
-    num_patches: int
-    share: float
-    shift_tolerant: bool
+    num_patches: int = 10
+    share: float = 0.7
+    shift_tolerant: bool = True
     cap: int | None = None
     shift_cap: int | None = None
+    text: bool = False
+
+    radius_field = "cap"
 
     def __post_init__(self) -> None:
         _at_least_one("num_patches", self.num_patches)
@@ -165,11 +172,12 @@ class VisualRelevance(AcceptanceRule):
         if self.shift_tolerant:
             shifted = _is_shifted(scored, branches)
             if self.shift_cap is not None:
-                shifted = shifted & (scored.deviations.abs() <= self.shift_cap)[:, None]
+                shifted = shifted & _within(scored, self.shift_cap, self.text)[:, None]
             fine = fine | shifted
         if self.cap is not None:
-            fine = fine & (scored.deviations.abs() <= self.cap)[:, None]
-        missed = branches & ~(scored.is_equal[:, None] | (fine & scored.is_relaxable[:, None]))
+            fine = fine & _within(scored, self.cap, self.text)[:, None]
+        fine = fine & scored.relaxable(self.text)[:, None]
+        missed = branches & ~(scored.is_equal[:, None] | fine)
         above = scored.tree.ancestor_mask().float().transpose(1, 2)
         stands = branches & (missed.float() @ above == 0)
         return stands.any(dim=1) | (scored.tree.parents < 0)
@@ -185,6 +193,8 @@ class VisualRelevance(AcceptanceRule):
 
     def relevance(self, scored: ScoredTree) -> Tensor:
         """A_i of every node, [row, node]."""
+        from torch.nn import functional
+
         if scored.context.patches is None:
             raise ValueError("LVSpec needs the hidden states of the image patches")
         nodes = functional.normalize(scored.scores.hidden.float(), dim=2)
@@ -192,14 +202,16 @@ class VisualRelevance(AcceptanceRule):
         cosines = nodes @ patches.transpose(1, 2)
         return cosines.topk(min(self.num_patches, cosines.shape[2]), dim=2).values.mean(dim=2)
 
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """Bound the distance of a miss."""
-        return replace(self, cap=radius)
-
 
 def _at_least_one(name: str, count: int) -> None:
     if count < 1:
         raise ValueError(f"{name} must be 1 or more, got {count}")
+
+
+def _within(scored: ScoredTree, cap: int, words: bool) -> Tensor:
+    """True where |d - t| <= cap, [row, node]; words have no distance, and none is too far."""
+    near = scored.deviations.abs() <= cap
+    return near | scored.is_word if words else near
 
 
 def _kth_largest(scored: ScoredTree, k: int) -> Tensor:

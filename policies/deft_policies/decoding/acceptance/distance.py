@@ -1,9 +1,9 @@
 """Rules that measure how far a drafted action token is from the target's own."""
 
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from deft_policies.decoding.acceptance.rule import (
     NO_CLASS,
@@ -12,39 +12,42 @@ from deft_policies.decoding.acceptance.rule import (
     ScoredTree,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
 class WithinBins(AcceptanceRule):
     """d = t, or |d - t| <= r with both d and t action tokens (Spec-VLA, eq. 5, on action ids)."""
 
-    radius: int
+    radius: int = 9
+
+    radius_field = "radius"
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near all the way."""
         return scored.relaxed_paths(scored.deviations.abs() <= self.radius)
-
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """Replace r."""
-        return replace(self, radius=radius)
 
 
 @dataclass(frozen=True)
 class WithinIds(AcceptanceRule):
     """|d - t| <= r on raw token ids over the whole vocabulary (Spec-VLA as released).
 
-    The one rule that may relax a token that is no action token; kept because published numbers
-    were made with it. Use `WithinBins` for anything else.
+    Kept because published numbers were made with it; `WithinBins` is for anything else. It may
+    relax a token of an action that is no action token. In text it is as any other rule: words are
+    exact.
     """
 
-    radius: int
+    radius: int = 9
+
+    radius_field = "radius"
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near all the way."""
-        return scored.whole_paths(scored.deviations.abs() <= self.radius)
-
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """Replace r."""
-        return replace(self, radius=radius)
+        near = scored.deviations.abs() <= self.radius
+        if scored.is_text is not None:
+            near = near & (scored.is_relaxable | ~scored.is_text)
+        return scored.whole_paths(scored.is_equal | near)
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,10 @@ class ScheduledRadius(AcceptanceRule):
     travels, tight near the end. Action tokens only.
     """
 
-    high: int
-    low: int
-    tau: float
-    beta: float
+    high: int = 15
+    low: int = 5
+    tau: float = 100.0
+    beta: float = 1.0
 
     def __post_init__(self) -> None:
         if self.tau <= 0:
@@ -67,7 +70,7 @@ class ScheduledRadius(AcceptanceRule):
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near all the way, by the radius of this step."""
         steps = scored.context.num_steps.float()
-        radius = self.low + (self.high - self.low) * torch.exp(-((steps / self.tau) ** self.beta))
+        radius = self.low + (self.high - self.low) * (-((steps / self.tau) ** self.beta)).exp()
         return scored.relaxed_paths(scored.deviations.abs() <= radius.unsqueeze(1))
 
     def with_radius(self, radius: int) -> AcceptanceRule:
@@ -85,9 +88,11 @@ class WithinLimits(AcceptanceRule):
     class, which is all the robot acts on, and must be equal where the space names no classes.
     """
 
-    move: float
-    turn: float
-    cap: int
+    move: float = 3.5
+    turn: float = 0.5
+    cap: int = 15
+
+    radius_field = "cap"
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near enough in its own unit all the way."""
@@ -97,15 +102,11 @@ class WithinLimits(AcceptanceRule):
         near = near & (scored.at_positions(space.groups) != DimensionGroup.GRIP)
         boundary = scored.at_positions(space.class_boundary)
         same_class = (scored.tree.tokens >= boundary) == (scored.expected >= boundary)
-        return scored.relaxed_paths(torch.where(boundary == NO_CLASS, near, same_class))
+        return scored.relaxed_paths(near.where(boundary == NO_CLASS, same_class))
 
     def _radii(self, scored: ScoredTree) -> Tensor:
         """Limits in bins, [row, position]."""
         return radii_in_bins(scored, self.move, self.turn).clamp(max=float(self.cap))
-
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """Replace the cap in bins; the physical limits stay."""
-        return replace(self, cap=radius)
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ class WithinBudget(AcceptanceRule):
     What earlier passes of the same action have spent counts.
     """
 
-    each: int
-    total: int
+    each: int = 15
+    total: int = 30
+
+    radius_field = "each"
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near all the way, with every group inside its budget."""
@@ -133,10 +136,6 @@ class WithinBudget(AcceptanceRule):
             fine = fine & (within | scored.is_equal | (group != one))
         return scored.whole_paths(fine)
 
-    def with_radius(self, radius: int) -> AcceptanceRule:
-        """Replace the limit of each token; the totals stay."""
-        return replace(self, each=radius)
-
 
 @dataclass(frozen=True)
 class WithinDrift(AcceptanceRule):
@@ -150,10 +149,10 @@ class WithinDrift(AcceptanceRule):
     `cap` is the budget in bins where the size of a bin is unknown.
     """
 
-    rule: AcceptanceRule
-    move: float
-    turn: float
-    cap: int
+    rule: AcceptanceRule = WithinLimits()
+    move: float = 9.0
+    turn: float = 1.5
+    cap: int = 30
     leak: float = 1.0
 
     def __post_init__(self) -> None:
@@ -176,7 +175,7 @@ class WithinDrift(AcceptanceRule):
         """Accepted by the rule, and inside the drift budget all the way."""
         budget = radii_in_bins(scored, self.move, self.turn)
         unknown = scored.context.space.unit_per_bin == 0
-        budget = torch.where(unknown, float(self.cap), budget)
+        budget = budget.masked_fill(unknown, float(self.cap))
         after = self.leak * scored.at_positions(scored.context.drift) + scored.deviations
         boundary = scored.at_positions(scored.context.space.class_boundary)
         inside = after.abs() <= scored.at_positions(budget)
@@ -190,6 +189,8 @@ class WithinDrift(AcceptanceRule):
 
 def radii_in_bins(scored: ScoredTree, move: float, turn: float) -> Tensor:
     """Limits in bins, [row, position]; infinite where the size of a bin is unknown."""
+    import torch
+
     space = scored.context.space
     limit = torch.where(space.groups == DimensionGroup.TURN, turn, move)
     # A hair more than the quotient, so that a limit of exactly k bins admits k bins.

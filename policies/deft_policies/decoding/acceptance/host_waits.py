@@ -19,14 +19,13 @@ from deft_policies.decoding.acceptance.rule import (
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree, TokenRange
 
-_META = torch.device("meta")
 _ROWS, _NODES, _TOKENS, _WIDTH, _LENGTH = 2, 5, 16, 4, 7
 
 
 def find_wait(rule: AcceptanceRule) -> str | None:
     """`file:line: source` of the first read of a value; None where there is none."""
     try:
-        rule.accepts(_without_values())
+        rule.accepts(example_tree("meta"))
     except RuntimeError as error:
         own = [one for one in traceback.extract_tb(error.__traceback__) if _is_ours(one.filename)]
         last = own[-1]
@@ -38,26 +37,23 @@ def _is_ours(filename: str) -> bool:
     return Path(torch.__file__).parent not in Path(filename).parents
 
 
-def _without_values() -> ScoredTree:
-    nodes = torch.empty(_ROWS, _NODES, dtype=torch.int64, device=_META)
-    scores = torch.empty(_ROWS, _NODES, device=_META)
-    rows = nodes[:, 0]
-    places = torch.empty(_ROWS, _LENGTH, device=_META)
+def example_tree(device: str) -> ScoredTree:
+    """Two rows of a chain of guesses, half right; on the device "meta" without values."""
+    tokens = torch.arange(_NODES, device=device).expand(_ROWS, -1)
+    scores = torch.ones(_ROWS, _NODES, device=device)
+    rows = tokens[:, 0]
+    places = torch.zeros(_ROWS, _LENGTH, device=device)
+    space = SpaceTensors.of((ActionSpace.in_bins(_LENGTH),) * _ROWS, torch.device(device))
     return ScoredTree(
-        tree=DraftTree(nodes, nodes, nodes >= 0, scores, nodes),
+        tree=DraftTree(tokens, tokens - 1, tokens >= 0, scores, tokens - 1),
         scores=Scores(
-            torch.empty(_ROWS, _NODES, _TOKENS, device=_META),
-            torch.empty(_ROWS, _NODES, _WIDTH, device=_META),
+            torch.zeros(_ROWS, _NODES, _TOKENS, device=device),
+            torch.ones(_ROWS, _NODES, _WIDTH, device=device),
         ),
-        predictions=nodes,
+        predictions=tokens + 1 - tokens % 2,
         num_committed=rows,
         spent=places.long(),
         vocabulary=TokenRange(0, _TOKENS - 1),
         action_tokens=TokenRange(0, _TOKENS - 1),
-        context=ActionContext(
-            SpaceTensors.of((ActionSpace.in_bins(_LENGTH),) * _ROWS, _META),
-            places,
-            rows,
-            torch.empty(_ROWS, 3, _WIDTH, device=_META),
-        ),
+        context=ActionContext(space, places, rows, torch.ones(_ROWS, 3, _WIDTH, device=device)),
     )

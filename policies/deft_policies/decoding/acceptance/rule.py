@@ -1,20 +1,26 @@
-"""Acceptance rules: what they read, what they answer, and the one that changes nothing.
+"""Acceptance rules: what they read, what they answer, and the exact one.
 
-A rule reads a draft tree together with everything that the target said about it.
+A rule reads a draft tree with everything that the target computed for it. No rule imports torch
+when it is imported, so that methods are listed and checked without it.
 """
+
+from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from deft_policies.decoding.target import Scores
+    from deft_policies.decoding.tree import DraftTree, TokenRange
 
 
 class DimensionGroup(IntEnum):
@@ -50,7 +56,7 @@ class ActionSpace:
         """Tokens of one action."""
         return len(self.groups)
 
-    def with_more(self, positions: int) -> "ActionSpace":
+    def with_more(self, positions: int) -> ActionSpace:
         """The space with further positions behind, which are like its last one."""
         return ActionSpace(
             self.groups + self.groups[-1:] * positions,
@@ -59,7 +65,7 @@ class ActionSpace:
         )
 
     @staticmethod
-    def in_bins(length: int) -> "ActionSpace":
+    def in_bins(length: int) -> ActionSpace:
         """A space whose units are unknown: every limit is then a number of bins."""
         return ActionSpace((DimensionGroup.MOVE,) * length, (0.0,) * length, (None,) * length)
 
@@ -82,11 +88,13 @@ class SpaceTensors:
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(spaces: tuple[ActionSpace, ...], device: torch.device) -> "SpaceTensors":
+    def of(spaces: tuple[ActionSpace, ...], device: torch.device) -> SpaceTensors:
         """Stack the spaces of a batch; they must have the same length. Not to be written to.
 
         Remembered, because sessions act in the same space again and again.
         """
+        import torch
+
         units = [space.unit_per_bin for space in spaces]
         boundaries = [
             [NO_CLASS if edge is None else edge for edge in space.class_boundary]
@@ -127,7 +135,8 @@ class ScoredTree:
     context: ActionContext
     num_tokens: int | None = None  # of the model's whole vocabulary; None: `vocabulary` is all
     limit: Tensor | None = None  # [row], tokens of the answer; None: as many as the space has
-    begin: Tensor | None = None  # [row], where an action behind text begins; below 0: no text
+    begin: Tensor | None = None  # [row], where an action after text begins; below 0: no text
+    stop: Tensor | None = None  # [row], the token that ends a text
 
     @cached_property
     def parents(self) -> Tensor:
@@ -151,9 +160,33 @@ class ScoredTree:
 
     @cached_property
     def is_relaxable(self) -> Tensor:
-        """True where drafted and expected are both action tokens: no other is ever relaxed."""
+        """True where drafted and expected are both action tokens, [row, node]."""
         inside = self.action_tokens.contains(self.tree.tokens)
         return inside & self.action_tokens.contains(self.expected)
+
+    def relaxable(self, words: bool) -> Tensor:
+        """`is_relaxable`; with `words` also where both are words of a text. [row, node]."""
+        return self.is_relaxable | self.is_word if words else self.is_relaxable
+
+    @cached_property
+    def is_text(self) -> Tensor | None:
+        """True for rows whose answer is text that ends in an action, [row, 1]; None: none is."""
+        return None if self.begin is None else (self.begin >= 0)[:, None]
+
+    @cached_property
+    def is_word(self) -> Tensor:
+        """True where drafted and expected are both words of a text, [row, node].
+
+        Neither is an action token, and neither is the token that ends the text.
+        """
+        tokens, expected = self.tree.tokens, self.expected
+        if self.is_text is None:
+            return tokens < 0
+        words = ~(self.action_tokens.contains(tokens) | self.action_tokens.contains(expected))
+        if self.stop is not None:
+            stop = self.stop[:, None]
+            words = words & (tokens != stop) & (expected != stop)
+        return words & self.is_text
 
     @cached_property
     def positions(self) -> Tensor:
@@ -172,8 +205,8 @@ class ScoredTree:
         last = (depths + 1).where(text, 0)[:, None, :].where(above, 0).amax(dim=2)
         in_tree = depths - last  # action tokens above the node since the last text in the tree
         begin = self.begin[:, None]
-        behind = torch.where(last > 0, in_tree, places - begin)
-        return torch.where(begin < 0, places, behind)
+        behind = in_tree.where(last > 0, places - begin)
+        return places.where(begin < 0, behind)
 
     @property
     def deepest(self) -> Tensor:
@@ -210,6 +243,15 @@ class ScoredTree:
         return self.scores.logits[:, :, columns].log_softmax(dim=2)
 
     @cached_property
+    def expected_log_probs(self) -> Tensor:
+        """The log-probabilities by which each node is judged, [row, node, bin].
+
+        What the target said at the node's parent, about the token in the node's own place.
+        """
+        num_bins = len(self.action_tokens)
+        return self.action_log_probs.gather(1, self.parents[:, :, None].expand(-1, -1, num_bins))
+
+    @cached_property
     def whole_entropy(self) -> Tensor:
         """Entropy of the expected token over every token scored, [row, node].
 
@@ -233,17 +275,16 @@ class ScoredTree:
 
     def drafted_log_probs(self) -> Tensor:
         """The target's log-probability of each drafted token, -inf off the action range."""
-        bins = self.tree.tokens - self.action_tokens.first
-        is_action = self.action_tokens.contains(self.tree.tokens)
-        rows = torch.arange(bins.shape[0], device=bins.device).unsqueeze(1)
-        found = self.action_log_probs[
-            rows, self.parents, bins.clamp(0, len(self.action_tokens) - 1)
-        ]
-        return found.masked_fill(~is_action, -torch.inf)
+        num_bins = len(self.action_tokens)
+        bins = (self.tree.tokens - self.action_tokens.first).clamp(0, num_bins - 1)
+        found = self.action_log_probs.flatten(1).gather(1, self.parents * num_bins + bins)
+        return found.masked_fill(~self.action_tokens.contains(self.tree.tokens), -math.inf)
 
 
 class AcceptanceRule(ABC):
     """Says which paths of a scored tree may be committed. Rules are immutable and share nothing."""
+
+    radius_field: ClassVar[str] = ""  # the field that holds a number of bins
 
     @property
     def is_exact(self) -> bool:
@@ -269,9 +310,12 @@ class AcceptanceRule(ABC):
     def accepts(self, scored: ScoredTree) -> Tensor:
         """True where the whole path from the root to the node may be committed, [row, node]."""
 
-    def with_radius(self, radius: int) -> "AcceptanceRule":
-        """Return the rule with its radius in bins replaced; `RequestError` if it has none."""
-        raise RequestError("radius", f"{type(self).__name__} has no radius in bins, got {radius}")
+    def with_radius(self, radius: int) -> AcceptanceRule:
+        """With another radius in bins: `radius_field` is replaced; `RequestError` if it is ""."""
+        if not self.radius_field:
+            name = type(self).__name__
+            raise RequestError("radius", f"{name} has no radius in bins, got {radius}")
+        return replace(self, **{self.radius_field: radius})  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from deft_policies.decoding.acceptance.rule import (
     ExactMatch,
     ScoredTree,
 )
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import RequestError
@@ -133,16 +133,30 @@ def entropy_radius(scored: ScoredTree, row: int, step: Step) -> bool:
     return step.is_equal or (step.is_action and abs(step.deviation) <= radius + 1e-6)
 
 
+def is_word(scored: ScoredTree, row: int, step: Step) -> bool:
+    """Two different words of a text, as `in_text` makes it."""
+    words = {17, 19, *range(17)}  # 18 ends a text, and 20 is the first action token
+    return row != 1 and step.drafted in words and step.expected in words
+
+
 def deferred(
-    scored: ScoredTree, row: int, path: list[Step], most: int = 2, theta: float = 0.3
+    scored: ScoredTree,
+    row: int,
+    path: list[Step],
+    most: int = 2,
+    theta: float = 0.3,
+    clip: bool = True,
+    words: bool = False,
 ) -> bool:
     left = LENGTH - 1 - int(scored.num_committed[row])
     for index, step in enumerate(path):
         if step.is_equal:
             continue
-        if not step.is_action or whole_entropy(scored, row, step) < theta:
+        if not step.is_action and not (words and is_word(scored, row, step)):
             return False
-        window = min(most, left - step.depth)
+        if whole_entropy(scored, row, step) < theta:
+            return False
+        window = min(most, left - step.depth) if clip else most
         following = path[index + 1 : index + 1 + max(window, 0)]
         if len(following) < window or not all(one.is_equal for one in following):
             return False
@@ -173,6 +187,7 @@ def visual(
     path: list[Step],
     is_tolerant: bool = True,
     shift_cap: int = 99,
+    words: bool = False,
 ) -> bool:
     """Fine all the way in one of the branches, from the root to a leaf, that go through the node.
 
@@ -192,10 +207,12 @@ def visual(
         drafted = {int(tree.tokens[row, node]) for node in branch}
 
         def fine(step: Step, loose: list[int] = loose, drafted: set[int] = drafted) -> bool:
-            if step.is_equal or not step.is_action:
+            may_differ = words and is_word(scored, row, step)
+            if step.is_equal or not (step.is_action or may_differ):
                 return step.is_equal
             shifted = is_tolerant and step.expected in drafted
-            return step.node in loose or (shifted and abs(step.deviation) <= shift_cap)
+            is_near = may_differ or abs(step.deviation) <= shift_cap
+            return step.node in loose or (shifted and is_near)
 
         if all(fine(step) for step in path):
             return True
@@ -224,6 +241,11 @@ RULES: list[tuple[str, AcceptanceRule, Judge]] = [
     ("deferred", DeferredWindow(theta=0.3, window=2), deferred),
     ("gate", DeferredWindow(theta=0.3, window=0), gate_alone),
     ("window", DeferredWindow(theta=0.3, window=2, gate=False), window_alone),
+    (
+        "literal",
+        DeferredWindow(window=1, gate=False, clip=False),
+        partial(deferred, most=1, theta=-1.0, clip=False),
+    ),
     ("visual", VisualRelevance(num_patches=2, share=0.6, shift_tolerant=True), visual),
     (
         "unshifted",
@@ -380,3 +402,84 @@ def test_presets_have_the_numbers_of_their_papers() -> None:
     assert find_method("spec-vla-strict").rule == WithinIds(0)
     assert find_method("spec-vla-published").rule == WithinIds(9)
     assert find_method("heisd-like").rule == WithinBudget(each=15, total=30)
+
+
+def in_text(scored: ScoredTree) -> ScoredTree:
+    """Rows 0 and 2 are text with action tokens in it, which token 18 ends."""
+    num_rows = len(scored.num_committed)
+    begin = torch.tensor([0, -1, 2])[:num_rows]
+    return replace(scored, begin=begin, stop=torch.full((num_rows,), 18))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("name", "rule", "judge"), RULES, ids=[name for name, _, _ in RULES])
+def test_no_rule_relaxes_a_word_of_a_text_unasked(
+    seed: int, name: str, rule: AcceptanceRule, judge: Judge
+) -> None:
+    """Seen for real: ids within 9 changed a word, and the action with it."""
+    scored = in_text(random_scored(seed))
+    accepted = rule.accepts(scored)
+    for row in (0, 2):
+        for node in accepted[row].nonzero().flatten().tolist():
+            assert all(one.is_equal or one.is_action for one in steps_to(scored, row, node))
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    ("rule", "judge"),
+    [
+        (DeferredWindow(theta=0.3, window=2, text=True), partial(deferred, words=True)),
+        (
+            DeferredWindow(theta=0.3, window=2, clip=False, text=True),
+            partial(deferred, clip=False, words=True),
+        ),
+        (
+            VisualRelevance(num_patches=2, share=0.6, shift_cap=2, text=True),
+            partial(visual, shift_cap=2, words=True),
+        ),
+    ],
+    ids=["fly", "fly-literal", "lvspec"],
+)
+def test_text_on_relaxes_words_and_nothing_else_more(
+    seed: int, rule: AcceptanceRule, judge: Judge
+) -> None:
+    """A word for a word: never for an action token, and never for the token that ends a text."""
+    scored = in_text(random_scored(seed))
+    accepted = rule.accepts(scored)
+    for row in range(3):
+        for node in range(scored.tree.num_nodes):
+            path = steps_to(scored, row, node)
+            expected = is_real_path(scored, row, node) and judge(scored, row, path)
+            assert bool(accepted[row, node]) == expected, (row, node)
+
+
+def test_words_are_relaxed_where_text_is_on_only() -> None:
+    """The table above is worth something: some words do differ."""
+    rules = [replace(DeferredWindow(theta=0.0, window=0), text=text) for text in (False, True)]
+    found = [
+        sum(int(rule.accepts(in_text(random_scored(seed))).sum()) for seed in range(30))
+        for rule in rules
+    ]
+    assert found[0] < found[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "stands"),
+    [
+        ("fly:theta=0", True),
+        ("fly:theta=0,clip=off", False),
+        ("fly:theta=0,window=5,clip=off", True),
+    ],
+)
+def test_the_literal_window_needs_all_its_drafts(text: str, stands: bool) -> None:
+    """One miss, then five matches: W = 6 is more than is left. j + W > K: reject."""
+    tokens = torch.tensor([[9, 30, 31, 32, 33, 34, 35]])
+    wanted = torch.tensor([[40, 31, 32, 33, 34, 35, 36]])
+    scored = replace(
+        random_scored(0, num_rows=1),
+        tree=DraftTree.chain(tokens),
+        scores=Scores(torch.zeros(1, 7, 60), torch.zeros(1, 7, 8)),
+        predictions=wanted,
+        num_committed=torch.tensor([0]),
+    )
+    assert bool(find_method(text).rule.accepts(scored)[0, -1]) is stands

@@ -9,13 +9,13 @@ import torch
 
 from deft_client.types import DecodeTrace
 from deft_policies.checkpoint.draft_heads import load_head
+from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.drafts.eagle import EagleDrafts
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.growers import HeadDrafts
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import DraftKind, Plan, RopeOffset, TieBreak, TreeShape
+from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.plan import Plan, RopeOffset, TieBreak, TreeShape
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.target import VlaTarget
@@ -23,7 +23,7 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead
 from deft_policies.model.image import build_normalization_table, resize_like_processor
 from tests import golden
-from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of
+from tests.policies.decoding.scripts import Decoding, Session, batch_of, limits_of, pass_of
 from tests.tiny_openvla import golden_model
 
 FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
@@ -107,9 +107,9 @@ def second_round(batch: Batch, case: int) -> None:
     pass_by(batch, hidden[:, -len(committed) :], committed)
 
 
-def drafted(drafts: HeadDrafts, batch: Batch) -> DraftTree:
+def drafted(drafts: EagleDrafts, batch: Batch) -> DraftTree:
     assert batch.last is not None
-    return drafts.draft(batch, room_of(batch, FULL_TREE, batch.last.bonus))
+    return drafts.draft(batch, limits_of(batch, FULL_TREE, batch.last.bonus))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_trees_and_cumulative_scores_equal_the_fixture(
 ) -> None:
     arrays, name = golden.draft_arrays(), entry["name"]
     method = replace(find_method("spec-vla"), whole_vocabulary=entry["draft_vocab"] == "full")
-    drafts = HeadDrafts(head, target(), method, ROPE[entry["rope"]])
+    drafts = EagleDrafts(head, target(), method, ROPE[entry["rope"]])
     prompts, hidden, batch = prompt_of(entry["case"])
     drafts.allocate(batch)
     drafts.begin(batch, prompts, hidden)
@@ -145,9 +145,8 @@ def method_of(variant: dict[str, Any]) -> Method:
     shape = FULL_TREE if is_full else TreeShape(5, 8, 49)
     return Method(
         name="golden",
-        summary="",
         rule=WithinIds(radius) if variant["accept"] == "raw_ids" else WithinBins(radius),
-        plans=(Plan("golden", (), (DraftKind.HEAD,), shape),),
+        plans=(Plan("golden", (), (kinds.HEAD,), shape),),
         tie_break=TieBreak.FIRST_ROW if variant["tie"] == "first_row" else TieBreak.CLOSEST,
         whole_vocabulary=variant["draft_vocab"] == "full",
     )

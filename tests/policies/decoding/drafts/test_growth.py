@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.growth import GrowthStart, OpenNodes, grow_tree
-from deft_policies.decoding.plan import DraftKind, Path, TreeShape, TreeTemplate, read_tree
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding import kinds
+from deft_policies.decoding.plan import Path, TreeShape, read_tree
+from deft_policies.decoding.tree import DraftTree, Level, beam_tree, template_tree
 from tests.policies.decoding.trees import num_real, paths_of
 from tests.tiny_target import path_to
 
-SMALL = TreeTemplate(((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)))
+SMALL = TreeShape.of_paths(((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)))
 
 
-def random_template(seed: int) -> TreeTemplate:
+def random_template(seed: int) -> TreeShape:
     rng = random.Random(seed)
     paths: set[Path] = set()
     for _ in range(rng.randrange(1, 14)):
         above = rng.choice([(), *sorted(paths)])
         paths.add((*above, rng.randrange(4)))
-    return TreeTemplate(tuple(sorted(paths, key=lambda path: (len(path), path))))
+    return TreeShape.of_paths(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_template_whose_paths_do_not_make_a_tree_in_order_is_refused(
     paths: tuple[Path, ...],
 ) -> None:
     with pytest.raises(ValueError, match="template"):
-        TreeTemplate(paths)
+        TreeShape.of_paths(paths)
 
 
 def test_cutting_leaves_the_first_levels() -> None:
@@ -53,12 +53,12 @@ def test_cutting_leaves_the_first_levels() -> None:
 
 
 def test_the_harmonic_template_is_wide_at_the_top_and_narrow_below() -> None:
-    template = TreeTemplate.harmonic(levels=4, reach=4)
+    template = TreeShape.template(levels=4, reach=4)
     assert len(template.paths) == 44
     assert template.level(1) == ((0,), (1,), (2,), (3,))
     assert (0, 0, 0, 3) in template.paths  # 1 * 1 * 1 * 4
     assert (1, 1, 1) not in template.paths  # 2 * 2 * 2
-    assert TreeTemplate.harmonic(5, 1) == TreeTemplate(
+    assert TreeShape.template(5, 1) == TreeShape.of_paths(
         ((0,), (0,) * 2, (0,) * 3, (0,) * 4, (0,) * 5)
     )
 
@@ -78,7 +78,7 @@ def test_every_node_gets_the_token_of_its_rank_below_its_parent(seed: int) -> No
     # What the grower has looked behind so far, level by level: [row][node] paths of tokens.
     known = [[[()], [()]]]
 
-    def go_on(nodes: OpenNodes) -> torch.Tensor:
+    def extend(nodes: Level) -> torch.Tensor:
         rows = []
         for row, tokens in enumerate(nodes.tokens.tolist()):
             above = [known[-1][row][index] for index in nodes.above[row].tolist()]
@@ -90,10 +90,8 @@ def test_every_node_gets_the_token_of_its_rank_below_its_parent(seed: int) -> No
         return torch.stack([torch.stack([odds((row, *p)) for p in rows[row]]) for row in (0, 1)])
 
     first = torch.stack([odds((0,)), odds((1,))])
-    start = GrowthStart(
-        DraftKind.HEAD, torch.tensor([7, 8]), first, torch.tensor([2, 9]), first_token
-    )
-    tree = grow_tree(TreeShape.of_template(template), start, go_on)
+    roots, deepest = torch.tensor([7, 8]), torch.tensor([2, 9])
+    tree = template_tree(template, kinds.HEAD, roots, first, extend, deepest, first_token)
     assert tree.num_nodes == 1 + len(template.paths)
     for row in (0, 1):
         for node, path in enumerate(template.paths, start=1):
@@ -114,9 +112,9 @@ def test_the_flag_reads_every_kind_of_tree() -> None:
     assert read_tree("dynamic:5,8,49") == TreeShape(5, 8, 49)
     assert read_tree("chain:3") == TreeShape.chain(3)
     shape = read_tree("template:4,4")
-    assert shape.template == TreeTemplate.harmonic(4, 4)
+    assert shape == TreeShape.template(4, 4)
     assert (shape.levels, shape.num_guesses) == (4, 44)
-    assert shape.num_grown == 1 + sum(len(TreeTemplate.harmonic(4, 4).inner(n)) for n in (1, 2, 3))
+    assert shape.num_open == 1 + sum(len(TreeShape.template(4, 4).inner(n)) for n in (1, 2, 3))
 
 
 @pytest.mark.parametrize("text", ["", "chain", "chain:0", "chain:1,2", "dynamic:5", "bush:3"])
@@ -134,8 +132,15 @@ def grow(tables: Tensor, shape: TreeShape, deepest: int) -> DraftTree:
     `tables` is [level, token before, token] log-probabilities; the roots are token 0.
     """
     roots, first = torch.tensor([0]), tables[0, 0][None]
-    start = GrowthStart(DraftKind.HEAD, roots, first, torch.tensor([deepest]), first_token=0)
-    return grow_tree(shape, start, lambda nodes: tables[nodes.depth][nodes.tokens])
+    return beam_tree(
+        shape,
+        kinds.HEAD,
+        roots,
+        first,
+        lambda level: tables[level.depth][level.tokens],
+        torch.tensor([deepest]),
+        first_token=0,
+    )
 
 
 def slow_growth(tables: Tensor, shape: TreeShape, deepest: int) -> dict[tuple[int, ...], float]:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from deft_policies.checkpoint.draft_heads import HeadLayout, load_head, named_weights, save_head
-from deft_policies.decoding.growers import HeadDrafts
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, TreeTemplate
+from deft_policies.decoding.drafts.eagle import EagleDrafts
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.llama import LlamaSizes
-from tests.policies.decoding.scripts import batch_of, pass_of, room_of
+from tests.policies.decoding.scripts import batch_of, limits_of, pass_of
 from tests.tiny_target import (
     ACTIONS,
     CPU,
@@ -32,7 +32,7 @@ from tests.tiny_target import (
 )
 
 SIZES = head_sizes(WIDTH, 48, 2, 2, max_positions=64)
-TEMPLATE = TreeShape.of_template(TreeTemplate.harmonic(levels=4, reach=3))
+TEMPLATE = TreeShape.template(levels=4, reach=3)
 
 
 def random_head(seed: int = 0, sizes: LlamaSizes = SIZES, has_qkv_bias: bool = False) -> EagleHead:
@@ -77,15 +77,15 @@ class Conversation:
         lengths: list[int] = self.prompts.lengths.tolist()
         return lengths
 
-    def begin(self, drafts: HeadDrafts, hidden: Tensor | None = None) -> HeadDrafts:
+    def begin(self, drafts: EagleDrafts, hidden: Tensor | None = None) -> EagleDrafts:
         """Show a source the prompts."""
         drafts.allocate(self.batch)
         drafts.begin(self.batch, self.prompts, self.seen if hidden is None else hidden)
         return drafts
 
-    def draft(self, drafts: HeadDrafts, shape: TreeShape) -> DraftTree:
+    def draft(self, drafts: EagleDrafts, shape: TreeShape) -> DraftTree:
         assert self.batch.last is not None
-        return drafts.draft(self.batch, room_of(self.batch, shape, self.batch.last.bonus))
+        return drafts.draft(self.batch, limits_of(self.batch, shape, self.batch.last.bonus))
 
     def commit(self, new: list[list[int]], seed: int) -> None:
         """A pass that commits these tokens, the last of each row being the bonus."""
@@ -113,8 +113,8 @@ class Conversation:
         return embeds, self.hidden[row]
 
 
-def head_drafts(head: EagleHead, talk: Conversation, *published: Any) -> HeadDrafts:
-    return HeadDrafts(head, talk.target, find_method("lossless"), *published)  # type: ignore[arg-type]
+def head_drafts(head: EagleHead, talk: Conversation, *published: Any) -> EagleDrafts:
+    return EagleDrafts(head, talk.target, find_method("lossless"), *published)  # type: ignore[arg-type]
 
 
 def slow_log_probs(

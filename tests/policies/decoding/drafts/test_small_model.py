@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts import Room
+from deft_policies.decoding.drafts import DraftLimits
+from deft_policies.decoding.drafts.small_model import SmallModelDrafts, with_fewer_patches
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.growers import SmallModelDrafts, with_fewer_patches
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import DraftKind, Plan, TreeShape, TreeTemplate
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.target import (
     Prompts,
     Scores,
@@ -42,7 +43,7 @@ def drafting(
     model: object, shape: TreeShape, target: object = None, **changes: object
 ) -> tuple[Decoding, "Watched"]:
     """Decoding with a small model, and what it drafts; `changes` are those of the method."""
-    plans = (Plan("case", (), (DraftKind.SMALL_MODEL,), shape),)
+    plans = (Plan("case", (), (kinds.SMALL_MODEL,), shape),)
     method = replace(find_method("small-model"), plans=plans, **changes)  # type: ignore[arg-type]
     target = target or fast_target(DECODER)
     drafts = Watched(model, target, method)  # type: ignore[arg-type]
@@ -54,8 +55,8 @@ class Watched(SmallModelDrafts):
 
     grown: tuple[DraftTree, ...] = ()
 
-    def draft(self, batch: Batch, room: Room) -> DraftTree:
-        tree = super().draft(batch, room)
+    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
+        tree = super().draft(batch, limits)
         self.grown += (tree,)
         return tree
 
@@ -77,8 +78,8 @@ class Twin:
 SHAPES = [
     TreeShape.chain(6),
     TreeShape(4, 3, 15),
-    TreeShape.of_template(TreeTemplate.eagle()),
-    TreeShape.of_template(TreeTemplate.branches(2, 4)),
+    TreeShape.eagle(),
+    TreeShape.branches(2, 4),
 ]
 
 
@@ -175,7 +176,7 @@ def test_fly_looks_up_unless_it_is_told_not_to() -> None:
     models = DraftModels(small_model=fast_target(first_layers(DECODER, 1)))
     target = fast_target(DECODER)
     for text, multi_level in (("fly", True), ("fly:multi_level=off", False), ("lvspec", False)):
-        made = models.makers(target)[DraftKind.SMALL_MODEL](find_method(text))
+        made = models.makers(target)[kinds.SMALL_MODEL](find_method(text))
         assert isinstance(made, SmallModelDrafts)
         assert made._method.multi_level == multi_level
 

@@ -8,31 +8,30 @@ import torch
 from torch import Tensor
 
 from deft_policies.checkpoint.draft_heads import is_medusa, load_medusa, save_medusa
-from deft_policies.decoding.drafts import (
-    Chains,
-    DraftSource,
-    Extrapolation,
-    NgramLookup,
-    PreviousAction,
-    Recycled,
+from deft_policies.decoding.drafts import Chains, DraftSource
+from deft_policies.decoding.drafts.medusa import MedusaDrafts
+from deft_policies.decoding.drafts.retrieval import (
     Retrieval,
-)
-from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.growers import MedusaDrafts
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.plan import TreeShape, TreeTemplate
-from deft_policies.decoding.retrieval import (
     RetrievalIndex,
     build_index,
     frame_keys,
     load_index,
     save_index,
 )
+from deft_policies.decoding.drafts.session import (
+    Extrapolation,
+    JacobiDrafts,
+    NgramLookup,
+    PreviousAction,
+)
+from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import MedusaHeads
-from tests.policies.decoding.scripts import Decoding, Session, batch_of, pass_of, room_of
+from tests.policies.decoding.scripts import Decoding, Session, batch_of, limits_of, pass_of
 from tests.tiny_target import (
     ACTIONS,
     CPU,
@@ -57,7 +56,7 @@ def ask(
 ) -> list[list[list[int]]]:
     """Guesses behind what is committed, cut at the first unknown: [row][chain][step]."""
     batch = batch_of(memories, committed, length)
-    guesses = source.draft(batch, room_of(batch))
+    guesses = source.draft(batch, limits_of(batch))
     assert isinstance(guesses, Chains)
     known = guesses.is_known.long().cummin(dim=2).values.sum(dim=2).tolist()
     return [
@@ -106,7 +105,7 @@ def test_recycling_reads_the_answers_behind_the_first_mismatch() -> None:
     predictions = torch.tensor([[11, 22, 23, 24]])
     batch = batch_of([SessionMemory()], [[11, 22]])
     batch.last = pass_of(tree, predictions, [1], torch.tensor([[11, 22]]))
-    guesses = Recycled().draft(batch, room_of(batch))
+    guesses = JacobiDrafts().draft(batch, limits_of(batch))
     assert guesses.tokens[0, 0, :2].tolist() == [23, 24]
     assert guesses.is_known[0, 0].tolist() == [True, True, False, False]
 
@@ -181,7 +180,7 @@ def test_a_frame_without_features_cannot_be_looked_up() -> None:
     batch, source = batch_of([SessionMemory()], [[]]), Retrieval(index)
     source.allocate(batch)
     source.begin(batch, blind, None)
-    assert not source.draft(batch, room_of(batch)).is_known.any()
+    assert not source.draft(batch, limits_of(batch)).is_known.any()
     with pytest.raises(ValueError, match="visual features"):
         frame_keys(blind)
 
@@ -198,10 +197,10 @@ def test_medusa_trees_take_the_odds_of_each_level_from_one_hidden_state() -> Non
     batch = batch_of([SessionMemory()], [[38, 39, 40]])
     batch.last = pass_of(DraftTree.chain(tokens), tokens, [1], tokens, hidden)
     source = MedusaDrafts(heads, target)  # type: ignore[arg-type]
-    drafted = source.draft(batch, room_of(batch, TreeShape(5, 2, 14)))
+    drafted = source.draft(batch, limits_of(batch, TreeShape(5, 2, 14)))
     odds = target.logits(heads(hidden[:, 1]), ACTIONS).log_softmax(dim=-1)[0]
-    shape = TreeShape.of_template(TreeTemplate(((0,), (2,), (0, 1), (2, 0), (2, 0, 3))))
-    fixed = source.draft(batch, room_of(batch, shape))
+    shape = TreeShape.of_paths(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
+    fixed = source.draft(batch, limits_of(batch, shape))
     ranked = odds.argsort(dim=1, descending=True) + ACTIONS.first
     places = [(0, 0), (0, 2), (1, 1), (1, 0), (2, 3)]
     assert fixed.tokens[0, 1:].tolist() == [int(ranked[place]) for place in places]

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts import Room
-from deft_policies.decoding.growers import TokenRecycling
-from deft_policies.decoding.knobs import find_method
+from deft_policies.decoding.drafts import DraftLimits
+from deft_policies.decoding.drafts.recycling import TokenRecycling
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
@@ -32,8 +32,8 @@ class WatchedRecycling(TokenRecycling):
         super().begin(batch, prompts, hidden)
         self.tables = [remembered(row.memory) for row in batch.rows if row is not None]
 
-    def draft(self, batch: Batch, room: Room) -> DraftTree:
-        tree, last = super().draft(batch, room), batch.last
+    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
+        tree, last = super().draft(batch, limits), batch.last
         assert last is not None
         assert last.logits is not None
         for row, table in enumerate(self.tables[: len(tree.tokens)]):

@@ -1,4 +1,4 @@
-"""Stored frames and the actions that belong to them, to draft from."""
+"""Stored frames and the actions that belong to them: the index, and the source that reads it."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from deft_policies.checkpoint.tensor_file import require_finite, write_tensors
+from deft_policies.decoding import kinds
+from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.drafts.base import FRAME, DraftSource, remaining_tokens
 from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.tree import Chains, DraftLimits
 from deft_policies.errors import CheckpointError
 
 FORMAT = "deft-retrieval-1"
@@ -118,3 +122,37 @@ def load_index(path: Path, fingerprint: str, device: torch.device) -> RetrievalI
     # Half-precision products are slow on a CPU; there the index is held in float32.
     wide = keys.to(device, torch.float16 if device.type == "cuda" else torch.float32)
     return RetrievalIndex(wide, actions.to(device, torch.int64), fingerprint)
+
+
+class Retrieval(DraftSource):
+    """The action will be the one stored with the most similar frame."""
+
+    kind = kinds.RETRIEVAL
+    needs = frozenset({FRAME})
+    capturable = True
+
+    def __init__(self, index: RetrievalIndex) -> None:
+        self._index = index
+        self._actions = self._is_known = torch.zeros(0)  # [row, 1, place]
+
+    def allocate(self, batch: Batch) -> None:
+        """An action for every row."""
+        shape = (batch.capacity, 1, self._index.actions.shape[1])
+        with torch.inference_mode(False):
+            self._actions = torch.zeros(shape, dtype=torch.int64, device=batch.device)
+            self._is_known = torch.zeros(shape, dtype=torch.bool, device=batch.device)
+
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
+        """Look the frames up."""
+        for row in batch.rows:
+            if row is not None and row.form.is_action:
+                self._index.check_length((row.form.max_tokens,))
+        here = slice(batch.first, batch.first + batch.num_rows)
+        self._is_known[here] = prompts.features is not None
+        if prompts.features is not None:
+            self._actions[here] = self._index.nearest(frame_keys(prompts), 1)
+
+    def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
+        """What was found when the rows began."""
+        here = slice(batch.first, batch.first + batch.num_rows)
+        return remaining_tokens(batch, self._actions[here], self._is_known[here], limits)

@@ -9,17 +9,17 @@ of them gets half the width or more, the others enough to line up. Everything ha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch, Row
-from deft_policies.decoding.drafts import MEMORY, PREDICTIONS, DraftSource, Room
-from deft_policies.decoding.plan import DraftKind, source_number
+from deft_policies.decoding.drafts.base import MEMORY, PREDICTIONS, DraftSource
 from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.tree import DraftLimits, DraftTree
 from deft_policies.model.staging import to_device
 
 _SHORT = 16  # tokens of the second and the third chain, at least where there is room
@@ -117,7 +117,7 @@ class Alignment:
 class PreviousAnswer(DraftSource):
     """A source of chains from the session's last answer. Text, numbers and actions alike."""
 
-    kind = DraftKind.PREVIOUS_ANSWER
+    kind = kinds.PREVIOUS_ANSWER
     needs = frozenset({MEMORY, PREDICTIONS})
     capturable = False
 
@@ -135,9 +135,9 @@ class PreviousAnswer(DraftSource):
             if row is not None:
                 self._alignments[row] = Alignment(row.memory.answer)
 
-    def draft(self, batch: Batch, room: Room) -> DraftTree:
+    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
         """One tree of every row's chains, which share what starts alike."""
-        grown = [self._grow(row, room.widest) for row in batch.rows]
+        grown = [self._grow(row, limits.widest) for row in batch.rows]
         size = max(len(tokens) for tokens, _ in grown)
         numbers = [
             [[*one, *(0,) * (size - len(one))] for one in (*both, [1] * len(both[0]))]
@@ -145,14 +145,8 @@ class PreviousAnswer(DraftSource):
         ]
         whole = to_device(numbers, batch.device, torch.int64).view(len(grown), 3, size)
         tokens, parents, is_real = whole.unbind(1)
-        return DraftTree(
-            tokens=tokens,
-            parents=parents,
-            is_real=is_real > 0,
-            log_probs=torch.zeros_like(tokens, dtype=torch.float32),
-            sources=torch.full_like(tokens, source_number(self.kind)),
-            is_chain=all(above == list(range(len(above))) for _, above in grown),
-        ).below(room.roots)
+        tree = DraftTree.of_guesses(self.kind, limits.roots, tokens, parents, is_real > 0)
+        return replace(tree, is_chain=all(above == list(range(len(above))) for _, above in grown))
 
     def _grow(self, row: Row | None, widest: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of a row's guesses."""

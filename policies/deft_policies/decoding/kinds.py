@@ -1,0 +1,51 @@
+"""Names of draft sources: ours, and those that installed packages bring. Imports nothing heavy."""
+
+import re
+from functools import lru_cache
+from importlib.metadata import entry_points
+
+HEAD = "head"  # the trained EAGLE-style draft head
+PREVIOUS = "previous"  # the target's own last action
+EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
+NGRAM = "ngram"  # what followed the same tokens earlier in the session
+RETRIEVAL = "retrieval"  # the action stored with the most similar frame
+RECYCLED = "recycled"  # the target's predictions after its last mismatch (Jacobi)
+MEDUSA = "medusa"  # parallel heads, one per position ahead
+SMALL_MODEL = "small-model"  # a cheaper model of the same actions
+TOKEN_RECYCLING = "token-recycling"  # what the target last said after the same tokens
+PREVIOUS_ANSWER = "previous-answer"  # the last answer, text and all, as it lines up
+
+OUR_KINDS = (
+    HEAD,
+    PREVIOUS,
+    EXTRAPOLATION,
+    NGRAM,
+    RETRIEVAL,
+    RECYCLED,
+    MEDUSA,
+    SMALL_MODEL,
+    TOKEN_RECYCLING,
+)
+SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
+
+
+@lru_cache(maxsize=1)
+def source_kinds() -> tuple[str, ...]:
+    """Every source there can be: ours, then those of installed packages in order of name."""
+    theirs = sorted({one.name for one in entry_points(group=SOURCES)})
+    return tuple(dict.fromkeys((*OUR_KINDS, PREVIOUS_ANSWER, *theirs)))
+
+
+def source_number(kind: str) -> int:
+    """What `DraftTree.sources` holds for this source."""
+    return source_kinds().index(kind)
+
+
+def read_kinds(text: str) -> tuple[str, ...]:
+    """Draft sources by name, joined by + or commas, each once."""
+    known = source_kinds()
+    names = [name.strip() for name in re.split(r"[,+]", text)]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,105 @@
+"""Rules and draft sources of installed packages: found, loaded and checked by name.
+
+A broken plugin stops only those who name it, and every error names the plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
+
+from deft_policies.decoding.acceptance.rule import AcceptanceRule
+from deft_policies.decoding.kinds import SOURCES
+from deft_policies.errors import PolicyError, RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deft_policies.decoding.acceptance.rule import ScoredTree
+    from deft_policies.decoding.target import Target
+
+RULES = "deft.acceptance_rules"  # the entry points under which packages bring rules
+
+
+@lru_cache(maxsize=2)
+def find_plugins(group: str) -> Mapping[str, EntryPoint]:
+    """The plugins of a group by name. Nothing is loaded."""
+    return {one.name: one for one in sorted(entry_points(group=group))}
+
+
+def describe(found: EntryPoint) -> str:
+    """How messages call a plugin: by its package and its class."""
+    package = f"{found.dist.name} " if found.dist is not None else ""
+    return f"plugin {package}({found.value})"
+
+
+@contextmanager
+def naming(found: EntryPoint, field: str | None = None) -> Iterator[None]:
+    """Name the plugin in whatever goes wrong here.
+
+    Where the `field` of a request names the plugin it is a `RequestError`, else a `PolicyError`.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = str(error)
+        if not isinstance(error, PolicyError):
+            reason = f"{type(error).__name__}: {error}"
+        reason = f"{describe(found)}: {reason}"
+        raise (RequestError(field, reason) if field else PolicyError(reason)) from error
+
+
+@lru_cache(maxsize=64)
+def load_rule(found: EntryPoint) -> AcceptanceRule:
+    """The rule of a package, once it has judged an example."""
+    from deft_policies.decoding.acceptance.host_waits import example_tree
+
+    with naming(found, "decoding"):
+        rule: object = found.load()()
+        if not isinstance(rule, AcceptanceRule):
+            raise PolicyError(f"must make an AcceptanceRule, got {type(rule).__name__}")
+        _accept(rule, example_tree("cpu"))
+        return rule
+
+
+def accept(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
+    """What a rule answers, [row, node]. An error in a rule of a package names the plugin."""
+    theirs = find_plugins(RULES).values()
+    found = next((one for one in theirs if one.module == type(rule).__module__), None)
+    with nullcontext() if found is None else naming(found):
+        return _accept(rule, scored)
+
+
+def _accept(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
+    answer = rule.accepts(scored)
+    expected = scored.tree.is_real
+    if answer.dtype != expected.dtype or answer.shape != expected.shape:
+        raise PolicyError(
+            f"accepts must answer bool [row, node], here {list(expected.shape)}, got "
+            f"{answer.dtype} {list(answer.shape)}"
+        )
+    return answer
+
+
+def broken_plugins() -> list[str]:
+    """What is wrong with the rules and sources of installed packages, as far as can be seen."""
+    found = []
+    for group, load in ((RULES, load_rule), (SOURCES, load_source)):
+        for one in find_plugins(group).values():
+            try:
+                load(one)
+            except RequestError as error:
+                found.append(str(error))
+    return found
+
+
+def load_source(found: EntryPoint) -> Callable[[Target], object]:
+    """What makes the source of a package."""
+    with naming(found, "drafts"):
+        make: Callable[[Target], object] = found.load()
+        if not callable(make):
+            raise PolicyError(f"must be called with the target, and is a {type(make).__name__}")
+        return make

@@ -1,0 +1,23 @@
+"""A draft source of one's own: the action will be no motion at all, the middle of every range."""
+
+import torch
+
+from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource, Room, from_here
+from deft_policies.decoding.target import Target
+
+
+class MiddleSource(DraftSource):
+    """Knows nothing but the target; its kind is the name of the entry point."""
+
+    kind = "middle"
+    needs = frozenset({MEMORY})
+    capturable = True
+
+    def __init__(self, target: Target) -> None:
+        self.middle = (target.action_tokens.first + target.action_tokens.last) // 2
+
+    def draft(self, batch: Batch, room: Room) -> Chains:
+        """Name one action, [row, chain, place], of which what is committed is left out."""
+        tokens = torch.full_like(batch.past[:, -1:], self.middle)
+        return from_here(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), room)
