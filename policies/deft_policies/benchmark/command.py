@@ -25,8 +25,7 @@ from deft_policies.benchmark.roofline import find_limits, measure_rates
 from deft_policies.benchmark.summary import Speed, summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from deft_policies.decoding.knobs import find_method
-from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD
+from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD, find_method
 from deft_policies.errors import PolicyError
 from deft_policies.families.family import TokenModel
 from deft_policies.families.loading import load_float32_twin, load_policy
@@ -217,7 +216,7 @@ def _is_exact(contender: Contender) -> bool:
     if contender.decoding is None or not isinstance(contender.policy, VlaPolicy):
         return False
     method = find_method(contender.decoding)
-    is_greedy = method.sampling.temperature == 0.0
+    is_greedy = method.temperature == 0.0
     return method.rule.is_exact and is_greedy and not contender.radius
 
 
