@@ -98,7 +98,8 @@ class Prices:
             return self._all.alone_s(self.share)
         if known.is_fresh(now_s):
             return known.alone_s(self.share)
-        return min(known.alone_s(self.share, 0.0), self._all.alone_s(self.share, 0.5))
+        least_s = known.alone_s(self.share, 0.0)
+        return min(least_s, self._all.alone_s(self.share, 0.5)) if self._all.recent else least_s
 
     def proven(self, flow: str, now_s: float) -> float:
         """Return what justifies a refusal: what the flow itself has shown, while anything is new.

@@ -295,8 +295,8 @@ class FrameQueue:
                 passed_over.setdefault(frame.owner, turn)
             elif self._is_urgent(frame, now_s):
                 break  # it has waited long enough: nobody goes before it
-        if not chosen and not self.in_flight:
-            chosen = tight[:1]
+        if tight and not chosen and not self.in_flight:
+            chosen = [max(tight, key=lambda one: one.deadline_s)]
         for frame in (*expired, *chosen):
             self.remove(frame)
         for frame in chosen:

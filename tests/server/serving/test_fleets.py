@@ -49,6 +49,13 @@ def test_five_robots_on_a_busy_machine_are_all_answered(noise: float, seed: int)
     assert sum(answered) >= 4 * SECONDS
 
 
+def test_a_load_of_fourteen_times_what_can_be_answered_leaves_most_of_that() -> None:
+    """Seven a second can be answered; once all joined again whenever estimates had grown old."""
+    for seed in range(3):
+        answered = Fleet(fleet(20, 0.25), Price(0.02, 0.006, 0.06), seed=seed).play(SECONDS)
+        assert sum(answered) >= 4 * SECONDS
+
+
 @pytest.mark.parametrize("price", [CPU, ONE_BY_ONE, GPU], ids=["cpu", "one by one", "gpu"])
 def test_nobody_is_locked_out_where_few_can_be_in_time(price: Price) -> None:
     for seed in range(2):
