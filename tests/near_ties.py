@@ -138,7 +138,7 @@ def method_of(kind: str, rng: random.Random) -> Method:
 
 def shape_of(rng: random.Random) -> TreeShape:
     template = rng.choice([TreeShape.eagle(), TreeShape.branches(2, 5), TreeShape.template(5, 3)])
-    shapes = [TreeShape.chain(6), TreeShape(), TreeShape(3, 2, 8), TreeShape.of_template(template)]
+    shapes = [TreeShape.chain(6), TreeShape(), TreeShape(3, 2, 8), template]
     return replace(rng.choice(shapes), is_full_depth=rng.random() < 0.2)
 
 

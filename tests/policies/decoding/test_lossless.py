@@ -92,7 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     if draw(st.integers(0, 3)) == 0:  # one in four is of fixed shape
         template = TreeShape.template(draw(st.integers(1, 6)), draw(st.integers(1, 3)))
-        shape = replace(TreeShape.of_template(template), is_full_depth=shape.is_full_depth)
+        shape = replace(template, is_full_depth=shape.is_full_depth)
     is_scripted = draw(st.booleans())
     return Case(
         seed=draw(st.integers(0, 1)),

@@ -130,7 +130,7 @@ def small(name: str) -> Method:
     """With small trees, which are recorded faster."""
     method = replace(find_method(name), is_guarded=False)
     shape = method.plans[0].shape
-    if shape.template is not None:
+    if shape.paths:
         return method.with_shape(TreeShape.branches(2, 2))
     sizes = (min(shape.levels, 2), min(shape.top_k, 2), min(shape.num_guesses, 5))
     smaller = TreeShape(*sizes, is_full_depth=shape.is_full_depth)
