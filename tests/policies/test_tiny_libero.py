@@ -81,6 +81,36 @@ def test_its_thoughts_are_drafted_from_the_last_ones_and_stay_the_same():
     assert passes[1] < 0.4 * passes[0]
 
 
+def words(tokens: tuple[int, ...]) -> list[int]:
+    """The text of an answer, without the action at its end."""
+    actions = policy().token_model.target.action_tokens
+    return [token for token in tokens if not actions.first <= token <= actions.last]
+
+
+def test_words_are_those_of_plain_decoding_under_spec_vlas_rule_on_raw_ids():
+    """Seen for real: "GRIPPER POSITION: [128, 64]" became "[128, 80, 64]", and the action moved."""
+    frame = load_image(GOLDEN.parents[2] / "examples" / "frame.png")
+    observation = Observation(frame, "pick up the butter and place it in the basket")
+    texts = []
+    for decoding in ("autoregressive", "spec-vla"):
+        options = ActOptions(decoding=decoding, want_trace=True, want_reasoning=True)
+        (answer,) = policy().act([ActRequest(observation, options=options)])
+        texts.append(words(answer.chunk.trace.tokens))
+    assert texts[0] == texts[1]
+
+
+def test_text_on_writes_other_words_in_fewer_passes_and_still_acts():
+    exact, relaxed = (
+        play(f"fly:theta=0.1,window=2,drafts=previous-answer{text}", aloud=True)
+        for text in ("", ",text=on")
+    )
+    assert any(words(a) != words(b) for (a, _), (b, _) in zip(exact, relaxed, strict=True))
+    assert sum(passes for _, passes in relaxed) < sum(passes for _, passes in exact)
+    actions = policy().token_model.target.action_tokens
+    for tokens, _ in relaxed:
+        assert all(actions.first <= token <= actions.last for token in tokens[-8:-1])
+
+
 def test_lossless_answers_equal_plain_decoding_in_fewer_passes():
     plain, fast = play("autoregressive"), play("lossless")
     assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]
