@@ -41,7 +41,7 @@ from deft_client.wire.messages import ActMessage
 
 ACT_PATH = "/v1/act"
 REQUEST_ID = "x-request-id"
-RETRIED_STATUS = (429, 503)
+RETRIED_STATUS = (429, 502, 503)
 UNKNOWN_NAMES = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 SHORTEST_WAIT_S = 0.001  # 0 would mean not to wait at all
 # A server counts a deadline from the arrival of the frame, and answers one that it missed with 504:

@@ -17,7 +17,7 @@ DeftError
     ├── UnknownEndpointError        404, 405, 421
     ├── ConflictError               409
     ├── OverloadedError             429, with `retry_after_s`
-    ├── NotReadyError               503, with `retry_after_s`
+    ├── NotReadyError               502, 503, with `retry_after_s`
     ├── DeadlineMissedError         504
     ├── NoActionError               500: the policy wrote a text and no action; `reasoning` has it
     └── ServerFaultError            500 and anything else; quote the request id to its operator
@@ -153,7 +153,7 @@ _ERRORS: dict[type[ProblemError], tuple[int, ...]] = {
     UnknownEndpointError: (404, 405, 421),
     ConflictError: (409,),
     OverloadedError: (429,),
-    NotReadyError: (503,),
+    NotReadyError: (502, 503),
     DeadlineMissedError: (504,),
 }
 

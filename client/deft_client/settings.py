@@ -40,7 +40,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Retries:
-    """When and how often a call is made again: connection errors, 429 and 503, nothing else.
+    """When and how often a call is made again: connection errors, 429, 502, 503, nothing else.
 
     The pause before retry n is drawn between half and all of `first_pause_s` x 2^n. A server that
     says Retry-After is believed, unless it asks for more than `longest_pause_s`: then we give up.

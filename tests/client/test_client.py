@@ -127,7 +127,7 @@ def test_the_api_key_is_sent_and_never_printed():
         (422, RefusedRequestError),
         (429, OverloadedError),
         (500, ServerFaultError),
-        (502, ServerFaultError),
+        (502, NotReadyError),
         (503, NotReadyError),
         (504, DeadlineMissedError),
     ],
@@ -143,9 +143,11 @@ def test_each_problem_is_an_exception_of_its_own_that_says_everything(status, ki
     assert all(word in str(error) for word in (str(status), "finite", "state", "r-1"))
 
 
-@pytest.mark.parametrize("trouble", [REFUSED, httpx.ReadError(""), 429, 503])
+@pytest.mark.parametrize("trouble", [REFUSED, httpx.ReadError(""), 429, 502, 503])
 def test_what_may_pass_is_tried_again(trouble):
-    server = FakeServer(*(refusal(trouble) if trouble in (429, 503) else trouble for _ in "ab"))
+    server = FakeServer(
+        *(refusal(trouble) if trouble in (429, 502, 503) else trouble for _ in "ab")
+    )
     Robot(server).act()
     assert len(server.requests) == 3
 

@@ -31,13 +31,18 @@ class Proxy:
 
 @contextmanager
 def nginx_before(
-    server_port: int, folder: Path, timeout_s: int = 10, streams: int = 64
+    server_port: int,
+    folder: Path,
+    timeout_s: int = 10,
+    streams: int = 64,
+    closes_plain: bool = False,
+    upstream: str = "upstream.conf",
 ) -> Iterator[Proxy]:
-    """Our files as they are, but for addresses and, where told, times and connections."""
+    """Our files as they are, but for addresses and, where told, times, connections, plain HTTP."""
     certificate, key = make_certificate(folder)
     proxy = Proxy(_free_port(), _free_port(), certificate)
-    upstream = (FOLDER / "upstream.conf").read_text()
-    upstream = re.sub(r"front-[12]:8000", f"127.0.0.1:{server_port}", upstream)
+    servers = (FOLDER / upstream).read_text()
+    servers = re.sub(r"(front-[12]|127\.0\.0\.1):8000", f"127.0.0.1:{server_port}", servers)
     deft = (FOLDER / "deft.conf").read_text()
     deft = deft.replace("listen 80;", f"listen 127.0.0.1:{proxy.port};")
     deft = deft.replace("/etc/nginx/deft", str(folder))
@@ -45,6 +50,8 @@ def nginx_before(
     deft = deft.replace("deft_streams 64", f"deft_streams {streams}")
     tls = (FOLDER / "tls.conf.example").read_text()
     tls = tls.replace("listen 443 ssl;", f"listen 127.0.0.1:{proxy.tls_port} ssl;")
+    if not closes_plain:
+        tls = re.sub(r"if \(.*?\n}\n", "", tls, flags=re.DOTALL)
     tls = tls.replace("/etc/nginx/deft/server.crt", str(certificate))
     (folder / "tls.conf").write_text(tls.replace("/etc/nginx/deft/server.key", str(key)))
     paths = "".join(
@@ -53,7 +60,7 @@ def nginx_before(
     )
     (folder / "nginx.conf").write_text(
         f"daemon off; pid {folder}/pid; events {{ worker_connections 4096; }}\n"
-        f"http {{\naccess_log off; {paths}\n{upstream}\n{deft}\n}}\n"
+        f"http {{\naccess_log off; {paths}\n{servers}\n{deft}\n}}\n"
     )
     command = ["nginx", "-p", str(folder), "-c", "nginx.conf", "-e", str(folder / "errors")]
     running = subprocess.Popen(command)

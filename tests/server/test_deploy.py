@@ -22,6 +22,7 @@ from deft_server.app import create_app
 from deft_server.commands.serve import ExitCode
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.settings import Settings
+from tests.server.certificates import make_certificate
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -329,3 +330,35 @@ def test_compose_itself_accepts_the_file() -> None:
     )
     assert accepted.returncode == 0, accepted.stderr
     assert "/checkpoints/openvla-7b" in accepted.stdout
+
+
+def test_the_proxy_starts_before_the_server_whose_name_it_looks_up_again(
+    compose: Compose,
+) -> None:
+    """nginx refuses to start with a name that nobody knows, unless it is to be looked up later."""
+    template = (ROOT / "deploy/nginx/upstream.conf.template").read_text()
+    assert re.search(r"server \$\{DEFT_UPSTREAM\}:8000 resolve;", template)
+    assert "resolver 127.0.0.11" in template
+    version = re.search(r":(\d+)\.(\d+)\.(\d+)", compose.services["proxy"].image)
+    assert version is not None
+    assert tuple(map(int, version.groups())) >= (1, 27, 3)
+    assert not compose.services["proxy"].depends_on
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Prometheus)")
+def test_prometheus_accepts_what_its_configuration_says_of_tls_and_keys(tmp_path: Path) -> None:
+    folder = ROOT / "deploy/prometheus"
+    shutil.copy(folder / "alerts.yml", tmp_path)
+    shutil.copy(make_certificate(tmp_path)[0], tmp_path / "deft-ca.crt")
+    (tmp_path / "deft-key").touch()
+    text = (folder / "prometheus.yml").read_text().replace("/etc/prometheus", str(tmp_path))
+    text = re.sub(r"# (scheme|tls_config|authorization):", r"\1:", text)
+    (tmp_path / "prometheus.yml").write_text(text)
+    checked = subprocess.run(
+        ["promtool", "check", "config", tmp_path / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert all(f"\n    {name}:" in text for name in ("scheme", "tls_config", "authorization"))

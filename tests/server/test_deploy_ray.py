@@ -52,7 +52,7 @@ class ServeApplication(Part):
 
 
 class ServeConfig(Part):
-    proxy_location: Literal["Disabled"]
+    proxy_location: Literal["Disabled", "HeadOnly"]
     applications: list[ServeApplication]
 
 
@@ -72,8 +72,15 @@ class HttpGet(Part):
     port: str
 
 
+class Exec(Part):
+    command: list[str]
+
+
 class Probe(Part):
-    httpGet: HttpGet
+    httpGet: HttpGet | None = None
+    exec: Exec | None = None
+    initialDelaySeconds: int = 0
+    timeoutSeconds: int = 1
     periodSeconds: int
     failureThreshold: int
 
@@ -95,6 +102,7 @@ class Container(Part):
     args: list[str] = []
     env: list[Variable]
     ports: list[ContainerPort] = []
+    lifecycle: dict[Literal["preStop"], dict[Literal["exec"], Exec]] = {}
     startupProbe: Probe | None = None
     readinessProbe: Probe | None = None
     livenessProbe: Probe | None = None
@@ -247,7 +255,7 @@ def test_kuberay_deploys_what_serve_deploys(
     ray_service: RayService, serve_config: ServeConfig
 ) -> None:
     config = ServeConfig.model_validate(yaml.safe_load(ray_service.spec.serveConfigV2))
-    assert config == serve_config
+    assert config.applications == serve_config.applications
     wanted = config.applications[0].deployments[0]
     (group,) = ray_service.spec.rayClusterConfig.workerGroupSpecs
     limits = group.template.spec.containers[0].resources.limits
@@ -289,10 +297,13 @@ def test_the_front_uses_flags_and_probes_that_exist(front: FrontDeployment) -> N
     assert names <= set(Settings.model_fields)
     assert front.spec.template.spec.securityContext["runAsNonRoot"] is True
     drain_s = next(float(flag.partition("=")[2]) for flag in flags if "drain" in flag)
-    assert front.spec.template.spec.terminationGracePeriodSeconds > drain_s
+    sleep, pause_s = container.lifecycle["preStop"]["exec"].command
+    assert sleep == "sleep"
+    assert front.spec.template.spec.terminationGracePeriodSeconds > drain_s + float(pause_s)
     routes = {getattr(route, "path", "") for route in create_app(SleepingPolicy()).routes}
     for probe in (container.startupProbe, container.readinessProbe, container.livenessProbe):
         assert probe is not None
+        assert probe.httpGet is not None
         assert probe.httpGet.path in create_app(SleepingPolicy()).openapi()["paths"] or (
             probe.httpGet.path in routes
         )
@@ -307,3 +318,24 @@ def test_the_rules_speak_of_metrics_that_exist(tmp_path: Path) -> None:
             assert {metric, re.sub("_(bucket|sum|count)$", "", metric)} & families, metric
         assert rule.labels["severity"] in {"page", "warn"}
         assert rule.annotations["summary"]
+
+
+def test_the_probes_of_ray_call_what_the_image_has(ray_service: RayService) -> None:
+    """KubeRay's own call wget."""
+    cluster = ray_service.spec.rayClusterConfig
+    for pod in (cluster.headGroupSpec.template, cluster.workerGroupSpecs[0].template):
+        (container,) = pod.spec.containers
+        for probe in (container.livenessProbe, container.readinessProbe):
+            assert probe is not None
+            assert probe.exec is not None
+            program, flag, code = probe.exec.command
+            assert (program, flag) == ("python", "-c")
+            compile(code, "probe", "exec")
+
+
+def test_images_with_and_without_cuda_have_other_names(ray_service: RayService) -> None:
+    compose = yaml.safe_load((DEPLOY.parent / "docker-compose.yml").read_text())
+    built = {one["image"] for one in compose["services"].values() if "TORCH_INDEX" in str(one)}
+    cluster = ray_service.spec.rayClusterConfig
+    (worker,) = cluster.workerGroupSpecs[0].template.spec.containers
+    assert worker.image not in built

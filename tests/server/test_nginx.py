@@ -5,7 +5,7 @@ import shutil
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import httpx
 import msgpack
@@ -13,9 +13,12 @@ import pytest
 import websockets.sync.client
 from websockets.exceptions import InvalidStatus
 
+from deft_client.client import PolicyClient
+from deft_client.errors import AccessDeniedError, NotReadyError
+from deft_client.settings import ClientSettings, TlsFiles
 from tests.server.nginx import Proxy, nginx_before
 from tests.server.process import serving
-from tests.standins.policies import MSGPACK, packed
+from tests.standins.policies import MSGPACK, frame, packed
 
 NAME = "robots.example"
 MAX_STREAMS = 3
@@ -97,3 +100,35 @@ def test_tls_ends_here_and_a_handshake_that_never_ends_is_cut_off(proxy: Proxy) 
         suppress(ConnectionResetError),
     ):
         assert caller.recv(4096) == b""
+
+
+def test_one_server_with_tls_answers_no_frame_in_the_clear(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("closed")
+    with (
+        serving(settings="trusted_proxies=('127.0.0.1',)") as server,
+        nginx_before(server.port, folder, closes_plain=True, upstream="upstream.one.conf") as proxy,
+    ):
+        server.wait_until_ready()
+        with pytest.raises(AccessDeniedError, match="use https"), PolicyClient(proxy.url) as plain:
+            plain.act(frame())
+        assert httpx.get(f"{proxy.url}/readyz").status_code == 200
+        settings = ClientSettings(tls=TlsFiles(proxy.certificate))
+        with PolicyClient(proxy.tls_url, settings) as robot:
+            assert robot.act(frame()).actions.shape == (1, 7)
+
+
+def test_a_server_that_is_down_behind_the_proxy_is_said_in_words_and_tried_again(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+    with (
+        nginx_before(port, tmp_path_factory.mktemp("down")) as proxy,
+        PolicyClient(proxy.url) as robot,
+        pytest.raises(NotReadyError) as failure,
+    ):
+        robot.act(frame())
+    assert "proxy" in str(failure.value)
+    assert "<html>" not in str(failure.value)

@@ -112,8 +112,18 @@ def decode_problem(status: int, data: bytes, retry_after_s: float | None = None)
         said = {"title": title, **as_map(load(data, _OF_PROBLEMS), "body"), "status": status}
         problem = PROBLEM.read(said, "", Terms(is_json=True))
     except WireError:
-        problem = Problem(status, title, data[:200].decode("utf-8", "replace"))
+        problem = Problem(status, title, _words_of(status, data))
     return problem if retry_after_s is None else replace(problem, retry_after_s=retry_after_s)
+
+
+def _words_of(status: int, data: bytes) -> str:
+    """Return what a body says that no server of ours wrote."""
+    text = data[:200].decode("utf-8", "replace").strip()
+    if not text.startswith("<"):
+        return text
+    if status in (502, 504):
+        return "a proxy answered in place of the server, which is down or which it cannot reach"
+    return "a page of HTML came back: something before the server answered, a proxy perhaps"
 
 
 def load(data: bytes, limits: WireLimits = DEFAULT_LIMITS, where: str = "body") -> object:

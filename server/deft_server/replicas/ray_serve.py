@@ -132,7 +132,8 @@ class RayCluster:
             self._start(ray, serve)
         except (ConnectionError, RuntimeError, ValueError, *self._errors) as error:
             where = self._settings.ray or "this machine"
-            raise SettingsError(f"no replicas on {where}: {_reason(error)}") from error
+            reason = _reason(error, is_remote=self._settings.ray is not None)
+            raise SettingsError(f"no replicas on {where}: {reason}") from error
 
     async def look(self) -> tuple[str, HostedPolicy]:
         """Ask a replica what the policy is."""
@@ -202,14 +203,15 @@ def import_ray() -> tuple[Any, Any]:
     return ray, serve
 
 
-def _reason(error: Exception) -> str:
-    """Return why a cluster could not be reached; Ray speaks of its token without saying where."""
+def _reason(error: Exception, is_remote: bool) -> str:
+    """Return why a cluster could not be reached; Ray says little where a token is missing."""
     said = str(error)
-    if "authentication" not in said.lower():
+    if not is_remote:
         return said
     return (
-        f"{said}; this machine needs the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN: "
-        "`ray get-auth-token` prints it on the cluster's first machine (docs/scaling.md)"
+        f"{said}; where the cluster has a token, this machine needs RAY_AUTH_MODE=token and the "
+        "token in ~/.ray/auth_token or RAY_AUTH_TOKEN: `ray get-auth-token` prints it on the "
+        "cluster's first machine (docs/scaling.md)"
     )
 
 

@@ -41,16 +41,19 @@ def test_only_the_extra_brings_ray():
         assert not any(one.startswith("ray") for one in project["dependencies"])
 
 
-def test_a_cluster_that_wants_its_token_says_where_it_goes(monkeypatch):
+@pytest.mark.parametrize(
+    "said", ["Token authentication is enabled but no token was found", "Failed to connect to Ray"]
+)
+def test_a_cluster_that_wants_its_token_says_where_it_goes(said, monkeypatch):
     class Authentication(Exception):
         """As Ray raises it: no `ConnectionError`."""
 
     def init(**_):
-        raise Authentication("Token authentication is enabled but no token was found")
+        raise Authentication(said)
 
     exceptions = SimpleNamespace(RayError=Authentication, RayServeException=ZeroDivisionError)
     ray = SimpleNamespace(init=init, is_initialized=lambda: False, exceptions=exceptions)
     monkeypatch.setattr(ray_serve, "import_ray", lambda: (ray, ray))
     cluster = ray_serve.RayCluster(Settings(ray="10.0.0.5:6379"), ConstantPolicy, "1")
-    with pytest.raises(SettingsError, match=r"10\.0\.0\.5.*~/\.ray/auth_token or RAY_AUTH_TOKEN"):
+    with pytest.raises(SettingsError, match=r"10\.0\.0\.5.*RAY_AUTH_MODE=token.*ray/auth_token"):
         cluster.connect()
