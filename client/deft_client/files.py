@@ -43,6 +43,13 @@ def creating(folder: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError, for a pipe too: it may never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return path.read_bytes()
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace the content of a file in one step. Raises OSError."""
     with replacing(path) as beside:

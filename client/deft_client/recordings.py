@@ -128,8 +128,14 @@ def find_episodes(root: Path) -> list[Path]:
 
 def read_header(path: Path) -> EpisodeHeader:
     """Read only the header of a recording."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         return _read_header(file, path)
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.exists() and not path.is_file():
+        raise RecordingError(f"{path}: is not a regular file")
+    return path.open("rb")
 
 
 class StepReader:
@@ -140,7 +146,7 @@ class StepReader:
         self._path = path
 
     def __iter__(self) -> Iterator[RecordedStep]:
-        with self._path.open("rb") as file:
+        with _opened(self._path) as file:
             _read_header(file, self._path)
             while not isinstance(payload := _read_payload(file), Ending):
                 step = _read_step(_entries(payload, self._path), self._path)

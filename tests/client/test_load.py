@@ -108,7 +108,7 @@ def test_a_pipe_in_place_of_the_keys_is_refused(
 ) -> None:
     os.mkfifo(tmp_path / "keys")
     assert main(["load", "http://127.0.0.1:1", "--keys", str(tmp_path / "keys")]) == 2
-    assert "is not a file" in capsys.readouterr().err
+    assert "is not a regular file" in capsys.readouterr().err
 
 
 def test_the_summary_names_the_fewest_and_the_most() -> None:

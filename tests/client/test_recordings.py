@@ -1,5 +1,6 @@
 """A recording can be read up to its last whole step, whatever happened to its writer."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -178,3 +179,12 @@ def test_recordings_are_found_in_order_and_a_wrong_path_is_named(tmp_path: Path)
     assert find_episodes(names[0]) == [names[0]]
     with pytest.raises(RecordingError, match="nowhere"):
         find_episodes(tmp_path / "nowhere")
+
+
+def test_a_pipe_in_place_of_a_recording_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / f"a{SUFFIX}"
+    os.mkfifo(path)
+    with pytest.raises(RecordingError, match="not a regular file"):
+        read_header(path)
+    with pytest.raises(RecordingError, match="not a regular file"):
+        list(StepReader(path))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deft_client.errors import DeftError, UsageError
+from deft_client.files import read_file
 from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts, TlsFiles, check_url
 from deft_client.wire.images import ImageEncoding
 
@@ -59,7 +60,7 @@ def _api_key(options: argparse.Namespace) -> str | None:
     if options.api_key_file is None:
         return os.environ.get(API_KEY_VARIABLE) or None
     try:
-        key = options.api_key_file.read_text(encoding="utf-8").strip()
+        key = read_file(options.api_key_file).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the API key: {error}") from error
     if not key:

@@ -32,6 +32,7 @@ from deft_client.errors import (
     ProblemError,
     UsageError,
 )
+from deft_client.files import read_file
 from deft_client.settings import ClientSettings, Retries, TlsFiles, check_url
 from deft_client.types import ActOptions, Observation, ServerInfo
 
@@ -193,11 +194,10 @@ def _read_keys(path: Path | None) -> list[str | None]:
     if path is None:
         return [None]
     try:
-        if not path.is_file():
-            raise UsageError(f"{path} is not a file")
-        keys = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+        lines = read_file(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the API keys: {error}") from error
+    keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise UsageError(f"{path} holds no API key")
     return [*keys]

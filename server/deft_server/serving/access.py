@@ -25,6 +25,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 
+from deft_client.files import read_file
 from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError, WrongHostError
 
 if sys.version_info >= (3, 11):
@@ -77,10 +78,8 @@ class KeyFileError(Exception):
 
 def read_keys(path: Path) -> tuple[tuple[bytes, Caller], ...]:
     """Return the SHA-256 of every key in a file and its caller, or raise `KeyFileError`."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for without end
-        raise KeyFileError(f"cannot use the key file {path}: it is not a file")
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
+        table = tomllib.loads(read_file(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise KeyFileError(f"cannot use the key file {path}: {error}") from error
     if not table:  # it may be about to be written; nobody means to take every key away

@@ -99,7 +99,7 @@ def test_keys_that_cannot_be_read_are_a_metric_until_they_can(
 
 def test_a_pipe_in_place_of_the_key_file_is_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "keys.toml")
-    with pytest.raises(KeyFileError, match="is not a file"):
+    with pytest.raises(KeyFileError, match="is not a regular file"):
         read_keys(tmp_path / "keys.toml")
 
 

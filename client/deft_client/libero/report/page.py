@@ -65,10 +65,8 @@ class View:
 
     def link(self, record: EpisodeRecord) -> str:
         """A relative link to an episode's video, or nothing if it is not there."""
-        path = self.run.folder / record.video
-        if not record.video or not path.is_file():
-            return ""
-        return quote(os.path.relpath(path.resolve(), self.link_from.resolve()))
+        path = self.run.video(record)
+        return "" if path is None else quote(os.path.relpath(path, self.link_from.resolve()))
 
     def successes(self, suite: str, number: int) -> Successes | None:
         """How a task's episodes ended; None where none was played."""

@@ -34,11 +34,7 @@ class Racer:
 
     run: RunResults
     record: EpisodeRecord
-
-    @property
-    def path(self) -> Path:
-        """The video file."""
-        return self.run.folder / self.record.video
+    path: Path  # of the video
 
     @property
     def pace_ms(self) -> float:
@@ -70,9 +66,9 @@ def find_races(runs: Sequence[RunResults]) -> Mapping[TrialKey, Sequence[Racer]]
     races: dict[TrialKey, list[Racer]] = {}
     for run in runs:
         for record in run.records:
-            racer = Racer(run, record)
-            if record.video and record.num_steps and racer.path.is_file():
-                races.setdefault(record.key, []).append(racer)
+            path = run.video(record)
+            if record.num_steps and path is not None:
+                races.setdefault(record.key, []).append(Racer(run, record, path))
 
     def rank(key: TrialKey) -> tuple[int, int, TrialKey]:
         lost = sum(racer.record.outcome is not Outcome.SUCCEEDED for racer in races[key])

@@ -182,7 +182,7 @@ def decode_record(line: bytes, run: str, place: str) -> EpisodeRecord:
             finished_s=float(values["finished_s"]),
             **{name: kind(values[name]) for name, kind in _PLAIN.items()},
         )
-    except (ValueError, KeyError, TypeError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         raise ResultsError(
             f"{place} is no episode ({type(error).__name__}: {error}); "
             "delete that line and run the same command again: the episode is redone"

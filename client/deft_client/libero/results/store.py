@@ -11,13 +11,14 @@ import fcntl
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 
-from deft_client.files import append_whole, sync, write_atomically
+from deft_client.files import append_whole, read_file, sync, write_atomically
 from deft_client.libero.errors import ResultsError, ResultsMismatchError, ResultsWriteError
 from deft_client.libero.results.records import (
     EpisodeRecord,
@@ -72,18 +73,24 @@ class RunResults:
     records: tuple[EpisodeRecord, ...]
     has_torn_line: bool = False  # the last line was cut short by a crash, and is not in records
 
+    def video(self, record: EpisodeRecord) -> Path | None:
+        """The film of an episode, if it is there; a record from elsewhere may name any file."""
+        folder = self.folder.resolve()
+        path = (folder / record.video).resolve()
+        return path if path.is_relative_to(folder) and path.is_file() else None
+
 
 def read_header(folder: Path) -> RunHeader:
     """The header of the run in `folder`."""
     path = folder / HEADER_FILE
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(read_file(path))
     except FileNotFoundError as error:
         raise ResultsError(
             f"{folder} holds no results: there is no {HEADER_FILE}. "
             "Give the folder that `deft-client eval` wrote"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResultsError(f"{path} cannot be read: {error}") from error
     return _checked_header(path, values)
 
@@ -101,8 +108,25 @@ def _checked_header(path: Path, values: object) -> RunHeader:
         header = RunHeader(**values)
     except TypeError as error:
         raise ResultsError(f"{path} has missing or unknown fields: {error}") from error
+    for name, value in vars(header).items():
+        if name in _TEXTS and not isinstance(value, str):
+            raise ResultsError(f"{path}: {name} must be a text, got {_kind(value)}")
+        if name in _TABLES and not (isinstance(value, dict) and _holds_texts(value)):
+            raise ResultsError(f"{path}: {name} must be an object of texts, got {_kind(value)}")
     options = {name: _NAMES_NOW.get((name, value), value) for name, value in header.options.items()}
     return replace(header, options=options)
+
+
+_TEXTS = ("run", "created", "name", "suite", "assets")
+_TABLES = ("options", "versions", "server", "notes")
+
+
+def _holds_texts(values: Mapping[object, object]) -> bool:
+    return all(isinstance(value, str) for value in values.values())
+
+
+def _kind(value: object) -> str:
+    return "an object of others" if isinstance(value, dict) else type(value).__name__
 
 
 def load_run(folder: Path) -> RunResults:
@@ -127,12 +151,14 @@ def _read_episodes(folder: Path) -> bytes:
     """The lines of a run, which may have been gzipped; two copies that differ are refused."""
     path, packed = folder / EPISODES_FILE, folder / PACKED_FILE
     try:
-        content = path.read_bytes() if path.exists() else b""
+        content = read_file(path) if path.exists() else b""
         if not packed.exists():
             return content
-        unpacked = gzip.decompress(packed.read_bytes())
-    except (OSError, EOFError) as error:
+        path = packed
+        unpacked = gzip.decompress(read_file(packed))
+    except (OSError, EOFError, zlib.error) as error:
         raise ResultsError(f"{path} cannot be read: {error}") from error
+    path = folder / EPISODES_FILE
     if path.exists() and content != unpacked:  # they are equal where a kill came between
         raise ResultsError(
             f"{folder} has {EPISODES_FILE} and {PACKED_FILE}, and they differ: keep the newer one"
@@ -182,17 +208,25 @@ def unpack_runs(path: Path, folder: Path) -> None:
                     store.append(record)
 
 
+def _header_values(line: bytes, place: str) -> dict[str, object]:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ResultsError(f"{place} is no header: {error}") from error
+    return dict(values)
+
+
 def _unpacked(path: Path) -> list[RunResults]:
     try:
-        lines = gzip.decompress(path.read_bytes()).splitlines()
-    except (OSError, EOFError) as error:
+        lines = gzip.decompress(read_file(path)).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
         raise ResultsError(f"{path} holds no packed results: {error}") from error
     found: list[tuple[str, RunHeader, list[EpisodeRecord]]] = []
     for number, line in enumerate(lines, start=1):
         place = f"{path} line {number}"
         if line.startswith(f'{{"{_FOLDER}":'.encode()):
-            values = json.loads(line)
-            found.append((values.pop(_FOLDER), _checked_header(Path(place), values), []))
+            values = _header_values(line, place)
+            found.append((str(values.pop(_FOLDER)), _checked_header(Path(place), values), []))
         elif found:
             found[-1][2].append(decode_record(line, found[-1][1].run, place))
         else:

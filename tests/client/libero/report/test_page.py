@@ -388,6 +388,13 @@ def test_videos_that_are_there_are_linked_relative_to_the_page(
     assert links == {"../a/videos/task00-trial00-succeeded.mp4"}
 
 
+@pytest.mark.parametrize("video", ["/etc/passwd", "../elsewhere.mp4"])
+def test_a_video_outside_of_the_runs_folder_is_not_linked(tmp_path: Path, video: str) -> None:
+    (tmp_path / "elsewhere.mp4").write_bytes(b"")
+    run = _write(tmp_path / "a", replace(record(), video=video))
+    assert not {link for link in _Page(_report(tmp_path, str(run.folder))).loaded if link}
+
+
 def test_a_run_without_any_episode_says_so(tmp_path: Path) -> None:
     _write(tmp_path / "a")
     text = _report(tmp_path, str(tmp_path / "a"))

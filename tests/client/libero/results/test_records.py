@@ -293,3 +293,51 @@ def test_packed_runs_that_are_damaged_are_refused_with_the_place(tmp_path: Path)
     packed.write_bytes(gzip.compress(encode_record(record(), "a")))
     with pytest.raises(ResultsError, match="line 1: an episode before the header"):
         load_runs(packed)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"options": "none"}, {"options": {"seed": 7}}, {"server": 3}, {"name": None}]
+)
+def test_a_header_of_another_kind_is_refused_with_the_field(
+    tmp_path: Path, damage: dict[str, object]
+) -> None:
+    _write(tmp_path, record())
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    with pytest.raises(ResultsError, match=next(iter(damage))):
+        load_run(tmp_path)
+
+
+def test_results_nested_without_end_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path, record())
+    deep = b"[" * 100_000
+    (tmp_path / "episodes.jsonl").write_bytes(deep + b"\n")
+    with pytest.raises(ResultsError, match=r"episodes\.jsonl line 1"):
+        load_run(tmp_path)
+    (tmp_path / "run.json").write_bytes(deep)
+    with pytest.raises(ResultsError, match=r"run\.json"):
+        load_run(tmp_path)
+
+
+def test_rotten_bits_of_packed_episodes_are_said_in_a_sentence(tmp_path: Path) -> None:
+    _write(tmp_path, *(record(trial=trial) for trial in range(20)))
+    packed = bytearray(gzip.compress((tmp_path / "episodes.jsonl").read_bytes()))
+    packed[len(packed) // 2 : len(packed) // 2 + 40] = b"x" * 40
+    (tmp_path / "episodes.jsonl.gz").write_bytes(packed)
+    (tmp_path / "episodes.jsonl").unlink()
+    with pytest.raises(ResultsError, match="cannot be read"):
+        load_run(tmp_path)
+    (tmp_path / "runs.gz").write_bytes(packed)
+    with pytest.raises(ResultsError, match="holds no packed results"):
+        load_runs(tmp_path / "runs.gz")
+
+
+@pytest.mark.parametrize("name", ["run.json", "episodes.jsonl", "episodes.jsonl.gz"])
+def test_a_pipe_in_place_of_results_is_refused_and_not_waited_for(
+    tmp_path: Path, name: str
+) -> None:
+    _write(tmp_path, record())
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ResultsError, match="not a regular file"):
+        load_run(tmp_path)
