@@ -35,7 +35,7 @@ def film(folder: Path, name: str, *milliseconds: float) -> Path:
 
 def test_each_run_shows_the_step_it_had_reached(tmp_path: Path) -> None:
     runs = [load_run(film(tmp_path, *one)) for one in (("slow", 400.0), ("fast", 200.0))]
-    racers = [Racer(run, run.records[0], run.folder) for run in runs]
+    racers = [Racer(run, run.records[0], run.folder / run.records[0].video) for run in runs]
     frames = list(draw_race(racers, ["slow", "fast"]))
     assert len(frames) == (400 * NUM_STEPS + 1500) // FRAME_MS + 1
     after_a_second = frames[1000 // FRAME_MS + 1]
@@ -49,9 +49,11 @@ def test_what_a_run_says_it_is_about_to_do_stands_below(tmp_path: Path) -> None:
     (one,) = run.records
     first, *later = one.answers
     first = replace(first, reasoning="PLAN: all SUBTASK: reach it MOVE: right ACTION:")
-    racer = Racer(run, replace(one, answers=(first, *later)), run.folder)
+    racer = Racer(run, replace(one, answers=(first, *later)), run.folder / one.video)
     assert [racer.said(step) for step in (0, 1)] == ["reach it", ""]
-    silent, thinking = (next(draw_race([each], ["slow"])) for each in (Racer(run, one), racer))
+    silent, thinking = (
+        next(draw_race([each], ["slow"])) for each in (Racer(run, one, racer.path), racer)
+    )
     assert thinking.shape[0] == silent.shape[0] + 22
 
 
