@@ -109,6 +109,8 @@ class Prices:
         known = self._flows.get(flow)
         if known is None or not (known.is_fresh(now_s) or self._all.is_fresh(now_s)):
             return 0.0
+        if known.is_fresh(now_s):
+            return known.alone_s(self.share, 0.5)
         return self.expect(flow, now_s)
 
     def _learn_share(self, one: Measurement, other: Measurement) -> None:
