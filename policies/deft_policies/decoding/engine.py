@@ -202,7 +202,7 @@ class Engine:
         """
         for kind in method.required & self._untried.keys():  # a broken plugin is refused by name
             self._makers[kind](method)
-            del self._untried[kind]
+            self._untried.pop(kind, None)
         missing = method.required - self._makers.keys()
         if missing:
             names = ", ".join(sorted(missing))

@@ -12,8 +12,8 @@ RETRIEVAL = "retrieval"  # the action stored with the most similar frame
 RECYCLED = "recycled"  # the target's predictions after its last mismatch (Jacobi)
 MEDUSA = "medusa"  # parallel heads, one per position ahead
 SMALL_MODEL = "small-model"  # a cheaper model of the same actions
-TOKEN_RECYCLING = "token-recycling"  # what the target last said after the same tokens
-PREVIOUS_ANSWER = "previous-answer"  # the last answer, text and all, as it lines up
+TOKEN_RECYCLING = "token-recycling"  # what the target last predicted after the same tokens
+PREVIOUS_ANSWER = "previous-answer"  # the whole last answer, lined up with this one
 
 OUR_KINDS = (
     HEAD,

@@ -38,7 +38,7 @@ def describe(found: EntryPoint) -> str:
 
 @contextmanager
 def naming(found: EntryPoint, field: str | None = None) -> Iterator[None]:
-    """Name the plugin in whatever goes wrong here.
+    """Name the plugin in every error here.
 
     Where the `field` of a request names the plugin it is a `RequestError`, else a `PolicyError`.
     """

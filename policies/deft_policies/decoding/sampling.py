@@ -1,8 +1,8 @@
 """Choosing tokens from logits: the largest, or a draw whose noise is fixed by who asks for it.
 
 Noise has no state: it is a hash of (seed, session, action, position, token). So the same seed,
-memory and frame draw the same answer in any process, whatever else is in the batch and whatever was
-drafted, and two sessions draw independently of each other.
+memory and frame draw the same answer in any process, in any batch and with any drafts, and two
+sessions draw independently of each other.
 """
 
 from collections.abc import Sequence

@@ -246,39 +246,29 @@ def beam_tree(
         ancestors = torch.cat((inherited, itself), dim=2)
         level = Level(depth, tokens.gather(1, kept.indices), above, ancestors)
         num_candidates += top_k**2
-    return _likeliest(levels, shape.num_guesses, kind, roots, deepest)
-
-
-def _likeliest(
-    levels: Sequence[tuple[Tensor, Tensor, Tensor]],
-    num_guesses: int,
-    kind: str,
-    roots: Tensor,
-    deepest: Tensor,
-) -> DraftTree:
-    """Keep the likeliest candidates of all levels, in the order in which they were made."""
+    # Of all candidates the likeliest stay, in the order in which they were made.
     scores = torch.cat(
         [
-            totals.masked_fill((deepest < level)[:, None], -torch.inf)
-            for level, (_, totals, _) in enumerate(levels, start=1)
+            totals.masked_fill((deepest < depth)[:, None], -torch.inf)
+            for depth, (_, totals, _) in enumerate(levels, start=1)
         ],
         dim=1,
     )
     tokens = torch.cat([one for one, _, _ in levels], dim=1)
     parents = torch.cat([one for _, _, one in levels], dim=1)
-    num_kept = min(num_guesses, scores.shape[1])
+    num_kept = min(shape.num_guesses, scores.shape[1])
     # Stable, so that of equal scores the earlier wins: no child is ever kept without its parent.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
-    kept = order.sort(dim=1).values
-    places = torch.arange(1, num_kept + 1, device=kept.device).expand_as(kept)
-    renumbered = torch.zeros_like(parents).scatter(1, kept, places)
-    above = parents.gather(1, kept)
-    log_probs = scores.gather(1, kept)
+    chosen = order.sort(dim=1).values
+    places = torch.arange(1, num_kept + 1, device=chosen.device).expand_as(chosen)
+    renumbered = torch.zeros_like(parents).scatter(1, chosen, places)
+    above = parents.gather(1, chosen)
+    log_probs = scores.gather(1, chosen)
     is_real = log_probs > -torch.inf
     return DraftTree.of_guesses(
         kind,
         roots,
-        tokens.gather(1, kept),
+        tokens.gather(1, chosen),
         torch.where(above < 0, 0, renumbered.gather(1, above.clamp(min=0))),
         is_real,
         log_probs.masked_fill(~is_real, 0.0),

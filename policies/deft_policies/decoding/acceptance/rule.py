@@ -145,7 +145,7 @@ class ScoredTree:
 
     @cached_property
     def expected(self) -> Tensor:
-        """What the target would have said in the node's place, [row, node]."""
+        """The target's token in the node's own place, [row, node]: predicted at its parent."""
         return self.predictions.gather(1, self.parents)
 
     @cached_property
@@ -246,7 +246,7 @@ class ScoredTree:
     def expected_log_probs(self) -> Tensor:
         """The log-probabilities by which each node is judged, [row, node, bin].
 
-        What the target said at the node's parent, about the token in the node's own place.
+        Predicted at the node's parent, for the token in the node's own place.
         """
         num_bins = len(self.action_tokens)
         return self.action_log_probs.gather(1, self.parents[:, :, None].expand(-1, -1, num_bins))
@@ -320,7 +320,7 @@ class AcceptanceRule(ABC):
 
 @dataclass(frozen=True)
 class ExactMatch(AcceptanceRule):
-    """d = t: the output equals greedy decoding, whatever the drafts are.
+    """d = t: with any drafts the output equals greedy decoding.
 
     d is the drafted token and t the target's own. With sampled predictions instead of greedy ones
     the output has exactly the target's distribution: see `judge`.

@@ -1,11 +1,15 @@
 """The last answer of the session as a draft of the next one: verified reuse of long texts.
 
-In the first pass the whole of it rides behind the prompt as one chain. Where the target says
-another token, what was matched stays, and up to four chains guess how the old text goes on behind
-the new token: after skipping what it replaced (a number changed), with what the target has said
-behind the old words since and without; from the replaced token on (something was inserted); or
-behind the nearest later place that ends as the answer does now (something was left out). The first
-of them gets half the width or more, the others enough to line up. Everything happens on the host.
+The first pass checks the whole of it as one chain behind the prompt. Where the target predicts
+another token, what matched stays, and up to four chains guess how the old text goes on after it:
+
+1. what followed the replaced token (a number changed), as the target has predicted it since;
+2. the same, as it was;
+3. from the replaced token on (something was inserted);
+4. what follows the nearest place that ends as the answer does now (something was left out).
+
+The first chain gets half the width or more, the others enough to line up. Everything happens on the
+host.
 """
 
 from collections.abc import Sequence
@@ -43,11 +47,11 @@ class Alignment:
     def __post_init__(self) -> None:
         self.fresh = list(self.old)
 
-    def take(self, tokens: Sequence[int], said: Sequence[int] = ()) -> None:
-        """Line up with what was committed: the chain that it begins like is where it stands.
+    def take(self, tokens: Sequence[int], predicted: Sequence[int] = ()) -> None:
+        """Line up with what was committed: the place is in the chain with which it agrees longest.
 
-        `said` is what the target said after each node of the last tree, the root first. It says so
-        in sight of the new picture, if behind old words.
+        `predicted` is the target's token after each node of the last tree, the root first. It is
+        made with the new picture, if after old words.
         """
         new = tokens[self.count :]
         self.count = len(tokens)
@@ -57,8 +61,8 @@ class Alignment:
             self.place, self.changed = start + best, 0
         self.changed += len(new) - best
         for place, node in enumerate(nodes, start + 1):
-            if self.place < place < len(self.fresh) - 1 and node < len(said):
-                self.fresh[place] = said[node]
+            if self.place < place < len(self.fresh) - 1 and node < len(predicted):
+                self.fresh[place] = predicted[node]
 
     def _alike(self, nodes: Sequence[int], new: Sequence[int]) -> int:
         """How many of the new tokens are those of a chain."""

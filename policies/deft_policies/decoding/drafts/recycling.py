@@ -13,13 +13,12 @@ _NEVER_SEEN = -100.0
 
 
 class TokenRecycling(DraftSource):
-    """A tree read off a table: what the target last said after a token is how that token goes on.
+    """A tree read off a table of what the target last predicted after each token.
 
     The table [row, token, next token] holds log-probabilities, of action tokens alone, candidates
     that were rejected included (Luo et al. 2025). It starts from the session's actions and ends
     with the answer, so that the same session drafts the same again on any machine. What followed a
-    token in the session stands in it as if it had been said with certainty, less one for every step
-    that has passed since.
+    token in the session counts as certain, less one for every step that has passed since.
     """
 
     kind = kinds.TOKEN_RECYCLING
@@ -75,13 +74,13 @@ class TokenRecycling(DraftSource):
         return table.view(num_rows, size, size)
 
     def _with_answers(self, table: Tensor, last: Pass) -> Tensor:
-        """What a pass says after a token replaces what was known of it; the larger of two."""
+        """What a pass predicts after a token replaces what was known of it; the larger of two."""
         assert last.logits is not None
-        said = last.logits.log_softmax(dim=2)
+        found = last.logits.log_softmax(dim=2)
         tokens = last.tree.tokens - self._tokens.first
-        is_told = last.tree.is_real & (tokens >= 0) & (tokens < len(self._tokens))
+        is_known = last.tree.is_real & (tokens >= 0) & (tokens < len(self._tokens))
         # What is no action token is written to a row behind the table.
-        places = torch.where(is_told, tokens, len(self._tokens))[:, :, None].expand_as(said)
-        fresh = said.new_full((len(said), len(self._tokens) + 1, said.shape[2]), -torch.inf)
-        fresh = fresh.scatter_reduce(1, places, said, "amax")[:, :-1]
+        places = torch.where(is_known, tokens, len(self._tokens))[:, :, None].expand_as(found)
+        fresh = found.new_full((len(found), len(self._tokens) + 1, found.shape[2]), -torch.inf)
+        fresh = fresh.scatter_reduce(1, places, found, "amax")[:, :-1]
         return torch.where(fresh > -torch.inf, fresh, table)

@@ -101,7 +101,7 @@ class NgramLookup(DraftSource):
 
 
 class JacobiDrafts(DraftSource):
-    """After a mismatch the target has already said what it thinks comes next (Jacobi iteration).
+    """The target's predictions after its last mismatch (Jacobi iteration).
 
     Its predictions along the rejected rest of the best chain were made after one wrong token; they
     are often right all the same, and they cost nothing.

@@ -24,10 +24,9 @@ class SmallModelDrafts(DraftSource):
     larger and larger trees and keeps none of them: what it keeps is what the target has committed,
     all but the root, one round later.
 
-    With `multi_level` (FLy's acceleration) a chain is drafted by speculation too: what
-    followed the same tokens earlier in the session rides behind it, and where the model says the
-    same, its next answer is there without a pass. The chain stays the same; the host looks at each
-    of its tokens.
+    With `multi_level` (FLy's acceleration) the chain itself is drafted by speculation: n-grams of
+    the session guess it, and where the model predicts the same, its next token needs no pass. The
+    chain stays the same. The host looks at each of its tokens.
     """
 
     kind = kinds.SMALL_MODEL
