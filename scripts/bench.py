@@ -56,28 +56,25 @@ def find_others(given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFram
             Contender(one.value, TransformersPolicy(policy, one)) for one in BaselineLoop
         ]
     if given.scripted_drafts:
-        is_guarded = getattr(given, "is_guarded", True)
-        contenders += _scripted(policy, frames, given.scripted_drafts, is_guarded)
+        contenders += scripted(policy, frames, given.scripted_drafts)
     baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value
     return contenders, baseline
 
 
-def _scripted(
-    policy: VlaPolicy,
-    frames: Sequence[ReplayFrame],
-    shares: Sequence[float],
-    is_guarded: bool,
+def scripted(
+    policy: VlaPolicy, frames: Sequence[ReplayFrame], shares: Sequence[float]
 ) -> list[Contender]:
-    """Drafts that are right to order, guarded unless asked otherwise; answers stay the same."""
+    """Drafts that are right to order, never guarded, acting at once; answers stay the same."""
     answers = find_answers(policy, frames)
     contenders = []
     for share in shares:
         right = f"drafts {100 * share:.0f}% right"
         for script in (
-            Script(f"prefill {right}", share, num_chains=1, is_guarded=is_guarded),
-            Script.of_head(f"head {right}", share, is_guarded),
+            Script(f"prefill {right}", share, num_chains=1),
+            Script.of_head(f"head {right}", share),
         ):
-            contenders.append(Contender(script.name, ScriptedPolicy(policy, script, answers)))
+            ours = ScriptedPolicy(policy, script, answers)
+            contenders.append(Contender(script.name, ours, want_reasoning=False))
     return contenders
 
 

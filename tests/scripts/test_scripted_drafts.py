@@ -23,6 +23,7 @@ from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import word_ids
 from scripts import bench_gpu
+from scripts.bench import scripted
 from scripts.bench_gpu import verdicts
 from scripts.reproduce.published import RELAXED_GOAL
 from scripts.scripted_drafts import Dice, Script, ScriptedPolicy, find_answers, spoil
@@ -69,6 +70,24 @@ def test_drafts_that_are_always_right_cost_one_pass_and_useless_ones_none_more_t
 ) -> None:
     traces = run_script(Script("drafts", right, chains), 5)
     assert {trace.num_passes for trace in traces} == {1 if right else 7}
+
+
+def test_every_script_of_the_benchmark_drafts_and_answers_as_plain_decoding_does() -> None:
+    policy, frames = make_policy(), make_frames(6)
+    answers = find_answers(policy, frames)
+    contenders = scripted(policy, frames, [0.0, 0.5, 1.0])
+    passes = {}
+    for run in replay(contenders, frames, 0):
+        traces = [one.chunk.trace for one in run.answers]
+        assert [one and one.tokens for one in traces] == list(answers.values())
+        assert all(one is not None and one.checked_passes for one in traces)
+        passes[run.contender.name] = [one.num_passes for one in traces if one is not None]
+    assert passes["prefill drafts 100% right"] == [1] * 6
+    assert passes["head drafts 100% right"] == [2] * 6  # the prefill's token, then six
+    assert passes["prefill drafts 0% right"] == [7] * 6
+    assert np.mean(passes["head drafts 0% right"]) > 6  # but for what the tree has beside its path
+    assert 1 < np.mean(passes["prefill drafts 50% right"]) < 7
+    assert 2 < np.mean(passes["head drafts 50% right"]) < 7
 
 
 def test_a_share_of_right_tokens_saves_as_many_passes() -> None:

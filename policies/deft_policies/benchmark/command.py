@@ -22,7 +22,7 @@ from deft_policies.benchmark.replay import (
     with_statistics_key,
 )
 from deft_policies.benchmark.roofline import find_limits, measure_rates
-from deft_policies.benchmark.summary import Speed, summarise_decoding, summarise_speed
+from deft_policies.benchmark.summary import summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD, find_method
@@ -140,7 +140,7 @@ def bench(
                 for size in given.batch
             ]
             report = measure(policy, contenders, frames, given.warm_ups)
-        following = next_command(contenders, report.speeds, given)
+        following = next_command(contenders, report, given)
         sys.stdout.write(f"{report.render()}\n{following}\n")
         if given.json is not None:
             given.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
@@ -149,14 +149,43 @@ def bench(
     return run_command(PROG, run)
 
 
-def next_command(contenders: Sequence[Contender], speeds: Sequence[Speed], given: Namespace) -> str:
-    """The line that serves the fastest method of those measured."""
-    flags = {}
-    for one, speed in zip(contenders, speeds, strict=True):
-        if one.decoding is not None and one.batch_size == 1:
-            radius = "" if one.radius is None else f" --radius {one.radius}"
-            flags[speed.total.p50] = f" --decoding {one.decoding}{radius}"
-    return f"next: deft serve {target_flags(given)}{flags[min(flags)] if flags else ''}"
+def next_command(contenders: Sequence[Contender], report: Report, given: Namespace) -> str:
+    """The line that serves the fastest method with plain decoding's answers.
+
+    It names no method where no speed-up can be told. A faster method with other answers is named
+    beside it, for play before it is served.
+    """
+    found = zip(contenders, report.speeds, report.decodings, strict=False)
+    asked_for = sorted(
+        (
+            (speed, one, how.equal_actions)
+            for one, speed, how in found
+            if one.decoding is not None and one.batch_size == 1
+        ),
+        key=lambda row: row[0].total.p50,
+    )
+    target = target_flags(given)
+    equal = [(speed, one) for speed, one, share in asked_for if share == 1.0]
+    plain = next((one for one in report.speeds if one.name == report.baseline), None)
+    flags = ""
+    if equal and plain is not None:
+        speed, one = equal[0]
+        if speed.name == plain.name or not speed.faster_than(plain).doubts:
+            flags = _method_flags(one)
+    lines = [f"next: deft serve {target}{flags}"]
+    if asked_for and asked_for[0][2] < 1.0:
+        relaxed = asked_for[0][1]
+        lines.insert(
+            0,
+            f"{relaxed.name} was faster, with other answers in {100 - 100 * asked_for[0][2]:.1f}%: "
+            f"play episodes before a robot does: deft-client eval SUITE{_method_flags(relaxed)}",
+        )
+    return "\n".join(lines)
+
+
+def _method_flags(contender: Contender) -> str:
+    radius = "" if contender.radius is None else f" --radius {contender.radius}"
+    return f" --decoding {contender.decoding}{radius}"
 
 
 def read_frames(given: Namespace, policy: Policy) -> list[ReplayFrame]:

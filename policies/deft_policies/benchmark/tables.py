@@ -57,6 +57,11 @@ class Report:
             parts += [table(self.decodings) for table in of_methods]
             parts.append(batch_table(self.speeds, AUTOREGRESSIVE))
             parts += [
+                f"{one.name}: nothing was drafted in any pass"
+                for one in self.decodings
+                if one.rule and not any(one.drafted_by_position)
+            ]
+            parts += [
                 f"{one.name}: its rule makes the host wait for the device and runs outside "
                 f"recordings: {one.wait}"
                 for one in self.decodings

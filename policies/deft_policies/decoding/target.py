@@ -106,6 +106,17 @@ class Target:
         """Whether a token is computed to the same bits alone, among drafts and among rows."""
         return self._passes.rows is not None and not self._passes.rows.problem
 
+    def describe_equality(self) -> str:
+        """How far plain decoding computes the same numbers for a token as passes over drafts."""
+        if self.device.type != "cpu":
+            return "as plain decoding's but for near ties; never compared on a GPU"
+        if self._passes.rows is None:
+            return "as plain decoding's but for near ties"
+        if self._passes.rows.problem:
+            return f"as plain decoding's but for near ties: {self._passes.rows.problem} here"
+        threads = torch.get_num_threads()
+        return f"bit-equal to plain decoding's: this machine was asked, with {threads} thread(s)"
+
     def new_cache(self) -> KVCache:
         """Memory for rows of its own."""
         decoder = self.decoder

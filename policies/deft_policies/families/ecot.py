@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from deft_client.reasoning import find_parts
 from deft_policies.checkpoint.config import load_training
-from deft_policies.checkpoint.open import CheckpointSource
+from deft_policies.checkpoint.open import Checkpoint, CheckpointSource
 from deft_policies.decoding.batch import Form
 from deft_policies.errors import CheckpointError, NoActionError
-from deft_policies.families.family import Family, Opened, Values
-from deft_policies.families.openvla import OpenVLA, around, check_one_action, open_files
+from deft_policies.families.family import Values
+from deft_policies.families.network import load_network
+from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, check_one_action, open_files
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import VlaTarget, load_network
+from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.prompt import EOS_PIECE, PromptEncoder, PromptTemplate
@@ -90,37 +91,57 @@ class Ecot(OpenVLA):
         return self._words.decode(tokens), tuple(b - a for a, b in pairwise(edges))
 
 
-def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
-    """Raises `CheckpointError` for what cannot work, as far as files tell."""
-    if source is None:
-        raise CheckpointError("--family ecot needs a checkpoint: random weights have no words")
-    check_one_action(options, Ecot.family)
-    if options.action_rows_only:
-        raise CheckpointError("--action-rows-only: ecot writes words, too; leave it out")
-    checkpoint = open_files(source, options)
-    template, acts_at_once = _find_prompts(checkpoint.config.training.prompts, options)
-    encoder = checkpoint.encoder.with_template(template)
-    stop = encoder.find_piece(EOS_PIECE)
-    statistics = checkpoint.config.statistics
-    max_tokens = _find_room(checkpoint.config, options.max_tokens)
+class EcotFamily(OpenVLAFamily):
+    """Thinks aloud in every answer, or where reasoning is asked for."""
 
-    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> OpenVLA:
-        network, _ = load_network(checkpoint, options, device, dtype)
-        recorded = range(1, _PROMPT.stop) if acts_at_once else _PROMPT
-        target, images = around(network, options, runner, recorded)
-        aloud = Ecot(target, encoder, images, statistics, stop, max_tokens)
-        if not acts_at_once:
+    name = Ecot.family
+
+    def __init__(self, options: ModelOptions, checkpoint: Checkpoint) -> None:
+        super().__init__(options, checkpoint)
+        config = checkpoint.config
+        self._template, self._acts_at_once = _find_prompts(config.training.prompts, options)
+        self._at_once = checkpoint.encoder
+        self._aloud = checkpoint.encoder.with_template(self._template)
+        self._stop = self._aloud.find_piece(EOS_PIECE)
+        self._max_tokens = _find_room(config, options.max_tokens)
+        self.summary = f"ecot: up to {self._max_tokens} tokens of text and action from one picture"
+        if self._acts_at_once:
+            self.summary += ", and by OpenVLA's prompt one action at once"
+
+    @staticmethod
+    def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
+        """Whether its name, a flag or its notes say that it thinks aloud."""
+        if source is None:
+            return False
+        noted = load_training(source.directory).prompts
+        is_taught = any(one.value in noted for one in _TEMPLATES.values())
+        names = (Path(source.name).name, source.tuned.name)
+        return options.prompt is not None or is_taught or any(map(_NAME.search, names))
+
+    @classmethod
+    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "EcotFamily":
+        """Raises `CheckpointError` for what cannot work, as far as files tell."""
+        if source is None:
+            raise CheckpointError("--family ecot needs a checkpoint: random weights have no words")
+        check_one_action(options, cls.name)
+        if options.action_rows_only:
+            raise CheckpointError("--action-rows-only: ecot writes words, too; leave it out")
+        return cls(options, open_files(source, options))
+
+    def load(
+        self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
+    ) -> OpenVLA:
+        """Read the weights."""
+        network, _ = load_network(self.checkpoint, self.options, device, dtype)
+        captured = range(1, _PROMPT.stop) if self._acts_at_once else _PROMPT
+        target, images = self.build_target(network, runner, captured)
+        statistics = self.config.statistics
+        aloud = Ecot(target, self._aloud, images, statistics, self._stop, self._max_tokens)
+        if not self._acts_at_once:
             return aloud
-        model = OpenVLA(target, checkpoint.encoder.encode, images, statistics)
-        model.aloud = aloud
-        at_once = checkpoint.encoder.template.value
-        aloud.details["prompt"] = f"{at_once}; {template.value} where reasoning is asked for"
-        return model
-
-    summary = f"ecot: up to {max_tokens} tokens of text and action from one picture"
-    if acts_at_once:
-        summary += ", and by OpenVLA's prompt one action at once"
-    return Opened(summary, checkpoint.config, load)
+        at_once = self._at_once.template.value
+        aloud.details["prompt"] = f"{at_once}; {self._template.value} where reasoning is asked for"
+        return OpenVLA(target, self._at_once.encode, images, statistics, aloud)
 
 
 def _find_prompts(noted: Sequence[str], options: ModelOptions) -> tuple[PromptTemplate, bool]:
@@ -136,16 +157,6 @@ def _find_prompts(noted: Sequence[str], options: ModelOptions) -> tuple[PromptTe
     return taught[0] if taught else PromptTemplate.ECOT, acts_at_once
 
 
-def _matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
-    """Whether it is called so, is to be asked so, or notes that it was taught to think aloud."""
-    if source is None:
-        return False
-    noted = load_training(source.directory).prompts
-    is_taught = any(one.value in noted for one in _TEMPLATES.values())
-    names = (Path(source.name).name, source.tuned.name)
-    return options.prompt is not None or is_taught or any(map(_NAME.search, names))
-
-
 def _find_room(config: OpenVLAConfig, wanted: int | None) -> int:
     """How long an answer may be: as asked for, or as published where there is room."""
     positions = config.llm.max_positions
@@ -157,6 +168,3 @@ def _find_room(config: OpenVLAConfig, wanted: int | None) -> int:
             + ("" if wanted is None else f", not {wanted}; give a smaller --max-tokens")
         )
     return wanted or min(MAX_TOKENS, room)
-
-
-ECOT = Family(Ecot.family, _matches, _open)

@@ -1,13 +1,12 @@
 """The seam between families of models and everything else.
 
-A `Family` is recognised by a checkpoint's files. It opens them, which finds all that is wrong
-before weights are read, and loads a `Model`. A model says what it looks at and what its answers
+A `Family` is recognised by a checkpoint's files. To open them finds all that is wrong before
+weights are read; to load them gives a `Model`. A model says what it looks at and what its answers
 are; `families.policy` does the rest, the same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -109,7 +108,12 @@ class TokenModel(Model):
 
     target: VlaTarget
     widest = WIDEST  # nodes of a draft tree
-    aloud: "TokenModel | None" = None  # the same weights, asked to think before they act
+    reasoning_model: "TokenModel | None" = None  # the same weights, asked to think before they act
+    draft: "TokenModel | None" = None  # another checkpoint that drafts
+
+    @abstractmethod
+    def draft_with(self, draft: Model) -> None:
+        """Have another checkpoint draft; raises `CheckpointError` unless it can."""
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
         """An answer as text, and how many tokens each of its parts has; None where it has none."""
@@ -132,27 +136,28 @@ class OnePassModel(Model):
         """What `decode` takes of each row, and a trace where the answer is tokens."""
 
 
-# Reads the weights. The runner is that of another model, where passes run on the same one.
-LoadModel = Callable[[torch.device, torch.dtype, StepRunner | None], Model]
+class Family(ABC):
+    """One kind of model. An instance is a checkpoint of it whose files were found in order.
 
-
-@dataclass(frozen=True, eq=False)
-class Opened:
-    """A checkpoint that was found in order, or sizes to draw random weights for."""
-
-    summary: str  # what it answers from what, for people
-    config: OpenVLAConfig
-    load: LoadModel
-
-
-@dataclass(frozen=True, eq=False)
-class Family:
-    """One kind of model. The source is None where weights are drawn.
-
-    `matches` says whether files, or options where no file tells, look like it. `open` checks
-    everything and raises `CheckpointError`.
+    Without a checkpoint, weights are drawn.
     """
 
     name: str
-    matches: Callable[[CheckpointSource | None, ModelOptions], bool]
-    open: Callable[[CheckpointSource | None, ModelOptions], Opened]
+    summary: str  # what it answers from what, for people
+    config: OpenVLAConfig
+
+    @staticmethod
+    @abstractmethod
+    def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
+        """Whether files, or options where no file tells, look like it."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "Family":
+        """Check everything but the weights; raises `CheckpointError`."""
+
+    @abstractmethod
+    def load(
+        self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
+    ) -> Model:
+        """Read the weights. `runner` is that of another model, if passes run on the same one."""

@@ -1,13 +1,16 @@
 """From options to a policy, and the one place where a model's family is found."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from deft_policies.base import Finding, Verdict
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActRequest, Finding, Verdict
 from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint
@@ -17,14 +20,15 @@ from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.plugins import broken_plugins
 from deft_policies.decoding.target import Target, self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError
-from deft_policies.families.ecot import ECOT
-from deft_policies.families.family import Family, Opened
-from deft_policies.families.oft.family import OFT
-from deft_policies.families.openvla import OPENVLA, OpenVLA
+from deft_policies.families.ecot import EcotFamily
+from deft_policies.families.family import Family, TokenModel
+from deft_policies.families.network import DTYPES, choose_device, choose_precision, may_choose
+from deft_policies.families.oft.family import OftFamily
+from deft_policies.families.openvla import OpenVLA, OpenVLAFamily
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
-from deft_policies.families.target import VlaTarget, choose_device, choose_dtype
-from deft_policies.model.formats import Quantization
+from deft_policies.families.target import VlaTarget
+from deft_policies.model.formats import Precision, Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
 
@@ -33,11 +37,12 @@ _GIB = 1024**3
 # On a CPU, passes of narrower decoders are so short that threads gain little by sharing one; and
 # where other work wants the cores, they wait for each other many times longer than they compute.
 _WIDE = 1024
+_TIMED_ANSWERS = 5
 # In the order in which they are asked whether files are theirs; the last one takes what is left.
-FAMILIES = (ECOT, OFT, OPENVLA)
+FAMILIES: tuple[type[Family], ...] = (EcotFamily, OftFamily, OpenVLAFamily)
 
 
-def find_family(source: CheckpointSource | None, options: ModelOptions) -> Family:
+def find_family(source: CheckpointSource | None, options: ModelOptions) -> type[Family]:
     """The family that the options name, or else the first that the files look like."""
     for family in FAMILIES:
         if family.name == options.family:
@@ -48,7 +53,7 @@ def find_family(source: CheckpointSource | None, options: ModelOptions) -> Famil
     raise CheckpointError(f"unknown family {options.family!r}; known: {known}")
 
 
-def open_model(options: ModelOptions) -> Opened:
+def open_model(options: ModelOptions) -> Family:
     """Check everything that can be checked before weights are read."""
     if (options.checkpoint is None) == (options.random_weights is None):
         raise CheckpointError(
@@ -62,35 +67,74 @@ def open_model(options: ModelOptions) -> Opened:
 
 def load_policy(options: ModelOptions) -> VlaPolicy:
     """Load what the options name; what needs no weights to be checked is checked before them."""
+    device = choose_device(options.device)
+    if not may_choose(options, device):
+        return _load_in(options, *choose_precision(options, device))
+    policies = [_load_in(options, one, "") for one in Precision]
+    answer_ms = [_time_answer(one) for one in policies]
+    spent = ", ".join(
+        f"{one.value} {ms:.1f} ms" for one, ms in zip(Precision, answer_ms, strict=True)
+    )
+    fastest = policies[answer_ms.index(min(answer_ms))]
+    fastest.reason_for_dtype = f"an answer takes {spent}"
+    return fastest
+
+
+def _load_in(options: ModelOptions, precision: Precision, reason: str) -> VlaPolicy:
     method = choose_method(options)
     _check_draft_files(options)
-    device, dtype = _choose(options)
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
-    opened = open_model(options)
-    keys = tuple(opened.config.statistics)
+    device, dtype = choose_device(options.device), DTYPES[precision]
+    check_quantization(options.quantization, device, dtype)
+    family = open_model(options)
+    _choose_threads(options, device, family)
+    keys = tuple(family.config.statistics)
     if options.statistics_key is not None:
         find_statistics_key(keys, options.statistics_key)
     elif len(keys) > 1:
         _log.warning(
             "no --statistics-key is given, so every request must name one of %s", ", ".join(keys)
         )
-    model = opened.load(device, dtype, None)
-    if (
-        options.num_threads is None
-        and device.type == "cpu"
-        and model.network.config.llm.width < _WIDE
-    ):
-        torch.set_num_threads(1)
+    model = family.load(device, dtype)
     drafts = DraftModels()
-    if isinstance(model, OpenVLA):
+    if isinstance(model, TokenModel):
         if options.draft_model is not None:
-            draft = _load_draft_model(options, model, device, dtype)
-            model.draft = draft
-            if isinstance(model.aloud, OpenVLA):
-                model.aloud.draft = draft
+            theirs = replace(
+                options,
+                checkpoint=options.draft_model,
+                adapter=None,
+                random_weights=None,
+                family=None,
+            )
+            model.draft_with(open_model(theirs).load(device, dtype, model.runner))
         drafts = _load_drafts(options, model)
-    return VlaPolicy(model, options, drafts, method)
+    policy = VlaPolicy(model, options, drafts, method)
+    policy.reason_for_dtype = reason
+    if isinstance(model, TokenModel):
+        equality = model.target.describe_equality()
+        _log.info("%s; answers of exact methods: %s", precision.value, equality)
+    return policy
+
+
+def _choose_threads(options: ModelOptions, device: torch.device, family: Family) -> None:
+    """Before the model is loaded, which asks what this many threads compute alike."""
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    elif device.type == "cpu" and family.config.llm.width < _WIDE:
+        torch.set_num_threads(1)
+
+
+def _time_answer(policy: VlaPolicy) -> float:
+    """Milliseconds of an answer to a black frame by the method that is served, once it is warm."""
+    info, key = policy.info, policy.info.statistics_keys[0]
+    black = np.zeros((info.image_height, info.image_width, 3), np.uint8)
+    observation = policy.model.complete(Observation(black, "move"))
+    request = ActRequest(observation, options=ActOptions(statistics_key=key))
+    took_s = []
+    for _ in range(_TIMED_ANSWERS):
+        started = time.perf_counter()
+        policy.act([request])
+        took_s.append(time.perf_counter() - started)
+    return 1e3 * min(took_s)
 
 
 def load_float32_twin(options: ModelOptions) -> VlaPolicy:
@@ -98,32 +142,15 @@ def load_float32_twin(options: ModelOptions) -> VlaPolicy:
     plain = replace(options, quantization=Quantization.NONE)
     device, is_drawn = choose_device(options.device), options.random_weights is not None
     # Random numbers depend on the format they are drawn in, so these are drawn in the other one.
-    model = open_model(plain).load(device, torch.bfloat16 if is_drawn else torch.float32, None)
+    model = open_model(plain).load(device, torch.bfloat16 if is_drawn else torch.float32)
     if is_drawn:
-        assert isinstance(model, OpenVLA)
-        target = VlaTarget(model.network.float())
-        model = OpenVLA(target, model.encode, model.images, model.statistics)
+        model = OpenVLA(
+            VlaTarget(model.network.float()), model.encode, model.images, model.statistics
+        )
     return VlaPolicy(model, plain, method=find_method(AUTOREGRESSIVE))
 
 
-def _load_draft_model(
-    options: ModelOptions, target: OpenVLA, device: torch.device, dtype: torch.dtype
-) -> OpenVLA:
-    """Another checkpoint; what runs passes is shared with the target."""
-    theirs = replace(
-        options, checkpoint=options.draft_model, adapter=None, random_weights=None, family=None
-    )
-    draft = open_model(theirs).load(device, dtype, target.runner)
-    if not isinstance(draft, OpenVLA):
-        raise CheckpointError(
-            f"--draft-model {options.draft_model}: {draft.family} answers in one pass, and drafts "
-            "no tokens; give a model of the target's family"
-        )
-    target.check_draft(draft)
-    return draft
-
-
-def _load_drafts(options: ModelOptions, model: OpenVLA) -> DraftModels:
+def _load_drafts(options: ModelOptions, model: TokenModel) -> DraftModels:
     target, network, draft = model.target, model.network, model.draft
     like, width = network.decoder.embedding.weight, network.config.llm.width
     small: Target | None = None if draft is None else draft.target
@@ -174,43 +201,41 @@ def examine(options: ModelOptions) -> list[Finding]:
         text = f"{name} is no directory here; it would be fetched from the hub"
         return [*found, Finding("checkpoint", Verdict.DOUBTFUL, text)]
     try:
-        opened = open_model(options)
+        family = open_model(options)
     except PolicyError as error:
         return [*found, Finding("checkpoint", Verdict.BAD, str(error))]
-    text = f"{name}: all tensors, tokenizer and statistics of {opened.summary}"
+    text = f"{name}: all tensors, tokenizer and statistics of {family.summary}"
     found.append(Finding("checkpoint", Verdict.GOOD, text))
-    found.append(_tried("memory", lambda: _examine_memory(opened, options)))
-    found.append(_tried("statistics", lambda: _examine_statistics(opened, options)))
+    found.append(_tried("memory", lambda: _examine_memory(family, options)))
+    found.append(_tried("statistics", lambda: _examine_statistics(family, options)))
     return found
 
 
-def _choose(options: ModelOptions) -> tuple[torch.device, torch.dtype]:
-    """Where to compute and in which format; raises `DeviceError` for what does not go together."""
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.precision, device)
-    check_quantization(options.quantization, device, dtype)
-    return device, dtype
-
-
 def _examine_device(options: ModelOptions) -> Finding:
-    device, _ = _choose(options)
+    device = choose_device(options.device)
+    precision, reason = choose_precision(options, device)
+    check_quantization(options.quantization, device, DTYPES[precision])
     free = find_free_bytes(device)
     memory = "" if free is None else f", {free / _GIB:.1f} GiB free"
+    format_ = f"{precision.value} ({reason})"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return Finding("device", Verdict.GOOD, f"{name}{memory}, torch {torch.__version__}")
-    text = f"the CPU{memory}, torch {torch.__version__}; large models are slow on it"
+        return Finding(
+            "device", Verdict.GOOD, f"{name}{memory}, torch {torch.__version__}, {format_}"
+        )
+    text = f"the CPU{memory}, torch {torch.__version__}, {format_}; large models are slow on it"
     return Finding("device", Verdict.DOUBTFUL, text)
 
 
-def _examine_memory(opened: Opened, options: ModelOptions) -> Finding:
-    device, dtype = _choose(options)
-    need = check_memory(opened.config, device, dtype, options.quantization)
+def _examine_memory(family: Family, options: ModelOptions) -> Finding:
+    device = choose_device(options.device)
+    dtype = DTYPES[choose_precision(options, device)[0]]
+    need = check_memory(family.config, device, dtype, options.quantization)
     return Finding("memory", Verdict.GOOD, f"needs about {need / _GIB:.1f} GiB on {device}")
 
 
-def _examine_statistics(opened: Opened, options: ModelOptions) -> Finding:
-    keys = tuple(opened.config.statistics)
+def _examine_statistics(family: Family, options: ModelOptions) -> Finding:
+    keys = tuple(family.config.statistics)
     if options.statistics_key is None and len(keys) > 1:
         text = f"no default; every frame must name one of {', '.join(keys)}"
         return Finding("statistics", Verdict.DOUBTFUL, text)

@@ -17,17 +17,16 @@ from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import CheckpointError
 from deft_policies.families.action_tokens import ActionCodec
-from deft_policies.families.family import Family, Opened, TokenModel, Values
-from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
-from deft_policies.families.options import OF_REASONING, ModelOptions
-from deft_policies.families.target import (
+from deft_policies.families.family import Family, Model, TokenModel, Values
+from deft_policies.families.network import (
     LONGEST_INSTRUCTION,
-    Encode,
-    VlaTarget,
     choose_runner,
     load_network,
     named_sizes,
 )
+from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
+from deft_policies.families.options import OF_REASONING, ModelOptions
+from deft_policies.families.target import Encode, VlaTarget
 from deft_policies.model.formats import Quantization
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import Reserve, StepRunner
@@ -48,11 +47,12 @@ class OpenVLA(TokenModel):
         encode: Encode,
         images: ImageProcessor,
         statistics: Mapping[str, ActionStatistics],
+        reasoning_model: TokenModel | None = None,
     ) -> None:
         network = target.model
         self.target = target
         self.codec = ActionCodec(network.config.vocabulary)
-        self.draft: OpenVLA | None = None  # another checkpoint that drafts
+        self.reasoning_model = reasoning_model
         super().__init__(network, encode, images, statistics, target.runner)
         longest_answer = max(form.max_tokens for form in self.forms.values())
         # Trees of full depth reach beyond a short answer.
@@ -98,8 +98,13 @@ class OpenVLA(TokenModel):
         for rows in () if self.runner.reserve is None else self.runner.reserve.batches:
             self.target.read(weight.new_zeros(rows, channels, size, size), [[0, 0]] * rows)
 
-    def check_draft(self, draft: "OpenVLA") -> None:
-        """Raise `CheckpointError` unless an action means the same to a model that drafts."""
+    def draft_with(self, draft: Model) -> None:
+        """Have another checkpoint draft; raises `CheckpointError` unless actions mean the same."""
+        if not isinstance(draft, TokenModel):
+            raise CheckpointError(
+                f"--draft-model: {draft.family} answers in one pass, and drafts no tokens; give a "
+                "model of the target's family"
+            )
         theirs, ours = (one.network.config.vocabulary.num_bins for one in (draft, self))
         if theirs != ours:
             raise CheckpointError(
@@ -119,43 +124,61 @@ class OpenVLA(TokenModel):
                     "that its bins are other actions; use a checkpoint that was trained on the "
                     "same data"
                 )
+        self.draft = draft
+        if self.reasoning_model is not None:
+            self.reasoning_model.draft = draft
 
 
-def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
-    """Raises `CheckpointError` if it is OFT's, or could be and nobody says it is not."""
-    check_one_action(options, OpenVLA.family)
-    if given := options.given(OF_REASONING):
-        raise CheckpointError(
-            f"{', '.join(given)}: openvla writes nothing but actions; leave it out, or say "
-            "--family ecot"
+class OpenVLAFamily(Family):
+    """Whatever is of no other family."""
+
+    name = OpenVLA.family
+
+    def __init__(self, options: ModelOptions, checkpoint: Checkpoint | None) -> None:
+        self.options, self.checkpoint = options, checkpoint
+        self.config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
+        self.summary = "openvla: one action from one picture"
+
+    @staticmethod
+    def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
+        """Asked last."""
+        return True
+
+    @classmethod
+    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "OpenVLAFamily":
+        """Raises `CheckpointError` if it is OFT's, or could be and nobody says it is not."""
+        check_one_action(options, cls.name)
+        if given := options.given(OF_REASONING):
+            raise CheckpointError(
+                f"{', '.join(given)}: openvla writes nothing but actions; leave it out, or say "
+                "--family ecot"
+            )
+        return cls(options, None if source is None else open_files(source, options))
+
+    def load(
+        self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
+    ) -> OpenVLA:
+        """Read the weights, or draw them."""
+        network, encode = load_network(self.checkpoint, self.options, device, dtype)
+        target, images = self.build_target(network, runner, range(1, LONGEST_INSTRUCTION))
+        return OpenVLA(target, encode, images, self.config.statistics)
+
+    def build_target(
+        self, network: OpenVLAModel, runner: StepRunner | None, prompts: range
+    ) -> tuple[VlaTarget, ImageProcessor]:
+        """What decodes with a network and what it sees with; passes are captured for `prompts`."""
+        options, config = self.options, network.config
+        device = network.decoder.embedding.weight.device
+        if device.type == "cpu" and options.quantization is Quantization.NONE:
+            network.decoder.prefer_columns()
+        shortest, longest = (config.num_patches + one for one in (prompts.start, prompts.stop))
+        reserve = Reserve(options.largest_batch, shortest, longest)
+        target = VlaTarget(
+            network,
+            action_rows_only=options.action_rows_only,
+            runner=runner or choose_runner(options, device, reserve),
         )
-    checkpoint = None if source is None else open_files(source, options)
-    config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
-
-    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> OpenVLA:
-        network, encode = load_network(checkpoint, options, device, dtype)
-        target, images = around(network, options, runner, range(1, LONGEST_INSTRUCTION))
-        return OpenVLA(target, encode, images, config.statistics)
-
-    summary = "openvla: one action from one picture"
-    return Opened(summary, config, load)
-
-
-def around(
-    network: OpenVLAModel, options: ModelOptions, runner: StepRunner | None, prompts: range
-) -> tuple[VlaTarget, ImageProcessor]:
-    """What decodes with a network and what it sees with; passes are recorded for such prompts."""
-    config, device = network.config, network.decoder.embedding.weight.device
-    if device.type == "cpu" and options.quantization is Quantization.NONE:
-        network.decoder.prefer_columns()
-    shortest, longest = (config.num_patches + one for one in (prompts.start, prompts.stop))
-    reserve = Reserve(options.largest_batch, shortest, longest)
-    target = VlaTarget(
-        network,
-        action_rows_only=options.action_rows_only,
-        runner=runner or choose_runner(options, device, reserve),
-    )
-    return target, ImageProcessor(config.image, options.image_chain or ImageChain.NONE)
+        return target, ImageProcessor(config.image, options.image_chain or ImageChain.NONE)
 
 
 def check_one_action(options: ModelOptions, family: str) -> None:
@@ -184,7 +207,3 @@ def open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:
             "(LIBERO; --chunk 5 for Bridge) if it is OFT's and answers with tokens"
         )
     return checkpoint
-
-
-# Whatever is of no other family.
-OPENVLA = Family(OpenVLA.family, lambda source, options: True, _open)

@@ -79,8 +79,8 @@ class VlaPolicy:
         self.drafts = drafts or DraftModels()
         # All ways of asking the one network, the first where no reasoning is asked for.
         self._models = [model]
-        if isinstance(model, TokenModel) and model.aloud is not None:
-            self._models.append(model.aloud)
+        if isinstance(model, TokenModel) and model.reasoning_model is not None:
+            self._models.append(model.reasoning_model)
         self._token_models = [one for one in self._models if isinstance(one, TokenModel)]
         self._keys = tuple(model.statistics)
         given = self.options.statistics_key  # without one, and of several, a request has to name it
@@ -88,6 +88,7 @@ class VlaPolicy:
         self._default_key = find_statistics_key(self._keys, given) if is_known else None
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
         self._details = _describe(model, self.options)
+        self.reason_for_dtype = ""  # in words, where the format was chosen
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
@@ -107,6 +108,8 @@ class VlaPolicy:
         model, options = self.model, self.options
         config = model.network.config
         told = {name: text for way in self._models for name, text in way.details.items()}
+        if self.reason_for_dtype:
+            told["dtype chosen"] = self.reason_for_dtype
         if self._token_models:
             told |= self.method.described()
         longest = self._models[-1].forms[self._any_key]
@@ -413,11 +416,15 @@ def _describe(model: Model, options: ModelOptions) -> dict[str, str]:
     about = f"cpu ({torch.get_num_threads()} threads)"
     if device.type == "cuda":
         about = f"{device} ({torch.cuda.get_device_name(device)})"
+    same = {}
+    if isinstance(model, TokenModel):
+        same["answers of exact methods"] = model.target.describe_equality()
     return {
         "weights": options.checkpoint or f"random:{options.random_weights}",
         "device": about,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "quantization": model.network.describe_quantization(),
+        **same,
         **({"draft model": options.draft_model} if options.draft_model else {}),
     }
 

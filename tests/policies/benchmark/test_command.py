@@ -2,7 +2,7 @@
 
 import json
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,13 @@ from deft_policies.benchmark.replay import (
     replay,
 )
 from deft_policies.benchmark.roofline import PassTokens, WeightBytes, decoder_cost, vision_cost
-from deft_policies.benchmark.summary import Speed, summarise_decoding, summarise_speed
-from deft_policies.benchmark.tables import length_table, render, speed_table
+from deft_policies.benchmark.summary import (
+    Decoding,
+    Speed,
+    summarise_decoding,
+    summarise_speed,
+)
+from deft_policies.benchmark.tables import Report, length_table, render, speed_table
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.families.loading import load_policy
@@ -86,21 +91,47 @@ def one_pass(tokens: int, accepted: int) -> PassTrace:
     )
 
 
-def test_the_last_line_serves_the_fastest_method_that_a_request_may_ask_for() -> None:
-    policy = ConstantPolicy()
-    measured = {
-        Contender("autoregressive", policy, "autoregressive"): 9.0,
-        Contender("within-bins r9", policy, "within-bins", 9): 5.0,
-        Contender("prefill drafts 100% right", policy): 1.0,
-        Contender("lossless x4", policy, "lossless", batch_size=4): 2.0,
-    }
-    speeds = [
-        Speed(one.name, one.batch_size, 1, percentiles([milliseconds]), {})
-        for one, milliseconds in measured.items()
-    ]
-    given = Namespace(policy="model", checkpoint="mine", statistics_key=None)
-    typed = next_command(list(measured), speeds, given)
-    assert typed.endswith("deft serve --checkpoint mine --decoding within-bins --radius 9")
+def compared(*rows: tuple[Contender, float, float]) -> tuple[list[Contender], Report]:
+    """Contenders with milliseconds of an answer and shares of equal actions, over ten episodes."""
+    speeds, decodings = [], []
+    for one, milliseconds, share in rows:
+        episodes = tuple((milliseconds, milliseconds) for _ in range(10))
+        total = percentiles([milliseconds])
+        speeds.append(Speed(one.name, one.batch_size, 20, total, {}, episodes_ms=episodes))
+        decodings.append(summary_with(one.name, share))
+    report = Report({}, tuple(speeds), "autoregressive", tuple(decodings))
+    return [one for one, _, _ in rows], report
+
+
+def summary_with(name: str, equal_actions: float) -> Decoding:
+    nothing = dict.fromkeys([one.name for one in fields(Decoding) if one.default is MISSING], 0)
+    return Decoding(**{**nothing, "name": name, "equal_actions": equal_actions})
+
+
+def test_the_last_line_serves_the_fastest_method_with_equal_answers() -> None:
+    policy, given = ConstantPolicy(), Namespace(policy="model", checkpoint="m", statistics_key=None)
+    plain = (Contender("autoregressive", policy, "autoregressive"), 9.0, 1.0)
+    relaxed = (Contender("within-bins r9", policy, "within-bins", 9), 5.0, 0.4)
+    batched = (Contender("lossless x4", policy, "lossless", batch_size=4), 2.0, 1.0)
+    scripted = (Contender("prefill drafts 100% right", policy), 1.0, 1.0)
+    exact = (Contender("pld", policy, "pld"), 6.0, 1.0)
+    typed = next_command(*compared(plain, relaxed, batched, scripted, exact), given)
+    play, serve = typed.splitlines()
+    assert serve == "next: deft serve --checkpoint m --decoding pld"
+    assert play.startswith("within-bins r9 was faster, with other answers in 60.0%")
+    assert play.endswith("deft-client eval SUITE --decoding within-bins --radius 9")
+    assert next_command(*compared(plain, relaxed), given).endswith("m --decoding autoregressive")
+
+
+def test_the_last_line_names_no_method_where_no_speed_up_can_be_told() -> None:
+    policy, given = ConstantPolicy(), Namespace(policy="model", checkpoint="m", statistics_key=None)
+    plain = (Contender("autoregressive", policy, "autoregressive"), 9.0, 1.0)
+    exact = (Contender("pld", policy, "pld"), 6.0, 1.0)
+    contenders, report = compared(plain, exact)
+    few = tuple(replace(one, episodes_ms=one.episodes_ms[:2]) for one in report.speeds)
+    assert next_command(contenders, replace(report, speeds=few), given) == (
+        "next: deft serve --checkpoint m"
+    )
 
 
 def run_of(name: str, traces: list[DecodeTrace]) -> Replay:

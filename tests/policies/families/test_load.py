@@ -15,6 +15,7 @@ from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.checkpoint.draft_heads import save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
+from deft_policies.families import loading, network
 from deft_policies.families.loading import load_float32_twin, load_policy
 from deft_policies.families.options import ModelOptions, add_flags, read_flags
 from deft_policies.families.policy import VlaPolicy
@@ -71,7 +72,7 @@ def test_wrong_options_are_refused_before_weights_are_loaded(
     def refuse(*_: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("deft_policies.families.target.load_model", refuse)
+    monkeypatch.setattr("deft_policies.families.network.load_model", refuse)
     with pytest.raises(PolicyError, match=message):
         load_policy(replace(OPTIONS, **changes))  # type: ignore[arg-type]
 
@@ -257,3 +258,29 @@ def test_small_models_take_one_thread_unless_told_otherwise() -> None:
             assert policy.info.details["device"] == f"cpu ({expected} threads)"
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_cpu_may_take_the_faster_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by default; then the format with the faster answers is served, and the reason given."""
+    options = replace(RANDOM, precision=None)
+    assert load_policy(options).info.details["dtype"] == "float32"
+    monkeypatch.setattr(network, "CPU_CHOOSES_FORMAT", True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for answer_ms, faster in (([3.0, 2.0], "bfloat16"), ([2.0, 3.0], "float32")):
+        times = iter(answer_ms)
+        monkeypatch.setattr(loading, "_time_answer", lambda policy, times=times: next(times))
+        details = load_policy(options).info.details
+        assert details["dtype"] == faster
+        assert details["dtype chosen"].startswith("an answer takes float32 ")
+    as_asked = load_policy(replace(options, precision=Precision.FLOAT32)).info.details
+    assert (as_asked["dtype"], as_asked["dtype chosen"]) == ("float32", "as asked for")
+
+
+def test_info_tells_how_far_exact_methods_answer_as_plain_decoding_does() -> None:
+    options = replace(RANDOM, precision=None)
+    told = {
+        one: load_policy(replace(options, precision=one)).info.details["answers of exact methods"]
+        for one in Precision
+    }
+    assert told[Precision.FLOAT32] == "as plain decoding's but for near ties"
+    assert told[Precision.BFLOAT16].startswith("bit-equal to plain decoding's")

@@ -13,7 +13,13 @@ from deft_client.image_chain import ImageChain
 from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.errors import CheckpointError
-from deft_policies.families.family import Family, Opened
+from deft_policies.families.family import Family
+from deft_policies.families.network import (
+    LONGEST_INSTRUCTION,
+    choose_runner,
+    load_network,
+    named_sizes,
+)
 from deft_policies.families.oft.files import (
     FilmTowers,
     OftFile,
@@ -24,12 +30,6 @@ from deft_policies.families.oft.files import (
 from deft_policies.families.oft.model import ChunkParts, Oft
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.options import OF_DECODING, OF_REASONING, ModelOptions
-from deft_policies.families.target import (
-    LONGEST_INSTRUCTION,
-    choose_runner,
-    load_network,
-    named_sizes,
-)
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.sizes import OpenVLAConfig
@@ -43,51 +43,61 @@ _NUM_HEAD_BLOCKS = 2
 _STATE_DIM = 8
 
 
-def _matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
-    """By the head beside the model; one that answers with tokens has no file of its own."""
-    if options.num_pictures is not None or options.num_steps not in (None, 1):
-        return True
-    return source is not None and find_file(source.tuned, OftFile.HEAD) is not None
+class OftFamily(Family):
+    """Chunks of actions in one pass, with OFT's head or as tokens."""
 
+    name = Oft.family
 
-def _open(source: CheckpointSource | None, options: ModelOptions) -> Opened:
-    """Raises `CheckpointError` for what is wrong, and for what no file tells."""
-    if given := options.given(OF_DECODING, OF_REASONING):
-        raise CheckpointError(
-            f"{', '.join(given)}: an OFT model answers in one pass, nothing is drafted or written; "
-            "leave it out"
+    def __init__(
+        self,
+        options: ModelOptions,
+        config: OpenVLAConfig,
+        parts: ChunkParts,
+        states: Mapping[str, ActionStatistics],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Where weights are drawn, so are those of the parts."""
+        self.config = config
+        self._options, self._checkpoint = options, checkpoint
+        self._parts, self._states = parts, states
+        self.summary = (
+            f"oft: {parts.num_steps} actions of {parts.action_dim} from {parts.num_pictures} "
+            "picture(s)"
         )
-    return _open_random(options) if source is None else _open_files(source, options)
 
+    @staticmethod
+    def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
+        """By the head beside the model; one that answers with tokens has no file of its own."""
+        if options.num_pictures is not None or options.num_steps not in (None, 1):
+            return True
+        return source is not None and find_file(source.tuned, OftFile.HEAD) is not None
 
-OFT = Family(Oft.family, _matches, _open)
+    @classmethod
+    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "OftFamily":
+        """Raises `CheckpointError` for what is wrong, and for what no file tells."""
+        if given := options.given(OF_DECODING, OF_REASONING):
+            raise CheckpointError(
+                f"{', '.join(given)}: an OFT model answers in one pass, nothing is drafted or "
+                "written; leave it out"
+            )
+        return _open_random(options) if source is None else _open_files(source, options)
 
-
-def _opened(
-    options: ModelOptions,
-    config: OpenVLAConfig,
-    parts: ChunkParts,
-    states: Mapping[str, ActionStatistics],
-    checkpoint: Checkpoint | None = None,
-) -> Opened:
-    """Where weights are drawn, so are those of the parts."""
-
-    def load(device: torch.device, dtype: torch.dtype, runner: StepRunner | None) -> Oft:
-        network, encode = load_network(checkpoint, options, device, dtype)
-        own = parts if checkpoint else _drawn(parts, config.llm.width, options.seed, device)
+    def load(
+        self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
+    ) -> Oft:
+        """Read the weights, or draw them."""
+        options, parts, config = self._options, self._parts, self.config
+        network, encode = load_network(self._checkpoint, options, device, dtype)
+        if self._checkpoint is None:
+            parts = _drawn(parts, config.llm.width, options.seed, device)
         images = ImageProcessor(network.config.image, options.image_chain or ImageChain.OFT)
-        model = Oft(network, own, encode, images, config.statistics, states)
+        model = Oft(network, parts, encode, images, config.statistics, self._states)
         reserve = model.reserve(LONGEST_INSTRUCTION, options.largest_batch)
         model.runner = runner or choose_runner(options, device, reserve)
         return model
 
-    summary = (
-        f"oft: {parts.num_steps} actions of {parts.action_dim} from {parts.num_pictures} picture(s)"
-    )
-    return Opened(summary, config, load)
 
-
-def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
+def _open_files(source: CheckpointSource, options: ModelOptions) -> OftFamily:
     directory, film = source.tuned, find_file(source.tuned, OftFile.VISION)
     if film is not None and source.overlay is not None:
         raise CheckpointError(
@@ -132,10 +142,10 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
                 f"{find_file(directory, OftFile.STATE)} reads {parts.state_dim}; restore the files "
                 "of one fine-tuning run"
             )
-    return _opened(options, replace(config, statistics=actions), parts, states, checkpoint)
+    return OftFamily(options, replace(config, statistics=actions), parts, states, checkpoint)
 
 
-def _open_random(options: ModelOptions) -> Opened:
+def _open_random(options: ModelOptions) -> OftFamily:
     """Sizes of a model with a head that reads a state, whose answers will be noise."""
     config = named_sizes(options.random_weights)
     (key, statistics), *_ = config.statistics.items()
@@ -143,7 +153,7 @@ def _open_random(options: ModelOptions) -> Opened:
     parts = _choose_parts(options, statistics.action_dim, looked_at)
     ones = np.ones(_STATE_DIM)
     states = {key: ActionStatistics(-ones, ones, ones > 0)}
-    return _opened(options, replace(config, statistics={key: statistics}), parts, states)
+    return OftFamily(options, replace(config, statistics={key: statistics}), parts, states)
 
 
 def _drawn(parts: ChunkParts, width: int, seed: int, device: torch.device) -> ChunkParts:
