@@ -4,7 +4,7 @@ The slow twin is plain decoding: one row, one token a pass. Sizes are those of t
 that ship; every machine that runs the tests asks its own processor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,12 @@ from torch import Tensor
 
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.model.batch_invariant import Rows, find_rows
+from deft_policies.model.formats import Quantization
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder, LlamaSizes
+from deft_policies.model.quantization import quantize_linears
+from tests.tiny_openvla import tiny_model
 
 SIZES = LlamaSizes(
     vocabulary=448,
@@ -37,7 +41,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_target(sizes: LlamaSizes = SIZES, seed: int = 0) -> Target:
+def make_target(
+    sizes: LlamaSizes = SIZES, seed: int = 0, quantization: Quantization = Quantization.NONE
+) -> Target:
     decoder = LlamaDecoder(sizes).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in decoder.named_parameters():
@@ -45,7 +51,10 @@ def make_target(sizes: LlamaSizes = SIZES, seed: int = 0) -> Target:
             parameter.fill_(1.0)
         else:
             parameter.normal_(std=0.08, generator=generator)
-    return Target(decoder.bfloat16().eval(), TokenRange(192, 447))
+    decoder.bfloat16().eval()
+    for layer in decoder.layers:
+        quantize_linears(layer, quantization, torch.device("cpu"))
+    return Target(decoder, TokenRange(192, 447))
 
 
 def prompts_of(target: Target, lengths: list[int], seed: int = 1) -> Prompts:
@@ -134,6 +143,18 @@ def test_a_token_among_a_chain(length: int, sizes: LlamaSizes) -> None:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4])
+def test_a_token_among_a_chain_where_weights_are_quantised(quantization: Quantization) -> None:
+    pytest.importorskip("torchao", reason="quantised weights need torchao")
+    target = make_target(quantization=quantization)
+    prompts, tokens = prompts_of(target, [61]), tokens_of(1, 12)
+    logits, hidden = alone(target, prompts, tokens[0].tolist())
+    for width in (2, 7, 12):
+        scores = target.score(prefilled(target, prompts, 64), DraftTree.chain(tokens[:, :width]))
+        check(scores, 0, list(range(width)), (logits[1:], hidden[1:]))
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("sizes", [SIZES, WITH_SHARED_KEYS], ids=["own keys", "shared keys"])
 def test_a_token_among_a_tree(sizes: LlamaSizes, kind: str) -> None:
@@ -193,6 +214,63 @@ def test_what_is_kept_of_a_tree_is_what_plain_decoding_leaves() -> None:
     logits, hidden = alone(target, prompts, [*tokens[0, path].tolist(), *after[0].tolist()])
     first = 1 + len(path)
     check(scores, 0, [0, 1, 2], (logits[first:], hidden[first:]))
+
+
+def test_where_few_rows_differ_products_get_more_and_at_last_blocks() -> None:
+    """Machines of which each computes alike only what it is said to."""
+
+    def machine(is_alike: Callable[[int], bool]) -> Callable[[Tensor], Tensor]:
+        return lambda rows: rows * (1.0 if is_alike(len(rows)) else 1.0 + len(rows) / 8)
+
+    for is_alike, expected in (
+        (lambda num: num % 4 == 0, Rows(4)),
+        (lambda num: num % 16 == 0, Rows(16)),
+        (lambda num: num == 64, Rows(64, in_blocks=True)),
+    ):
+        assert find_rows([(8, 8, machine(is_alike))]) == expected
+    never = machine(lambda num: False)
+    assert (
+        "8 to 24" in find_rows([(8, 8, machine(lambda num: True)), (8, 24, noisy(never))]).problem
+    )
+
+
+def noisy(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda rows: product(rows) + torch.rand(1, generator=generator)
+
+
+def test_in_blocks_every_product_has_as_many_rows() -> None:
+    sizes: list[int] = []
+
+    def product(rows: Tensor) -> Tensor:
+        sizes.append(len(rows))
+        return 2 * rows
+
+    blocks = Rows(64, in_blocks=True)
+    given = torch.randn(130, 3)
+    found = blocks.multiply(product, blocks.pad(given))
+    assert torch.equal(found[:130], 2 * given)
+    assert sizes == [64, 64, 64]
+
+
+@pytest.mark.usefixtures("threads")
+def test_this_machine_computes_rows_alike() -> None:
+    assert make_target().describe_equality().startswith("bit-equal")
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_frame_is_seen_alone_as_among_others(count: int) -> None:
+    model = tiny_model().bfloat16()
+    model.pack_vision()
+    size = model.config.image.size
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(count, 3 * len(model.towers), size, size, generator=generator).bfloat16()
+    among = model.see(pixels)
+    for row in range(count):
+        alone = model.see(pixels[row : row + 1])
+        assert torch.equal(alone.patches[0], among.patches[row])
+        assert torch.equal(alone.features[0], among.features[row])
 
 
 def test_the_actions_rows_of_the_head() -> None:

@@ -1,5 +1,7 @@
 """Fused kernels, under Triton's interpreter, against the plain operations that they replace."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
+from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
 from deft_policies.model.llama import LlamaSizes, RMSNorm, Rotation
 from tests.triton_twins import Counted
 
@@ -96,3 +99,28 @@ def test_split_attention(dtype: torch.dtype, num_kv_heads: int, num_nodes: int) 
     expected = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     assert_alike(found, expected.transpose(1, 2).reshape(2 * num_nodes, -1))
     assert launch.launched == ["attend_split", "join_splits"]
+
+
+def test_slots_are_split_alike_for_any_number_of_rows_and_nodes() -> None:
+    """The order of a query's sums is then its own. A tensor core's order is not seen here."""
+    heads, splits = head_sizes(2), set()
+
+    def launch(kernel: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
+        splits.add(constants["NUM_SPLITS"])
+
+    for rows, nodes in ((1, 1), (1, 50), (8, 1), (64, 16)):
+        fused, cache = random(rows * nodes, 64, dtype=torch.float32), torch.zeros(rows, 640, 4, 8)
+        FusedKernels(launch).attend(fused, cache, torch.zeros(rows, 1, nodes, 600), heads)
+    assert splits == {8}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 12])
+def test_a_row_attends_alone_as_among_others(num_nodes: int) -> None:
+    heads, kernels = head_sizes(2), Counted().kernels
+    fused = random(3 * num_nodes, 64, dtype=torch.float32)
+    cache = random(3, 200, 4, 8, dtype=torch.float32, seed=1)
+    mask = torch.zeros(3, 1, num_nodes, 150)
+    among = kernels.attend(fused, cache, mask, heads).view(3, num_nodes, -1)
+    for row, given in enumerate(fused.view(3, num_nodes, -1)):
+        alone = kernels.attend(given, cache[row : row + 1], mask[:1], heads)
+        assert torch.equal(alone, among[row])

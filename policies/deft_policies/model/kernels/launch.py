@@ -18,7 +18,6 @@ from deft_policies.model.llama import LlamaSizes
 
 _SLOTS = 64  # that a program looks at together
 _LEAST_QUERIES = 16  # of a matrix product, on every side
-_PROGRAMS = 256  # that keep a large GPU busy
 _MOST_SPLITS = 8
 _COLUMNS = 1024
 WARPS_OF_ROWS = 16  # for a whole row of the widest matrix: fewer would keep too much in each
@@ -126,9 +125,8 @@ class FusedKernels:
         """
         num_rows, _, num_nodes, read = mask.shape
         head_dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
-        # Rows and shares of slots are what there is to spread over a GPU when queries are few.
-        splits = triton.cdiv(_PROGRAMS, num_rows * heads.num_kv_heads)
-        splits = min(splits, _MOST_SPLITS, triton.cdiv(read, _SLOTS))
+        # By the slots alone: the sums of a query must not depend on the rows and nodes beside it.
+        splits = min(_MOST_SPLITS, triton.cdiv(read, _SLOTS))
         splits = 1 << (splits.bit_length() - 1)  # few values: each is compiled by itself
         entries = num_rows * num_nodes * heads.num_heads
         partial = torch.empty(splits, entries, head_dim, device=fused.device, dtype=torch.float32)
