@@ -9,11 +9,11 @@ from torch import Tensor
 
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.target import Prompts
-from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ActionVocabulary,
     ImageProcessorConfig,
+    LlamaSizes,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,

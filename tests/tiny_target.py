@@ -13,7 +13,8 @@ from torch import Tensor
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.layout import StepRunner
-from deft_policies.model.llama import LlamaDecoder, LlamaSizes
+from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.sizes import LlamaSizes
 
 LENGTH = 7
 WIDTH = 32

@@ -26,10 +26,10 @@ from deft_policies.checkpoint.config import (
 from deft_policies.checkpoint.open import check_tensors
 from deft_policies.checkpoint.tensor_file import INDEX_FILE, MODEL_FILE, write_tensors
 from deft_policies.errors import CheckpointError
-from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ImageProcessorConfig,
+    LlamaSizes,
     OpenVLAConfig,
     ResizeStrategy,
     TowerConfig,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ActionVocabulary,
     ImageProcessorConfig,
+    LlamaSizes,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,

@@ -13,8 +13,7 @@ from deft_policies.families.family import TokenModel
 from deft_policies.families.oft.model import Oft
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization
-from deft_policies.model.llama import LlamaSizes
-from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
+from deft_policies.model.sizes import LlamaSizes, OpenVLAConfig, TowerConfig
 
 _ROUNDS = 5
 

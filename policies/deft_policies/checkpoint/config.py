@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.errors import CheckpointError
-from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
 from deft_policies.model.sizes import (
     DEFAULT_NUM_BINS,
     ActionVocabulary,
     ImageProcessorConfig,
+    LlamaSizes,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,

@@ -17,7 +17,7 @@ from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from deft_policies.model.llama import LlamaSizes
+from deft_policies.model.sizes import LlamaSizes
 from deft_policies.model.tensor_names import layer_places
 
 _MEDUSA_FORMAT = "deft-medusa-1"

@@ -15,26 +15,7 @@ from torch.nn import functional
 
 from deft_policies.decoding.kinds import source_number
 from deft_policies.decoding.plan import Path, TreeShape
-
-
-@dataclass(frozen=True)
-class TokenRange:
-    """The ids first..last, both included; adjacent ids in an action range are adjacent bins."""
-
-    first: int
-    last: int
-
-    def __len__(self) -> int:
-        return self.last - self.first + 1
-
-    def contains(self, tokens: Tensor) -> Tensor:
-        """True, elementwise, for the ids inside the range."""
-        return (self.first <= tokens) & (tokens <= self.last)
-
-    def within(self, others: "TokenRange") -> slice:
-        """Where these ids are among the columns of others."""
-        start = self.first - others.first
-        return slice(start, start + len(self))
+from deft_policies.model.sizes import TokenRange as TokenRange  # of drafted tokens, too
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.model.kv_cache import CacheWindow
-from deft_policies.model.llama import (
-    Attention,
-    GatedMLP,
-    LlamaAttention,
-    LlamaSizes,
-    RMSNorm,
-    RotaryTable,
-)
+from deft_policies.model.llama import Attention, GatedMLP, LlamaAttention, RMSNorm, RotaryTable
+from deft_policies.model.sizes import LlamaSizes
 
 
 def head_sizes(

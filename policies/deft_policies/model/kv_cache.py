@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from deft_policies.model.llama import LlamaSizes
+    from deft_policies.model.sizes import LlamaSizes
 
 STRIP = 256  # slots: by so many at least a row's strip grows
 

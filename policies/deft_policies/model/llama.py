@@ -13,27 +13,12 @@ from torch.nn import functional
 
 from deft_policies.errors import CheckpointError
 from deft_policies.model.kv_cache import CacheWindow
+from deft_policies.model.sizes import LlamaSizes
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
 _ALIGNMENT = 16  # of the rows of a mask: attention copies others, in every layer
-
-
-@dataclass(frozen=True)
-class LlamaSizes:
-    """Everything that tells one Llama from another."""
-
-    vocabulary: int  # rows of the embedding and of the head, padding included
-    width: int
-    mlp_width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    max_positions: int = 2048
 
 
 @dataclass(frozen=True)

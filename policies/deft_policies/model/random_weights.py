@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from deft_policies.model.formats import Quantization
-from deft_policies.model.llama import LlamaSizes
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ActionVocabulary,
     ImageProcessorConfig,
+    LlamaSizes,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,

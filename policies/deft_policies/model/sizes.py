@@ -7,13 +7,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from deft_policies.decoding.tree import TokenRange
-from deft_policies.model.llama import LlamaSizes
+from torch import Tensor
+
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.statistics import ActionStatistics
 
 DEFAULT_NUM_BINS = 256
 LAYER_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class LlamaSizes:
+    """Everything that tells one Llama from another."""
+
+    vocabulary: int  # rows of the embedding and of the head, padding included
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_positions: int = 2048
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """The ids first..last, both included; adjacent ids in an action range are adjacent bins."""
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def contains(self, tokens: Tensor) -> Tensor:
+        """True, elementwise, for the ids inside the range."""
+        return (self.first <= tokens) & (tokens <= self.last)
+
+    def within(self, others: "TokenRange") -> slice:
+        """Where these ids are among the columns of others."""
+        start = self.first - others.first
+        return slice(start, start + len(self))
 
 
 class TowerFamily(Enum):

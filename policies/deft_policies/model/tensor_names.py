@@ -7,8 +7,7 @@ copies rows to tensor, training and LoRA find a weight under its published name.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deft_policies.model.llama import LlamaSizes
-from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
+from deft_policies.model.sizes import LlamaSizes, OpenVLAConfig, TowerConfig
 
 Shape = tuple[int, ...]
 

@@ -25,7 +25,8 @@ from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.llama import LlamaDecoder, LlamaSizes
+from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.sizes import LlamaSizes
 from tests import golden_ecot
 from tests.policies.decoding.scripts import clock
 from tests.policies.decoding.test_any_length import STOP, decoder, prompt, side_by_side

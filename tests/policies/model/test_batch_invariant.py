@@ -16,8 +16,9 @@ from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.model.batch_invariant import Rows, find_rows
 from deft_policies.model.formats import Quantization
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.llama import LlamaDecoder, LlamaSizes
+from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.quantization import quantize_linears
+from deft_policies.model.sizes import LlamaSizes
 from tests.tiny_openvla import tiny_model
 
 SIZES = LlamaSizes(

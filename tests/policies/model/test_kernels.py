@@ -10,7 +10,8 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
-from deft_policies.model.llama import LlamaSizes, RMSNorm, Rotation
+from deft_policies.model.llama import RMSNorm, Rotation
+from deft_policies.model.sizes import LlamaSizes
 from tests.triton_twins import Counted
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

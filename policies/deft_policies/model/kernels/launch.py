@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deft_policies.model.kernels import programs
 from deft_policies.model.kernels.fp8 import Fp8Rows
-from deft_policies.model.llama import LlamaSizes
+from deft_policies.model.sizes import LlamaSizes
 
 _SLOTS = 64  # that a program looks at together
 _LEAST_QUERIES = 16  # of a matrix product, on every side

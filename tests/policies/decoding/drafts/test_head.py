@@ -19,7 +19,7 @@ from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, head_sizes
-from deft_policies.model.llama import LlamaSizes
+from deft_policies.model.sizes import LlamaSizes
 from tests.policies.decoding.scripts import batch_of, limits_of, pass_of
 from tests.tiny_target import (
     ACTIONS,
