@@ -12,7 +12,7 @@ from deft_client.libero.report.speed import SpeedUp, core_doubts, speed_up
 from deft_client.libero.report.trace_metrics import speculation_of
 from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.results.statistics import Percentiles, percentiles
-from deft_client.types import DecodeTrace, PassTrace
+from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Replay, ReplayFrame
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
@@ -76,58 +76,6 @@ def expected_speedup(acceptance: float, length: float, cost: float) -> float:
 
 
 @dataclass(frozen=True)
-class Speedup:
-    """Acceptance, draft length and cost as they were, and what they should and did bring.
-
-    Over the passes behind the prefill that checked drafts. The prediction knows no end of the
-    action and takes a pass over many nodes to cost what a pass over one costs; `pass_cost` says
-    what it did cost.
-    """
-
-    acceptance: float
-    length: float
-    cost: float  # of drafting one token, in plain passes
-    pass_cost: float  # of a pass and of judging it, in plain passes
-    predicted: float
-    measured: float
-
-    @staticmethod
-    def of(traces: Sequence[DecodeTrace], plain: Sequence[DecodeTrace]) -> "Speedup | None":
-        """None where no pass behind the prefill checked drafts, or there are no times."""
-        checked = [one for trace in traces for one in trace.checked_passes if not one.is_prefill]
-        single = [one.pass_ms for trace in plain for one in trace.passes if not one.is_prefill]
-        checked_ms = sum(one.pass_ms + one.judge_ms for one in checked)
-        spent_ms = checked_ms + sum(one.draft_ms for one in checked)
-        if not checked or not single or spent_ms == 0 or sum(single) == 0:
-            return None
-        pass_ms = sum(single) / len(single)
-        levels = [depth_of(one) for one in checked]
-        tries = [
-            min(one.accepted_length + 1, most) for one, most in zip(checked, levels, strict=True)
-        ]
-        kept, length = sum(one.accepted_length for one in checked), sum(levels) / len(levels)
-        acceptance = kept / sum(tries)
-        cost = sum(one.draft_ms for one in checked) / sum(levels) / pass_ms
-        committed = sum(one.committed_length for one in checked)
-        return Speedup(
-            acceptance=acceptance,
-            length=length,
-            cost=cost,
-            pass_cost=checked_ms / len(checked) / pass_ms,
-            predicted=expected_speedup(acceptance, length, cost),
-            measured=committed * pass_ms / spent_ms,
-        )
-
-
-def depth_of(one: PassTrace) -> int:
-    """Drafts in a row that a pass looks at: the depth of its tree."""
-    depths = [0]
-    for parent in one.parents[1:]:
-        depths.append(depths[parent] + 1)
-    return max(depths)
-
-
-@dataclass(frozen=True)
 class Decoding:
     """How a contender decoded, and how its actions differ from plain decoding's.
 
@@ -151,7 +99,6 @@ class Decoding:
     committed_by_start: tuple[float, ...]
     committed_by_pass: tuple[float, ...]
     drafted_by_position: tuple[float, ...]
-    speedup: Speedup | None = None  # None where nothing was drafted behind the prefill
     rule: str = ""  # with its numbers, and the plans that were used; empty where nothing drafts
     wait: str | None = None  # the line of its rule that makes the host wait for the device
 
@@ -214,7 +161,6 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         committed_by_start=tuple(starts.get(at, (0.0, 0))[0] for at in range(longest)),
         committed_by_pass=found.committed_by_pass if found else (),
         drafted_by_position=found.drafted_by_token if found else (),
-        speedup=Speedup.of(own_traces, [other for _, other, _ in pairs]),
         rule=_rule_of(own_traces),
         wait=None if method is None else find_wait(find_method(method).rule),
     )

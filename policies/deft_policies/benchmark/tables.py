@@ -53,7 +53,7 @@ class Report:
             parts += ["\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule)]
             longest = max(len(one.committed_by_start) for one in self.decodings)
             by_position = () if longest > _MOST_POSITIONS else (length_table, position_table)
-            of_methods = (decoding_table, *by_position, speedup_table)
+            of_methods = (decoding_table, *by_position)
             parts += [table(self.decodings) for table in of_methods]
             parts.append(batch_table(self.speeds, AUTOREGRESSIVE))
             parts += [
@@ -175,24 +175,6 @@ def length_table(decodings: Sequence[Decoding]) -> str:
             for at, length in enumerate(one.committed_by_start, 1)
         },
     )
-
-
-def speedup_table(decodings: Sequence[Decoding]) -> str:
-    """What acceptance, draft length and cost should bring after the prefill, and what they did."""
-    rows = [
-        {
-            "passes behind the prefill": one.name,
-            "acceptance": f"{found.acceptance:.2f}",
-            "length": f"{found.length:.2f}",
-            "cost": f"{found.cost:.3f}",
-            "pass": f"{found.pass_cost:.2f}",
-            "predicted": f"{found.predicted:.2f}x",
-            "measured": f"{found.measured:.2f}x",
-        }
-        for one in decodings
-        if (found := one.speedup) is not None
-    ]
-    return render(rows) if rows else ""
 
 
 def batch_table(speeds: Sequence[Speed], baseline: str) -> str:

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from deft_client.libero.results.statistics import Percentiles
-from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.benchmark.summary import (
-    Speed,
-    Speedup,
-    depth_of,
-    expected_speedup,
-    expected_tokens,
-)
+from deft_policies.benchmark.summary import Speed, expected_speedup, expected_tokens
 from deft_policies.benchmark.tables import batch_table
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
@@ -45,46 +38,6 @@ def test_the_usual_example_commits_less_than_three_tokens() -> None:
     assert expected_tokens(0.7, 5) == pytest.approx(2.9412, abs=1e-4)
     assert expected_speedup(0.7, 5, 0.2) == pytest.approx(1.4706, abs=1e-4)
     assert expected_tokens(1.0, 5) == 6
-
-
-def one_pass(
-    num_drafts: int, kept: int, draft_ms: float, pass_ms: float, judge_ms: float = 0.0
-) -> PassTrace:
-    nodes = range(num_drafts + 1)
-    return PassTrace(
-        is_prefill=False,
-        tokens=tuple(nodes),
-        parents=tuple(node - 1 for node in nodes),
-        sources=("head",) * len(nodes),
-        predictions=tuple(nodes),
-        path=tuple(range(1, kept + 1)),
-        bonus=9,
-        draft_ms=draft_ms,
-        pass_ms=pass_ms,
-        judge_ms=judge_ms,
-    )
-
-
-def test_speedup_is_read_off_passes_that_checked_drafts() -> None:
-    plain = DecodeTrace("plain", (), (), (), (one_pass(0, 0, 0.0, 10.0),) * 3)
-    passes = (
-        one_pass(4, 4, 2.0, 10.0, judge_ms=1.0),
-        one_pass(4, 1, 2.0, 12.0, judge_ms=1.0),
-        one_pass(0, 0, 0.0, 10.0),
-    )
-    found = Speedup.of([DecodeTrace("fast", (), (), (), passes)], [plain])
-    assert found is not None
-    assert (found.acceptance, found.length) == (5 / 6, 4.0)
-    assert found.cost == pytest.approx(0.05)
-    assert found.predicted == pytest.approx(expected_speedup(5 / 6, 4, 0.05))
-    assert found.pass_cost == pytest.approx(1.2)
-    assert found.measured == pytest.approx(7 / 2.8)
-    assert Speedup.of([plain], [plain]) is None
-
-
-def test_a_tree_is_as_long_as_it_is_deep() -> None:
-    tree = PassTrace(False, (1, 2, 3, 4), (-1, 0, 0, 1), ("",) * 4, (1, 2, 3, 4), (), 5)
-    assert depth_of(tree) == 2
 
 
 def speed(name: str, size: int, ms: float) -> Speed:
