@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
+from textwrap import shorten
 from typing import Protocol
 
 from deft_policies.base import ActRequest
@@ -110,8 +111,8 @@ class ReplicaHost:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 count = await asyncio.to_thread(self._cluster.count)
-            except Exception:
-                logger.exception("the replicas could not be counted; looking again")
+            except Exception as error:  # as in an update: Ray counts none for a moment
+                logger.warning("the replicas could not be counted (%r); looking again", error)
                 continue
             if count != self._count:
                 self._count = count
@@ -124,7 +125,7 @@ class ReplicaHost:
 
     def _tell(self) -> None:
         assert self._policy is not None
-        logger.info("%d replicas of version %s", self._count, self._version)
+        logger.info("%d replicas of version %s", self._count, shorten(self._version, 80))
         self._listener.policy_loaded(self, self._policy, self._count)
 
     async def _answer(self, frame: QueuedFrame) -> None:
