@@ -111,7 +111,7 @@ class ReplicaHost:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 count = await asyncio.to_thread(self._cluster.count)
-            except Exception as error:  # as in an update: Ray counts none for a moment
+            except Exception as error:  # noqa: BLE001  in an update Ray counts none for a moment
                 logger.warning("the replicas could not be counted (%r); looking again", error)
                 continue
             if count != self._count:

@@ -1,7 +1,6 @@
 """Replicas without Ray: what travels, what returns, and what happens when one is lost."""
 
 import asyncio
-import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -208,7 +207,7 @@ def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_thei
 
     async def story() -> list[ReplicaAnswer]:
         replica = replica_of(policy)
-        asked = [("4 long", math.inf), ("1 short", math.inf), ("900000 late", 0.5)]
+        asked = [("4 long", 60.0), ("1 short", 60.0), ("900000 late", 0.5)]
         calls = [
             replica.answer(request(SessionMemory(), name), FrontState("front", "1", 0, left_s))
             for name, left_s in asked
