@@ -40,9 +40,8 @@ ROOMS = {
         "policies/deft_policies/decoding/batch*",
     ),
     "drafts": (
-        "policies/deft_policies/decoding/drafts*",
-        "policies/deft_policies/decoding/growers*",
-        "policies/deft_policies/decoding/previous_answer*",
+        "policies/deft_policies/decoding/drafts/*",
+        "policies/deft_policies/decoding/tree*",
     ),
     "sessions": ("server/deft_server/serving/*session*",),
     "serving": ("server/deft_server/serving/*",),
