@@ -27,6 +27,7 @@ class Measurement:
 
     seconds: float
     company: float  # the mean number of frames in its rounds, itself among them
+    is_whole: bool = True  # one that was cut before its end would have taken longer
 
 
 class FlowTimes:
@@ -41,7 +42,12 @@ class FlowTimes:
         return self.measured_s >= now_s - STALE_AFTER_S
 
     def note(self, one: Measurement, now_s: float) -> None:
-        """Take in one more frame."""
+        """Take in one more frame.
+
+        What cut frames took is forgotten for a longer cut, and for the first that was answered.
+        """
+        if not any(known.is_whole for known in self.recent):
+            self.recent.clear()
         self.recent.append(one)
         self.measured_s = now_s
 
@@ -74,12 +80,13 @@ class Prices:
         self, flow: str, seconds: float, now_s: float, company: float = 1.0, is_whole: bool = True
     ) -> None:
         """Take in what a frame took. One that was cut before its end would have taken longer."""
-        one = Measurement(seconds, max(1.0, company))
+        one = Measurement(seconds, max(1.0, company), is_whole)
         if not is_whole and seconds / self.slowdown(company) <= self.expect(flow, now_s):
             return  # that was known
         known = self._flows.setdefault(flow, FlowTimes())
-        if is_whole and known.recent:
-            other = max(known.recent, key=lambda other: abs(other.company - one.company))
+        whole = [other for other in known.recent if other.is_whole]
+        if is_whole and whole:
+            other = max(whole, key=lambda other: abs(other.company - one.company))
             self._learn_share(one, other)
         if is_whole:
             self._all.note(one, now_s)

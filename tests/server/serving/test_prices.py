@@ -43,6 +43,16 @@ def test_a_frame_that_was_cut_counts_only_if_it_took_longer_than_was_known() -> 
     assert prices.expect("a", 0.0) == 0.3
 
 
+def test_a_flow_that_was_only_ever_cut_takes_as_long_as_the_longest_cut() -> None:
+    """Once a first cut in much company made it look quick, and it joined others for ever."""
+    prices = Prices()
+    prices.observe("a", 0.3, 0.0, company=5.0, is_whole=False)
+    prices.observe("a", 0.4, 0.5, company=1.0, is_whole=False)
+    assert prices.expect("a", 0.5) == prices.expect("a", 9.0) == 0.4
+    prices.observe("a", 0.1, 9.0)
+    assert prices.expect("a", 9.0) == 0.1
+
+
 def test_a_flow_never_seen_is_expected_to_cost_what_frames_cost_but_nothing_is_proven() -> None:
     prices = Prices()
     prices.observe("a", 0.02, 5.0)
