@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "acceptance": ("policies/deft_policies/decoding/accept*", "policies/*/decoding/accept*/*"),
     "rounds": (
-        "policies/deft_policies/decoding/lane*",
+        "policies/deft_policies/decoding/round*",
         "policies/deft_policies/decoding/judge*",
         "policies/deft_policies/decoding/batch*",
     ),

@@ -24,7 +24,7 @@ from torch import Tensor
 from deft_client.types import Observation
 from deft_policies.checkpoint.draft_heads import load_head
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.kinds import OUR_KINDS
@@ -109,7 +109,7 @@ class Bench:
         for _ in range(2):
             seen = [rng.randrange(len(self.frames)) for _ in range(rows)]
             prompts = batch_of([self.frames[one] for one in seen])
-            answers = [Row(method, Form.action(SPACE), memory) for memory in memories]
+            answers = [Row(method, AnswerSpec.action(SPACE), memory) for memory in memories]
             engine.decode(prompts, answers, clock())
             memories = [answer.memory for answer in answers]
             for frame, answer in zip(seen, answers, strict=True):

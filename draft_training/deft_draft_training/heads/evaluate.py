@@ -28,7 +28,7 @@ from deft_draft_training.heads.target import FeatureTarget, load_target, parse_t
 from deft_draft_training.run_directory import SPLIT_FILE, read_config
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import Method, find_method
@@ -122,7 +122,7 @@ def _decode(
 ) -> Iterator[DecodeTrace]:
     """One episode in order, with the memory that a session would keep."""
     model, memory = policy.token_model, SessionMemory()
-    form = Form.action(policy.action_space(None))
+    form = AnswerSpec.action(policy.action_space(None))
     for frame in frames:
         clock, row = StageClock(model.device), Row(method, form, memory)
         engine.decode(model.see([frame], clock), [row], clock)

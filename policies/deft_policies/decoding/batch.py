@@ -1,8 +1,8 @@
-"""The rows that are decoded together, and everything that changes from round to round.
+"""The rows that are decoded together, and all that changes from pass to pass.
 
-`Row` is what the host knows of one answer on its way; `Batch` holds the tensors of many, allocated
-once and written in place, so that a round can be recorded by running it on them; `Pass` is what the
-last target pass left behind for the next round.
+`Row` is what the host knows of one answer. `Batch` holds the tensors of many: its memory is set
+aside when it is made and never moves, so that a round can be captured by playing it once. `Pass` is
+the part of it that one target pass leaves behind for the next.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ from deft_policies.decoding.acceptance.rule import (
     SpaceTensors,
 )
 from deft_policies.decoding.clock import Lap, Stage, sum_ms
+from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.target import Target
+from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import MixedAnswersError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
+from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.staging import to_device
 
 NO_STOP = -1
@@ -37,7 +39,7 @@ _NUMBERS = count()  # of answers
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerSpec:
     """What an answer is: how many tokens at most, what ends it, where its actions are.
 
     With a `space` and no stop token an answer is one action, exactly `max_tokens` long. With a stop
@@ -50,12 +52,12 @@ class Form:
     space: ActionSpace | None = None
 
     @staticmethod
-    def action(space: ActionSpace) -> "Form":
+    def action(space: ActionSpace) -> "AnswerSpec":
         """One action, as OpenVLA answers."""
-        return Form(space.length, None, space)
+        return AnswerSpec(space.length, None, space)
 
     @property
-    def num_places(self) -> int:
+    def action_length(self) -> int:
         """Tokens of one action, at least one."""
         return 1 if self.space is None else self.space.length
 
@@ -65,29 +67,54 @@ class Form:
         return self.stop is None and self.space is not None
 
 
+class ForHost(NamedTuple):
+    """What the host learns of one row's pass: tokens that are committed first, then the tree."""
+
+    num_kept: list[int]
+    answer: list[int]  # whose pass it is
+    tokens: list[int]  # [step], after each node of the path
+    target_tokens: list[int]  # [step]
+    drafted: list[int]  # [node] and so on: the tree's tokens, the root first
+    predictions: list[int]
+    parents: list[int]
+    sources: list[int]
+    is_real: list[int]
+    path: list[int]  # [step]
+    bonus: list[int]
+
+    @staticmethod
+    def split(numbers: Sequence[int], num_nodes: int, num_steps: int) -> "ForHost":
+        """Take a row's numbers apart; the last may be missing."""
+        node, step, rest = num_nodes, num_steps, iter(numbers)
+        sizes = (1, 1, step, step, node, node, node, node, node, step, 1)
+        return ForHost(*(list(islice(rest, size)) for size in sizes))
+
+
 @dataclass(eq=False)
 class Row:
     """One answer on its way. What it is asked with comes first, the rest fills up."""
 
     method: Method
-    form: Form
+    spec: AnswerSpec
     memory: SessionMemory = field(default_factory=SessionMemory)
     wants_margins: bool = False
-    plan: str = ""
-    reason: str = ""  # of the guard
-    remembers: bool = False  # whether the session had anything to draft from
+    choice: Choice = Choice("", "")  # the plan
+    guard: Guard | None = None  # who learns from it
+    has_history: bool = False  # whether the session had anything to draft from
     limit: int = 0  # tokens that are decoded at most: a loop may look at some behind an action
-    prompt: int = 0  # its row in the prompts that it began with
+    prompts: Prompts | None = None  # that it begins with, until it has
+    prompt: int = 0  # its row in them
+    beside: list["Row"] = field(default_factory=list)  # the answers that begin with it
     slot: int = -1  # in its batch
     tokens: list[int] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)  # the target's, given what stands before
+    target_tokens: list[int] = field(default_factory=list)  # given what stands before each
     drafted: list[int] = field(default_factory=list)  # the last tree's tokens, the root first
     predictions: list[int] = field(default_factory=list)  # the target's token after each of them
     count: int = 0  # tokens that are known to be decoded, though perhaps not yet read
     is_done: bool = False
     is_finite: bool = True
     trace: DecodeTrace | None = None
-    records: list["Record"] = field(default_factory=list)  # of its passes, the prefill's first
+    records: list["PassRecord"] = field(default_factory=list)  # of its passes, the prefill's first
     number: int = field(default_factory=lambda: next(_NUMBERS))  # no two answers have the same
 
     @property
@@ -99,60 +126,61 @@ class Row:
     def knows_steps(self) -> bool:
         """Whether what the session remembers are actions like the one that is asked for."""
         own = self.memory.own
-        return self.form.is_action and bool(own) and len(own[-1]) == self.form.max_tokens
+        return self.spec.is_action and bool(own) and len(own[-1]) == self.spec.max_tokens
 
     @property
     def knows_drift(self) -> bool:
         """Whether its drift is one of such actions."""
-        return self.form.space is not None and len(self.memory.drift) == self.form.num_places
+        return self.spec.space is not None and len(self.memory.drift) == self.spec.action_length
 
-    def note(self, record: "Record") -> None:
+    def note(self, record: "PassRecord") -> None:
         """Remember a pass for the trace; it has committed one token at least."""
         self.records.append(record)
         self.count += 1
 
-    def take(self, told: Sequence[list[int]], is_finite: bool, in_slot: int) -> None:
-        """Take in what the host has read of a pass: the first of `Pass.told`.
+    def read(self, found: ForHost, is_finite: bool, in_slot: int) -> None:
+        """Take in what the host has read of a pass.
 
         Raises `MixedAnswersError` if the pass or the slot was another answer's.
         """
-        (num_kept,), (answer,), tokens, own, *nodes = told
+        (num_kept,), (answer,) = found.num_kept, found.answer
         if not answer == in_slot == self.number:
             raise MixedAnswersError(
                 f"a pass of answer {answer} was read from slot {self.slot} of answer {in_slot}, "
                 f"where answer {self.number} was expected; nothing of this round is used"
             )
-        self.tokens += tokens[: num_kept + 1]
-        self.own += own[: num_kept + 1]
-        if nodes:
-            self.drafted, self.predictions = nodes
+        self.tokens += found.tokens[: num_kept + 1]
+        self.target_tokens += found.target_tokens[: num_kept + 1]
+        self.drafted, self.predictions = found.drafted, found.predictions
         self.count = max(self.count, len(self.tokens))
         self.is_finite = self.is_finite and is_finite
-        ended = self.form.stop is not None and self.tokens[-1:] == [self.form.stop]
+        ended = self.spec.stop is not None and self.tokens[-1:] == [self.spec.stop]
         self.is_done = ended or self.count >= self.limit
 
-    def finish(self, rule: str, margins: Sequence[float]) -> None:
-        """Tell what happened, and what is to be remembered."""
-        told = slice(self.form.max_tokens)
-        self.tokens, self.own = self.tokens[told], self.own[told]
-        tokens, own = tuple(self.tokens), tuple(self.own)
-        if self.form.is_action:
-            self.memory = self.memory.after_action(tokens, own, self.method.rule.drift_leak)
+    def finish(self, margins: Sequence[float]) -> None:
+        """Make the trace, and the memory that the session goes on with."""
+        kept = slice(self.spec.max_tokens)
+        self.tokens, self.target_tokens = self.tokens[kept], self.target_tokens[kept]
+        tokens, target_tokens = tuple(self.tokens), tuple(self.target_tokens)
+        if self.spec.is_action:
+            leak = self.method.rule.drift_leak
+            self.memory = self.memory.after_action(tokens, target_tokens, leak)
         else:
             self.memory = self.memory.after_text(tokens)
+        drafts = any(plan.kinds for plan in self.method.plans)
         self.trace = DecodeTrace(
             method=self.method.name,
             tokens=tokens,
-            predicted=own,
+            predicted=target_tokens,
             margins=tuple(margins),
-            passes=LaterPasses(self.records, self.slot),
-            guard=self.reason,
-            rule=rule,
-            plan=self.plan,
+            passes=LazyPassTraces(self.records, self.slot),
+            guard=self.choice.reason,
+            rule=str(self.method.rule) if drafts else "",
+            plan=self.choice.plan,
         )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """What a target pass leaves behind for the next round."""
 
@@ -162,115 +190,83 @@ class Pass:
     num: Tensor  # [row], drafts kept of the path
     bonus: Tensor  # [row], the target's token after them: the next root
     tokens: Tensor  # [row, step], the token after each node of the path
-    own: Tensor  # [row, step], the target's own there
-    hidden: Tensor | None  # [row, step, width] at each node of the path, where a draft reads it
-    logits: Tensor | None  # [row, node, action token], where a draft reads them
+    target_tokens: Tensor  # [row, step], what the target would have there
     # [row], whose it is. The number goes with the tokens from draft to commit, so that a wrong
     # index shows when the host reads it. It cannot show a neighbour's keys and values, a wrong
     # mask, or rows that a source or a rule mixes among themselves.
     answers: Tensor
-
-    @staticmethod
-    def blank(target: Target, rows: int, nodes: int, steps: int) -> "Pass":
-        """Memory for passes of so many rows, nodes and steps."""
-
-        def whole(*sizes: int) -> Tensor:
-            return torch.zeros(rows, *sizes, dtype=torch.int64, device=target.device)
-
-        with torch.inference_mode(False):
-            return Pass(
-                tree=DraftTree.root_only(whole()).padded(nodes),
-                predictions=whole(nodes),
-                path=whole(steps),
-                num=whole(),
-                bonus=whole(),
-                tokens=whole(steps),
-                own=whole(steps),
-                hidden=torch.zeros_like(target.embed(whole(steps))),
-                logits=whole(nodes, len(target.action_tokens)).float(),
-                answers=whole().fill_(NOBODY),
-            )
+    hidden: Tensor | None = None  # [row, step, width] at each node of the path, where a draft reads
+    logits: Tensor | None = None  # [row, node, action token], where a draft reads them
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes per row, the root included."""
-        return self.tree.num_nodes
+    def columns(self) -> tuple[Tensor, ...]:
+        """Every tensor that all methods have."""
+        accepted = (self.predictions, self.path, self.num, self.bonus)
+        return *self.tree.columns, *accepted, self.tokens, self.target_tokens, self.answers
 
     @property
-    def told(self) -> tuple[Tensor, ...]:
-        """What the host reads, [row, number] each: what is committed, then by node, for a trace."""
+    def size(self) -> tuple[int, int]:
+        """Nodes and steps of every row."""
+        return self.tree.num_nodes, self.path.shape[1]
+
+    def for_host(self) -> Tensor:
+        """All that the host may read, as `ForHost` takes it apart: [row, number], a copy."""
         tree = self.tree
+        committed = (self.num[:, None], self.answers[:, None], self.tokens, self.target_tokens)
         nodes = (tree.tokens, self.predictions, tree.parents, tree.sources, tree.is_real)
-        committed = (self.num[:, None], self.answers[:, None], self.tokens, self.own)
-        return *committed, *nodes, self.path, self.bonus[:, None]
-
-    def put(self, other: "Pass", first: int) -> None:
-        """Write the rows of another here, from `first` on; it may have fewer nodes and steps."""
-        here = slice(first, first + len(other.num))
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            if mine is not None and theirs is not None:
-                (mine[here, : theirs.shape[1]] if mine.dim() > 1 else mine[here]).copy_(theirs)
-        self.tree.is_real[here, other.num_nodes :] = False
-
-    def of_rows(self, num_rows: int) -> "Pass":
-        """That of the first rows; what was computed of its tree is forgotten."""
-        values = [None if one is None else one[:num_rows] for one in self._tensors()]
-        size = len(self.tree.columns)
-        tree = DraftTree(*values[:size], is_chain=self.tree.is_chain)  # type: ignore[arg-type]
-        return Pass(tree, *values[size:])  # type: ignore[arg-type]
-
-    def _tensors(self) -> tuple[Tensor | None, ...]:
-        rest = (value for name, value in vars(self).items() if name != "tree")
-        return *self.tree.columns, *rest
+        return torch.cat((*committed, *nodes, self.path, self.bonus[:, None]), dim=1)
 
 
 @dataclass(eq=False)
-class Record:
-    """What is read of a pass: on the device, and put into words when somebody asks."""
+class PassRecord:
+    """A pass that the host remembers; it is put into words when somebody asks."""
 
-    told: tuple[Tensor, ...]  # [row, number]: see `Pass`
+    numbers: Tensor  # [row, number]: `Pass.for_host`
+    num_nodes: int  # of its tree, padding among them
+    num_steps: int
     first: int  # the slot of its first row
     is_prefill: bool
     laps: list[Lap]
-
-    @property
-    def num_nodes(self) -> int:
-        """Of its tree, padding among them."""
-        return self.told[4].shape[1]
 
     def ms(self, *stages: Stage) -> float:
         """Time spent in these stages."""
         return sum_ms(self.laps, stages)
 
+    def num_read(self, with_nodes: bool) -> int:
+        """How many of a row's numbers the host reads at once: what is committed, and the nodes."""
+        return 2 + 2 * self.num_steps + 2 * self.num_nodes * with_nodes
+
+    def split(self, numbers: Sequence[int]) -> ForHost:
+        """Take the numbers of one row apart."""
+        return ForHost.split(numbers, self.num_nodes, self.num_steps)
+
     def describe(self, slot: int) -> PassTrace:
         """One row's pass, without the nodes that were only padding."""
-        row = slot - self.first
-        found = [one[0] for one in read_lists([one[row : row + 1] for one in self.told])]
-        (num_kept,), _, _, _, tokens, predictions, parents, sources, is_real, path, (bonus,) = found
-        real = [node for node, is_one in enumerate(is_real) if is_one]
+        found = self.split(self.numbers[slot - self.first].tolist())
+        real = [node for node, is_one in enumerate(found.is_real) if is_one]
         number = {-1: -1, **{node: index for index, node in enumerate(real)}}
         names = (*source_kinds(), "")  # the root's source is -1: the last
         return PassTrace(
             is_prefill=self.is_prefill,
-            tokens=tuple(tokens[node] for node in real),
-            parents=tuple(number[parents[node]] for node in real),
-            sources=tuple(names[sources[node]] for node in real),
-            predictions=tuple(predictions[node] for node in real),
-            path=tuple(number[node] for node in path[1 : num_kept + 1]),
-            bonus=bonus,
+            tokens=tuple(found.drafted[node] for node in real),
+            parents=tuple(number[found.parents[node]] for node in real),
+            sources=tuple(names[found.sources[node]] for node in real),
+            predictions=tuple(found.predictions[node] for node in real),
+            path=tuple(number[node] for node in found.path[1 : found.num_kept[0] + 1]),
+            bonus=found.bonus[0],
             draft_ms=self.ms(Stage.DRAFT),
             pass_ms=self.ms(Stage.PREFILL, Stage.VERIFY),
             judge_ms=self.ms(Stage.JUDGE),
         )
 
 
-class LaterPasses(Sequence[PassTrace]):
+class LazyPassTraces(Sequence[PassTrace]):
     """Passes that are put into words when they are first looked at; how many is known before.
 
     Equal to any sequence of the same passes. Any thread may ask.
     """
 
-    def __init__(self, records: Sequence["Record"], slot: int) -> None:
+    def __init__(self, records: Sequence[PassRecord], slot: int) -> None:
         self._records, self._slot = records, slot
 
     @cached_property
@@ -294,26 +290,33 @@ class LaterPasses(Sequence[PassTrace]):
 
 
 class Batch:
-    """Tensors of up to `num_rows` answers, [row, ...] each; those of the first rows are in use.
+    """Tensors of up to `capacity` answers, [row, ...] each, set aside at once and never moved.
 
-    A row that has ended stays where it is, closed, until another takes its place. `at` looks at
-    some of the rows; what is written there is written here.
+    A row has one slot from its first pass to its last. When it has ended the slot stays where it
+    is, closed, until another row takes it. `at` looks at some of the rows, as a batch; what is
+    written there is written here.
     """
 
     def __init__(
-        self, device: torch.device, num_rows: int, positions: int, places: int, longest: int = 0
+        self,
+        device: torch.device,
+        num_rows: int,
+        positions: int,
+        places: int,
+        nodes: int = 64,
+        longest: int = 0,
     ) -> None:
-        """Room for answers of `positions` tokens and actions of `places` tokens.
+        """Memory for answers of `positions` tokens, actions of `places` tokens, trees of `nodes`.
 
-        `longest` says how many positions of prompts memory is to be set aside for at once, where
-        steps are recorded; 0: room is made when rows begin.
+        `longest` says for prompts of how many positions rounds are captured; 0: none are.
         """
-        self.device = device
+        self.device, self.capacity = device, num_rows
         self.positions, self.places, self.longest = positions, places, longest
-        self.first, self.num_rows = 0, num_rows  # those in use, closed ones among them
-        self.last: Pass | None = None
-        self.capacity = num_rows
+        self.first, self.num_rows = 0, num_rows  # those that this batch looks at
         self.rows: list[Row | None] = [None] * num_rows  # by slot; None where none is on its way
+        self.all_rows = self.rows  # also those that a part of the batch leaves out
+        self.widest, self.num_slots = nodes, 0  # nodes of a tree; positions of a row in the cache
+        self.cache: KVCache | None = None
         whole, real = torch.int64, torch.float32
         with torch.inference_mode(False):
 
@@ -322,7 +325,7 @@ class Batch:
 
             # One column more than an answer has: what overshoots is written there, never read.
             self.tokens = blank(positions + 1)
-            self.own = blank(positions + 1)  # the target's own, given what stands before
+            self.target_tokens = blank(positions + 1)  # given what stands before each
             self.margins = blank(positions + 1, dtype=real)  # gap of the two largest logits
             self.count = blank()  # committed tokens
             self.limit = blank()  # and how many there may be; 0 where no answer is on its way
@@ -339,36 +342,133 @@ class Batch:
             self.num_steps = blank()  # since the episode began
             self.past = blank(STEPS_KEPT, places)  # own tokens of past actions, the newest last
             self.num_past = blank()
-            self.zeros = blank(1)  # the path that is only a root
-            self.zero = blank()  # and what is kept of it
-            self.none = blank(1, value=-1)  # its parent and its source
-            self.is_real = blank(1, dtype=torch.bool, value=True)
-            self.no_odds = blank(1, dtype=real)
-        self.all_rows = self.rows  # also those that a part of the batch leaves out
-        self.shared: dict[str, Tensor] = {}  # of all rows, what only some methods need
+            self.root_path = blank(1)  # the path that is only a root
+            self.none_kept = blank()  # and what is kept of it
+            self.no_parent = blank(1, value=-1)  # its parent and its source
+            self.root_is_real = blank(1, dtype=torch.bool, value=True)
+            self.root_log_prob = blank(1, dtype=real)
+            # The last pass of every row: the widest there may be. Beyond its own no node is real.
+            steps = min(nodes, positions)
+            tree = DraftTree.root_only(blank()).padded(nodes)
+            step, node = (blank(steps) for _ in range(3)), blank(nodes)
+            path, tokens, target_tokens = step
+            self._last = Pass(
+                tree, node, path, blank(), blank(), tokens, target_tokens, blank(value=NOBODY)
+            )
+        # Of the last passes in use; a captured round cannot know it, and reads all there is.
+        self._width, self._is_chain = (nodes, steps), False
+        self._extra: dict[str, Tensor] = {}  # of all rows, what only some methods need
         self._parts: dict[tuple[int, int], Batch] = {}
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._all = {name: one for name, one in vars(self).items() if isinstance(one, Tensor)}
+        self.whole = self
+        self.last: Pass | None = None  # of these rows; None before the first
 
-    def root_tree(self, roots: Tensor) -> DraftTree:
-        """A tree without guesses; what never changes of it is not made again."""
-        tokens, none = roots[:, None], self.none
-        return DraftTree(tokens, none, self.is_real, self.no_odds, none, is_chain=True)
+    @property
+    def running(self) -> list[Row]:
+        """The answers that are on their way, in all of the batch."""
+        return [row for row in self.all_rows if row is not None]
 
     @property
     def has_text(self) -> bool:
         """Whether any answer is more than an action."""
-        return any(row is not None and not row.form.is_action for row in self.rows)
+        return any(row is not None and not row.spec.is_action for row in self.rows)
+
+    @property
+    def _here(self) -> slice:
+        return slice(self.first, self.first + self.num_rows)
 
     def at(self, first: int, stop: int) -> "Batch":
         """The rows from `first` to `stop`, as a batch: the same one each time."""
         part = self._parts.get((first, stop))
         if part is None:
             part = self._parts[first, stop] = copy(self)
-            part.first, part.num_rows = first, stop - first
+            part.first, part.num_rows, part._views = first, stop - first, {}
             for name, tensor in self._all.items():
                 setattr(part, name, tensor[first:stop])
-        part.rows = self.rows[first:stop]
+        part.rows, part.last = self.rows[first:stop], None
         return part
+
+    def root_tree(self, roots: Tensor) -> DraftTree:
+        """A tree without guesses; what never changes of it is not made again."""
+        rest = (self.no_parent, self.root_is_real, self.root_log_prob, self.no_parent)
+        return DraftTree(roots[:, None], *rest, is_chain=True)
+
+    def last_pass(self) -> Pass:
+        """What the last pass of these rows left behind."""
+        whole = self.whole
+        nodes, steps = whole._width
+        columns = self._last_columns(nodes, steps)
+        tree = DraftTree(*columns[:5], is_chain=whole._is_chain)
+        widths = (("hidden", steps), ("logits", nodes))
+        extra = {
+            name: self._extra[name][self._here, :width]
+            for name, width in widths
+            if name in self._extra
+        }
+        return Pass(tree, *columns[5:], **extra)
+
+    def commit(self, done: Pass, is_plain: bool = False) -> None:
+        """Let this be the last pass of these rows; if it `is_plain`, no draft source reads it."""
+        whole, last = self.whole, self.whole._last
+        if is_plain and whole._width == done.size == (1, 1):  # then the rest stays as it is
+            *_, bonus, _, _, answers = self._last_columns(1, 1)
+            torch._foreach_copy_((bonus, answers), (done.bonus, done.answers))
+            return
+        nodes, steps = done.tree.num_nodes, done.path.shape[1]
+        # One after the other: the root's token may be the bonus that is written later.
+        torch._foreach_copy_(self._last_columns(nodes, steps), done.columns)
+        last.tree.is_real[self._here, nodes:] = False
+        for name, values, size in (
+            ("hidden", done.hidden, last.path.shape[1]),
+            ("logits", done.logits, last.predictions.shape[1]),
+        ):
+            if values is not None:
+                self.keep(name, values, size)
+        if whole.longest:
+            return
+        if any(row.records and row not in self.rows for row in self.running):
+            before = whole._width
+            whole._width = max(before[0], nodes), max(before[1], steps)
+            whole._is_chain &= done.tree.is_chain
+        else:
+            whole._width, whole._is_chain = (nodes, steps), done.tree.is_chain
+
+    def _last_columns(self, nodes: int, steps: int) -> list[Tensor]:
+        """The memory of a pass of such a width."""
+        if (nodes, steps) not in self._views:
+            here, every = self._here, self.whole._last
+            by_step = (every.path, every.tokens, every.target_tokens)
+            self._views[nodes, steps] = [
+                one[here]
+                if one.dim() == 1
+                else one[here, : steps if any(one is other for other in by_step) else nodes]
+                for one in every.columns
+            ]
+        return self._views[nodes, steps]
+
+    def keep(self, name: str, values: Tensor, size: int) -> None:
+        """Write [row, number up to `size`, ...], which only some methods need."""
+        shape = (self.capacity, size, *values.shape[2:])
+        if name not in self._extra or self._extra[name].shape != shape:
+            with torch.inference_mode(False):
+                self._extra[name] = values.new_zeros(shape)
+        self._extra[name][self._here, : values.shape[1]] = values
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Give rows a slot each; there must be room."""
+        free = [slot for slot, one in enumerate(self.rows) if one is None]
+        for row, slot in zip(rows, free, strict=False):
+            self.rows[slot], row.slot = row, slot
+
+    def let_go(self, row: Row) -> None:
+        """Close a slot: who goes on, or joins behind it, does so beside an empty place."""
+        self.rows[row.slot] = None
+        if row.records:
+            assert self.cache is not None
+            self.is_open[row.slot] = False
+            self.limit[row.slot] = 0
+            self.cache.length[row.slot] = 0
 
     def fill(
         self, rows: Sequence[Row], keys: Tensor | None, drafts: bool, reads_past: bool
@@ -377,8 +477,8 @@ class Batch:
         numbers = [
             (
                 row.limit,
-                NO_STOP if row.form.stop is None else row.form.stop,
-                -int(row.form.is_action),
+                NO_STOP if row.spec.stop is None else row.spec.stop,
+                -int(row.spec.is_action),
                 row.memory.num_steps,
                 len(row.memory.own) if row.knows_steps else 0,
                 row.number,
@@ -390,7 +490,7 @@ class Batch:
         torch._foreach_copy_(kept, whole.unbind(1))
         if keys is not None:
             self.keys.copy_(keys)
-        torch._foreach_zero_((self.count, self.tokens, self.own))
+        torch._foreach_zero_((self.count, self.tokens, self.target_tokens))
         torch._foreach_zero_((self.sums, self.margins))
         self.is_open.fill_(True)
         if drafts:
@@ -403,7 +503,7 @@ class Batch:
         drift = [row.memory.drift if row.knows_drift else () for row in rows]
         reals = [(*one, *(0.0,) * (self.places - len(one))) for one in drift]
         self.drift.copy_(to_device(reals, self.device, torch.float32))
-        spaces = [row.form.space or ActionSpace.in_bins(1) for row in rows]
+        spaces = [row.spec.space or ActionSpace.in_bins(1) for row in rows]
         fitted = tuple(one.with_more(self.places - one.length) for one in spaces)
         space = SpaceTensors.of(fitted, self.device)
         self.groups.copy_(space.groups)
@@ -423,28 +523,17 @@ class Batch:
     def context(self) -> ActionContext:
         """What rules may know beyond the tree."""
         space = SpaceTensors(self.groups, self.unit_per_bin, self.class_boundary)
-        return ActionContext(space, self.drift, self.num_steps, self.patches)
+        patches = self._extra.get("patches")
+        seen = None if patches is None else patches[self._here]
+        return ActionContext(space, self.drift, self.num_steps, seen)
 
     def spent(self) -> Tensor:
-        """How far the present action has been relaxed, executed minus own, [row, place]."""
-        far = self.tokens - self.own
+        """How far the present action has been relaxed, executed minus target, [row, place]."""
+        far = self.tokens - self.target_tokens
         if not self.has_text:
             return far[:, : self.places]
         places = self.begin.clamp(min=0)[:, None] + torch.arange(self.places, device=self.device)
         return far.gather(1, places.clamp(max=self.positions))
-
-    def keep_patches(self, patches: Tensor) -> None:
-        """Remember the hidden states of image patches [row, patch, width] for the rule."""
-        whole = self.shared.get("patches")
-        if whole is None or whole.shape[1:] != patches.shape[1:]:
-            whole = self.shared["patches"] = patches.new_zeros(self.capacity, *patches.shape[1:])
-        whole[self.first : self.first + len(patches)] = patches
-
-    @property
-    def patches(self) -> Tensor | None:
-        """[row, patch, width], where the rule reads them."""
-        whole = self.shared.get("patches")
-        return None if whole is None else whole[self.first : self.first + self.num_rows]
 
 
 def read_lists(parts: Sequence[Tensor]) -> list[list[list[int]]]:

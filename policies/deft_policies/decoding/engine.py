@@ -1,10 +1,11 @@
 """The engine: answers of any length, decoded together in as few target passes as it takes.
 
 `start` hands answers in, `step` plays one round of every batch and returns what has ended, `cancel`
-lets go of one between two rounds; what a round is, `Lane` says. Plain decoding is the same loop
-with trees that are only a root.
+lets go of one between two rounds; `Round` is a round. Plain decoding is the same loop with trees
+that are only a root.
 
-Here it is decided what is decoded where: the plan of a method, by its guard, and the lane.
+Here it is decided who decodes with whom: by which plan of its method, as its guard chooses, and in
+which batch.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,8 +14,8 @@ from functools import partial
 from importlib.metadata import EntryPoint
 
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import Batch, Form, Row
-from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.batch import AnswerSpec, Batch, Row
+from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.drafts.base import DraftSource
 from deft_policies.decoding.drafts.eagle import EagleDrafts
 from deft_policies.decoding.drafts.medusa import MedusaDrafts
@@ -30,20 +31,21 @@ from deft_policies.decoding.drafts.session import (
 )
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
 from deft_policies.decoding.guard import Choice, Guard
-from deft_policies.decoding.lane import Group, Lane, Maker, take
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import OUR_PLANS, PLAIN, KeyMask, Loop, Plan, RopeOffset
+from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
+from deft_policies.decoding.plan import OUR_PLANS, PLAIN, KeyMask, Plan, RopeOffset
 from deft_policies.decoding.plugins import find_plugins
-from deft_policies.decoding.target import Prompts, Target
+from deft_policies.decoding.round import Maker, Round
+from deft_policies.decoding.target import Prompts, Target, bucket
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
+from deft_policies.model.kv_cache import STRIP
 
 WIDEST = 64  # nodes of a tree
-_ROWS = 8  # that a lane has room for, at least
+_MOST_ROWS = 8  # that a batch is made for, unless more begin at once
 _WARM_UP_RUNS = 3
+_WARM_UP_TOKENS = 8  # of a text
 _GUARDS_KEPT = 128
-_TRIED = 8  # tokens of a text that nobody waits for
 # What drafts text where a method leaves it to us: actions of the past say nothing of it.
 _TEXT = Plan("previous-answer", (kinds.PREVIOUS_ANSWER,), (kinds.PREVIOUS_ANSWER,))
 
@@ -98,9 +100,19 @@ class Engine:
         self._untried = dict(find_plugins(kinds.SOURCES))
         for name, found in self._untried.items():
             self._makers[name] = partial(_plugin_source, found, target)
-        self._lanes: list[Lane] = []
+        self._rounds: dict[Batch, Round] = {}  # what each batch plays
+        self._captured: list[Round] = []
         # By a method's text, its rule and an action's tokens (0: a text); the last used comes last.
         self._guards: dict[tuple[str, str, int], Guard] = {}
+
+    @property
+    def rows(self) -> list[Row]:
+        """The answers that are on their way."""
+        return [row for one in self._rounds for row in one.running]
+
+    @property
+    def _playing(self) -> list[Round]:
+        return [one for one in self._rounds.values() if one.batch.running]
 
     def start(self, prompts: Prompts, rows: Sequence[Row]) -> None:
         """Take in answers, a row of `prompts` each; `RequestError` for what cannot be done.
@@ -108,15 +120,17 @@ class Engine:
         Where one cannot begin none does. Those of one method and length begin together, by one
         plan. No two rows may share a memory.
         """
-        groups: dict[tuple[str, str, int, bool], list[int]] = {}
+        groups: list[list[int]] = []
         for index, row in enumerate(rows):
             self.check(row)
-            method, form = row.method, row.form
-            key = (method.name, str(method.rule), form.max_tokens, form.is_action)
-            groups.setdefault(key, []).append(index)
+            alike = [one for one in groups if _is_alike(rows[one[0]], row)]
+            if alike:
+                alike[0].append(index)
+            else:
+                groups.append([index])
         try:
-            for members in groups.values():
-                self._begin(take(prompts, members), [rows[index] for index in members])
+            for members in groups:
+                self._begin(prompts.take(members), [rows[index] for index in members])
         except BaseException:
             for row in rows:
                 self.cancel(row)
@@ -128,13 +142,17 @@ class Engine:
         Where `first` names some, batches that hold none of them sit this round out. An answer that
         is not `is_finite` means nothing.
         """
-        lanes = [lane for lane in self._lanes if lane.rows]
-        hurried = [lane for lane in lanes if any(row in first for row in lane.rows)]
-        return [row for lane in hurried or lanes for row in lane.step(clock)]
+        playing = self._playing
+        hurried = [one for one in playing if any(row in first for row in one.batch.running)]
+        return [self._finish(row, one) for one in hurried or playing for row in one.step(clock)]
 
     def cancel(self, row: Row) -> None:
         """Let go of an answer between two rounds; nothing where it has ended."""
-        any(lane.cancel(row) for lane in self._lanes)
+        for one in self._playing:
+            if row in one.batch.rows:
+                row.is_done = True
+                row.beside.remove(row)
+                one.let_go(row)
 
     def decode(self, prompts: Prompts, rows: Sequence[Row], clock: StageClock) -> None:
         """Decode answers to their end; `NotFiniteError` if the model's numbers mean nothing."""
@@ -157,43 +175,63 @@ class Engine:
                 self.cancel(row)
             raise
 
-    def warm_up(self, prompts: Prompts, method: Method, form: Form) -> None:
+    def _finish(self, row: Row, played: Round) -> Row:
+        """Let go of an answer that has ended, with trace and memory; its guard learns from it."""
+        margins: list[float] = []
+        if row.wants_margins:
+            num_tokens = min(len(row.tokens), row.spec.max_tokens)
+            margins = played.batch.margins[row.slot, :num_tokens].tolist()
+        row.finish(margins)
+        played.let_go(row)
+        if row.guard is not None:
+            _learn_passes(row.guard, row)
+            if row.beside and all(one.is_done for one in row.beside):
+                # The longest was there all the time.
+                records = max((one.records for one in row.beside), key=len)
+                passes = [(one.num_nodes, one.ms(*Stage)) for one in records]
+                row.guard.learn(row.choice, len(row.beside), passes)
+                row.beside.clear()
+        return row
+
+    def warm_up(self, prompts: Prompts, method: Method, spec: AnswerSpec) -> None:
         """Run every plan of a method on a batch that nobody waits for: the guard learns costs."""
-        if form.stop is not None:
+        if spec.stop is not None:
             self.target.measure_width(prompts, self._widest)
-        plans = dict.fromkeys((*self._plans_for(method, form), PLAIN))
-        if not form.is_action:
-            form = replace(form, max_tokens=min(_TRIED, form.max_tokens))
+        plans = dict.fromkeys((*self._plans_for(method, spec), PLAIN))
+        if not spec.is_action:
+            spec = replace(spec, max_tokens=min(_WARM_UP_TOKENS, spec.max_tokens))
         for plan in plans:
             for _ in range(_WARM_UP_RUNS):
-                rows = [_blank_row(method, form, STEPS_KEPT) for _ in prompts.lengths]
+                rows = [_blank_row(method, spec, STEPS_KEPT) for _ in prompts.lengths]
                 self._begin(prompts, rows, plan)
                 self._play(rows, StageClock(self.target.device))
 
-    def capture(self, method: Method, batches: Sequence[Prompts], form: Form) -> None:
-        """Record all that a method may need for answers like these, where steps are recorded.
+    def capture(self, method: Method, batches: Sequence[Prompts], spec: AnswerSpec) -> None:
+        """Capture all rounds that a method may need for answers like these.
 
-        `batches` are of each size that is recorded. What is recorded runs several times: nobody may
+        `batches` are of each size that is captured. What is captured runs several times: nobody may
         wait for any answer meanwhile.
         """
-        plans = self._plans_for(method, form)
+        plans = self._plans_for(method, spec)
         for plan in dict.fromkeys((*plans, PLAIN)) if method.is_guarded else plans[:1]:
             drafts = [self._makers[kind](method) for kind in plan.rounds]
             for num_steps in sorted({0, *(one.least_steps for one in drafts)}):
                 for prompts in batches:
-                    self._record(prompts, method, form, plan, num_steps)
+                    rows = [_blank_row(method, spec, num_steps) for _ in prompts.lengths]
+                    self._capture(prompts, rows, plan)
 
-    def _record(
-        self, prompts: Prompts, method: Method, form: Form, plan: Plan, num_steps: int
-    ) -> None:
-        rows = [_blank_row(method, form, num_steps) for _ in prompts.lengths]
-        method = self._prepare(rows, plan)
-        lane = next((one for one in self._lanes if one.is_fixed and one.fits(prompts, rows)), None)
+    def _capture(self, prompts: Prompts, rows: list[Row], plan: Plan) -> None:
+        method = self._prepare(prompts, rows, Choice(plan.name, ""), plan)
         reserve = self.target.runner.reserve
-        if lane is None and reserve is not None:
-            lane = self._new_lane(reserve.batches[0], rows, reserve.padded(reserve.longest))
-        if lane is not None:
-            lane.record(Group(rows, prompts, Choice(plan.name, ""), None), method, plan)
+        if reserve is None:
+            return
+        batch = next((one for one in self._rounds if one.longest and self._fits(one, rows)), None)
+        if batch is None:
+            batch = self._new_batch(reserve.batches[0], rows, reserve.padded(reserve.longest))
+        played = self._switch(batch, method, plan)
+        played.capture(rows)
+        if played not in self._captured:
+            self._captured.append(played)
 
     def plans(self, method: Method) -> tuple[Plan, ...]:
         """Those of a method's plans whose sources are there; plain decoding if none.
@@ -217,75 +255,129 @@ class Engine:
     def check(self, row: Row) -> None:
         """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
         self.plans(row.method)
-        if row.form.space is None and row.method.rule.needs_space:
+        if row.spec.space is None and row.method.rule.needs_space:
             raise RequestError(
                 "decoding",
                 f"{row.method.name!r} measures distances between action tokens, and this model's "
                 "answers have none; exact, entropy, top-k and near-top rules apply",
             )
 
-    def _plans_for(self, method: Method, form: Form) -> tuple[Plan, ...]:
+    def _plans_for(self, method: Method, spec: AnswerSpec) -> tuple[Plan, ...]:
         """Where a method leaves it to us, text is drafted in other ways than actions."""
         plans = self.plans(method)
-        return (_TEXT,) if not form.is_action and method.plans == OUR_PLANS else plans
+        return (_TEXT,) if not spec.is_action and method.plans == OUR_PLANS else plans
 
     def _begin(self, prompts: Prompts, rows: list[Row], tried: Plan | None = None) -> None:
         """By the plan that is tried, if one is given: the guard learns its cost, and no more."""
-        method, form = rows[0].method, rows[0].form
-        plans = self._plans_for(method, form)
-        guard = self._guard(method, plans, form)
+        method, spec = rows[0].method, rows[0].spec
+        plans = self._plans_for(method, spec)
+        guard = self._guard(method, plans, spec)
         plan = tried or plans[0]
         choice = Choice(plan.name, "")
         if guard is not None and tried is None:
             for row in rows:
-                row.remembers = bool(row.memory.own if form.is_action else row.memory.answer)
+                row.has_history = bool(row.memory.own if spec.is_action else row.memory.answer)
             choice = _choose(guard, rows)
             plan = next((one for one in plans if one.name == choice.plan), PLAIN)
-        method = self._prepare(rows, plan, choice.reason)
-        self._lane(prompts, rows, method, plan).join(Group(rows, prompts, choice, guard))
-
-    def _prepare(self, rows: Sequence[Row], plan: Plan, reason: str = "") -> Method:
-        """Tell rows by which plan they are decoded; the method, as this plan plays it."""
-        method = rows[0].method
-        if not plan.kinds and method.loop is not Loop.LEAN:  # plain decoding is one loop only
-            method = replace(method, loop=Loop.LEAN)
         for row in rows:
-            row.plan, row.reason = plan.name, reason
-            behind = method.loop.num_behind if row.form.is_action else 0
-            row.limit = row.form.max_tokens + behind
+            row.guard = guard
+        method = self._prepare(prompts, rows, choice, plan)
+        self._round(rows, method, plan).batch.join(rows)
+
+    def _prepare(self, prompts: Prompts, rows: list[Row], choice: Choice, plan: Plan) -> Method:
+        """Say in the rows how they are decoded; the method, as this plan plays it.
+
+        Plain decoding is the same whatever the method, so all that decode plainly do so together.
+        """
+        method, together = rows[0].method, list(rows)
+        if not plan.kinds:
+            method = Method(AUTOREGRESSIVE, temperature=method.temperature, seed=method.seed)
+        for index, row in enumerate(together):
+            row.choice, row.prompts, row.prompt, row.beside = choice, prompts, index, together
+            row.limit = row.spec.max_tokens
+            if row.spec.is_action:
+                row.limit += method.loop.num_behind
         return method
 
-    def _lane(self, prompts: Prompts, rows: Sequence[Row], method: Method, plan: Plan) -> Lane:
-        """One that plays this method and plan and has room, else one where nobody is."""
-        able = [lane for lane in self._lanes if lane.fits(prompts, rows)]
-        for lane in able:
-            if lane.rows and lane.plan == plan and lane.method == method:
-                return lane
-        found = next((lane for lane in able if not lane.rows), None)
-        # What nobody uses is not kept: callers name the methods.
-        self._lanes = [one for one in self._lanes if one.rows or one.is_fixed or one is found]
+    def _round(self, rows: list[Row], method: Method, plan: Plan) -> Round:
+        """One that plays this and has room, else one in an idle batch, else one in a new batch.
+
+        A new batch has room for as many rows as its method has on the way: memory is bounded by
+        what is served, whatever methods callers name, and rows soon meet in one batch again.
+        """
+        playing = [one for one in self._playing if one.plays(method, plan)]
+        for one in playing:
+            if self._fits(one.batch, rows):
+                return one
+        wanted = len(rows) + sum(len(one.batch.running) for one in playing)
+        wanted = max(len(rows), min(wanted, _MOST_ROWS))
+        idle = [batch for batch in self._rounds if not batch.running]
+        able = [batch for batch in idle if batch.longest or batch.capacity >= wanted]
+        batch = next((one for one in able if self._fits(one, rows)), None)
+        for other in idle:
+            if other is not batch and not other.longest:  # what nobody uses is not kept
+                del self._rounds[other]
+        if batch is None:
+            batch = self._new_batch(1 << (wanted - 1).bit_length(), rows)
+        return self._switch(batch, method, plan)
+
+    def _switch(self, batch: Batch, method: Method, plan: Plan) -> Round:
+        """The round by which an idle batch plays a method from now on."""
+        known = [one for one in (*self._captured, *self._rounds.values()) if one.batch is batch]
+        found = next((one for one in known if one.plays(method, plan)), None)
         if found is None:
-            found = self._new_lane(max(_ROWS, 1 << (len(rows) - 1).bit_length()), rows)
-        found.switch_to(method, plan)
+            sources = dict(item for one in known for item in one.sources.items())
+            found = Round(self.target, batch, method, plan, self._makers, sources)
+        self._rounds[batch] = found
         return found
 
-    def _new_lane(self, num_rows: int, rows: Sequence[Row], longest: int = 0) -> Lane:
-        """Room for so many answers like these, and for what a loop may look at behind them."""
-        positions = 1 + max(row.form.max_tokens for row in rows)
-        places = 1 + max(row.form.num_places for row in rows)
-        batch = Batch(self.target.device, num_rows, positions, places, longest)
-        # What actions are drafted by makes no wider trees.
-        of_actions = all(row.form.is_action for row in rows)
-        widest = min(self._widest, WIDEST) if of_actions else self._widest
-        lane = Lane(self.target, self._makers, widest, batch)
-        self._lanes.append(lane)
-        return lane
+    def _fits(self, batch: Batch, rows: Sequence[Row]) -> bool:
+        """Whether there is room for these beside those that are on their way."""
+        running, prompts = batch.running, rows[0].prompts
+        assert prompts is not None
+        longest, most = prompts.embeds.shape[1], max(row.limit for row in rows)
+        if batch.longest:
+            reserve = self.target.runner.reserve
+            has_slots = reserve is not None and reserve.holds(len(prompts.lengths), longest)
+        else:
+            has_slots = longest + most + batch.widest <= batch.num_slots
+        return (
+            has_slots
+            and batch.capacity - len(running) >= len(rows)
+            and all(one.spec.is_action == rows[0].spec.is_action for one in running)
+            and batch.widest == self._widest_of(rows)
+            and most <= batch.positions
+            and max(row.spec.action_length for row in rows) <= batch.places
+        )
 
-    def _guard(self, method: Method, plans: Sequence[Plan], form: Form) -> Guard | None:
+    def _widest_of(self, rows: Sequence[Row]) -> int:
+        """Nodes of a tree: what actions are drafted by makes no wider ones."""
+        of_actions = all(row.spec.is_action for row in rows)
+        return min(self._widest, WIDEST) if of_actions else self._widest
+
+    def _new_batch(self, num_rows: int, rows: Sequence[Row], longest: int = 0) -> Batch:
+        """Room for so many answers like these, and for what a loop may look at behind them."""
+        positions = 1 + max(row.spec.max_tokens for row in rows)
+        places, widest = 1 + max(row.spec.action_length for row in rows), self._widest_of(rows)
+        prompts, target = rows[0].prompts, self.target
+        assert prompts is not None
+        nodes = bucket(widest)
+        num_slots = (longest or prompts.embeds.shape[1]) + positions + nodes
+        batch = Batch(target.device, num_rows, positions, places, nodes, longest)
+        batch.widest, batch.num_slots = widest, num_slots + -num_slots % STRIP
+        batch.cache = target.new_cache()
+        if longest:
+            batch.cache.fix(num_rows, num_slots)
+            target.record(batch.cache, widest)
+        else:
+            batch.cache.reserve(num_rows, batch.num_slots)
+        return batch
+
+    def _guard(self, method: Method, plans: Sequence[Plan], spec: AnswerSpec) -> Guard | None:
         """The guard for answers like these; None where there is nothing to choose."""
         if not method.is_guarded or tuple(plans) == (PLAIN,):
             return None
-        length = form.max_tokens if form.is_action else 0
+        length = spec.max_tokens if spec.is_action else 0
         key = method.name, str(method.rule), length
         guard = self._guards.pop(key, None) or Guard([plan.name for plan in plans], PLAIN.name)
         self._guards[key] = guard
@@ -296,22 +388,50 @@ class Engine:
         return guard
 
 
+def _is_alike(row: Row, other: Row) -> bool:
+    """Whether two answers begin together."""
+    has_length = row.spec.max_tokens == other.spec.max_tokens
+    is_like = row.spec.is_action == other.spec.is_action
+    return has_length and is_like and row.method == other.method
+
+
 def _choose(guard: Guard, rows: Sequence[Row]) -> Choice:
     """By the guard, which takes texts to be as long as the last ones.
 
     The first text of a session has nothing to draft from, so it is decoded plainly.
     """
-    if rows[0].form.is_action:
-        length = rows[0].form.max_tokens
-    elif any(row.remembers for row in rows):
+    if rows[0].spec.is_action:
+        length = rows[0].spec.max_tokens
+    elif any(row.has_history for row in rows):
         length = max(len(row.memory.answer) for row in rows)
     else:
         return Choice(PLAIN.name, "no text to draft from yet")
     sessions = [row.memory.passes_needed for row in rows]
-    return guard.choose(sessions, length, may_try=all(row.remembers for row in rows))
+    return guard.choose(sessions, length, may_try=all(row.has_history for row in rows))
 
 
-def _blank_row(method: Method, form: Form, num_steps: int) -> Row:
+def _learn_passes(guard: Guard, row: Row) -> None:
+    """Tell a guard, and the session, what an answer has needed.
+
+    With exact match it can be counted what plans that only repeat the last action would have
+    needed: one pass for every token that changed.
+    """
+    if not row.has_history:
+        return
+    needed = dict(row.memory.passes_needed)
+    guard.learn_passes(row.choice.plan, row.num_passes - 1, needed)
+    own = row.memory.own
+    if row.spec.is_action and row.method.rule.is_exact and len(own) > 1:
+        num_changed = sum(a != b for a, b in zip(own[-2][:-1], own[-1][:-1], strict=True))
+        for plan in row.method.plans:
+            if plan.name != row.choice.plan and plan.kinds == {kinds.PREVIOUS}:
+                guard.learn_passes(plan.name, num_changed, needed)
+    row.memory = replace(row.memory, passes_needed=needed)
+
+
+def _blank_row(method: Method, spec: AnswerSpec, num_steps: int) -> Row:
     """As of a session that has acted so many times, always alike."""
-    own = ((0,) * form.num_places,) * num_steps
-    return Row(method, form, SessionMemory(own=own, answer=(0,) * _TRIED * bool(num_steps)))
+    own = ((0,) * spec.action_length,) * num_steps
+    return Row(
+        method, spec, SessionMemory(own=own, answer=(0,) * _WARM_UP_TOKENS * bool(num_steps))
+    )

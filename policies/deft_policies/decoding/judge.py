@@ -39,7 +39,7 @@ class Accepted:
     path: Tensor  # [row, step] node indices, the root first
     num: Tensor  # [row], drafts on it
     bonus: Tensor  # [row], the target's token after it
-    own: Tensor  # [row, step], the target's token after each node of the path
+    target_tokens: Tensor  # [row, step], after each node of the path
     answers: Tensor | None  # [row], of the scores: whose they are
 
 
@@ -89,8 +89,8 @@ def _exact_chain(scored: ScoredTree, stop: Tensor | None, steps: int) -> Accepte
         fine = fine & (scored.tree.tokens != stop[:, None])
     kept = fine[:, 1:].cummin(dim=1).values.sum(dim=1)
     bonus = scored.predictions.gather(1, kept.unsqueeze(1)).squeeze(1)
-    own = scored.predictions[:, :steps]
-    return Accepted(nodes[:, :steps], kept, bonus, own, scored.scores.answers)
+    target_tokens = scored.predictions[:, :steps]
+    return Accepted(nodes[:, :steps], kept, bonus, target_tokens, scored.scores.answers)
 
 
 def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepted:
@@ -100,8 +100,8 @@ def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepte
     """
     chosen = _longest(scored, accept(method.rule, scored), False, method.tie_break, steps)
     kept = torch.minimum(chosen.num, scored.deepest.clamp(min=0))
-    bonus = chosen.own.gather(1, kept[:, None]).squeeze(1)
-    return Accepted(chosen.path, kept, bonus, chosen.own, chosen.answers)
+    bonus = chosen.target_tokens.gather(1, kept[:, None]).squeeze(1)
+    return Accepted(chosen.path, kept, bonus, chosen.target_tokens, chosen.answers)
 
 
 def _longest(
@@ -123,9 +123,9 @@ def _walk(scored: ScoredTree, last: Tensor, steps: int) -> Accepted:
     nodes = torch.arange(tree.num_nodes, device=last.device)
     path = torch.where(on_path, nodes, tree.num_nodes).sort(dim=1).values[:, :steps]
     path = path.masked_fill(path == tree.num_nodes, 0)
-    own = scored.predictions.gather(1, path)
+    target_tokens = scored.predictions.gather(1, path)
     num, bonus = on_path.sum(dim=1) - 1, scored.predictions[rows, last]
-    return Accepted(path, num, bonus, own, scored.scores.answers)
+    return Accepted(path, num, bonus, target_tokens, scored.scores.answers)
 
 
 def _preference(scored: ScoredTree, accepted: Tensor, tie_break: TieBreak) -> Tensor:
@@ -192,8 +192,8 @@ def _ratio_test(
     bonus = (odds / drawn_noise).argmax(dim=1) + first
     walked = _walk(scored, at, steps)
     drafted = tree.tokens.gather(1, walked.path).roll(-1, dims=1)
-    own = drafted.scatter(1, depth[:, None], bonus[:, None])
-    return Accepted(walked.path, walked.num, bonus, own, walked.answers)
+    target_tokens = drafted.scatter(1, depth[:, None], bonus[:, None])
+    return Accepted(walked.path, walked.num, bonus, target_tokens, walked.answers)
 
 
 def _without_draft(odds: Tensor, q: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from deft_policies.model.layout import (
 )
 from deft_policies.model.llama import LlamaDecoder, first_layers, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput
-from deft_policies.model.staging import keep_freed_memory
+from deft_policies.model.staging import keep_freed_memory, to_device
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
 _EDITS_APART = 7  # tokens: a pass with the widest drafts of the golden sessions writes 8
@@ -56,6 +56,21 @@ class Prompts:
     features: Tensor | None = None  # [row, feature]
     keep_hidden: bool = True  # whether a draft source will read the prompt's hidden states
     for_draft: Callable[[], "Prompts"] | None = None  # the same frames as another checkpoint sees
+
+    def take(self, rows: list[int]) -> "Prompts":
+        """Some rows, or all as they are."""
+        if rows == list(range(len(self.lengths))):
+            return self
+        index = to_device(rows, self.embeds.device)
+        features, for_draft = self.features, self.for_draft
+        return replace(
+            self,
+            embeds=self.embeds[index],
+            lengths=self.lengths[index],
+            last_tokens=self.last_tokens[index],
+            features=None if features is None else features[index],
+            for_draft=None if for_draft is None else lambda: for_draft().take(rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -173,9 +188,7 @@ class Target:
         if cache.is_fixed and reserve is not None:
             missing = reserve.padded(num_positions) - num_positions
             embeds = functional.pad(embeds, (0, 0, 0, missing))
-        length, roots = cache.counters(first, first + num_rows)
-        length.copy_(lengths)
-        torch.sub(lengths, 1, out=roots)
+        torch.sub(lengths, 1, out=cache.lengths(first, first + num_rows))
         causal = tree.num_nodes == 1 or (tree.is_chain and not cache.is_fixed)
         causal = causal or (self.reads_lengths and is_chain(tree.parents))
         tokens, ancestors = self._widened(cache, tree)
@@ -213,16 +226,14 @@ class Target:
     def score(self, cache: KVCache, tree: DraftTree) -> Scores:
         """Run one pass over a tree whose roots are the last committed tokens, not yet cached."""
         num_rows = tree.tokens.shape[0]
-        length, roots = cache.counters(0, num_rows)
-        roots.copy_(length)
-        longest = 0
+        longest, roots = 0, cache.lengths(0, num_rows)
         if self.reads_lengths:
-            known: list[int] = length.tolist()
+            known: list[int] = roots.tolist()
             longest = max(known)
             cache.reserve(num_rows, longest + tree.num_nodes)
             if min(known) == longest:
                 return self._score_aligned(cache, tree, longest)
-            roots = cache.counters(0, num_rows)[1]  # the room may have grown
+            roots = cache.lengths(0, num_rows)  # the room may have grown
         tokens, ancestors = self._widened(cache, tree)
         read = longest + tokens.shape[1] if self.reads_lengths else cache.num_slots
         step = partial(self._score_step, cache, read)
@@ -312,7 +323,7 @@ class Target:
         embeds = self.decoder.embedding(tree.tokens)
         window = cache.open(num_rows, num_nodes, read=start + num_nodes, start=start)
         if num_nodes == 1:
-            inputs = PassInput(embeds, cache.counters(0, num_rows)[1][:, None], window)
+            inputs = PassInput(embeds, start, window)
         else:
             ancestors = tree.ancestor_mask()
             before = ancestors.new_ones((*ancestors.shape[:2], start))

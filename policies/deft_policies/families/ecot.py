@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deft_client.reasoning import find_parts
 from deft_policies.checkpoint.config import load_training
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource
-from deft_policies.decoding.batch import Form
+from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.family import Values
 from deft_policies.families.network import load_network
@@ -63,7 +63,7 @@ class Ecot(OpenVLA):
         self.details["prompt"] = encoder.template.value
         self.details["longest answer"] = f"{max_tokens} tokens"
 
-    def form(self, key: str) -> Form:
+    def form(self, key: str) -> AnswerSpec:
         """Text, the action behind it, and the stop token."""
         return replace(super().form(key), max_tokens=self._max_tokens, stop=self._stop)
 

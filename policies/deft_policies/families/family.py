@@ -17,7 +17,7 @@ from torch import Tensor
 from deft_client.types import DecodeTrace, Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.checkpoint.open import CheckpointSource
-from deft_policies.decoding.batch import Form
+from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.target import Prompts
@@ -66,7 +66,7 @@ class Model(ABC):
         return self.network.decoder.embedding.weight.device
 
     @abstractmethod
-    def form(self, key: str) -> Form:
+    def form(self, key: str) -> AnswerSpec:
         """What an answer under a statistics key is."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
-from deft_policies.decoding.batch import Form
+from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.target import Prompts
@@ -64,9 +64,9 @@ class OpenVLA(TokenModel):
             "cameras": "image alone; further cameras are ignored",
         }
 
-    def form(self, key: str) -> Form:
+    def form(self, key: str) -> AnswerSpec:
         """One action."""
-        return Form.action(self.codec.action_space(self.statistics[key], key))
+        return AnswerSpec.action(self.codec.action_space(self.statistics[key], key))
 
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """The action that its tokens stand for, [1, action_dim]."""

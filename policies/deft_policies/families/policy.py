@@ -20,7 +20,7 @@ from deft_client.types import (
 )
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Running
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import (
@@ -436,7 +436,7 @@ def _version_of(distribution: str) -> str:
         return "not installed"
 
 
-def _form(form: Form, options: ActOptions) -> Form:
+def _form(form: AnswerSpec, options: ActOptions) -> AnswerSpec:
     """What the decoder is asked for; raises `RequestError` for what is too long."""
     wanted = options.max_tokens
     if wanted is None:

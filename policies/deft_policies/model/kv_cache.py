@@ -37,10 +37,9 @@ class KVCache:
         self._sizes, self._like, self._by_slots = sizes, like, by_slots
         self._allocate(0, 0)
         with torch.inference_mode(False):
-            counters = torch.zeros(2, 0, dtype=torch.int64, device=like.device)
-        # [row] each: committed slots, and the slot of the last pass's root.
-        self.length, self.roots = counters
-        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+            # [row], committed slots: where the root of the pass in flight lies.
+            self.length = torch.zeros(0, dtype=torch.int64, device=like.device)
+        self._views: dict[tuple[int, int], Tensor] = {}
         self.is_fixed = False
 
     @property
@@ -76,14 +75,12 @@ class KVCache:
         missing = self._data.shape[1] - num_rows
         with torch.inference_mode(False):
             self.length = functional.pad(self.length, (0, missing))
-            self.roots = functional.pad(self.roots, (0, missing))
         self._views = {}
 
-    def counters(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """`length` and `roots` of some rows; the same views each time."""
-        here = slice(first, stop)
+    def lengths(self, first: int, stop: int) -> Tensor:
+        """`length` of some rows; the same view each time."""
         if (first, stop) not in self._views:
-            self._views[first, stop] = (self.length[here], self.roots[here])
+            self._views[first, stop] = self.length[first:stop]
         return self._views[first, stop]
 
     def open(
@@ -124,13 +121,13 @@ class KVCache:
         says that nodes lie in the order of the path already, so that nothing is moved; only then
         may the rows begin at another than the first one.
         """
-        length, roots = self.counters(first, first + path.shape[0])
+        length = self.lengths(first, first + path.shape[0])
         if path.shape[1] > 1 and not in_place:
             places = torch.arange(1, path.shape[1], device=path.device)
-            here = roots[:, None] + self._strips(path.shape[0])
+            here = length[:, None] + self._strips(path.shape[0])
             kept_slots = self._flat.index_select(1, (here + path[:, 1:]).flatten())
             self._flat.index_copy_(1, (here + places).flatten(), kept_slots)
-        torch.add(roots, kept, out=length)
+        length.add_(kept)
 
     def _strips(self, num_rows: int, first_row: int = 0) -> Tensor:
         """Where rows begin in row * slot, [row, 1]."""

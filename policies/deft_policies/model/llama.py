@@ -42,15 +42,22 @@ class RotaryTable(nn.Module):
         self.sizes = sizes
         self._table: Tensor | None = None  # [position, 2 * head_dim]
 
-    def forward(self, positions: Tensor, like: Tensor) -> Rotation:
-        """Look up [row, token] positions, on the device and in the dtype of `like`."""
+    def forward(self, positions: Tensor | int, like: Tensor) -> Rotation:
+        """Look up [row, token] positions, on the device and in the dtype of `like`.
+
+        Or positions from a number on, the same in every row of `like` [row, token, width].
+        """
         table = self._table
         if table is None or table.device != like.device or table.dtype != like.dtype:
             # An inference tensor could not be used in training afterwards.
             with torch.inference_mode(False):
                 table = self._table = self._compute().to(like.device, like.dtype)
-        found = functional.embedding(positions, table).unsqueeze(2)
-        cos, sin = found.chunk(2, dim=3)
+        if isinstance(positions, int):
+            num_rows, num_tokens = like.shape[:2]
+            found = table[positions : positions + num_tokens].expand(num_rows, -1, -1)
+        else:
+            found = functional.embedding(positions, table)
+        cos, sin = found.unsqueeze(2).chunk(2, dim=3)
         return Rotation(cos, sin)
 
     def _compute(self) -> Tensor:

@@ -33,7 +33,7 @@ class PassInput:
     """
 
     embeds: Tensor  # [row, token, width]
-    positions: Tensor  # [row, token] int64
+    positions: Tensor | int  # [row, token] int64, or that of the first token in every row
     window: CacheWindow | None = None
     mask: Tensor | None = None  # [row, 1, token or 1, slot] bool
     is_causal: bool = False

@@ -9,7 +9,7 @@ from torch import Tensor
 from deft_client.types import DecodeTrace
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Batch, Form, Pass, Row
+from deft_policies.decoding.batch import AnswerSpec, Batch, ForHost, Pass, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import (
     LOGITS,
@@ -21,9 +21,9 @@ from deft_policies.decoding.drafts import (
 )
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.kinds import source_number
-from deft_policies.decoding.lane import Maker
 from deft_policies.decoding.methods import PRESETS, Method, find_method
 from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.round import Maker
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree, TokenRange
 from deft_policies.memory import SessionMemory
@@ -186,11 +186,11 @@ class Session:
     """Rows that act step after step, and what is remembered of each."""
 
     memories: list[SessionMemory]
-    form: Form
+    form: AnswerSpec
 
     @staticmethod
     def of(num_rows: int, space: ActionSpace | None = None) -> "Session":
-        form = Form.action(space or ActionSpace.in_bins(LENGTH))
+        form = AnswerSpec.action(space or ActionSpace.in_bins(LENGTH))
         return Session([SessionMemory() for _ in range(num_rows)], form)
 
 
@@ -226,23 +226,24 @@ def batch_of(
 ) -> Batch:
     """A batch whose rows have come so far."""
     method = Method("test", None, ())  # type: ignore[arg-type]
-    form = Form.action(ActionSpace.in_bins(length))
+    form = AnswerSpec.action(ActionSpace.in_bins(length))
     rows = [Row(method, form, one) for one in histories]
     return filled(rows, committed)
 
 
 def filled(rows: Sequence[Row], committed: Sequence[Sequence[int]]) -> Batch:
-    places = rows[0].form.num_places
-    batch = Batch(CPU, len(rows), rows[0].form.max_tokens, places)
+    places = rows[0].spec.action_length
+    batch = Batch(CPU, len(rows), rows[0].spec.max_tokens, places)
     for slot, row in enumerate(rows):
-        row.limit = row.form.max_tokens
+        row.limit = row.spec.max_tokens
         batch.rows[slot], row.slot = row, slot
     batch.fill(rows, None, drafts=True, reads_past=True)
     for slot, tokens in enumerate(committed):
         if tokens:
             number = rows[slot].number
-            read = [[len(tokens) - 1], [number], list(tokens), list(tokens)]
-            rows[slot].take(read, is_finite=True, in_slot=number)
+            kept, read = len(tokens) - 1, list(tokens)
+            found = ForHost([kept], [number], read, read, [], [], [], [], [], [], [])
+            rows[slot].read(found, is_finite=True, in_slot=number)
         batch.tokens[slot, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
         batch.count[slot] = len(tokens)
     return batch
@@ -265,7 +266,7 @@ def pass_of(
         num=kept,
         bonus=tokens.gather(1, kept[:, None]).squeeze(1),
         tokens=tokens,
-        own=tokens,
+        target_tokens=tokens,
         hidden=hidden,
         logits=None,
         answers=torch.arange(num_rows),

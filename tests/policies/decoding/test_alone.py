@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Target
@@ -25,7 +25,7 @@ def row_of(method: str, max_tokens: int, seed: int) -> Row:
     own = tuple(ACTIONS.first + (7 * seed + place) % 48 for place in range(max_tokens))
     return Row(
         find_method(method),
-        Form.action(ActionSpace.in_bins(max_tokens)),
+        AnswerSpec.action(ActionSpace.in_bins(max_tokens)),
         SessionMemory(own=(own,), noise=seed),
     )
 
@@ -83,7 +83,7 @@ def test_a_row_that_is_cancelled_before_its_first_pass_leaves_its_neighbour_alon
 )
 def test_a_session_that_has_acted_writes_a_text_drafted_from_n_grams(method: str) -> None:
     """Actions of the past say nothing of the places of a text beyond an action's length."""
-    text = Form(40, 5, ActionSpace.in_bins(7))
+    text = AnswerSpec(40, 5, ActionSpace.in_bins(7))
     engine = Engine(Target(decoder(), ACTIONS))
     memory = SessionMemory(own=((30, 31, 32, 33, 34, 35, 36),) * 3)
     row, plain = Row(find_method(method), text, memory), Row(find_method("autoregressive"), text)

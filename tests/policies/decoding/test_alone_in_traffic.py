@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.target import Prompts, Target
@@ -55,7 +55,7 @@ class Request:
     temperature: float
     text_length: int
     picture: int
-    form: Form
+    form: AnswerSpec
     memory: SessionMemory
 
     def row(self) -> Row:
@@ -77,7 +77,7 @@ class Answer:
         passes = tuple((one.accepted_length, one.bonus) for one in row.trace.passes)
         memory = replace(row.memory, passes_needed={})
         margins = row.trace.margins
-        return Answer(tuple(row.tokens), tuple(row.own), margins, passes, memory)
+        return Answer(tuple(row.tokens), tuple(row.target_tokens), margins, passes, memory)
 
     def is_near(self, other: "Answer") -> bool:
         """Whether they part where the two likeliest tokens are as good as equal."""
@@ -148,10 +148,10 @@ SPACES = {
 }
 
 
-def a_form(rng: random.Random) -> Form:
+def a_form(rng: random.Random) -> AnswerSpec:
     if rng.random() < 0.6:
-        return Form.action(SPACES[rng.choice((5, 7))])
-    return Form(rng.choice((1, 3, 12, 30)), STOP, SPACES[7])
+        return AnswerSpec.action(SPACES[rng.choice((5, 7))])
+    return AnswerSpec(rng.choice((1, 3, 12, 30)), STOP, SPACES[7])
 
 
 def a_memory(rng: random.Random, noise: int) -> SessionMemory:

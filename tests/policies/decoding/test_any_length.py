@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.batch import Batch, Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Batch, Row
 from deft_policies.decoding.drafts import LOGITS, Chains, DraftLimits, DraftSource
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
@@ -74,7 +74,7 @@ def wanted(text_length: int, seed: int, max_tokens: int, stop: int | None) -> tu
     return tuple(tokens)
 
 
-def expect_plain(prompts: Prompts, tokens: Sequence[int], form: Form) -> None:
+def expect_plain(prompts: Prompts, tokens: Sequence[int], form: AnswerSpec) -> None:
     """Every token the likeliest after those before it, up to the stop token or the limit."""
     embeds = torch.cat((prompts.embeds, decoder().embedding(torch.tensor([list(tokens)]))), dim=1)
     logits = decoder().head(decoder()(embeds)[0, prompts.embeds.shape[1] - 1 : -1])
@@ -124,7 +124,7 @@ ASKED: dict[int, tuple[int, int]] = {}  # the prompt of a row, by the noise of i
 
 
 def answer_of(row: Row) -> tuple[int, ...]:
-    return wanted(*ASKED[row.memory.noise], row.form.max_tokens, row.form.stop)
+    return wanted(*ASKED[row.memory.noise], row.spec.max_tokens, row.spec.stop)
 
 
 def engine_with(scripted: DraftSource) -> Engine:
@@ -140,7 +140,7 @@ def method_with(rides: bool, text: str = "lossless:guard=off") -> Method:
     return replace(find_method(text), plans=(Plan("case", riders, (kinds.HEAD,)),))
 
 
-def row_of(method: Method, text_length: int, seed: int, form: Form, number: int) -> Row:
+def row_of(method: Method, text_length: int, seed: int, form: AnswerSpec, number: int) -> Row:
     row = Row(method, form)
     row.memory = replace(row.memory, noise=number)
     ASKED[number] = (text_length, seed)
@@ -148,7 +148,7 @@ def row_of(method: Method, text_length: int, seed: int, form: Form, number: int)
 
 
 forms = st.builds(
-    Form,
+    AnswerSpec,
     st.one_of(st.integers(1, 30), st.integers(1, LONGEST)),
     st.one_of(st.none(), st.just(STOP), st.integers(0, VOCABULARY - 1)),
 )
@@ -168,11 +168,11 @@ asks = st.tuples(st.integers(1, 9), st.integers(0, 5), forms)
     seed=st.integers(0, 10**6),
 )
 def test_answers_equal_plain_decoding_whoever_joins_leaves_or_is_cancelled(
-    starts: list[list[tuple[int, int, Form]]], skill: float, rides: bool, seed: int
+    starts: list[list[tuple[int, int, AnswerSpec]]], skill: float, rides: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
     engine, method = engine_with(Scripted(skill, seed, rides)), method_with(rides)
-    asked: dict[int, tuple[Prompts, Form]] = {}
+    asked: dict[int, tuple[Prompts, AnswerSpec]] = {}
     waiting, answered = list(starts), 0
     open_rows: list[Row] = []
     with torch.inference_mode():
@@ -192,7 +192,7 @@ def test_answers_equal_plain_decoding_whoever_joins_leaves_or_is_cancelled(
                 engine.cancel(open_rows.pop(rng.randrange(len(open_rows))))
             for row in engine.step(clock()):
                 open_rows.remove(row)
-                expect_plain(asked[row.memory.noise][0], row.tokens, row.form)
+                expect_plain(asked[row.memory.noise][0], row.tokens, row.spec)
                 answered += 1
                 assert row.trace is not None
                 assert row.trace.tokens == tuple(row.tokens)
@@ -211,7 +211,7 @@ def test_right_drafts_of_several_hundred_tokens_take_one_pass(
             assert right.shape[2] <= max_tokens
             return Chains(right, torch.ones_like(right, dtype=torch.bool))
 
-    form = Form(max_tokens, stop)
+    form = AnswerSpec(max_tokens, stop)
     engine, method = engine_with(Whole(1.0, 0, True)), method_with(rides=True)
     with torch.inference_mode():
         row = row_of(method, 4, 1, form, 0)
@@ -223,7 +223,7 @@ def test_right_drafts_of_several_hundred_tokens_take_one_pass(
 def test_plain_decoding_is_the_same_loop() -> None:
     plain = find_method("autoregressive")
     engine = Engine(Target(decoder(), ACTIONS))
-    rows = [row_of(plain, 3, 0, Form(50, 24), 0), row_of(plain, 5, 2, Form(9), 1)]
+    rows = [row_of(plain, 3, 0, AnswerSpec(50, 24), 0), row_of(plain, 5, 2, AnswerSpec(9), 1)]
     with torch.inference_mode():
         engine.decode(side_by_side([prompt(3, 0), prompt(5, 2)]), rows, clock())
     assert [tuple(row.tokens) for row in rows] == [wanted(3, 0, 50, 24), wanted(5, 2, 9, None)]
@@ -234,9 +234,9 @@ def test_distances_are_refused_by_name_where_answers_have_no_bins() -> None:
     engine = Engine(Target(decoder(), ACTIONS))
     for name in ("deft", "within-bins", "entropy-radius", "heisd-like", "kerv-like", "lvspec"):
         with pytest.raises(RequestError, match=f"{name!r} measures distances"):
-            engine.check(Row(find_method(name), Form(20, STOP)))
+            engine.check(Row(find_method(name), AnswerSpec(20, STOP)))
     for name in ("lossless", "fly", "top-k", "near-top"):
-        engine.check(Row(find_method(name), Form(20, STOP)))
+        engine.check(Row(find_method(name), AnswerSpec(20, STOP)))
 
 
 class Near(Scripted):
@@ -282,13 +282,15 @@ def test_only_action_tokens_behind_text_are_relaxed(rides: bool) -> None:
     """Text must be equal; the action begins behind the last text, wherever that is."""
     method = method_with(rides=rides, text="within-bins:radius=1")
     engine = engine_over(MixedTarget(decoder(), ACTIONS), Near(1.0, 0, rides))
-    row = row_of(method, 3, 0, Form(30, STOP, ActionSpace.in_bins(7)), 0)
+    row = row_of(method, 3, 0, AnswerSpec(30, STOP, ActionSpace.in_bins(7)), 0)
     with torch.inference_mode():
         engine.decode(prompt(3, 0), [row], clock())
-    assert row.own == MIXED
+    assert row.target_tokens == MIXED
     assert row.tokens[:3] == MIXED[:3]
     assert row.tokens[-1] == STOP
-    moved = [done - said for done, said in zip(row.tokens[3:10], row.own[3:10], strict=True)]
+    moved = [
+        done - said for done, said in zip(row.tokens[3:10], row.target_tokens[3:10], strict=True)
+    ]
     assert moved == [1] * 7
     assert row.num_passes == 3 + 1  # text, then the action and the end
 
@@ -300,10 +302,12 @@ def test_a_budget_of_an_action_counts_from_where_the_action_begins() -> None:
         (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 4, (0.0,) * 7, (None,) * 7
     )
     engine = engine_over(MixedTarget(decoder(), ACTIONS), Near(1.0, 0, True))
-    row = row_of(method, 3, 0, Form(30, STOP, space), 0)
+    row = row_of(method, 3, 0, AnswerSpec(30, STOP, space), 0)
     with torch.inference_mode():
         engine.decode(prompt(3, 0), [row], clock())
-    moved = [done - said for done, said in zip(row.tokens[3:10], row.own[3:10], strict=True)]
+    moved = [
+        done - said for done, said in zip(row.tokens[3:10], row.target_tokens[3:10], strict=True)
+    ]
     assert sum(moved[:3]) == 2
     assert sum(moved[3:]) == 2
 
@@ -314,7 +318,8 @@ def test_one_method_answers_with_text_of_any_length_and_with_actions_in_any_orde
 ) -> None:
     """What was set aside for shorter answers, or for answers without actions, is made larger."""
     method, engine = find_method(text), Engine(Target(decoder(), ACTIONS))
-    forms = [Form(3), Form(40), Form(30, STOP), Form.action(ActionSpace.in_bins(7)), Form(60)]
+    action = AnswerSpec.action(ActionSpace.in_bins(7))
+    forms = [AnswerSpec(3), AnswerSpec(40), AnswerSpec(30, STOP), action, AnswerSpec(60)]
     with torch.inference_mode():
         for number, form in enumerate(forms):
             row = row_of(method, 3, number, form, 0)
@@ -329,7 +334,7 @@ def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
             return super().draft(batch, limits)
 
     engine, method = engine_with(AfterPasses(0.9, 0, rides=False)), method_with(rides=True)
-    form = Form(20)
+    form = AnswerSpec(20)
     with torch.inference_mode():
         for number in range(2):
             row = row_of(method, 3, number, form, 0)
@@ -341,10 +346,10 @@ def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
 
 def test_actions_of_two_lengths_are_guarded_apart() -> None:
     method, engine = find_method("lossless"), Engine(Target(decoder(), ACTIONS))
-    forms = [Form.action(ActionSpace.in_bins(length)) for length in (4, 9)]
+    forms = [AnswerSpec.action(ActionSpace.in_bins(length)) for length in (4, 9)]
     with torch.inference_mode():
         rows = [row_of(method, 3, 0, form, 0) for form in forms]
         engine.decode(side_by_side([prompt(3, 0)] * 2), rows, clock())
         assert [len(row.tokens) for row in rows] == [4, 9]
-    assert {row.reason for row in rows} == {"measuring plain decoding"}
+    assert {row.choice.reason for row in rows} == {"measuring plain decoding"}
     assert sorted(key[::2] for key in engine._guards) == [("lossless", 4), ("lossless", 9)]

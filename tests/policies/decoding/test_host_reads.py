@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding import kinds
+from deft_policies.decoding import round as rounds
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.kinds import OUR_KINDS
-from deft_policies.decoding.lane import Lane
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.target import Prompts, Target
@@ -30,7 +30,7 @@ from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
 
 META = torch.device("meta")
 NUM_ROWS = 2
-FORM = Form.action(ActionSpace.in_bins(LENGTH))
+FORM = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
 SHAPES = (
     TreeShape(5, 4, 20),
     TreeShape(5, 4, 20, is_full_depth=True),
@@ -62,24 +62,24 @@ def meta_prompts() -> Prompts:
 
 
 def reads_and_passes(
-    method: Method, monkeypatch: pytest.MonkeyPatch, form: Form = FORM
+    method: Method, monkeypatch: pytest.MonkeyPatch, form: AnswerSpec = FORM
 ) -> tuple[int, int]:
     """Decode on meta tensors; a read tells that rows go on by two and by three tokens."""
     reads = []
 
-    def read(lane: Lane, parts: Sequence[Tensor]) -> list[list[list[int]]]:
+    def read(parts: Sequence[Tensor]) -> list[list[list[int]]]:
         assert {one.device for one in parts} == {META}
         reads.append(parts)
-        lists = [[[1] * one.shape[1] for _ in range(len(one))] for one in parts]
-        numbers = [[row.number] for row in rows]
-        lists[1] = numbers + [[0]] * (len(parts[1]) - len(rows))  # whose the slots are
-        for place in range(2, len(parts), lane._num_read):
-            steps = parts[place + 2].shape[1]
-            lists[place] = [[min(kept, steps - 1)] for kept in (1, 2)]
-            lists[place + 1] = numbers
-        return lists
+        is_finite, slots, *passes = [[[1] * one.shape[1] for _ in range(len(one))] for one in parts]
+        for found, row in zip(slots, rows, strict=False):
+            found[0] = row.number  # whose the slot is
+        records = max((row.records for row in rows), key=len)
+        for lists, record in zip(passes, records[-len(passes) :], strict=True):
+            for found, row, kept in zip(lists, rows, (1, 2), strict=False):
+                found[:2] = min(kept, record.num_steps - 1), row.number
+        return [is_finite, slots, *passes]
 
-    monkeypatch.setattr(Lane, "read_from_device", read)
+    monkeypatch.setattr(rounds, "read_lists", read)
     own = tuple((30 + step,) * LENGTH for step in range(3))
     memory = SessionMemory(own=own, drift=(0.0,) * LENGTH, answer=(7,) * 20)
     rows = [Row(method, form, memory) for _ in range(NUM_ROWS)]
@@ -121,7 +121,7 @@ def test_a_text_drafted_from_the_last_one_reads_once_a_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the target has said behind the old words comes with what was committed."""
-    text = Form(24, stop=5)
+    text = AnswerSpec(24, stop=5)
     num_reads, num_passes = reads_and_passes(find_method("lossless:guard=off"), monkeypatch, text)
     assert num_reads == num_passes > 2
 

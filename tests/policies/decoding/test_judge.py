@@ -138,7 +138,9 @@ def test_a_chain_known_to_be_one_ends_where_the_search_for_a_path_ends() -> None
             kept = int(found[0].num[row])
             assert int(found[1].num[row]) == kept
             assert torch.equal(found[0].path[row, : kept + 1], found[1].path[row, : kept + 1])
-            assert torch.equal(found[0].own[row, : kept + 1], found[1].own[row, : kept + 1])
+            assert torch.equal(
+                found[0].target_tokens[row, : kept + 1], found[1].target_tokens[row, : kept + 1]
+            )
             assert found[0].bonus[row] == found[1].bonus[row]
             num_accepted.add(kept)
     assert len(num_accepted) > 4

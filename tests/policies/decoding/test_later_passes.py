@@ -4,7 +4,7 @@ import pickle
 from dataclasses import dataclass, field, replace
 
 from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.decoding.batch import LaterPasses
+from deft_policies.decoding.batch import LazyPassTraces
 
 PASSES = tuple(
     PassTrace(number == 0, (5, 6), (-1, 0), ("", "head"), (6, 7), (1,) * number, 8)
@@ -25,8 +25,8 @@ class Described:
         return PASSES[self.number]
 
 
-def later_passes(asked: list[int]) -> LaterPasses:
-    return LaterPasses([Described(number, asked) for number in range(2)], 3)  # type: ignore[list-item]
+def later_passes(asked: list[int]) -> LazyPassTraces:
+    return LazyPassTraces([Described(number, asked) for number in range(2)], 3)  # type: ignore[list-item]
 
 
 def test_passes_are_put_into_words_once_and_when_they_are_looked_at() -> None:

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deft_policies.decoding import kinds, lane
+from deft_policies.decoding import kinds
+from deft_policies.decoding import round as rounds
 from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels
@@ -259,7 +260,7 @@ def one_more(scored: ScoredTree, accepted: Accepted) -> Accepted:
     longer = (accepted.num + is_child.any(dim=1)).clamp(max=accepted.path.shape[1] - 1)
     path = accepted.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
     bonus = scored.predictions[rows, child]
-    return Accepted(path, longer, bonus, accepted.own, accepted.answers)
+    return Accepted(path, longer, bonus, accepted.target_tokens, accepted.answers)
 
 
 def own_prediction(scored: ScoredTree) -> ScoredTree:
@@ -361,7 +362,7 @@ def test_a_mistake_planted_in_the_target_is_caught(kind: type[Target]) -> None:
 def test_a_mistake_planted_in_the_judge_is_caught(
     monkeypatch: pytest.MonkeyPatch, wrong: Judge
 ) -> None:
-    monkeypatch.setattr(lane, "judge", planted())
+    monkeypatch.setattr(rounds, "judge", planted())
     assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) == 0
-    monkeypatch.setattr(lane, "judge", wrong)
+    monkeypatch.setattr(rounds, "judge", wrong)
     assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) > 0

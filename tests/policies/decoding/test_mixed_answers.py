@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding import lane
-from deft_policies.decoding.batch import Pass
+from deft_policies.decoding import round as rounds
+from deft_policies.decoding.batch import Batch, Pass
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.target import Scores, Target
 from deft_policies.decoding.tree import DraftTree
@@ -39,14 +39,13 @@ def swapped(value: Any) -> Any:
 
 def in_draft(patch: pytest.MonkeyPatch) -> None:
     """The root of a row is its neighbour's."""
-    play = lane.Lane._play
+    last_pass = Batch.last_pass
 
-    def wrong(self: Any, batch: Any, *rest: Any) -> Pass:
-        last = swapped(batch.last)
-        batch.last = last
-        return play(self, batch, *rest)
+    def wrong(self: Batch) -> Pass:
+        found: Pass = swapped(last_pass(self))
+        return found
 
-    patch.setattr(lane.Lane, "_play", wrong)
+    patch.setattr(Batch, "last_pass", wrong)
 
 
 def in_verify(patch: pytest.MonkeyPatch) -> None:
@@ -60,18 +59,18 @@ def in_verify(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_accept(patch: pytest.MonkeyPatch) -> None:
-    judge = lane.judge
-    patch.setattr(lane, "judge", lambda *asked: swapped(judge(*asked)))
+    judge = rounds.judge
+    patch.setattr(rounds, "judge", lambda *asked: swapped(judge(*asked)))
 
 
 def in_commit(patch: pytest.MonkeyPatch) -> None:
     """What a pass leaves behind lies in the slots of its neighbours."""
-    settle = lane.Lane._settle
+    commit = Batch.commit
 
-    def wrong(self: Any, done: Pass, first: int) -> None:
-        settle(self, swapped(done), first)
+    def wrong(self: Batch, done: Pass, is_plain: bool = False) -> None:
+        commit(self, swapped(done), is_plain)
 
-    patch.setattr(lane.Lane, "_settle", wrong)
+    patch.setattr(Batch, "commit", wrong)
 
 
 @pytest.mark.parametrize("plant", [in_draft, in_verify, in_accept, in_commit])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deft_client.types import DecodeTrace
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method, method_names
 from deft_policies.decoding.plan import Plan, TreeShape
@@ -246,7 +246,7 @@ class Operations(TorchDispatchMode):
 def operations_of_a_plain_round(num_layers: int) -> list[str]:
     decoder = tiny_decoder(num_layers=num_layers)
     engine = Engine(fast_target(decoder))
-    form = Form.action(ActionSpace.in_bins(LENGTH))
+    form = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
     with torch.inference_mode():
         engine.start(random_prompts(decoder, [3]), [Row(find_method(AUTOREGRESSIVE), form)])
         for _ in range(2):

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.previous_answer import Alignment
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import find_method
@@ -45,14 +45,11 @@ class WantedTarget(Target):
         self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
     ) -> tuple[Scores, torch.Tensor]:
         self.lengths = prompts.lengths
-        length, roots = rows.counters(first, first + len(self.lengths))
-        length.copy_(self.lengths)
-        torch.sub(self.lengths, 1, out=roots)
+        torch.sub(self.lengths, 1, out=rows.lengths(first, first + len(self.lengths)))
         return self._said(tree, torch.zeros_like(self.lengths)), prompts.embeds[:, :0]
 
     def score(self, rows: KVCache, tree: DraftTree) -> Scores:
-        length, roots = rows.counters(0, len(tree.tokens))
-        roots.copy_(length)
+        length = rows.lengths(0, len(tree.tokens))
         return self._said(tree, length - self.lengths[: len(tree.tokens)] + 1)
 
     def _said(self, tree: DraftTree, counts: torch.Tensor) -> Scores:
@@ -68,7 +65,7 @@ def answer(texts: Sequence[Sequence[int]], memories: Sequence[SessionMemory]) ->
     """Let the target say these texts, in one batch."""
     target = WantedTarget(decoder(), ACTIONS)
     target.texts = texts
-    rows = [Row(METHOD, Form(400, STOP), memory) for memory in memories]
+    rows = [Row(METHOD, AnswerSpec(400, STOP), memory) for memory in memories]
     with torch.inference_mode():
         prompts = side_by_side([prompt(2 + index, 0) for index in range(len(rows))])
         Engine(target, widest=512).decode(prompts, rows, clock())
@@ -212,13 +209,13 @@ def test_what_scripted_edits_cost_beside_plain_decoding(capsys: pytest.CaptureFi
     engine = Engine(target, widest=512)
     with torch.inference_mode():
         target.texts = [old]
-        engine.warm_up(prompts, find_method("lossless"), Form(400, STOP))
+        engine.warm_up(prompts, find_method("lossless"), AnswerSpec(400, STOP))
         lines = [f"{LENGTH} tokens, drafts {target.text_width} wide after the first pass"]
         for name, text in {"plain": old, **cases}.items():
             target.texts, took = [text], list[tuple[float, int]]()
             method = find_method("autoregressive" if name == "plain" else "lossless")
             for _ in range(1 if name == "plain" else 3):
-                row = Row(method, Form(400, STOP), memory)
+                row = Row(method, AnswerSpec(400, STOP), memory)
                 started = time.perf_counter()
                 engine.decode(prompts, [row], clock())
                 took.append((1000 * (time.perf_counter() - started), row.num_passes))
@@ -297,19 +294,19 @@ def test_a_longer_answer_than_is_remembered_is_refused() -> None:
 def plans_of_a_session(monkeypatch: pytest.MonkeyPatch, wide_ms: float) -> list[str]:
     """How a guarded session of the same text is decoded where a pass without drafts takes 1 ms."""
     monkeypatch.setattr(
-        "deft_policies.decoding.batch.Record.ms",
+        "deft_policies.decoding.batch.PassRecord.ms",
         lambda record, *stages: 1.0 if record.num_nodes == 1 else wide_ms,
     )
     target, memory, plans = WantedTarget(decoder(), ACTIONS), SessionMemory(), list[str]()
     target.texts = [text_of(0, 20)]
     engine, method = Engine(target, widest=512), find_method("lossless")
     for _ in range(60):
-        row = Row(method, Form(400, STOP), memory)
+        row = Row(method, AnswerSpec(400, STOP), memory)
         with torch.inference_mode():
             engine.decode(prompt(2, 0), [row], clock())
         assert row.tokens == text_of(0, 20)
         memory = row.memory
-        plans.append(row.plan)
+        plans.append(row.choice.plan)
     return plans
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import Method, find_method
@@ -29,8 +29,8 @@ from tests.tiny_target import ACTIONS, LENGTH, WIDTH, greedy, random_prompts, ti
 
 MOST_PER_ROUND = 12  # the launch of the recording and the read of what it says among them
 RESERVE = Reserve(rows=1, shortest=16, longest=16)
-FORM = Form.action(ActionSpace.in_bins(LENGTH))
-TEXT = Form(24, 5)
+FORM = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
+TEXT = AnswerSpec(24, 5)
 HOST_DRAFTS = {"fly", "lvspec", "small-model", "specvlm"}  # their model's passes are recorded
 DRAFTING = [method.name for method in METHODS if method.plans[0].kinds]
 
@@ -68,12 +68,12 @@ class Recorded:
         self.engine = engine_on(self.runner, key_mask)
         self._batches = [prompts_of(rows, 0) for rows in reserve.batches]
 
-    def promise(self, method: Method, form: Form = FORM) -> None:
+    def promise(self, method: Method, form: AnswerSpec = FORM) -> None:
         with self.runner.warming_up(), torch.inference_mode():
             self.engine.capture(method, self._batches, form)
         self.num_captured = self.runner.num_captured
 
-    def check(self, method: Method, sizes: Sequence[int], form: Form = FORM) -> None:
+    def check(self, method: Method, sizes: Sequence[int], form: AnswerSpec = FORM) -> None:
         """Answers as where nothing is recorded, and no recording more."""
         fresh = engine_on(StepRunner())
         assert serve(self.engine, method, sizes, form) == serve(fresh, method, sizes, form)
@@ -92,7 +92,7 @@ def prompts_of(rows: int, seed: int) -> Prompts:
 
 
 def serve(
-    engine: Engine, method: Method, sizes: Sequence[int], form: Form = FORM
+    engine: Engine, method: Method, sizes: Sequence[int], form: AnswerSpec = FORM
 ) -> list[tuple[tuple[int, ...], int]]:
     """Tokens and passes of sessions over frames, so many rows at a time."""
     memories, answers = [SessionMemory(noise=one) for one in range(8)], []

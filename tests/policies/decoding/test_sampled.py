@@ -13,7 +13,7 @@ from deft_policies.decoding.acceptance.rule import (
     ScoredTree,
     SpaceTensors,
 )
-from deft_policies.decoding.batch import Form
+from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.judge import Accepted, judge, predict
 from deft_policies.decoding.methods import Method, find_method
@@ -250,7 +250,7 @@ def test_several_drafts_of_one_token_keep_the_targets_odds(temperature: float) -
         chains, tree=tree, scores=Scores(logits, logits), predictions=logits.argmax(dim=2)
     )
     accepted = sampler(temperature, NUM_DRAWS, seed=7).judge(scored)
-    first, second = accepted.own[:, 0], accepted.own[:, 1]
+    first, second = accepted.target_tokens[:, 0], accepted.target_tokens[:, 1]
     p = target_odds(target, temperature).double()
     assert chi_square(counted(first), p[NUM_TOKENS]) < BOUND_11
     kept = accepted.num > 0
@@ -287,7 +287,7 @@ def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
         scores=Scores(logits, logits),
         predictions=tokens * 0,
     )
-    found = counted(sampler(1.0, num_draws, seed=8).judge(scored).own[:, 0])
+    found = counted(sampler(1.0, num_draws, seed=8).judge(scored).target_tokens[:, 0])
     groups = [slice(0, 1), slice(1, 6), slice(6, 12)]
     counts, wanted = (torch.stack([x[one].sum() for one in groups]) for x in (found, p.double()))
     assert chi_square(counts, wanted) < 13.82  # the 99.9% quantile for 2 degrees of freedom
@@ -358,7 +358,7 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape
         last_tokens=one.last_tokens.expand(NUM_ROWS),
         features=None,
     )
-    form, found, kept = Form.action(ActionSpace.in_bins(SHORT)), [], 0
+    form, found, kept = AnswerSpec.action(ActionSpace.in_bins(SHORT)), [], 0
     for batch in range(NUM_DRAWS // NUM_ROWS):
         numbers = range(batch * NUM_ROWS, (batch + 1) * NUM_ROWS)
         memories = [SessionMemory(num_draws=number) for number in numbers]
@@ -424,7 +424,7 @@ def test_fresh_sessions_draw_different_noise() -> None:
     method = find_method("lossless").with_sampling(3.0, 1)
     drawn = Decoding(fast_target(decoder), method)
     prompts = random_prompts(decoder, [4], seed=4)
-    form = Form.action(ActionSpace.in_bins(LENGTH))
+    form = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
     answers = {
         tokens_of(drawn.decode(prompts, Session([SessionMemory(noise=one)], form)))[0]
         for one in range(8)

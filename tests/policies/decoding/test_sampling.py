@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Form
+from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.judge import predict
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.sampling import ANSWER, COIN, DRAFT, first_maximum, noise_keys, uniform
@@ -63,7 +63,7 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     prompts = random_prompts(model, [4, 6, 2])
     target = Target(model.decoder, model.config.vocabulary.tokens)
     sampled = find_method("autoregressive").with_sampling(1.5, seed=11)
-    form = Form.action(ActionSpace.in_bins(7))
+    form = AnswerSpec.action(ActionSpace.in_bins(7))
 
     def decode(rows: list[int]) -> list[tuple[int, ...]]:
         batch = prompts if len(rows) == 3 else one_row(prompts, rows[0])

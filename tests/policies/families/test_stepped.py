@@ -13,8 +13,8 @@ from deft_policies.base import ActRequest, Running, SteppedPolicy
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.lane import Maker
 from deft_policies.decoding.methods import Method
+from deft_policies.decoding.round import Maker
 from deft_policies.decoding.target import Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.openvla import OpenVLA
@@ -129,7 +129,7 @@ def test_where_one_frame_cannot_start_none_does() -> None:
     policy = VlaPolicy(model, ModelOptions(decoding="autoregressive"), Failing())
     with pytest.raises(RequestError, match="no n-grams today"):
         policy.start([request_for(0), request_for(1, ActOptions(decoding="pld"))])
-    assert [lane.rows for lane in policy.engine._lanes if lane.rows] == []
+    assert policy.engine.rows == []
 
 
 def test_nothing_is_on_its_way_after_a_step_that_failed() -> None:

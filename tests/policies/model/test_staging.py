@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft_client.image_chain import ImageChain
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import Batch, Form, Row
+from deft_policies.decoding.batch import AnswerSpec, Batch, Row
 from deft_policies.decoding.methods import find_method
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
@@ -48,7 +48,7 @@ def test_no_copy_between_a_frame_and_its_prefill_makes_the_host_wait() -> None:
     target, images = VlaTarget(model), ImageProcessor(tiny_config().image, ImageChain.NONE)
     batch, step = Batch(META, 1, 7, 7), ((1,) * 7,)
     method = find_method("lossless")
-    row = Row(method, Form.action(ActionSpace.in_bins(7)), SessionMemory(own=step))
+    row = Row(method, AnswerSpec.action(ActionSpace.in_bins(7)), SessionMemory(own=step))
     row.limit = 7
     batch.fill([row], None, drafts=True, reads_past=True)  # stacks the action spaces, once
     frame = np.zeros((28, 28, 3), np.uint8)

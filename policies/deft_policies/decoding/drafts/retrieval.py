@@ -145,8 +145,8 @@ class Retrieval(DraftSource):
     def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Look the frames up."""
         for row in batch.rows:
-            if row is not None and row.form.is_action:
-                self._index.check_length((row.form.max_tokens,))
+            if row is not None and row.spec.is_action:
+                self._index.check_length((row.spec.max_tokens,))
         here = slice(batch.first, batch.first + batch.num_rows)
         self._is_known[here] = prompts.features is not None
         if prompts.features is not None:

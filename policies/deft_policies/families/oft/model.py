@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deft_client.types import DecodeTrace, Image, Observation, PassTrace
-from deft_policies.decoding.batch import Form
+from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
@@ -116,9 +116,9 @@ class Oft(OnePassModel):
             "state": "not looked at" if parts.state is None else f"{parts.state_dim}, raw",
         }
 
-    def form(self, key: str) -> Form:
+    def form(self, key: str) -> AnswerSpec:
         """A chunk."""
-        return Form(self.parts.num_values)
+        return AnswerSpec(self.parts.num_values)
 
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """The actions of a chunk."""
