@@ -432,6 +432,9 @@ class Batch:
             whole._width = max(before[0], nodes), max(before[1], steps)
             whole._is_chain &= done.tree.is_chain
         else:
+            if steps < whole._width[1]:  # empty slots kept more of an older and wider pass
+                last.num[: self.first] = 0
+                last.num[self.first + self.num_rows :] = 0
             whole._width, whole._is_chain = (nodes, steps), done.tree.is_chain
 
     def _last_columns(self, nodes: int, steps: int) -> list[Tensor]:

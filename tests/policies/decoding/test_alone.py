@@ -109,3 +109,34 @@ def test_memory_is_of_what_is_served_and_not_of_what_callers_name() -> None:
 def num_caches() -> int:
     gc.collect()
     return sum(type(one) is KVCache for one in gc.get_objects())
+
+
+def most_bytes_beside(methods: Sequence[str]) -> int:
+    """Of all tensors that texts need, of which eight are on their way at a time."""
+    small = Target(decoder(), ACTIONS)
+    engine = Engine(Target(decoder(), ACTIONS), DraftModels(small_model=small))
+    before, most, running = num_bytes(), 0, list[Row]()
+    for seed, method in enumerate(methods):
+        row = Row(find_method(method), AnswerSpec(40, None, ActionSpace.in_bins(7)))
+        with torch.inference_mode():
+            engine.start(prompt(3, seed % 8), [row])
+            running.append(row)
+            while len(running) >= 8:
+                ended = engine.step(clock())
+                running = [one for one in running if one not in ended]
+        if seed % 8 == 7:
+            most = max(most, num_bytes() - before)
+    return most
+
+
+def num_bytes() -> int:
+    gc.collect()
+    every = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    storages = [one.untyped_storage() for one in every if one.layout is torch.strided]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())
+
+
+def test_texts_of_many_methods_need_little_more_memory_than_texts_of_one() -> None:
+    many = [f"small-model:patch_share={share / 100}" for share in range(1, 81)]
+    alike = most_bytes_beside(["small-model:patch_share=0.5"] * len(many))
+    assert most_bytes_beside(many) <= 1.2 * alike

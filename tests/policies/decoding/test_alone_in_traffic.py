@@ -245,6 +245,11 @@ def test_every_answer_is_that_of_its_request_alone(first: int, precision: str) -
     check(range(first, first + 50), precision)
 
 
+def test_a_slot_that_stays_empty_keeps_nothing_of_an_older_and_wider_pass() -> None:
+    """Its row ended between the join and the first pass of the row behind it."""
+    check([1172], "float32")
+
+
 @pytest.mark.long(seconds=40)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("first", range(1000, 2800, 200))
