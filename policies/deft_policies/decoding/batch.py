@@ -375,6 +375,11 @@ class Batch:
         return any(row is not None and not row.spec.is_action for row in self.rows)
 
     @property
+    def own(self) -> Tensor:
+        """`target_tokens`, by the name that it had for plugins written for f28efa1."""
+        return self.target_tokens
+
+    @property
     def _here(self) -> slice:
         return slice(self.first, self.first + self.num_rows)
 
