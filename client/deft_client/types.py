@@ -206,10 +206,10 @@ class DecodeTrace:
 
 
 class Intervention(Enum):
-    """What a server did to keep a robot safe, in place of sending what the policy said."""
+    """What a server sent in place of the policy's action, to keep a robot safe."""
 
-    HOLD = "hold"  # stay where you are: zero motion, the gripper as it was
-    CLAMP = "clamp"  # the policy's action, as far as the statistics and the limits per step allow
+    HOLD = "hold"  # in recordings of earlier servers alone: none sends it any more
+    CLAMP = "clamp"  # the policy's action, brought into the range of its statistics
 
 
 @dataclass(frozen=True, eq=False)
