@@ -5,6 +5,7 @@ flows are of no use here, and took a third of the processor time of a call. Nor 
 nobody asks for compressed answers, and a small one can become gigabytes.
 """
 
+import logging
 import math
 import os
 import random
@@ -39,6 +40,7 @@ from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo, 
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.messages import ActMessage
 
+logger = logging.getLogger(__name__)
 ACT_PATH = "/v1/act"
 REQUEST_ID = "x-request-id"
 RETRIED_STATUS = (429, 502, 503)
@@ -87,7 +89,9 @@ class PolicyClient:
         self.session_id = uuid.uuid4().hex  # of acts and resets that name no other
         self._headers = {"user-agent": "deft-client", **authorization(self.settings)}
         self._urls: dict[str, httpx.URL] = {}
-        # What `info` promised, once it was asked: the size of an action, and how many there are.
+        # What `info` promised, once it was asked: the size of an action, and how many there are;
+        # and all of it until the first frame after.
+        self._info: ServerInfo | None = None
         self._action_dim: int | None = None
         self._chunk_length: int | None = None
         self._repeats_request_ids = False  # until the server has shown that it does
@@ -112,6 +116,7 @@ class PolicyClient:
         options = options or ActOptions()
         gives_up_at = self._gives_up_at(options.deadline_ms)
         options = altered(options, {"session_id": options.session_id or self.session_id})
+        self._warn_of_unread(observation)
         message = ActMessage(observation, options, self._message_id())
         body = msgpack_codec.encode_request(message, settings.image_encoding, settings.jpeg_quality)
         reply = self._post_act(body, gives_up_at)
@@ -150,6 +155,14 @@ class PolicyClient:
             for name, answer in zip(observations, answers, strict=True)
         }
 
+    def _warn_of_unread(self, observation: Observation) -> None:
+        """Say once, where `info` was asked, what the policy does not look at."""
+        if self._info is None:
+            return
+        for name, reason in self._info.unread(observation).items():
+            logger.warning("%s: %s", name, reason)
+        self._info = None
+
     def reset(self, session_id: str | None = None) -> None:
         """Tell the server that an episode starts: what it remembers of the last one is void."""
         body = json_codec.encode_reset(session_id or self.session_id)
@@ -161,6 +174,7 @@ class PolicyClient:
         reply = self.ask(HttpRequest("GET", "/v1/info", self._gives_up_at()))
         info = json_codec.decode_info(reply.body, self.settings.limits)
         self._action_dim, self._chunk_length = info.action_dim, info.chunk_length
+        self._info = info
         return info
 
     def ping(self) -> float:

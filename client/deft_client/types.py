@@ -80,6 +80,7 @@ class ActOptions:
     want_trace: bool = False
     want_reasoning: bool = False  # the text that a policy writes before it acts, where it does
     max_tokens: int | None = None  # of such an answer, text and action; servers bound it
+    want_log_probs: bool = False  # of every token of the answer, under the model
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,19 @@ class DecodeTrace:
         return sum(executed != own for executed, own in pairs) / len(self.tokens)
 
 
+@dataclass(frozen=True)
+class LogProbs:
+    """How likely the model was to write each token of an answer, given those before it.
+
+    They are of the model that answers, whatever drafted: plain decoding has the same. Natural
+    logarithms of the softmax of its logits over `temperature`, which is 1 where it is greedy.
+    """
+
+    values: tuple[float, ...]  # of each token
+    temperature: float
+    over: str  # what the softmax is over: "vocabulary", or "action tokens" alone
+
+
 class Intervention(Enum):
     """What a server sent in place of the policy's action, to keep a robot safe."""
 
@@ -225,6 +239,7 @@ class ActionChunk:
     trace: DecodeTrace | None = None
     intervention: Intervention | None = None
     reasoning: str | None = None  # what the policy wrote before; `reasoning` takes it apart
+    log_probs: LogProbs | None = None  # where they were asked for
 
     def __post_init__(self) -> None:
         if self.actions.dtype != np.float64 or self.actions.ndim != 2:
@@ -257,6 +272,18 @@ class ServerInfo:
     thinks_when_asked: bool = False  # it acts at once where no reasoning is asked for
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
+
+    def unread(self, observation: Observation) -> dict[str, str]:
+        """What an observation has that the policy does not look at: fields, and why."""
+        found = {}
+        wrists = [name for name in observation.cameras if "wrist" in name]
+        unseen = [name for name in observation.cameras if name not in wrists]
+        unseen += wrists[max(self.num_pictures - 1, 0) :]
+        if unseen:
+            found["cameras"] = f"the policy does not look at {', '.join(unseen)}"
+        if observation.state is not None and self.state_dim is None:
+            found["state"] = "the policy reads no state"
+        return found
 
 
 class ActingPolicy(Protocol):

@@ -50,6 +50,11 @@ class Settings(BaseModel):
     allow_options: bool = Field(
         default=True, description="may a frame choose its own decoding and radius"
     )
+    strict_inputs: bool = Field(
+        default=False,
+        description="refuse a frame with a camera or a state that the policy does not look at; "
+        "by default the log says so once for each caller",
+    )
 
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")
     on_hang: Literal["exit", "reload"] = Field(

@@ -13,6 +13,7 @@ from deft_client.types import (
     DecodeTrace,
     Image,
     Intervention,
+    LogProbs,
     Observation,
     PassTrace,
     StageTimings,
@@ -33,7 +34,7 @@ def full_message() -> ActMessage:
     )
     options = ActOptions(
         "robot-1", 150.0, "libero_goal", "lossless", 9,
-        want_trace=True, want_reasoning=True, max_tokens=320,
+        want_trace=True, want_reasoning=True, max_tokens=320, want_log_probs=True,
     )  # fmt: skip
     return ActMessage(observation, options)
 
@@ -62,7 +63,9 @@ def full_answer() -> ActionChunk:
     )
     actions = np.array([[0.1, -0.2, np.pi], [1e-300, 0.0, 1.0]])
     timings = StageTimings(wire_ms=0.5, total_ms=12.25)
-    return ActionChunk(actions, timings, trace, Intervention.CLAMP, " Lift it. ACTION: ≡")
+    log_probs = LogProbs((-0.25, -7.5), 0.7, "vocabulary")
+    text = " Lift it. ACTION: ≡"
+    return ActionChunk(actions, timings, trace, Intervention.CLAMP, text, log_probs)
 
 
 def assert_same_message(sent: ActMessage, received: ActMessage) -> None:
@@ -82,6 +85,7 @@ def assert_same_answer(sent: ActionChunk, received: ActionChunk) -> None:
     assert received.trace == sent.trace
     assert received.intervention is sent.intervention
     assert received.reasoning == sent.reasoning
+    assert received.log_probs == sent.log_probs
 
 
 def png_bomb(height: int, width: int) -> bytes:

@@ -4,6 +4,7 @@ import email.utils
 import gzip
 import socket
 import time
+from dataclasses import replace
 
 import httpx
 import msgpack
@@ -29,7 +30,7 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
-from deft_client.types import ActionChunk, ActOptions
+from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
@@ -96,6 +97,30 @@ def test_info_and_ping():
     client = Robot(FakeServer())
     assert client.info() == INFO
     assert client.ping() > 0
+
+
+def test_what_the_policy_does_not_look_at_is_said_once(caplog):
+    robot = Robot(FakeServer())
+    robot.act()
+    assert "policy" not in caplog.text  # nobody asked what the policy looks at
+    robot.info()
+    robot.act()
+    robot.act()
+    lines = [one.getMessage() for one in caplog.records if one.name == "deft_client.client"]
+    assert lines == [f"{name}: {reason}" for name, reason in INFO.unread(OBSERVATION).items()]
+
+
+def test_wrist_cameras_are_looked_at_as_far_as_the_policy_has_eyes():
+    image = OBSERVATION.image
+    cameras = {"left_wrist": image, "front": image, "right_wrist": image}
+    seen = Observation(image, "lift it", cameras, np.zeros(8, np.float32))
+    assert replace(INFO, num_pictures=3, state_dim=8).unread(seen) == {
+        "cameras": "the policy does not look at front"
+    }
+    assert replace(INFO, num_pictures=2, state_dim=None).unread(seen) == {
+        "cameras": "the policy does not look at front, right_wrist",
+        "state": "the policy reads no state",
+    }
 
 
 def test_the_image_travels_as_the_settings_say():

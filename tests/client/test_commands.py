@@ -9,7 +9,6 @@ import PIL.Image
 import pytest
 
 from deft_client.__main__ import main
-from deft_client.commands.program import Command, Program
 from deft_client.wire import json_codec, msgpack_codec
 from tests.client.samples import frame, full_answer, saved
 from tests.standins.policy_server import ANSWER, INFO, streaming
@@ -92,16 +91,6 @@ def test_a_wrong_flag_is_answered_in_two_lines(capsys):
     wrong, remedy = capsys.readouterr().err.splitlines()
     assert "unrecognized arguments: --colour red" in wrong
     assert "deft-client ping --help" in remedy
-
-
-def test_a_missing_package_is_named_with_what_brings_it(capsys, tmp_path, monkeypatch):
-    (tmp_path / "needy_command.py").write_text("import not_installed_anywhere")
-    monkeypatch.syspath_prepend(tmp_path)
-    program = Program("robot", {"go": Command("needy_command", "go")}, "robot[legs]")
-    assert program.run(["go"]) == 1
-    missing, remedy = capsys.readouterr().err.splitlines()
-    assert "not_installed_anywhere" in missing
-    assert "pip install 'robot[legs]'" in remedy
 
 
 def test_ping_says_what_answers_and_how_far_it_is(server, capsys):

@@ -19,7 +19,9 @@ def test_a_missing_package_names_what_a_clone_installs(requirement, hint, monkey
     monkeypatch.setitem(sys.modules, "missing_package", None)
     program = Program("deft", {"go": Command("missing_package", "")}, requirement)
     assert program.run(["go"]) == 1
-    assert hint in capsys.readouterr().err
+    missing, remedy = capsys.readouterr().err.splitlines()
+    assert "the package missing_package is not installed" in missing
+    assert hint in remedy
 
 
 def test_an_interrupted_command_says_what_became_of_it(monkeypatch, capsys):

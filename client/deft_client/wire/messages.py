@@ -28,6 +28,7 @@ from deft_client.types import (
     DecodeTrace,
     Image,
     Intervention,
+    LogProbs,
     Observation,
     ServerInfo,
     StageTimings,
@@ -116,6 +117,7 @@ def request_fields(
         "trace": options.want_trace or None,
         "reasoning": options.want_reasoning or None,
         "max_tokens": options.max_tokens,
+        "log_probs": options.want_log_probs or None,
         "state": None if observation.state is None else _array_fields(observation.state, "float32"),
         "cameras": cameras or None,
     }
@@ -136,6 +138,8 @@ def answer_fields(chunk: ActionChunk, message_id: str | None = None) -> Json:
         entries["intervention"] = chunk.intervention.value
     if chunk.reasoning is not None:
         entries["reasoning"] = chunk.reasoning
+    if chunk.log_probs is not None:
+        entries["log_probs"] = vars(chunk.log_probs)
     return entries
 
 
@@ -292,6 +296,7 @@ def _build_request(values: Json) -> ActMessage:
             read("trace", False),
             read("reasoning", False),
             read("max_tokens"),
+            read("log_probs", False),
         ),
         read("id"),
     )
@@ -365,6 +370,7 @@ OPTIONS: Mapping[str, Kind[Any]] = {
     "trace": FLAG,
     "reasoning": FLAG,
     "max_tokens": whole(1, MAX_TOKENS),
+    "log_probs": FLAG,
 }
 REQUEST = record(
     _build_request,
@@ -391,8 +397,9 @@ ANSWER = record(
         "trace": record_of(DecodeTrace, {"guard": SENTENCE, "rule": SENTENCE}),
         "intervention": word(Intervention),
         "reasoning": SAID,
+        "log_probs": record_of(LogProbs),
     },
-    optional=("v", "id", "timings", "trace", "intervention", "reasoning"),
+    optional=("v", "id", "timings", "trace", "intervention", "reasoning", "log_probs"),
 )
 REQUESTS = record(
     lambda values: ActMessages(values["observations"], values.get("id")),

@@ -98,6 +98,7 @@ class Row:
     spec: AnswerSpec
     memory: SessionMemory = field(default_factory=SessionMemory)
     wants_margins: bool = False
+    wants_log_probs: bool = False
     choice: Choice = Choice("", "")  # the plan
     guard: Guard | None = None  # who learns from it
     has_history: bool = False  # whether the session had anything to draft from
@@ -114,6 +115,7 @@ class Row:
     is_done: bool = False
     is_finite: bool = True
     trace: DecodeTrace | None = None
+    log_probs: tuple[float, ...] = ()  # of its tokens, where they are wanted
     records: list["PassRecord"] = field(default_factory=list)  # of its passes, the prefill's first
     number: int = field(default_factory=lambda: next(_NUMBERS))  # no two answers have the same
 
@@ -327,6 +329,7 @@ class Batch:
             self.tokens = blank(positions + 1)
             self.target_tokens = blank(positions + 1)  # given what stands before each
             self.margins = blank(positions + 1, dtype=real)  # gap of the two largest logits
+            self.log_probs = blank(positions + 1, dtype=real)  # of the tokens, where wanted
             self.count = blank()  # committed tokens
             self.limit = blank()  # and how many there may be; 0 where no answer is on its way
             self.stop = blank(value=NO_STOP)

@@ -177,10 +177,12 @@ class Engine:
 
     def _finish(self, row: Row, played: Round) -> Row:
         """Let go of an answer that has ended, with trace and memory; its guard learns from it."""
+        num_tokens = min(len(row.tokens), row.spec.max_tokens)
         margins: list[float] = []
         if row.wants_margins:
-            num_tokens = min(len(row.tokens), row.spec.max_tokens)
             margins = played.batch.margins[row.slot, :num_tokens].tolist()
+        if row.wants_log_probs:
+            row.log_probs = tuple(played.batch.log_probs[row.slot, :num_tokens].tolist())
         row.finish(margins)
         played.let_go(row)
         if row.guard is not None:

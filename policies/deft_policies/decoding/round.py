@@ -199,8 +199,9 @@ class Round:
         rows.commit(done, is_plain=not self.round_drafts)
         rows.sums.add_(logits.sum(dim=(1, 2)))
         wants_margins = any(row is not None and row.wants_margins for row in rows.rows)
+        wants_log_probs = any(row is not None and row.wants_log_probs for row in rows.rows)
         is_known = not self.plan.kinds and self.method.temperature == 0.0
-        if is_known and not wants_margins:
+        if is_known and not wants_margins and not wants_log_probs:
             return played
         places = _places_of(rows, done)
         rows.tokens.scatter_(1, places, done.tokens)
@@ -208,12 +209,21 @@ class Round:
         if wants_margins:
             found = take_rows(logits, done.path)
             rows.margins.scatter_(1, places, top_gap(found, first_maximum(found)))
+        if wants_log_probs:
+            rows.log_probs.scatter_(1, places, self._log_probs(done, logits))
         if rows.has_text and not self.method.rule.is_exact:
             self._note_text(rows, done)
         rows.count.add_(done.num + 1)
         if rows.num_rows > 1 or self.batch.longest:  # some may have ended before
             torch.minimum(rows.count, rows.limit, out=rows.count)
         return played
+
+    def _log_probs(self, done: Pass, logits: Tensor) -> Tensor:
+        """Of the tokens after each node of the path, under the target: [row, step]."""
+        found = take_rows(logits, done.path) / (self.method.temperature or 1.0)
+        # Steps beyond what was kept hold anything.
+        columns = (done.tokens - self.target.vocabulary.first).clamp(0, found.shape[2] - 1)
+        return found.log_softmax(dim=2).gather(2, columns[:, :, None]).squeeze(2)
 
     def _note_text(self, rows: Batch, done: Pass) -> None:
         """Where the action begins that the next token may belong to: behind the last text."""
@@ -346,8 +356,8 @@ class Round:
         A captured round either drafts inside the graph or takes a finished tree.
         """
         shape, given = self.plan.shape, Tensors()
-        wants_margins = any(row is not None and row.wants_margins for row in rows.rows)
-        if wants_margins or (tree is not None and tree.odds is not None):
+        is_watched = any(row and (row.wants_margins or row.wants_log_probs) for row in rows.rows)
+        if is_watched or (tree is not None and tree.odds is not None):
             return None
         if tree is None:  # deeper trees are of no use to any draft that is captured
             depth = min(depth, max(shape.levels, self.batch.places)) if drafts else 0

@@ -14,6 +14,7 @@ from deft_client.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,
+    LogProbs,
     Observation,
     ServerInfo,
     StageTimings,
@@ -194,6 +195,8 @@ class VlaPolicy:
             raise RequestError("radius", "nothing is drafted, so there is no radius; leave it out")
         if options.max_tokens is not None:
             raise RequestError("max_tokens", "all answers are as long here; leave it out")
+        if options.want_log_probs:
+            raise RequestError("log_probs", "answers here are no tokens that are drawn one by one")
 
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Answer a black frame by every way the default method may take, to learn what they cost.
@@ -317,6 +320,7 @@ class VlaPolicy:
         if isinstance(model, TokenModel):
             form = _form(model.forms[key], options)
             row = Row(self.method_for(options), form, request.memory, options.want_trace)
+            row.wants_log_probs = options.want_log_probs
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
     def _play(self, clock: StageClock, first: Collection[Running]) -> list[_Frame]:
@@ -371,6 +375,8 @@ class VlaPolicy:
                 trace = replace(trace, parts=parts)
             wanted = text if options.want_reasoning else None
             chunk = replace(chunk, trace=trace, reasoning=wanted)
+        if frame.row is not None and frame.row.wants_log_probs:
+            chunk = replace(chunk, log_probs=_log_probs(frame.row, model))
         frame.answer = ActAnswer(chunk, memory, error)
 
     def method_for(self, options: ActOptions) -> Method:
@@ -434,6 +440,14 @@ def _version_of(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _log_probs(row: Row, model: Model) -> LogProbs:
+    """How likely the model was to write the tokens of an answer."""
+    assert isinstance(model, TokenModel)
+    is_whole = len(model.target.vocabulary) == model.target.num_tokens
+    over = "vocabulary" if is_whole else "action tokens"
+    return LogProbs(row.log_probs, row.method.temperature or 1.0, over)
 
 
 def _form(form: AnswerSpec, options: ActOptions) -> AnswerSpec:

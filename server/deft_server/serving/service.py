@@ -67,6 +67,9 @@ Event = FinishedAction | SessionEnded
 Listen = Callable[[Event], None]
 
 
+_MOST_WARNED = 1024  # callers that the log says something of once
+
+
 class EventBus:
     """Tells whoever listens of every finished action; costs nothing when nobody does.
 
@@ -122,6 +125,7 @@ class Service:
             self.metrics,
         )
         self.scheduler.on_loaded = self._prepare
+        self._warned: set[tuple[str, str]] = set()  # callers and inputs that nobody looks at
         self.num_in_hand = 0  # requests that were begun and not answered: stopping waits for them
         self.last_info: ServerInfo  # of the policy that is served, or was until it was lost
         self.metrics.sessions.set_function(lambda: len(self.sessions))
@@ -177,6 +181,7 @@ class Service:
             self._check_options(options)
             if not observation.instruction.strip():
                 raise RequestError("instruction", "it is empty; say what is to be done")
+            self._check_inputs(observation, caller)
             policy.check(observation, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
@@ -248,6 +253,18 @@ class Service:
         for name in ("decoding", "radius"):
             if getattr(options, name) is not None:
                 raise RequestError(name, f"{name} is fixed by this server; leave it out")
+
+    def _check_inputs(self, observation: Observation, caller: Caller) -> None:
+        """Refuse what the policy does not look at, or say in the log that it is not looked at."""
+        for name, reason in self.last_info.unread(observation).items():
+            if self.settings.strict_inputs:
+                raise RequestError(name, f"{reason}; leave it out")
+            known = (caller.name or caller.address, name)
+            if known not in self._warned and len(self._warned) < _MOST_WARNED:
+                self._warned.add(known)
+                logger.warning(
+                    "frames of %s have %s: %s (said once)", known[0] or "a caller", name, reason
+                )
 
     def _asked(self, options: ActOptions) -> ActOptions:
         """Ask for trace and text when somebody watches, even if the caller wants neither.

@@ -317,6 +317,30 @@ def test_a_server_may_fix_its_decoding():
     assert (response.status_code, response.json()["field"]) == (422, "radius")
 
 
+def packed_with_state() -> bytes:
+    return packed(observation=Observation(frame(8).image, "lift it", {"left": frame(8).image},
+                  np.zeros(3, np.float32)))  # fmt: skip
+
+
+def test_what_the_policy_does_not_look_at_is_said_once(caplog: pytest.LogCaptureFixture):
+    with client_of(create_app(ConstantPolicy())) as client:
+        for _ in range(3):
+            answer = client.post("/v1/act", content=packed_with_state(), headers=MSGPACK)
+            assert answer.status_code == 200
+    lines = [one.getMessage() for one in caplog.records if "said once" in one.getMessage()]
+    assert len(lines) == 2
+    assert "have cameras: the policy does not look at left" in lines[0]
+    assert "have state: the policy reads no state" in lines[1]
+
+
+def test_a_strict_server_refuses_what_the_policy_does_not_look_at():
+    with client_of(create_app(ConstantPolicy(), Settings(strict_inputs=True))) as client:
+        refused = client.post("/v1/act", content=packed_with_state(), headers=MSGPACK)
+        assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
+    assert (refused.status_code, refused.json()["field"]) == (422, "cameras")
+    assert "the policy does not look at left; leave it out" in refused.json()["detail"]
+
+
 def test_a_request_id_is_kept_if_it_is_harmless_and_replaced_if_not(client: TestClient):
     assert client.get("/healthz", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
     for bad in ("a" * 65, "a b", "ü", '"'):
