@@ -364,8 +364,18 @@ class Batch:
         self._parts: dict[tuple[int, int], Batch] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._all = {name: one for name, one in vars(self).items() if isinstance(one, Tensor)}
-        self.whole = self
+        self._whole: Batch | None = None  # what this is a part of
         self.last: Pass | None = None  # of these rows; None before the first
+
+    @property
+    def whole(self) -> "Batch":
+        """What this is a part of, or itself."""
+        return self._whole or self
+
+    def free(self) -> None:
+        """Give the memory back now: a batch and its parts know each other."""
+        self._parts.clear()
+        self.cache = None
 
     @property
     def running(self) -> list[Row]:
@@ -392,6 +402,7 @@ class Batch:
         if part is None:
             part = self._parts[first, stop] = copy(self)
             part.first, part.num_rows, part._views = first, stop - first, {}
+            part._whole = self.whole
             for name, tensor in self._all.items():
                 setattr(part, name, tensor[first:stop])
         part.rows, part.last = self.rows[first:stop], None

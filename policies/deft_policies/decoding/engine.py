@@ -319,6 +319,7 @@ class Engine:
         for other in idle:
             if other is not batch and not other.longest:  # what nobody uses is not kept
                 del self._rounds[other]
+                other.free()
         if batch is None:
             batch = self._new_batch(1 << (wanted - 1).bit_length(), rows)
         return self._switch(batch, method, plan)
