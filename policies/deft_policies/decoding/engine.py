@@ -417,7 +417,8 @@ def _learn_passes(guard: Guard, row: Row) -> None:
     """Tell a guard, and the session, what an answer has needed.
 
     With exact match it can be counted what plans that only repeat the last action would have
-    needed: one pass for every token that changed.
+    needed: one pass for every token that changed, or, where only the prefill repeats it, one for
+    every token behind the first that changed.
     """
     if not row.has_history:
         return
@@ -425,10 +426,12 @@ def _learn_passes(guard: Guard, row: Row) -> None:
     guard.learn_passes(row.choice.plan, row.num_passes - 1, needed)
     own = row.memory.own
     if row.spec.is_action and row.method.rule.is_exact and len(own) > 1:
-        num_changed = sum(a != b for a, b in zip(own[-2][:-1], own[-1][:-1], strict=True))
+        is_changed = [a != b for a, b in zip(own[-2][:-1], own[-1][:-1], strict=True)]
+        num_behind = len(is_changed) - is_changed.index(True) if any(is_changed) else 0
         for plan in row.method.plans:
             if plan.name != row.choice.plan and plan.kinds == {kinds.PREVIOUS}:
-                guard.learn_passes(plan.name, num_changed, needed)
+                num_passes = sum(is_changed) if plan.rounds else num_behind
+                guard.learn_passes(plan.name, num_passes, needed)
     row.memory = replace(row.memory, passes_needed=needed)
 
 

@@ -202,6 +202,7 @@ OUR_PLANS = (
     _plan("memory+branches", "previous", "head", TreeShape(3, 2, 8)),
     _plan("memory+chain", "previous", "head", TreeShape.chain(5)),
     _HOLD,
+    _plan("memory-once", "previous", ""),  # in the prefill, where a guess costs next to nothing
     _plan("memory+recycled", "previous", "previous+recycled"),
     _plan("memory-wide", "previous+extrapolation+retrieval", "previous+recycled"),
     _plan("head-chain", "", "head", TreeShape.chain(5)),
