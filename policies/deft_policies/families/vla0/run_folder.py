@@ -1,0 +1,147 @@
+"""A run's folder as VLA-0 leaves it: how pictures are made, what an answer is, its statistics.
+
+`config.yaml` and `dataset_stats` lie in the run's folder, the model in `model_last` below it.
+Either may be named as the checkpoint.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.errors import CheckpointError
+from deft_policies.families.vla0.number_pickle import read_numbers
+
+MODEL_FOLDER = "model_last"
+RUN_FILE = "config.yaml"
+_STATISTICS = "out_ori_act"
+_CROP = re.compile(r"IMAGE\.crop_img:([0-9.]+)")
+_SIZE = re.compile(r"IMAGE\.img_size:(\d+)")
+# From here on transformers hands `add_vision_id` to the template; before, it dropped it.
+_NAMES_PICTURES = (4, 52)
+
+
+@dataclass(frozen=True, eq=False)
+class RunFolder:
+    """What a run says of the frames it is shown and of the numbers that it writes."""
+
+    model: Path  # the folder of the Hugging Face model
+    num_cameras: int
+    is_tiled: bool  # all cameras in one picture, side by side
+    crop: float  # share of a side that is kept; 1: all of it
+    size: int  # pixels of a side, of each camera
+    num_steps: int
+    action_dim: int
+    num_bins: int
+    names_pictures: bool  # `Picture 1: ` stands before a picture
+    lowest: NDArray[Any]  # [action_dim], float64 or float32: actions are computed in it
+    highest: NDArray[Any]
+    repetition_penalty: float
+
+    @property
+    def num_numbers(self) -> int:
+        """Of an answer."""
+        return self.num_steps * self.action_dim
+
+
+def is_run_folder(directory: Path) -> bool:
+    """Whether a folder, or the one above it, is a run of VLA-0."""
+    return any((one / RUN_FILE).is_file() for one in (directory, directory.parent))
+
+
+def read_run(directory: Path) -> RunFolder:
+    """Read a run's folder, or the one of its model; `CheckpointError` for what is not served."""
+    run = directory if (directory / RUN_FILE).is_file() else directory.parent
+    model = run / MODEL_FOLDER if directory == run else directory
+    path = run / RUN_FILE
+    qwen, image = _read_config(path)
+    if qwen.value("history", int, 1) != 1:
+        raise qwen.error("history", "is not 1; only policies that see one frame are served")
+    if qwen.value("action_type", str, "original") != "original":
+        raise qwen.error("action_type", "is not 'original'; only absolute answers are served")
+    crop, size = _CROP.search(image), _SIZE.search(image)
+    action_dim = qwen.count("original_action_dim", 64)
+    num_cameras = qwen.count("num_cam", 8)
+    lowest, highest = _read_statistics(run, action_dim)
+    return RunFolder(
+        model=model,
+        num_cameras=num_cameras,
+        is_tiled=num_cameras > 1 and qwen.value("tiled_rgb_imgs", bool, False),
+        crop=float(crop[1]) if crop else 1.0,
+        size=int(size[1]) if size else 224,
+        num_steps=qwen.count("horizon", 256),
+        action_dim=action_dim,
+        num_bins=qwen.count("num_bins_actions", 100_000),
+        names_pictures=qwen.value("add_vision_id", bool, False) and _names_pictures(model),
+        lowest=lowest,
+        highest=highest,
+        repetition_penalty=_read_penalty(model),
+    )
+
+
+def _read_config(path: Path) -> tuple[JsonFields, str]:
+    """The section of the model, and how pictures are made, as a line of options."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+        # As JSON: what YAML can hold besides is no configuration.
+        fields = JsonFields(path, json.loads(json.dumps(content)))
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    qwen = fields.section("MODEL").section("QWEN")
+    loader = fields.section("DATALOADER").section("ROBOVERSE")
+    return qwen, loader.value("cfg_opts", str, "")
+
+
+def _read_penalty(model: Path) -> float:
+    path = model / "generation_config.json"
+    if not path.exists():
+        return 1.0
+    fields = JsonFields.load(path, "restore it")
+    penalty = fields.value("repetition_penalty", float, 1.0)
+    if penalty <= 0:
+        raise fields.error("repetition_penalty", f"is {penalty:g}, expected more than 0")
+    return penalty
+
+
+def _names_pictures(model: Path) -> bool:
+    """Whether the version that saved the model handed `add_vision_id` to the template."""
+    fields = JsonFields.load(model / "config.json", "restore it")
+    version = re.match(r"(\d+)\.(\d+)", fields.value("transformers_version", str, ""))
+    return version is None or (int(version[1]), int(version[2])) >= _NAMES_PICTURES
+
+
+def _read_statistics(run: Path, action_dim: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The smallest and the largest action of the data set, in the format they were stored in."""
+    path = run / "dataset_stats.json"
+    if path.exists():
+        fields = JsonFields.load(path, "restore it")
+        found = fields.section(_STATISTICS)
+        stored = fields.section("dtype") if fields.has("dtype") else None
+        ends = []
+        for name in ("min", "max"):
+            dtype = stored.value(name, str, "float64") if stored else "float64"
+            ends.append(np.array(found.values(name, float), dtype))
+    else:
+        path = run / "dataset_stats.pkl"
+        content = read_numbers(path)
+        section = content.get(_STATISTICS) if isinstance(content, dict) else None
+        if not isinstance(section, dict):
+            raise CheckpointError(f"{path} holds no {_STATISTICS}")
+        ends = [np.asarray(section.get(name, ())) for name in ("min", "max")]
+    for name, values in zip(("min", "max"), ends, strict=True):
+        is_fine = values.shape == (action_dim,) and values.dtype in (np.float32, np.float64)
+        if not is_fine or not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{path}: {_STATISTICS}.{name} must be {action_dim} finite numbers, got "
+                f"{values.dtype} {list(values.shape)}"
+            )
+    if not (ends[0] <= ends[1]).all():
+        raise CheckpointError(f"{path}: {_STATISTICS}.min is above max")
+    return ends[0], ends[1]

@@ -1,0 +1,154 @@
+"""The vision tower of Qwen2.5-VL: patches of a picture to tokens of the decoder.
+
+Most blocks attend within windows of the picture, a few to all of it. Patches are put in the order
+of windows first, and the tokens back in the picture's order at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deft_policies.model.llama import RMSNorm
+
+_NORM_EPS = 1e-6
+_ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class QwenVisionSizes:
+    """Everything that tells one tower from another."""
+
+    width: int
+    mlp_width: int
+    num_blocks: int
+    num_heads: int
+    out_width: int  # of the decoder
+    patch: int  # pixels of a side
+    merge: int  # patches of a side that become one token
+    frames: int  # copies of a still picture in a patch
+    window: int  # pixels of a window's side
+    full_blocks: frozenset[int]  # blocks that attend to the whole picture
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of a patch: three channels of every frame."""
+        return 3 * self.frames * self.patch**2
+
+
+@dataclass(frozen=True, eq=False)
+class PictureLayout:
+    """Where the patches of a picture of one size go, [patch] each."""
+
+    order: Tensor  # merged places in the order of windows
+    back: Tensor  # and back in the picture's order
+    windows: tuple[int, ...]  # patches of each window
+    cos: Tensor  # [patch, 1, head_dim], in the order of windows
+    sin: Tensor
+
+
+class QwenVision(nn.Module):
+    """Pictures of one size at a time: [picture, patch, number] to [picture, token, out_width]."""
+
+    def __init__(self, sizes: QwenVisionSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.patches = nn.Linear(sizes.patch_numbers, sizes.width, bias=False)
+        self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.num_blocks))
+        merged = sizes.width * sizes.merge**2
+        self.merger_norm = RMSNorm(sizes.width, _NORM_EPS)
+        self.merger_in = nn.Linear(merged, merged)
+        self.merger_out = nn.Linear(merged, sizes.out_width)
+        self._layout = lru_cache(maxsize=8)(self._make_layout)
+
+    def forward(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
+        """`grid` is rows and columns of patches; patches of a merged place lie together."""
+        layout = self._layout(grid, patches.device)
+        hidden = self.patches(patches)
+        hidden = self._by_places(hidden)[:, layout.order].flatten(1, 2)
+        for number, block in enumerate(self.blocks):
+            is_full = number in self.sizes.full_blocks
+            hidden = block(hidden, layout, (hidden.shape[1],) if is_full else layout.windows)
+        merged = self._by_places(self.merger_norm(hidden)).flatten(2)
+        tokens: Tensor = self.merger_out(functional.gelu(self.merger_in(merged)))
+        return tokens[:, layout.back]
+
+    def _by_places(self, hidden: Tensor) -> Tensor:
+        """[picture, merged place, patch in it, width]."""
+        return hidden.view(len(hidden), -1, self.sizes.merge**2, hidden.shape[2])
+
+    def _make_layout(self, grid: tuple[int, int], device: torch.device) -> PictureLayout:
+        sizes = self.sizes
+        rows, columns = (side // sizes.merge for side in grid)
+        side = sizes.window // sizes.patch // sizes.merge  # merged places of a window
+        places = torch.arange(rows * columns).view(rows, columns)
+        tiles = [
+            places[top : top + side, left : left + side].flatten()
+            for top in range(0, rows, side)
+            for left in range(0, columns, side)
+        ]
+        order = torch.cat(tiles)
+        angles = self._angles(rows, columns)[order].flatten(0, 1)[:, None]
+        return PictureLayout(
+            order=order.to(device),
+            back=order.argsort().to(device),
+            windows=tuple(len(tile) * sizes.merge**2 for tile in tiles),
+            cos=angles.cos().to(device),
+            sin=angles.sin().to(device),
+        )
+
+    def _angles(self, rows: int, columns: int) -> Tensor:
+        """Of the row and then of the column of every patch [place, patch in it, head_dim]."""
+        sizes = self.sizes
+        quarter = sizes.width // sizes.num_heads // 4
+        frequencies = _ROPE_THETA ** (-torch.arange(quarter, dtype=torch.float32) / quarter)
+        steps = torch.arange(rows * columns * sizes.merge**2)
+        of_place, in_place = steps // sizes.merge**2, steps % sizes.merge**2
+        row = of_place // columns * sizes.merge + in_place // sizes.merge
+        column = of_place % columns * sizes.merge + in_place % sizes.merge
+        half = torch.cat([one[:, None] * frequencies for one in (row, column)], dim=1)
+        return torch.cat((half, half), dim=1).view(rows * columns, sizes.merge**2, -1)
+
+
+class _Block(nn.Module):
+    """Attention and a gated MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, sizes: QwenVisionSizes) -> None:
+        super().__init__()
+        self.num_heads = sizes.num_heads
+        self.attention_norm = RMSNorm(sizes.width, _NORM_EPS)
+        self.qkv = nn.Linear(sizes.width, 3 * sizes.width)
+        self.out = nn.Linear(sizes.width, sizes.width)
+        self.mlp_norm = RMSNorm(sizes.width, _NORM_EPS)
+        self.gate = nn.Linear(sizes.width, sizes.mlp_width)
+        self.up = nn.Linear(sizes.width, sizes.mlp_width)
+        self.down = nn.Linear(sizes.mlp_width, sizes.width)
+
+    def forward(self, hidden: Tensor, layout: PictureLayout, windows: Sequence[int]) -> Tensor:
+        """[picture, patch, width], patches seeing those of their window."""
+        hidden = hidden + self.out(self._attend(self.attention_norm(hidden), layout, windows))
+        normed = self.mlp_norm(hidden)
+        gated = functional.silu(self.gate(normed)) * self.up(normed)
+        found: Tensor = hidden + self.down(gated)
+        return found
+
+    def _attend(self, normed: Tensor, layout: PictureLayout, windows: Sequence[int]) -> Tensor:
+        split = self.qkv(normed).unflatten(2, (3, self.num_heads, -1))
+        queries, keys, values = split.unbind(2)  # [picture, patch, head, head_dim]
+        heads = [_rotated(queries, layout), _rotated(keys, layout), values]
+        parts = [torch.split(one.transpose(1, 2), list(windows), dim=2) for one in heads]
+        mixed = [
+            functional.scaled_dot_product_attention(*window) for window in zip(*parts, strict=True)
+        ]
+        return torch.cat(mixed, dim=2).transpose(1, 2).flatten(2)
+
+
+def _rotated(heads: Tensor, layout: PictureLayout) -> Tensor:
+    """Rotated by the place of each patch, in float32."""
+    wide = heads.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * layout.cos + turned * layout.sin).to(heads.dtype)
