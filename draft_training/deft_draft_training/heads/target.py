@@ -17,6 +17,7 @@ from deft_policies.commands.parse import parse_command
 from deft_policies.decoding.tree import TokenRange
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
+from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 
@@ -59,6 +60,14 @@ class FeatureTarget:
         weight = self.policy.token_model.target.decoder.head.weight.detach()
         return hidden.to(weight.dtype) @ weight.T
 
+    @property
+    def _openvla(self) -> OpenVLA:
+        """Heads learn from models of one picture before the prompt."""
+        model = self.policy.token_model
+        if not isinstance(model, OpenVLA):
+            raise PolicyError(f"draft heads are trained for openvla and ecot, not {model.family}")
+        return model
+
     def fingerprint(self) -> str:
         """A digest of the weights that features depend on: equal for equal checkpoints."""
         return self.policy.model.network.fingerprint()
@@ -70,7 +79,7 @@ class FeatureTarget:
         requests = [ActRequest(one, options=_AUTOREGRESSIVE) for one in observations]
         traces = [answer.chunk.trace for answer in self.policy.act(requests)]
         tokens = [torch.tensor(trace.tokens) for trace in traces if trace is not None]
-        parts = self.policy.token_model
+        parts = self._openvla
         with torch.no_grad():
             fitted = [parts.images.fit(one.image) for one in observations]
             patches = parts.network.see(parts.pixels(fitted)).patches
@@ -91,7 +100,7 @@ class FeatureTarget:
         self, patches: Tensor, prompts: Sequence[Tensor], tokens: Sequence[Tensor]
     ) -> list[Tensor]:
         """Hidden states after the final norm at every position but the last token's, by row."""
-        model = self.policy.model.network
+        model = self._openvla.network
         ids = [torch.cat([one, own[:-1]]) for one, own in zip(prompts, tokens, strict=True)]
         padded = pad_sequence(ids, batch_first=True)
         hidden = model.decoder(model.compose(patches, padded.to(patches.device)))

@@ -9,7 +9,8 @@ from torch.utils.benchmark import Timer
 
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
-from deft_policies.families.family import TokenModel
+from deft_policies.errors import PolicyError
+from deft_policies.families.family import Model, TokenModel
 from deft_policies.families.oft.model import Oft
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization
@@ -200,8 +201,15 @@ def pictures_cost(policy: VlaPolicy, num_rows: int) -> Cost:
     """Towers and projector over every picture, and what turns an instruction into scales."""
     model, weights = policy.model, WeightBytes.of(policy)
     film = model.parts.film if isinstance(model, Oft) else None
-    seen = vision_cost(model.network.config, num_rows * model.num_pictures, weights)
+    seen = vision_cost(_config_of(model), num_rows * model.num_pictures, weights)
     return seen + module_cost(film, num_rows, weights)
+
+
+def _config_of(model: Model) -> OpenVLAConfig:
+    config = model.network.config
+    if not isinstance(config, OpenVLAConfig):
+        raise PolicyError(f"what a model of {model.family} needs at least is not known here")
+    return config
 
 
 def pass_costs(
@@ -213,7 +221,7 @@ def pass_costs(
     if isinstance(model, Oft):
         return [_chunk_cost(model, num_ids, num_rows, weights)]
     assert isinstance(model, TokenModel)
-    config = model.network.config
+    config = _config_of(model)
     prompt = num_ids + config.num_patches
     length = model.forms[policy.find_key(frame.statistics_key)].max_tokens
     if trace is not None:

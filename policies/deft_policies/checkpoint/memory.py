@@ -2,14 +2,14 @@
 
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from deft_policies.errors import DeviceError
 from deft_policies.model.formats import Quantization
-from deft_policies.model.sizes import OpenVLAConfig
-from deft_policies.model.tensor_names import tensor_places
+from deft_policies.model.tensor_names import TensorPlace
 
 _GIB = 1024**3
 # Activations, key/value cache and what the libraries take beside the weights.
@@ -20,15 +20,15 @@ _MATRIX_BITS_CPU = {**_MATRIX_BITS, Quantization.INT4: 9}  # there int4 is kept 
 
 
 def weight_bytes(
-    config: OpenVLAConfig,
+    places: Sequence[TensorPlace],
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization = Quantization.NONE,
 ) -> int:
-    """What the weights of a model of this configuration take on its device."""
+    """What the weights of a model with these tensors take on its device."""
     quantized_bits = _MATRIX_BITS_CPU if device.type == "cpu" else _MATRIX_BITS
     total_bits = 0
-    for place in tensor_places(config):
+    for place in places:
         if place.parameter is None:
             continue
         is_matrix = ".layers." in place.parameter and len(place.shape) == 2
@@ -38,14 +38,17 @@ def weight_bytes(
 
 
 def check_memory(
-    config: OpenVLAConfig, device: torch.device, dtype: torch.dtype, quantization: Quantization
+    places: Sequence[TensorPlace],
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
 ) -> int:
     """What such a model needs: weights, the largest tensor on its way there, and room to work.
 
     Raises `DeviceError` if the device has less; where it cannot say, nothing is refused.
     """
-    weights = weight_bytes(config, device, dtype, quantization)
-    used = [place for place in tensor_places(config) if place.parameter is not None]
+    weights = weight_bytes(places, device, dtype, quantization)
+    used = [place for place in places if place.parameter is not None]
     largest = max(math.prod(place.shape) for place in used) * dtype.itemsize
     need = weights + largest + max(_WORKING_BYTES, int(_WORKING_SHARE * weights))
     free = find_free_bytes(device)

@@ -221,7 +221,7 @@ def load_model(
     Raises `DeviceError` beforehand if the device cannot hold or compute it.
     """
     check_quantization(quantization, device, dtype)
-    check_memory(checkpoint.config, device, dtype, quantization)
+    check_memory(tensor_places(checkpoint.config), device, dtype, quantization)
     with torch.device("meta"):
         model = OpenVLAModel(checkpoint.config).to(dtype)
     places = [(place, place.parameter) for place in tensor_places(checkpoint.config)]

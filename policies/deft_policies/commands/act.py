@@ -168,7 +168,7 @@ def _describe(answer: ActAnswer) -> dict[str, object]:
     chunk, actions = answer.chunk, answer.chunk.actions.tolist()
     trace = chunk.trace or DecodeTrace("", (), (), (), ())
     # One list per action, but for a single one.
-    is_chunk = len(actions) > 1 and trace.tokens
+    is_chunk = len(actions) > 1 and len(trace.tokens) == chunk.actions.size
     described: dict[str, object] = {
         "tokens": np.reshape(trace.tokens, chunk.actions.shape if is_chunk else -1).tolist(),
         "actions": actions,

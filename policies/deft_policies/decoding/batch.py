@@ -5,15 +5,16 @@ aside when it is made and never moves, so that a round can be captured by playin
 the part of it that one target pass leaves behind for the next.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from deft_client.types import DecodeTrace, PassTrace
 from deft_policies.decoding.acceptance.rule import (
@@ -36,6 +37,7 @@ from deft_policies.model.staging import to_device
 NO_STOP = -1
 NOBODY = -1  # in place of an answer's number
 _NUMBERS = count()  # of answers
+Name = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,15 @@ class AnswerSpec:
     With a `space` and no stop token an answer is one action, exactly `max_tokens` long. With a stop
     token it is text that may hold action tokens; those that follow each other are one action, and
     they alone are ever relaxed. Without a space nothing is.
+    Text may be rows of `numbers_in_row` numbers each, 0 where it is not.
+    `ids` are what tokens are called outside, where the decoder knows none but those of answers.
     """
 
     max_tokens: int
     stop: int | None = None
     space: ActionSpace | None = None
+    numbers_in_row: int = 0
+    ids: tuple[int, ...] = ()
 
     @staticmethod
     def action(space: ActionSpace) -> "AnswerSpec":
@@ -60,6 +66,10 @@ class AnswerSpec:
     def action_length(self) -> int:
         """Tokens of one action, at least one."""
         return 1 if self.space is None else self.space.length
+
+    def name(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Tokens as they are called outside."""
+        return tuple(self.ids[one] for one in tokens) if self.ids else tuple(tokens)
 
     @property
     def is_action(self) -> bool:
@@ -172,10 +182,10 @@ class Row:
         drafts = any(plan.kinds for plan in self.method.plans)
         self.trace = DecodeTrace(
             method=self.method.name,
-            tokens=tokens,
-            predicted=target_tokens,
+            tokens=self.spec.name(tokens),
+            predicted=self.spec.name(target_tokens),
             margins=tuple(margins),
-            passes=LazyPassTraces(self.records, self.slot),
+            passes=LazyPassTraces(self.records, self.slot, self.spec.name),
             guard=self.choice.reason,
             rule=str(self.method.rule) if drafts else "",
             plan=self.choice.plan,
@@ -268,12 +278,22 @@ class LazyPassTraces(Sequence[PassTrace]):
     Equal to any sequence of the same passes. Any thread may ask.
     """
 
-    def __init__(self, records: Sequence[PassRecord], slot: int) -> None:
-        self._records, self._slot = records, slot
+    def __init__(self, records: Sequence[PassRecord], slot: int, name: Name = tuple) -> None:
+        """`name` makes of tokens what they are called outside."""
+        self._records, self._slot, self._name = records, slot, name
 
     @cached_property
     def _described(self) -> tuple[PassTrace, ...]:
-        return tuple(one.describe(self._slot) for one in self._records)
+        return tuple(self._describe(one) for one in self._records)
+
+    def _describe(self, record: PassRecord) -> PassTrace:
+        found, name = record.describe(self._slot), self._name
+        return replace(
+            found,
+            tokens=name(found.tokens),
+            predictions=name(found.predictions),
+            bonus=name([found.bonus])[0],
+        )
 
     def __len__(self) -> int:
         return len(self._records)
@@ -548,6 +568,19 @@ class Batch:
         patches = self._extra.get("patches")
         seen = None if patches is None else patches[self._here]
         return ActionContext(space, self.drift, self.num_steps, seen)
+
+    @property
+    def seen(self) -> Tensor | None:
+        """Which tokens these rows hold, prompts among them, [row, token]; None where not kept."""
+        kept = self._extra.get("seen")
+        return None if kept is None else kept[self._here]
+
+    def note_seen(self, done: Pass) -> None:
+        """Add what a pass has committed."""
+        seen, steps = self.seen, torch.arange(done.tokens.shape[1], device=self.device)
+        assert seen is not None
+        hot = functional.one_hot(done.tokens, seen.shape[1]) > 0
+        seen |= (hot & (steps <= done.num[:, None])[:, :, None]).any(dim=1)
 
     def spent(self) -> Tensor:
         """How far the present action has been relaxed, executed minus target, [row, place]."""

@@ -19,6 +19,7 @@ from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.drafts.base import DraftSource
 from deft_policies.decoding.drafts.eagle import EagleDrafts
 from deft_policies.decoding.drafts.medusa import MedusaDrafts
+from deft_policies.decoding.drafts.numbers import PreviousNumbers
 from deft_policies.decoding.drafts.plugin import PluginSource
 from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
 from deft_policies.decoding.drafts.recycling import TokenRecycling
@@ -48,6 +49,7 @@ _WARM_UP_TOKENS = 8  # of a text
 _GUARDS_KEPT = 128
 # What drafts text where a method leaves it to us: actions of the past say nothing of it.
 _TEXT = Plan("previous-answer", (kinds.PREVIOUS_ANSWER,), (kinds.PREVIOUS_ANSWER,))
+_NUMBERS = Plan("previous-numbers", (kinds.PREVIOUS_NUMBERS,), (kinds.PREVIOUS_NUMBERS,))
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class DraftModels:
             kinds.NGRAM: lambda method: NgramLookup(),
             kinds.RECYCLED: lambda method: JacobiDrafts(),
             kinds.PREVIOUS_ANSWER: lambda method: PreviousAnswer(),
+            kinds.PREVIOUS_NUMBERS: lambda method: PreviousNumbers(),
             kinds.TOKEN_RECYCLING: lambda method: TokenRecycling(target),
         }
         if (index := self.index) is not None:
@@ -267,7 +270,9 @@ class Engine:
     def _plans_for(self, method: Method, spec: AnswerSpec) -> tuple[Plan, ...]:
         """Where a method leaves it to us, text is drafted in other ways than actions."""
         plans = self.plans(method)
-        return (_TEXT,) if not spec.is_action and method.plans == OUR_PLANS else plans
+        if spec.is_action or method.plans != OUR_PLANS:
+            return plans
+        return (_NUMBERS,) if spec.numbers_in_row else (_TEXT,)
 
     def _begin(self, prompts: Prompts, rows: list[Row], tried: Plan | None = None) -> None:
         """By the plan that is tried, if one is given: the guard learns its cost, and no more."""

@@ -14,6 +14,7 @@ MEDUSA = "medusa"  # parallel heads, one per position ahead
 SMALL_MODEL = "small-model"  # a cheaper model of the same actions
 TOKEN_RECYCLING = "token-recycling"  # what the target last predicted after the same tokens
 PREVIOUS_ANSWER = "previous-answer"  # the whole last answer, lined up with this one
+PREVIOUS_NUMBERS = "previous-numbers"  # the last answer's rows of numbers, moved and as they were
 
 OUR_KINDS = (
     HEAD,
@@ -33,7 +34,7 @@ SOURCES = "deft.draft_sources"  # the entry points under which packages bring so
 def source_kinds() -> tuple[str, ...]:
     """Every source there can be: ours, then those of installed packages in order of name."""
     theirs = sorted({one.name for one in entry_points(group=SOURCES)})
-    return tuple(dict.fromkeys((*OUR_KINDS, PREVIOUS_ANSWER, *theirs)))
+    return tuple(dict.fromkeys((*OUR_KINDS, PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)))
 
 
 def source_number(kind: str) -> int:

@@ -91,7 +91,7 @@ class Round:
         tree = replace(tree, answers=last.answers)
         self._keep(rows, last)
         lap(Stage.COMMIT)
-        scores = self.target.score(self._cache, tree)
+        scores = self._penalised(rows, tree, self.target.score(self._cache, tree))
         lap(Stage.VERIFY)
         played = self._commit(rows, self._accept(rows, tree, scores, depth), scores.logits)
         lap(Stage.JUDGE)
@@ -108,6 +108,9 @@ class Round:
         tree = replace(tree, answers=part.answers)
         lap(Stage.DRAFT)
         scores, hidden = self.target.prefill(self._cache, first, prompts, tree)
+        if prompts.seen is not None:
+            part.keep("seen", prompts.seen, prompts.seen.shape[1])
+        scores = self._penalised(part, tree, scores)
         lap(Stage.PREFILL)
         if self.method.rule.needs_patches:
             patches = hidden[:, prompts.patches]
@@ -140,6 +143,12 @@ class Round:
         if is_captured or None in rows.rows:  # those that have ended keep nothing more
             kept = kept * rows.is_open
         self._cache.keep(last.path, kept, last.tree.is_chain or not self.plan.kinds)
+
+    def _penalised(self, rows: Batch, tree: DraftTree, scores: Scores) -> Scores:
+        """With less for what came before; the root is the last token that did."""
+        if (seen := rows.seen) is None:
+            return scores
+        return replace(scores, logits=self.target.penalise(scores.logits, seen, tree))
 
     def _accept(self, rows: Batch, tree: DraftTree, scores: Scores, depth: int) -> Pass:
         """What the target says after each node, and which path is committed."""
@@ -198,6 +207,8 @@ class Round:
         played = done.for_host(), *done.size  # a copy, before its root is overwritten
         rows.commit(done, is_plain=not self.round_drafts)
         rows.sums.add_(logits.sum(dim=(1, 2)))
+        if rows.seen is not None:
+            rows.note_seen(done)
         wants_margins = any(row is not None and row.wants_margins for row in rows.rows)
         wants_log_probs = any(row is not None and row.wants_log_probs for row in rows.rows)
         is_known = not self.plan.kinds and self.method.temperature == 0.0

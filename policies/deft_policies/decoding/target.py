@@ -54,6 +54,8 @@ class Prompts:
     last_tokens: Tensor  # [row] int64, the id at the last position
     patches: slice  # positions of the image patches, the same in every row
     features: Tensor | None = None  # [row, feature]
+    # [row, token] bool, which tokens the prompt holds; where repetitions are penalised.
+    seen: Tensor | None = None
     keep_hidden: bool = True  # whether a draft source will read the prompt's hidden states
     for_draft: Callable[[], "Prompts"] | None = None  # the same frames as another checkpoint sees
 
@@ -62,13 +64,14 @@ class Prompts:
         if rows == list(range(len(self.lengths))):
             return self
         index = to_device(rows, self.embeds.device)
-        features, for_draft = self.features, self.for_draft
+        features, seen, for_draft = self.features, self.seen, self.for_draft
         return replace(
             self,
             embeds=self.embeds[index],
             lengths=self.lengths[index],
             last_tokens=self.last_tokens[index],
             features=None if features is None else features[index],
+            seen=None if seen is None else seen[index],
             for_draft=None if for_draft is None else lambda: for_draft().take(rows),
         )
 
@@ -99,6 +102,7 @@ class Target:
         every = TokenRange(0, decoder.sizes.vocabulary - 1)
         self.vocabulary = action_tokens if action_rows_only else every  # what logits speak of
         self.num_tokens = decoder.sizes.vocabulary
+        self.repetition_penalty = 1.0  # of every token that came before, once: see `penalise`
         self.runner = runner or StepRunner()
         self.text_width = WIDTHS[-1]  # nodes of old text that a guarded pass carries
         self.reads_lengths = self.device.type == "cpu" and self.runner.reserve is None
@@ -239,6 +243,18 @@ class Target:
         step = partial(self._score_step, cache, read)
         logits, hidden = self._run(cache, tokens.shape, step, (tokens, ancestors, roots))
         return _without_padding(tree, logits, hidden)
+
+    def penalise(self, logits: Tensor, seen: Tensor, tree: DraftTree) -> Tensor:
+        """Logits [row, node, token], smaller where a token came before.
+
+        It did if the row has `seen` [row, token] it or if it is on the node's own path: what is
+        drafted elsewhere in the tree counts for nobody.
+        """
+        drafted = functional.one_hot(tree.tokens, self.num_tokens).float()
+        on_path = tree.ancestor_mask().float() @ drafted > 0
+        penalty = self.repetition_penalty
+        smaller = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(seen[:, None] | on_path, smaller, logits)
 
     def logits_along(
         self,

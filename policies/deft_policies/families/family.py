@@ -14,21 +14,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deft_client.image_chain import ImageChain
 from deft_client.types import DecodeTrace, Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.checkpoint.open import CheckpointSource
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import WIDEST
-from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import RequestError
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import Encode, VlaTarget
+from deft_policies.families.target import Encode
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
-from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.sizes import VlaConfig
 from deft_policies.model.statistics import ActionStatistics
-from deft_policies.model.vla import OpenVLAModel
+from deft_policies.model.tensor_names import TensorPlace
+from deft_policies.model.vla import VlaNetwork
 
 Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
 
@@ -42,13 +44,16 @@ class Model(ABC):
 
     def __init__(
         self,
-        network: OpenVLAModel,
+        network: VlaNetwork,
         encode: Encode,
-        images: ImageProcessor,
+        images: ImageProcessor | None,
         statistics: Mapping[str, ActionStatistics],
         runner: StepRunner,
     ) -> None:
-        """`statistics` are of actions, by key. `encode` may be called from any thread."""
+        """`statistics` are of actions, by key. `encode` may be called from any thread.
+
+        Without `images` it makes its pictures of frames itself.
+        """
         self.network = network
         self.images = images
         self.statistics = statistics
@@ -64,6 +69,14 @@ class Model(ABC):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.network.decoder.embedding.weight.device
+
+    @property
+    def image_chains(self) -> tuple[ImageChain, ...]:
+        """What may be done to a frame before it is looked at; what is done here comes first."""
+        if self.images is None:
+            return (ImageChain.NONE,)
+        ours = self.images.chain
+        return ours, *(one for one in ImageChain if one is not ours)
 
     @abstractmethod
     def form(self, key: str) -> AnswerSpec:
@@ -81,6 +94,7 @@ class Model(ABC):
     def pixels(self, fitted: Sequence[Image]) -> Tensor:
         """Fitted images as the towers read them, [row, ...]."""
         weight = self.network.decoder.embedding.weight
+        assert self.images is not None
         return self.images.pixel_values(fitted, weight.device, weight.dtype)
 
     def check(self, observation: Observation) -> None:
@@ -106,7 +120,7 @@ class Model(ABC):
 class TokenModel(Model):
     """A model that answers token by token: what it sees is where decoding starts."""
 
-    target: VlaTarget
+    target: Target
     widest = WIDEST  # nodes of a draft tree
     reasoning_model: "TokenModel | None" = None  # the same weights, asked to think before they act
     draft: "TokenModel | None" = None  # another checkpoint that drafts
@@ -144,7 +158,7 @@ class Family(ABC):
 
     name: str
     summary: str  # what it answers from what, for people
-    config: OpenVLAConfig
+    config: VlaConfig
 
     @staticmethod
     @abstractmethod
@@ -155,6 +169,11 @@ class Family(ABC):
     @abstractmethod
     def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "Family":
         """Check everything but the weights; raises `CheckpointError`."""
+
+    @property
+    @abstractmethod
+    def places(self) -> Sequence[TensorPlace]:
+        """The tensors of such a checkpoint, by which its memory is known."""
 
     @abstractmethod
     def load(

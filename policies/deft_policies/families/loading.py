@@ -28,6 +28,7 @@ from deft_policies.families.openvla import OpenVLA, OpenVLAFamily
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
 from deft_policies.families.target import VlaTarget
+from deft_policies.families.vla0.family import Vla0Family
 from deft_policies.model.formats import Precision, Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
@@ -39,7 +40,7 @@ _GIB = 1024**3
 _WIDE = 1024
 _TIMED_ANSWERS = 5
 # In the order in which they are asked whether files are theirs; the last one takes what is left.
-FAMILIES: tuple[type[Family], ...] = (EcotFamily, OftFamily, OpenVLAFamily)
+FAMILIES: tuple[type[Family], ...] = (Vla0Family, EcotFamily, OftFamily, OpenVLAFamily)
 
 
 def find_family(source: CheckpointSource | None, options: ModelOptions) -> type[Family]:
@@ -143,7 +144,7 @@ def load_float32_twin(options: ModelOptions) -> VlaPolicy:
     device, is_drawn = choose_device(options.device), options.random_weights is not None
     # Random numbers depend on the format they are drawn in, so these are drawn in the other one.
     model = open_model(plain).load(device, torch.bfloat16 if is_drawn else torch.float32)
-    if is_drawn:
+    if is_drawn and isinstance(model, OpenVLA):
         model = OpenVLA(
             VlaTarget(model.network.float()), model.encode, model.images, model.statistics
         )
@@ -230,7 +231,7 @@ def _examine_device(options: ModelOptions) -> Finding:
 def _examine_memory(family: Family, options: ModelOptions) -> Finding:
     device = choose_device(options.device)
     dtype = DTYPES[choose_precision(options, device)[0]]
-    need = check_memory(family.config, device, dtype, options.quantization)
+    need = check_memory(family.places, device, dtype, options.quantization)
     return Finding("memory", Verdict.GOOD, f"needs about {need / _GIB:.1f} GiB on {device}")
 
 

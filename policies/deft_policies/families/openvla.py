@@ -30,7 +30,9 @@ from deft_policies.families.target import Encode, VlaTarget
 from deft_policies.model.formats import Quantization
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import Reserve, StepRunner
+from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
+from deft_policies.model.tensor_names import TensorPlace, tensor_places
 from deft_policies.model.vla import OpenVLAModel
 
 _CPU = torch.device("cpu")
@@ -40,6 +42,9 @@ class OpenVLA(TokenModel):
     """Looks at the frame alone; further cameras and the robot's state are ignored."""
 
     family = "openvla"
+    network: OpenVLAModel
+    images: ImageProcessor
+    target: VlaTarget
 
     def __init__(
         self,
@@ -105,6 +110,8 @@ class OpenVLA(TokenModel):
                 f"--draft-model: {draft.family} answers in one pass, and drafts no tokens; give a "
                 "model of the target's family"
             )
+        if not isinstance(draft, OpenVLA):
+            raise CheckpointError(f"--draft-model: {draft.family} has no action tokens")
         theirs, ours = (one.network.config.vocabulary.num_bins for one in (draft, self))
         if theirs != ours:
             raise CheckpointError(
@@ -133,6 +140,7 @@ class OpenVLAFamily(Family):
     """Whatever is of no other family."""
 
     name = OpenVLA.family
+    config: OpenVLAConfig
 
     def __init__(self, options: ModelOptions, checkpoint: Checkpoint | None) -> None:
         self.options, self.checkpoint = options, checkpoint
@@ -154,6 +162,11 @@ class OpenVLAFamily(Family):
                 "--family ecot"
             )
         return cls(options, None if source is None else open_files(source, options))
+
+    @property
+    def places(self) -> Sequence[TensorPlace]:
+        """As published."""
+        return tensor_places(self.config)
 
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None

@@ -15,7 +15,7 @@ from deft_policies.decoding.methods import DEFAULT_METHOD, PRESETS
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, read_tree
 from deft_policies.model.formats import Precision, Quantization
 
-FAMILY_NAMES = ("openvla", "oft", "ecot")
+FAMILY_NAMES = ("openvla", "oft", "ecot", "vla0")
 PROMPTS = ("vicuna", "in-out", "openvla+vicuna", "openvla+in-out")
 # Of a model that answers token by token; of one that writes before it acts.
 OF_DECODING, OF_REASONING = "decoding", "reasoning"

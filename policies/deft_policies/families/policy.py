@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import torch
 
+from deft_client.image_chain import ImageChain
 from deft_client.types import (
     ActionChunk,
     ActOptions,
@@ -120,10 +121,10 @@ class VlaPolicy:
             chunk_length=model.num_steps,
             statistics_keys=self._keys,
             default_statistics_key=self._default_key,
-            image_height=config.image.size,
-            image_width=config.image.size,
-            image_chain=model.images.chain.value,
-            image_chains=tuple(chain.value for chain in type(model.images.chain)),
+            image_height=config.frame_size,
+            image_width=config.frame_size,
+            image_chain=model.image_chains[0].value,
+            image_chains=tuple(chain.value for chain in ImageChain if chain in model.image_chains),
             decoding=self._default_method,
             decoding_methods=self._methods(),
             instructions=config.training.instructions,
@@ -257,9 +258,9 @@ class VlaPolicy:
 
     def _blank_prompts(self, model: TokenModel, rows: int) -> Prompts:
         """What a batch of black frames starts from."""
-        size = model.network.config.image.size
+        size = model.network.config.frame_size
         black = Observation(np.zeros((size, size, 3), dtype=np.uint8), "pick up the cup")
-        return model.see([black] * rows, StageClock(torch.device("cpu")))
+        return model.see([model.complete(black)] * rows, StageClock(torch.device("cpu")))
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""

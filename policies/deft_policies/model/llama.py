@@ -4,6 +4,7 @@ The query, key and value weights are one matrix, and so are gate and up. Inferen
 weights through a cache: see `passes`. Draft heads are single layers, and attend alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -61,13 +62,39 @@ class RotaryTable(nn.Module):
         return Rotation(cos, sin)
 
     def _compute(self) -> Tensor:
-        half = self.sizes.head_dim // 2
-        exponents = torch.arange(0, self.sizes.head_dim, 2, dtype=torch.float32) / (2 * half)
-        frequencies = 1.0 / self.sizes.rope_theta**exponents
-        positions = torch.arange(self.sizes.max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)
+        angles = self._angles()
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos, -sin, sin), dim=1)
+
+    def _angles(self) -> Tensor:
+        """[position, head_dim / 2]."""
+        positions = torch.arange(self.sizes.max_positions, dtype=torch.float32)
+        return torch.outer(positions, self.frequencies())
+
+    def frequencies(self) -> Tensor:
+        """[head_dim / 2]."""
+        half = self.sizes.head_dim // 2
+        exponents = torch.arange(0, self.sizes.head_dim, 2, dtype=torch.float32) / (2 * half)
+        return 1.0 / self.sizes.rope_theta**exponents
+
+
+class PlacedRotaryTable(RotaryTable):
+    """Qwen2.5-VL's M-RoPE where pictures stand at the same slots of every sequence.
+
+    A token has three positions: time, row and column; sections of the frequencies turn by one each.
+    What slot a token is in says all three, so passes go on counting slots.
+    """
+
+    def __init__(self, sizes: LlamaSizes, places: Tensor, sections: Sequence[int]) -> None:
+        """`places` [3, slot] of a sequence; the slots behind them go on counting."""
+        super().__init__(sizes)
+        more = torch.arange(1, sizes.max_positions - places.shape[1] + 1)
+        self._places = torch.cat((places, (places.max() + more).expand(3, -1)), dim=1)
+        self._sections = sections
+
+    def _angles(self) -> Tensor:
+        kinds = torch.arange(3).repeat_interleave(torch.tensor(self._sections))
+        return self._places[kinds].t().float() * self.frequencies()
 
 
 class RMSNorm(nn.Module):
@@ -182,7 +209,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         inner = sizes.num_heads * sizes.head_dim
         fused = inner + 2 * sizes.num_kv_heads * sizes.head_dim
-        self.qkv = nn.Linear(sizes.width, fused, bias=False)
+        self.qkv = nn.Linear(sizes.width, fused, bias=sizes.has_qkv_bias)
         self.out = nn.Linear(inner, sizes.width, bias=False)
 
     def forward(self, hidden: Tensor, attention: Attention) -> Tensor:

@@ -130,7 +130,7 @@ class LlamaPasses:
 
 
 class Projection:
-    """A weight, ready to multiply [token, in] from the right. Without a bias.
+    """A weight, ready to multiply [token, in] from the right, and a bias where there is one.
 
     One in fp8 takes rows that are quantised, or quantises them.
     """
@@ -150,7 +150,7 @@ class Projection:
         if self._fp8 is not None:
             return
         assert isinstance(linear, nn.Linear)
-        self._weight = linear.weight
+        self._weight, self._bias = linear.weight, linear.bias
         # Quantised weights are tensors of another class, and only know `linear`.
         is_plain = type(linear.weight) is nn.Parameter and type(linear.weight.data) is Tensor
         self._turned = linear.weight.detach().t() if is_plain else None
@@ -174,10 +174,12 @@ class Projection:
 
     def _multiply(self, inputs: Tensor) -> Tensor:
         if self._packed is not None and len(inputs) >= self._packed.least_rows:
-            return self._packed.product(inputs)
-        if self._turned is None:
-            return functional.linear(inputs, self._weight)
-        return torch.mm(inputs, self._turned)
+            found = self._packed.product(inputs)
+        elif self._turned is None:
+            found = functional.linear(inputs, self._weight)
+        else:
+            found = torch.mm(inputs, self._turned)
+        return found if self._bias is None else found.add_(self._bias)
 
     def add_to(self, residual: Tensor, inputs: Tensor | Fp8Rows) -> Tensor | None:
         """Multiply [token, in] and add to [token, out] in place: else that is copied first.

@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class LlamaSizes:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 2048
+    has_qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,26 @@ class TrainingNotes:
     prompts: tuple[str, ...] = ()  # values of `PromptTemplate` that it was taught to answer
 
 
+class VlaConfig(Protocol):
+    """What the configuration of every family tells."""
+
+    @property
+    def llm(self) -> LlamaSizes:
+        """Sizes of the decoder."""
+
+    @property
+    def frame_size(self) -> int:
+        """Pixels of a side that a frame is best sent with."""
+
+    @property
+    def statistics(self) -> Mapping[str, ActionStatistics]:
+        """Of actions, by key."""
+
+    @property
+    def training(self) -> TrainingNotes:
+        """What somebody noted."""
+
+
 @dataclass(frozen=True, eq=False)
 class OpenVLAConfig:
     """All that the modules, the processor and the codec need to know of a checkpoint."""
@@ -170,6 +192,11 @@ class OpenVLAConfig:
     prompt_template: PromptTemplate
     statistics: Mapping[str, ActionStatistics]
     training: TrainingNotes = TrainingNotes()
+
+    @property
+    def frame_size(self) -> int:
+        """Pixels of a side that a frame is best sent with."""
+        return self.image.size
 
     @property
     def is_fused(self) -> bool:

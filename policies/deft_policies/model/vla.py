@@ -17,7 +17,7 @@ from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.packed import PackableLinear
 from deft_policies.model.quantization import quantize_linears
-from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.sizes import OpenVLAConfig, VlaConfig
 from deft_policies.model.tensor_names import tensor_places
 from deft_policies.model.vision import Projector, VisionTransformer
 
@@ -33,8 +33,43 @@ class Sight:
     patches: Tensor  # [row, patch, width], projected: inputs of the decoder
 
 
-class OpenVLAModel(nn.Module):
+class VlaNetwork(nn.Module):
+    """What networks of all families have: a decoder, which may be quantised."""
+
+    config: VlaConfig
+    decoder: LlamaDecoder
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantization = Quantization.NONE  # of the decoder's matrices
+        self.unquantized: list[str] = []  # names of those whose sizes the format cannot group
+
+    def quantize_layer(self, index: int, quantization: Quantization, device: torch.device) -> None:
+        """Store the matrices of one decoder layer in fewer bits, once its weights are there."""
+        left = quantize_linears(self.decoder.layers[index], quantization, device)
+        self.quantization = quantization
+        self.unquantized += [f"layers.{index}.{name}" for name in left]
+
+    def describe_quantization(self) -> str:
+        """The format, and how many matrices it could not take."""
+        name = self.quantization.value
+        if not self.unquantized:
+            return name
+        total = 4 * len(self.decoder.layers)  # qkv, out, gate_up and down
+        return f"{name}, but {len(self.unquantized)} of {total} matrices stay as they were"
+
+    def fingerprint(self) -> str:
+        """A digest of the weights: equal for equal checkpoints, in float32 and bfloat16 alike.
+
+        Quantised ones have no digest that others could be compared with.
+        """
+        return digest_of(self)
+
+
+class OpenVLAModel(VlaNetwork):
     """Frames and prompt ids to next-token scores."""
+
+    config: OpenVLAConfig
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -42,8 +77,6 @@ class OpenVLAModel(nn.Module):
         self.towers = nn.ModuleList(VisionTransformer(sizes) for sizes in config.towers)
         self.projector = Projector(config.vision_width, config.llm.width, config.is_fused)
         self.decoder = LlamaDecoder(config.llm)
-        self.quantization = Quantization.NONE  # of the decoder's matrices
-        self.unquantized: list[str] = []  # names of those whose sizes the format cannot group
 
     @staticmethod
     def empty(config: OpenVLAConfig, device: torch.device, dtype: torch.dtype) -> "OpenVLAModel":
@@ -84,20 +117,6 @@ class OpenVLAModel(nn.Module):
         hidden: Tensor = self.decoder(self.compose(self.see(pixels).patches, ids))
         return hidden
 
-    def quantize_layer(self, index: int, quantization: Quantization, device: torch.device) -> None:
-        """Store the matrices of one decoder layer in fewer bits, once its weights are there."""
-        left = quantize_linears(self.decoder.layers[index], quantization, device)
-        self.quantization = quantization
-        self.unquantized += [f"layers.{index}.{name}" for name in left]
-
-    def describe_quantization(self) -> str:
-        """The format, and how many matrices it could not take."""
-        name = self.quantization.value
-        if not self.unquantized:
-            return name
-        total = 4 * len(self.decoder.layers)  # qkv, out, gate_up and down
-        return f"{name}, but {len(self.unquantized)} of {total} matrices stay as they were"
-
     def fuse(self, kernels: "FusedKernels") -> None:
         """From now on run inference with these. Before anything is built on the decoder."""
         self.decoder.kernels = kernels
@@ -110,13 +129,6 @@ class OpenVLAModel(nn.Module):
         for module in (*self.towers.modules(), *self.projector.modules()):
             if isinstance(module, PackableLinear):
                 module.pack()
-
-    def fingerprint(self) -> str:
-        """A digest of the weights: equal for equal checkpoints, in float32 and bfloat16 alike.
-
-        Quantised ones have no digest that others could be compared with.
-        """
-        return digest_of(self)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every weight in use under its published name, as a view: writing changes the model."""

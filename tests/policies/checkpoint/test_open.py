@@ -246,21 +246,21 @@ def test_a_hub_id_offline_is_an_error_of_one_line(
 def test_too_little_memory_is_told_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     config, free = load_config(golden.TINY_OPENVLA), 1 << 40
     monkeypatch.setattr("deft_policies.checkpoint.memory.find_free_bytes", lambda device: free)
-    need = check_memory(config, CPU, torch.float32, Quantization.NONE)
+    need = check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE)
     free = need
-    assert check_memory(config, CPU, torch.float32, Quantization.NONE) == need
+    assert check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE) == need
     free = 10_000_000
     with pytest.raises(DeviceError, match=r"0\.3 GiB"):
-        check_memory(config, CPU, torch.float32, Quantization.NONE)
+        check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE)
 
 
 def test_the_memory_estimate_counts_what_is_loaded() -> None:
     config = load_config(golden.TINY_OPENVLA)
     model = load_model(open_checkpoint(str(golden.TINY_OPENVLA)), CPU, torch.bfloat16)
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert weight_bytes(config, CPU, torch.bfloat16) == held
-    assert weight_bytes(config, CPU, torch.float32) == 2 * held
-    halved = weight_bytes(config, CPU, torch.bfloat16, Quantization.INT8)
+    assert weight_bytes(tensor_places(config), CPU, torch.bfloat16) == held
+    assert weight_bytes(tensor_places(config), CPU, torch.float32) == 2 * held
+    halved = weight_bytes(tensor_places(config), CPU, torch.bfloat16, Quantization.INT8)
     assert held / 2 < halved < held
 
 

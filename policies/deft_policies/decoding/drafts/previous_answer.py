@@ -142,15 +142,7 @@ class PreviousAnswer(DraftSource):
     def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
         """One tree of every row's chains, which share what starts alike."""
         grown = [self._grow(row, limits.widest) for row in batch.rows]
-        size = max(len(tokens) for tokens, _ in grown)
-        numbers = [
-            [[*one, *(0,) * (size - len(one))] for one in (*both, [1] * len(both[0]))]
-            for both in grown
-        ]
-        whole = to_device(numbers, batch.device, torch.int64).view(len(grown), 3, size)
-        tokens, parents, is_real = whole.unbind(1)
-        tree = DraftTree.of_guesses(self.kind, limits.roots, tokens, parents, is_real > 0)
-        return replace(tree, is_chain=all(above == list(range(len(above))) for _, above in grown))
+        return tree_of(self.kind, grown, limits.roots)
 
     def _grow(self, row: Row | None, widest: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of a row's guesses."""
@@ -161,3 +153,18 @@ class PreviousAnswer(DraftSource):
         is_ours = row.drafted[1 : len(guessed) + 1] == guessed  # not another source's
         alignment.take(row.tokens, row.predictions if is_ours else ())
         return alignment.guess(row.tokens, widest - 1, row.limit - 1 - row.count)
+
+
+def tree_of(
+    kind: str, grown: Sequence[tuple[Sequence[int], Sequence[int]]], roots: Tensor
+) -> DraftTree:
+    """Tokens and parents of every row, from lists on the host."""
+    size = max(len(tokens) for tokens, _ in grown)
+    numbers = [
+        [[*one, *(0,) * (size - len(one))] for one in (*both, [1] * len(both[0]))] for both in grown
+    ]
+    whole = to_device(numbers, roots.device, torch.int64).view(len(grown), 3, size)
+    tokens, parents, is_real = whole.unbind(1)
+    tree = DraftTree.of_guesses(kind, roots, tokens, parents, is_real > 0)
+    is_chain = all(list(above) == list(range(len(above))) for _, above in grown)
+    return replace(tree, is_chain=is_chain)

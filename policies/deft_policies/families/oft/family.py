@@ -3,7 +3,7 @@
 What no file of a fine-tune says has to be said by flags.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import StepRunner
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
+from deft_policies.model.tensor_names import TensorPlace, tensor_places
 
 # Two arms, commanded by poses of their joints. Everything else is one arm commanded by motions.
 _ALOHA_DIM = 14
@@ -47,6 +48,7 @@ class OftFamily(Family):
     """Chunks of actions in one pass, with OFT's head or as tokens."""
 
     name = Oft.family
+    config: OpenVLAConfig
 
     def __init__(
         self,
@@ -81,6 +83,11 @@ class OftFamily(Family):
                 "written; leave it out"
             )
         return _open_random(options) if source is None else _open_files(source, options)
+
+    @property
+    def places(self) -> Sequence[TensorPlace]:
+        """Of the model; its parts are small."""
+        return tensor_places(self.config)
 
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None

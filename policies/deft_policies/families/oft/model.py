@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deft_client.types import DecodeTrace, Image, Observation, PassTrace
+from deft_client.types import DecodeTrace, Observation, PassTrace
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import NotFiniteError, RequestError
@@ -23,6 +23,7 @@ from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnorma
 from deft_policies.families.family import OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.target import Encode
+from deft_policies.families.wrists import add_wrists, find_pictures
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.layout import Reserve, StepRunner, Tensors, pad_batch
 from deft_policies.model.passes import LlamaPasses, PassInput
@@ -30,7 +31,6 @@ from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
 
 METHOD = "parallel"
-WRIST = "wrist"  # in the name of a camera that the model may look through
 STOP_ID = 2
 _FILLER_ID = 1  # its embedding is never used
 _MOST_PADDING = Reserve().bucket
@@ -81,6 +81,8 @@ class Oft(OnePassModel):
     """Remembers nothing of a robot: a chunk depends on one observation alone."""
 
     family = "oft"
+    network: OpenVLAModel
+    images: ImageProcessor
     method = METHOD
 
     def __init__(
@@ -129,7 +131,7 @@ class Oft(OnePassModel):
 
     def check(self, observation: Observation) -> None:
         """Refuse missing cameras and states, and instructions without end."""
-        self._find_pictures(observation)
+        find_pictures(observation, self.num_pictures)
         found, wanted = observation.state, self.state_dim
         if wanted is not None and (found is None or len(found) != wanted):
             got = "none" if found is None else f"{len(found)} numbers"
@@ -140,16 +142,17 @@ class Oft(OnePassModel):
 
     def complete(self, observation: Observation) -> Observation:
         """Add the frame again for every wrist, and a state of zeros."""
-        wrists = {f"{WRIST}_{index}": observation.image for index in range(self.num_pictures - 1)}
         state = None if self.state_dim is None else np.zeros(self.state_dim, np.float32)
-        return replace(observation, cameras=wrists, state=state)
+        return replace(add_wrists(observation, self.num_pictures), state=state)
 
     def answer(
         self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
     ) -> list[tuple[Values, DecodeTrace | None]]:
         """Normalised actions of a head, or tokens and their trace, [step, action_dim] each."""
         fitted = [
-            self.images.fit(one) for seen in observations for one in self._find_pictures(seen)
+            self.images.fit(one)
+            for seen in observations
+            for one in find_pictures(seen, self.num_pictures)
         ]
         states = self._read_states(observations, keys)
         texts = [self.encode(one.instruction) for one in observations]
@@ -173,20 +176,6 @@ class Oft(OnePassModel):
             (grid, _trace(text, grid.flatten().tolist(), gaps.flatten().tolist()))
             for text, grid, gaps in zip(texts, values, margins[0], strict=True)
         ]
-
-    def _find_pictures(self, observation: Observation) -> list[Image]:
-        """The frame and the wrist cameras, as many as the model looks at."""
-        num_wrists = self.num_pictures - 1
-        if num_wrists == 0:
-            return [observation.image]
-        names = [name for name in observation.cameras if WRIST in name]
-        if len(names) != num_wrists:
-            raise RequestError(
-                "cameras",
-                f"the model looks at the frame and {num_wrists} further picture(s) whose names "
-                f"contain {WRIST!r}; got {list(observation.cameras)}",
-            )
-        return [observation.image, *(observation.cameras[name] for name in names)]
 
     def _read_states(
         self, observations: Sequence[Observation], keys: Sequence[str]

@@ -51,7 +51,8 @@ class RunFolder:
 
 def is_run_folder(directory: Path) -> bool:
     """Whether a folder, or the one above it, is a run of VLA-0."""
-    return any((one / RUN_FILE).is_file() for one in (directory, directory.parent))
+    places = (directory, directory.parent)
+    return any((one / RUN_FILE).is_file() and any(one.glob("dataset_stats.*")) for one in places)
 
 
 def read_run(directory: Path) -> RunFolder:

@@ -1,0 +1,129 @@
+"""The last answer of the session as a draft of the next one, where answers are numbers as text.
+
+A policy that is asked at every step answers with nearly the same numbers, moved by the rows that
+were executed since. Up to three chains guess how the text goes on: the last answer moved by those
+rows, the last answer as it was, and what followed there behind the longest run of numbers that were
+just written. Each stands at the number and the digit that is written next, so a wrong digit costs
+one pass and the chains line up again. Everything happens on the host.
+"""
+
+from collections.abc import Sequence
+
+from deft_policies.decoding import kinds
+from deft_policies.decoding.batch import Batch, Row
+from deft_policies.decoding.drafts.base import MEMORY, DraftSource
+from deft_policies.decoding.drafts.previous_answer import tree_of
+from deft_policies.decoding.tree import DraftLimits, DraftTree
+
+# Tokens of an answer: 0 to 9 are digits.
+SPACE, END = 10, 11
+_NUM_EXECUTED = 1  # rows, between two answers: such policies are asked at every step
+Number = tuple[int, ...]
+
+
+def split_numbers(tokens: Sequence[int]) -> list[Number]:
+    """The digits of each number; the last one may be begun or empty."""
+    numbers: list[list[int]] = [[]]
+    for token in tokens:
+        if token == SPACE:
+            numbers.append([])
+        elif token != END:
+            numbers[-1].append(token)
+    return [tuple(one) for one in numbers]
+
+
+def moved(numbers: Sequence[Number], num_executed: int, action_dim: int) -> list[Number]:
+    """Without the rows that were executed; the last row stands for the new ones, too."""
+    rest, last = list(numbers[num_executed * action_dim :]), list(numbers[-action_dim:])
+    missing = len(numbers) - len(rest)
+    return rest + (last * (missing // action_dim + 1))[:missing]
+
+
+def rest_of(numbers: Sequence[Number], index: int, num_digits: int) -> list[int]:
+    """Tokens from a number on, behind so many of its digits, up to the end."""
+    if index >= len(numbers):
+        return [END]
+    tokens = list(numbers[index][num_digits:])
+    for number in numbers[index + 1 :]:
+        tokens += [SPACE, *number]
+    return [*tokens, END]
+
+
+def find_run(numbers: Sequence[Number], written: Sequence[Number], ahead: int) -> int | None:
+    """Where the longest run of numbers that was just written goes on; None if nowhere.
+
+    Of equally long runs the one nearest to `ahead` numbers further on counts, which begins as what
+    is being written.
+    """
+    *done, begun = written
+    best, found = (0, 0), None
+    for index in range(1, len(numbers)):
+        length = 0
+        most = min(index, len(done))
+        while length < most and numbers[index - 1 - length] == done[-1 - length]:
+            length += 1
+        if length and numbers[index][: len(begun)] == begun:
+            rank = (length, -abs(index - len(done) - ahead))
+            if found is None or rank > best:
+                best, found = rank, index
+    return found
+
+
+def guess_numbers(
+    last: Sequence[Number], tokens: Sequence[int], num_executed: int, action_dim: int
+) -> list[list[int]]:
+    """Chains of tokens that may come next, the likeliest first."""
+    if not any(last):
+        return []
+    written = split_numbers(tokens)
+    index, num_digits = len(written) - 1, len(written[-1])
+    ahead = num_executed * action_dim
+    chains = [rest_of(moved(last, num_executed, action_dim), index, num_digits)]
+    run = find_run(last, written, ahead)
+    if run is not None:
+        chains.append(rest_of(last, run, num_digits))
+    return [*chains, rest_of(last, index, num_digits)]
+
+
+class PreviousNumbers(DraftSource):
+    """A source of chains from the session's last answer."""
+
+    kind = kinds.PREVIOUS_NUMBERS
+    needs = frozenset({MEMORY})
+    capturable = False
+
+    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
+        """One tree of every row's chains, which share what starts alike."""
+        grown = [self._grow(row, limits.widest) for row in batch.rows]
+        return tree_of(self.kind, grown, limits.roots)
+
+    def _grow(self, row: Row | None, widest: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a row's guesses."""
+        if row is None or row.is_done or not row.memory.answer:
+            return [], []
+        last = split_numbers(row.memory.answer)
+        chains = guess_numbers(last, row.tokens, _NUM_EXECUTED, row.spec.numbers_in_row)
+        depth = row.limit - 1 - row.count
+        return share_beginnings([one[:depth] for one in chains], widest - 1)
+
+
+def share_beginnings(chains: Sequence[Sequence[int]], width: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of chains below the root, node 0, of at most so many nodes.
+
+    The first chain gets what the others leave it; each of these gets a quarter of the width.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    for number, chain in reversed(list(enumerate(chains))):
+        most = width if number == 0 else len(tokens) + width // 4
+        above = 0
+        for token in chain:
+            if (above, token) not in known:
+                if len(tokens) == most:
+                    break
+                tokens.append(token)
+                parents.append(above)
+                known[above, token] = len(tokens)
+            above = known[above, token]
+    return tokens, parents

@@ -1,0 +1,157 @@
+"""VLA-0: pictures and an instruction to a chunk of actions, written as numbers.
+
+An answer is an action only where it is exactly what was asked for. Its tokens are known to the
+decoder by their places among twelve; outside they have the tokenizer's ids.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from deft_client.types import Observation
+from deft_policies.decoding.batch import AnswerSpec
+from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.drafts.numbers import END, SPACE
+from deft_policies.decoding.target import Prompts, Target
+from deft_policies.errors import CheckpointError, RequestError
+from deft_policies.families.family import Model, TokenModel, Values
+from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
+from deft_policies.families.vla0.numbers import read_numbers_text, to_actions
+from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
+from deft_policies.families.vla0.prompt import (
+    IMAGE_PAD,
+    encode_prompt,
+    prompt_positions,
+    prompt_text,
+)
+from deft_policies.families.vla0.run_folder import RunFolder
+from deft_policies.families.wrists import add_wrists, find_pictures
+from deft_policies.model.layout import StepRunner
+from deft_policies.model.llama import PlacedRotaryTable
+from deft_policies.model.sizes import TokenRange
+from deft_policies.model.staging import to_device
+
+WIDEST = 128  # nodes of a draft tree
+
+
+class Vla0(TokenModel):
+    """Looks at the frame and at wrist cameras; the robot's state is ignored."""
+
+    family = "vla0"
+    widest = WIDEST
+    network: Vla0Network
+
+    def __init__(
+        self,
+        network: Vla0Network,
+        run: RunFolder,
+        tokenizer: Tokenizer,
+        runner: StepRunner,
+        max_tokens: int,
+    ) -> None:
+        self.run, self._max_tokens = run, max_tokens
+        side, num_pictures = run.size // PATCH, 1 if run.is_tiled else run.num_cameras
+        self._grid = (side, side * run.num_cameras if run.is_tiled else side)
+        grids = [self._grid] * num_pictures
+        encode = partial(_encode, run, tokenizer, grids)
+        # Pictures stand before the instruction, so at the same places of every prompt.
+        ids, pad = encode(""), tokenizer.token_to_id(IMAGE_PAD)
+        assert pad is not None  # the prompt holds it
+        self._slots = [slot for slot, one in enumerate(ids) if one == pad]
+        self._compact = {one: token for token, one in enumerate(network.config.ids)}
+        places = prompt_positions(ids, pad, grids)
+        sizes = network.config.llm
+        network.decoder.rotary = PlacedRotaryTable(sizes, places, network.config.sections)
+        self.target = Target(network.decoder, TokenRange(0, END), runner=runner)
+        self.target.repetition_penalty = run.repetition_penalty
+        super().__init__(network, encode, None, network.config.statistics, runner)
+        self.num_steps = run.num_steps
+        self.num_pictures = run.num_cameras
+        self.longest_prompt = sizes.max_positions - max_tokens - WIDEST - 1
+        self.details = {
+            "cameras": f"image and {run.num_cameras - 1} whose names contain 'wrist'",
+            "pictures": "tiled" if run.is_tiled else "one of each camera",
+            "prompt": "Picture 1: " if run.names_pictures else "pictures have no names",
+            "repetition penalty": f"{run.repetition_penalty:g}",
+            "longest answer": f"{max_tokens} tokens",
+        }
+
+    def form(self, key: str) -> AnswerSpec:
+        """Rows of numbers and an end."""
+        ids, dim = self.network.config.ids, self.run.action_dim
+        return AnswerSpec(self._max_tokens, END, numbers_in_row=dim, ids=ids)
+
+    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+        """The actions of a valid answer, [step, action_dim]."""
+        tokens = [self._compact[int(one)] for one in values]
+        has_ended = tokens[-1:] == [END]
+        return to_actions(read_numbers_text(_text(tokens), has_ended, self.run), self.run)
+
+    def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """The numbers; they have no parts."""
+        return _text([self._compact[one] for one in tokens]), ()
+
+    def check(self, observation: Observation) -> None:
+        """Refuse missing cameras, and instructions without end."""
+        find_pictures(observation, self.num_pictures)
+        super().check(observation)
+
+    def complete(self, observation: Observation) -> Observation:
+        """Add the frame again for every wrist."""
+        return add_wrists(observation, self.num_pictures)
+
+    def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+        """Pictures and prompts, embedded. Shorter prompts are padded on the right."""
+        patches = torch.stack(
+            [
+                to_patches(picture)
+                for one in observations
+                for picture in make_pictures(find_pictures(one, self.num_pictures), self.run)
+            ]
+        )
+        texts = [self.encode(one.instruction) for one in observations]
+        clock.lap(Stage.PREPARE)
+        weight = self.network.words.weight
+        tokens = self.network.vision(patches.to(weight.device, weight.dtype), self._grid)
+        tokens = tokens.reshape(len(texts), -1, tokens.shape[2])
+        longest = max(map(len, texts))
+        padded = [[*ids, *[ids[-1]] * (longest - len(ids))] for ids in texts]
+        embeds = self.network.words(to_device(padded, self.device))
+        embeds[:, self._slots] = tokens
+        clock.lap(Stage.VISION)
+        seen = [[one in set(ids) for one in self._compact] for ids in texts]
+        is_penalised = self.target.repetition_penalty != 1.0
+        return Prompts(
+            embeds=embeds,
+            lengths=to_device([len(ids) for ids in texts], self.device),
+            # The decoder knows no word that a prompt ends in; every prompt holds a space.
+            last_tokens=to_device([SPACE] * len(texts), self.device),
+            patches=slice(self._slots[0], self._slots[-1] + 1),
+            features=tokens.mean(dim=1),
+            seen=to_device(seen, self.device, torch.bool) if is_penalised else None,
+        )
+
+    def capture(self) -> None:
+        """Nothing is captured of what looks at pictures."""
+
+    def draft_with(self, draft: Model) -> None:
+        """Refused: no other model is known that writes such numbers."""
+        raise CheckpointError("--draft-model: vla0 drafts from its last answer; leave it out")
+
+
+def _encode(
+    run: RunFolder, tokenizer: Tokenizer, grids: Sequence[tuple[int, int]], instruction: str
+) -> list[int]:
+    """Ids of the whole prompt; an instruction cannot write a picture."""
+    if IMAGE_PAD in instruction:
+        raise RequestError("instruction", f"holds {IMAGE_PAD}, which stands for a picture")
+    text = prompt_text(run, instruction, len(grids))
+    return encode_prompt(tokenizer, text, grids)
+
+
+def _text(tokens: Sequence[int]) -> str:
+    return "".join(CHARACTERS[one] for one in tokens if one < END)

@@ -1,0 +1,262 @@
+"""VLA-0's reference answers, of whole policies: tokens, texts, actions and errors are equal."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActRequest
+from deft_policies.commands import act
+from deft_policies.commands.act import Case, answer_cases
+from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import CheckpointError, RequestError
+from deft_policies.families.loading import examine, load_policy, open_model
+from deft_policies.families.options import ModelOptions
+from deft_policies.families.policy import VlaPolicy
+from deft_policies.families.vla0.model import Vla0
+from deft_policies.memory import SessionMemory
+from deft_policies.model.formats import Precision, Quantization
+from tests.golden_vla0 import GOLDEN, VARIANTS, cameras, variant
+
+MOST_PASSES = {"tied": 40, "untied": 28}  # of a later frame, on average
+
+
+@cache
+def policy_of(name: str, decoding: str) -> VlaPolicy:
+    options = ModelOptions(
+        checkpoint=str(GOLDEN / name), precision=Precision.FLOAT32, decoding=decoding
+    )
+    return load_policy(replace(options, is_guarded=False))
+
+
+def model_of(name: str) -> Vla0:
+    model = policy_of(name, "autoregressive").model
+    assert isinstance(model, Vla0)
+    return model
+
+
+def answers(
+    policy: VlaPolicy,
+    frames: Sequence[dict[str, Any]],
+    instruction: str | None = None,
+    batch: int = 1,
+) -> list[dict[str, Any]]:
+    """As `deft act` writes them; frames with an instruction in common are a session."""
+    cases = [
+        Case(
+            GOLDEN / one["images"][0],
+            instruction if instruction is not None else one["instruction"],
+            tuple(GOLDEN / name for name in one["images"][1:]),
+            session_id=None if instruction is None else "session",
+            max_tokens=one["max_new_tokens"],
+        )
+        for one in frames
+    ]
+    return [json.loads(line) for line in answer_cases(policy, cases, batch)]
+
+
+def check(answered: dict[str, Any], frame: dict[str, Any]) -> None:
+    assert answered["tokens"] == frame["generated_ids"]
+    assert answered["text"] == frame["text"]
+    assert ("error" in answered) == (not frame["valid"])
+    assert answered["actions"] == (frame["actions"] if frame["valid"] else [])
+    assert answered["passes"] <= len(frame["generated_ids"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_lossless_answers_single_frames_together_as_the_original_does(name: str) -> None:
+    cases = variant(name)["cases"]
+    for answered, frame in zip(
+        answers(policy_of(name, "lossless"), cases, batch=4), cases, strict=True
+    ):
+        check(answered, frame)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_lossless_writes_sessions_in_few_passes(name: str) -> None:
+    passes = []
+    for session in variant(name)["sessions"]:
+        frames = session["frames"]
+        found = answers(policy_of(name, "lossless"), frames, session["instruction"])
+        for answered, frame in zip(found, frames, strict=True):
+            check(answered, frame)
+        passes += [one["passes"] for one in found[1:]]
+    assert np.mean(passes) <= MOST_PASSES[name]
+
+
+def check_plain(name: str) -> None:
+    policy, cases = policy_of(name, "autoregressive"), variant(name)["cases"]
+    for answered, frame in zip(answers(policy, cases), cases, strict=True):
+        check(answered, frame)
+        assert answered["passes"] == len(frame["generated_ids"])
+    for session in variant(name)["sessions"]:
+        frames = session["frames"]
+        for answered, frame in zip(
+            answers(policy, frames, session["instruction"]), frames, strict=True
+        ):
+            check(answered, frame)
+
+
+def test_plain_answers_are_the_originals() -> None:
+    check_plain("untied")
+
+
+@pytest.mark.long(seconds=14)
+def test_plain_answers_with_a_penalty_are_the_originals() -> None:
+    check_plain("tied")
+
+
+def observe(frame: dict[str, Any]) -> Observation:
+    image, *wrists = cameras(frame)
+    return Observation(image, frame["instruction"], {"wrist": wrists[0]})
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_first_logits_and_what_the_penalty_makes_of_them(name: str) -> None:
+    model = model_of(name)
+    columns = [model.network.config.ids.index(one) for one in variant(name)["allowed_ids"]]
+    for expected in variant(name)["first_step"]:
+        frame = variant(name)["cases"][expected["case"]]
+        with torch.inference_mode():
+            prompts = model.see([observe(frame)], StageClock(torch.device("cpu")))
+            root = DraftTree.root_only(prompts.last_tokens)
+            cache_ = model.target.new_cache()
+            cache_.reserve(1, prompts.embeds.shape[1] + 1)
+            logits = model.target.prefill(cache_, 0, prompts, root)[0].logits
+            assert torch.allclose(
+                logits[0, 0, columns], torch.tensor(expected["logits"]), rtol=0, atol=1e-4
+            )
+            if prompts.seen is not None:
+                logits = model.target.penalise(logits, prompts.seen, root)
+            assert torch.allclose(
+                logits[0, 0, columns], torch.tensor(expected["after_penalty"]), rtol=0, atol=1e-4
+            )
+
+
+def test_a_node_is_penalised_for_its_own_path_alone() -> None:
+    target = model_of("tied").target
+    tokens = torch.tensor([[10, 3, 4, 5, 3]])
+    parents = torch.tensor([[-1, 0, 1, 0, 3]])  # 3 4 and 5 3
+    real, sources = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
+    tree = DraftTree(tokens, parents, real, torch.zeros(1, 5), sources)
+    seen = torch.zeros(1, 12, dtype=torch.bool)
+    seen[0, [7, 10]] = True
+    torch.manual_seed(0)
+    logits = torch.randn(1, 5, 12)
+    found = target.penalise(logits, seen, tree)
+    paths = ({10}, {10, 3}, {10, 3, 4}, {10, 5}, {10, 5, 3})
+    for node, path in enumerate(paths):
+        for token in range(12):
+            expected = float(logits[0, node, token])
+            if token in path | {7}:
+                expected = expected / 1.05 if expected > 0 else expected * 1.05
+            assert float(found[0, node, token]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_drafts_change_an_answer(name: str) -> None:
+    policy, random = policy_of(name, "lossless"), np.random.default_rng(0)
+    for number in range(30):
+        frame = variant(name)["cases"][number % 3]
+        wanted = 8 * int(random.integers(1, 8))
+        right = [
+            policy.token_model.forms["default"].ids.index(one) for one in frame["generated_ids"]
+        ]
+        drawn = random.integers(0, 12, len(right))
+        is_drawn = random.random(len(right)) < random.random()
+        drafts = np.where(is_drawn, drawn, right).tolist()
+        memory = SessionMemory(answer=tuple(drafts))
+        options = ActOptions(want_trace=True, max_tokens=wanted)
+        trace = policy.act([ActRequest(observe(frame), memory, options)])[0].chunk.trace
+        assert trace is not None
+        assert list(trace.tokens) == frame["generated_ids"][:wanted]
+        assert trace.num_passes <= wanted
+        assert {token for one in trace.passes for token in one.predictions} <= set(
+            variant(name)["allowed_ids"]
+        )
+
+
+def test_the_command_answers_lines(tmp_path: Path) -> None:
+    session = variant("untied")["sessions"][0]
+    frames = session["frames"][:2]
+    lines = [
+        {
+            "image": str(GOLDEN / one["images"][0]),
+            "wrist_images": [str(GOLDEN / one["images"][1])],
+            "instruction": session["instruction"],
+            "session_id": "robot",
+            "max_tokens": one["max_new_tokens"],
+        }
+        for one in frames
+    ]
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--checkpoint", str(GOLDEN / "untied"), "--family", "vla0", "--dtype", "float32"]
+    arguments += ["--decoding", "lossless", "--input", str(asked), "--output", str(answered)]
+    assert act.main(arguments) == 0
+    for line, frame in zip(answered.read_text().splitlines(), frames, strict=True):
+        check(json.loads(line), frame)
+
+
+def test_info_and_doctor_know_the_family() -> None:
+    policy = policy_of("tied", "lossless")
+    info = policy.info
+    assert (info.policy, info.action_dim, info.chunk_length) == ("vla0", 7, 8)
+    assert (info.num_pictures, info.max_tokens) == (2, 1024)
+    assert (info.statistics_keys, info.image_chains) == (("default",), ("none",))
+    policy.warm_up()
+    found = examine(ModelOptions(checkpoint=str(GOLDEN / "tied")))
+    assert any("vla0: 8 actions of 7" in one.text for one in found)
+
+
+def test_the_folder_of_the_model_is_as_good_as_the_runs() -> None:
+    family = open_model(ModelOptions(checkpoint=str(GOLDEN / "untied/model_last")))
+    assert family.name == "vla0"
+
+
+def test_what_says_nothing_to_it_is_refused() -> None:
+    run = ModelOptions(checkpoint=str(GOLDEN / "tied"))
+    for options, flag in (
+        (replace(run, prompt="vicuna"), "--prompt"),
+        (replace(run, num_pictures=2), "--pictures"),
+        (replace(run, num_steps=8, family="vla0"), "--chunk"),
+    ):
+        with pytest.raises(CheckpointError, match=flag):
+            open_model(options)
+    with pytest.raises(CheckpointError, match="random weights"):
+        open_model(ModelOptions(random_weights="small", family="vla0"))
+
+
+def test_frames_that_it_cannot_look_at_are_refused() -> None:
+    policy, frame = policy_of("tied", "lossless"), variant("tied")["cases"][0]
+    image, wrist = cameras(frame)
+    with pytest.raises(RequestError, match="wrist"):
+        policy.check(Observation(image, "left"), ActOptions())
+    with pytest.raises(RequestError, match="stands for a picture"):
+        policy.check(Observation(image, "<|image_pad|>", {"wrist": wrist}), ActOptions())
+
+
+def test_bfloat16_and_int8_answer() -> None:
+    for options in (
+        ModelOptions(checkpoint=str(GOLDEN / "tied"), precision=Precision.BFLOAT16),
+        ModelOptions(
+            checkpoint=str(GOLDEN / "tied"),
+            precision=Precision.FLOAT32,
+            quantization=Quantization.INT8,
+        ),
+    ):
+        policy = load_policy(options)
+        request = ActRequest(
+            observe(variant("tied")["cases"][0]), options=ActOptions(want_trace=True, max_tokens=8)
+        )
+        trace = policy.act([request])[0].chunk.trace
+        assert trace is not None
+        assert len(trace.tokens) == 8
