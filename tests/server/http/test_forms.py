@@ -40,6 +40,7 @@ def test_a_form_carries_everything_a_message_does():
         "decoding": "lossless",
         "radius": "9",
         "trace": "true",
+        "log_probs": "true",
         "state": "[0.5, 1]",
     }
     message = read(texts, {"image": PNG, "camera.wrist": JPEG})
@@ -47,7 +48,8 @@ def test_a_form_carries_everything_a_message_does():
     assert message.observation.cameras["wrist"].shape == frame().shape
     assert message.observation.instruction == "lift the cup"
     np.testing.assert_array_equal(message.observation.state, np.array([0.5, 1], np.float32))
-    assert message.options == ActOptions("robot-1", 150.0, "libero_goal", "lossless", 9, True)
+    wanted = ActOptions("robot-1", 150.0, "libero_goal", "lossless", 9, True, want_log_probs=True)
+    assert message.options == wanted
 
 
 def test_options_left_empty_are_options_left_out():
