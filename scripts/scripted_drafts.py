@@ -30,7 +30,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.staging import to_device
-from deft_policies.model.vla import OpenVLAModel
+from deft_policies.model.vla import VlaNetwork
 from scripts.reproduce.published import fit_acceptance
 
 _ACTION_LENGTH = 7
@@ -256,7 +256,7 @@ def spoil(tokens: Tensor, action_tokens: TokenRange) -> Tensor:
 
 
 @torch.no_grad()
-def random_head(model: OpenVLAModel) -> EagleHead:
+def random_head(model: VlaNetwork) -> EagleHead:
     """A draft head of the published shape for this model, with random weights."""
     llm, weight = model.config.llm, model.decoder.embedding.weight
     sizes = head_sizes(llm.width, llm.mlp_width, llm.num_heads, llm.num_kv_heads)
