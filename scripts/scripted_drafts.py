@@ -48,17 +48,14 @@ class Script:
     right: float = 1.0  # of each token of each chain
     num_chains: int = 0  # riding in the prefill
     chances: tuple[float, ...] = ()  # of tokens 2 to 7 on the head's path; empty: no head
-    is_guarded: bool = False
     loop: Loop = Loop.LEAN
     chain: int | None = None  # levels of a head that grows one branch; None: a whole tree
 
     @staticmethod
-    def of_head(
-        name: str, right: float, is_guarded: bool = False, chain: int | None = None
-    ) -> "Script":
+    def of_head(name: str, right: float, chain: int | None = None) -> "Script":
         """A head whose path is right for as long as every one of its tokens is."""
         chances = (right,) * (_ACTION_LENGTH - 1)
-        return Script(name, chances=chances, is_guarded=is_guarded, chain=chain)
+        return Script(name, chances=chances, chain=chain)
 
     @staticmethod
     def of_published(name: str, shares: Sequence[float]) -> "Script":
@@ -79,7 +76,7 @@ class Script:
             find_method("lossless"),
             name=self.name,
             plans=(plan,),
-            is_guarded=self.is_guarded,
+            is_guarded=False,
             loop=self.loop,
         )
 
