@@ -1,9 +1,9 @@
 """What the server needs from a policy, and nothing more."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,23 +132,3 @@ class LimitedPolicy(Protocol):
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """Return the limits under a statistics key that `check` let pass; None is the default."""
-
-
-_IMMEDIATE = "is_immediate"
-
-ActT = TypeVar("ActT", bound=Callable[..., list[ActAnswer]])
-
-
-def immediate(act: ActT) -> ActT:
-    """Mark an `act` that takes microseconds, whatever the batch, and touches no device.
-
-    A server may then call it wherever it is, which saves the hand-over to the policy thread. The
-    mark belongs to the function: a subclass that overrides `act` does not inherit it.
-    """
-    setattr(act, _IMMEDIATE, True)
-    return act
-
-
-def is_immediate(policy: Policy) -> bool:
-    """Is the policy's `act` marked as immediate?"""
-    return getattr(policy.act, _IMMEDIATE, False)

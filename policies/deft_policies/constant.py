@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
-from deft_policies.base import ActAnswer, ActRequest, immediate
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 
@@ -45,7 +45,6 @@ class ConstantPolicy:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    @immediate
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Return the fixed actions."""
         return [ActAnswer(ActionChunk(self.actions), request.memory) for request in batch]

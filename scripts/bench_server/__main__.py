@@ -103,8 +103,6 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
             sdk = times_ms(lambda: client.act(observation), 2000)
         with StreamClient(url) as client:
             sdk_stream = times_ms(lambda: client.act(observation), 1000)
-    with serving("handed-over") as url:
-        handed = time_stream(f"ws://127.0.0.1:{port_of(url)}/v1/stream", body, greets=False)
     return [
         added_line("/v1/stream, 1,000 in a row", stream, 0.4, np.inf),
         added_line("openpi WebSocket, 1,000 in a row", openpi, 0.4, np.inf),
@@ -116,7 +114,6 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
         Result(
             "/v1/stream through StreamClient, its own time included", spread(sdk_stream), "-", True
         ),
-        Result("/v1/stream, policy on its own thread", spread(handed), "-", True),
     ]
 
 

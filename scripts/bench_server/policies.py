@@ -1,4 +1,4 @@
-"""`deft serve` with two policies more, which only benches ask for: `handed-over` and `spinning`."""
+"""`deft serve` with one policy more, which only benches ask for: `spinning`."""
 
 import sys
 import time
@@ -9,13 +9,6 @@ from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.catalog import CATALOG, CatalogEntry
 from deft_policies.constant import ConstantPolicy
 from deft_server.__main__ import main
-
-
-class HandedOverPolicy(ConstantPolicy):
-    """Takes no time either, but does not say so: it is called on the policy thread."""
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        return super().act(batch)
 
 
 class SpinningPolicy(ConstantPolicy):
@@ -36,6 +29,5 @@ def entry(kind: type[ConstantPolicy]) -> CatalogEntry:
 
 
 if __name__ == "__main__":
-    CATALOG["handed-over"] = entry(HandedOverPolicy)
     CATALOG["spinning"] = entry(SpinningPolicy)
     raise SystemExit(main(sys.argv[1:]))

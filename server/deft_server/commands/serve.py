@@ -27,7 +27,7 @@ from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
 from deft_server.commands.settings_sources import ServeCommand, read_command
 from deft_server.http.connections import build_http_protocol, build_websocket_protocol
-from deft_server.replicas.host import ReplicaHost
+from deft_server.replicas.front import ReplicaHost
 from deft_server.replicas.ray_serve import RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.hosting import RemotePolicy

@@ -14,8 +14,8 @@ from typing import Any
 
 from deft_policies.base import ActRequest
 from deft_server.errors import NotReadyError
-from deft_server.replicas.host import ReplicaHangsError, ReplicaLostError
-from deft_server.replicas.remote import Backlogs, FrontState, Replica, ReplicaAnswer
+from deft_server.replicas.front import ReplicaHangsError, ReplicaLostError
+from deft_server.replicas.replica import Backlogs, FrontState, Replica, ReplicaAnswer
 from deft_server.serving.hosting import HostedPolicy, LoadPolicy
 from deft_server.settings import Settings, SettingsError
 

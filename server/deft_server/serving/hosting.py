@@ -25,7 +25,6 @@ from deft_policies.base import (
     Policy,
     Running,
     SteppedPolicy,
-    is_immediate,
 )
 from deft_policies.errors import DeviceError, PolicyError, RequestError
 from deft_policies.model.statistics import find_statistics_key
@@ -54,11 +53,6 @@ class HostedPolicy:
         if isinstance(policy, LimitedPolicy):
             limits = {key: policy.action_limits(key) for key in policy.info.statistics_keys}
         return HostedPolicy(policy.info, limits, isinstance(policy, SteppedPolicy), policy)
-
-    @property
-    def immediate(self) -> Policy | None:
-        """The policy itself where it takes no time and answers on the event loop."""
-        return self.here if self.here is not None and is_immediate(self.here) else None
 
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Raise `RequestError` for what is known beforehand to have no answer.

@@ -15,9 +15,9 @@ from operator import itemgetter
 from typing import Literal
 
 from deft_client.types import ActionChunk
-from deft_policies.base import ActAnswer, Policy
+from deft_policies.base import ActAnswer
 from deft_server.errors import DeadlineError, NotReadyError, SupersededFrameError
-from deft_server.serving.hosting import HostedPolicy, NewHost, PolicyHost, answer_one
+from deft_server.serving.hosting import HostedPolicy, NewHost, PolicyHost
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import Answer, Failure, FrameQueue, QueuedFrame, QueueRules
 from deft_server.settings import Settings, SettingsError
@@ -173,9 +173,6 @@ class Scheduler:
         """
         frame.answer = self._loop.create_future()
         now_s = time.monotonic()
-        if self.policy is not None and self.policy.immediate is not None:
-            self._answer_here(frame, self.policy.immediate, now_s)
-            return await frame.answer
         superseded = self.queue.offer(frame, now_s)
         if superseded is not None:
             superseded.fail(SupersededFrameError("the session sent a newer frame"))
@@ -271,17 +268,6 @@ class Scheduler:
         else:
             frame.take(outcome)
         self._loop.call_soon(self._metrics.count_frame, frame)
-
-    def _answer_here(self, frame: QueuedFrame, policy: Policy, now_s: float) -> None:
-        """Answer on the event loop, where the policy says that this takes no time."""
-        if frame.deadline_s <= now_s:
-            raise DeadlineError("cannot be answered in time; nothing was computed")
-        frame.ask()
-        assert frame.request is not None
-        outcome, failures = answer_one(policy, frame.request)
-        frame.outcome, frame.size, frame.service_s = outcome, 1, time.monotonic() - now_s
-        self._hand_out(frame, outcome)
-        self._note([frame], failures)
 
     def _start_frames(self) -> None:
         """Start what is to go now, and refuse what came too late for it."""

@@ -20,9 +20,9 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_server.errors import DeadlineError, NotReadyError, PolicyFailedError
-from deft_server.replicas.host import ReplicaHangsError, ReplicaHost, ReplicaLostError
+from deft_server.replicas.front import ReplicaHangsError, ReplicaHost, ReplicaLostError
 from deft_server.replicas.ray_serve import replicas_wanted
-from deft_server.replicas.remote import (
+from deft_server.replicas.replica import (
     BACKLOG_FRESH_S,
     Backlogs,
     FrontState,

@@ -15,7 +15,7 @@ from typing import Protocol
 from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
 from deft_server.errors import NotReadyError
-from deft_server.replicas.remote import FrontState, ReplicaAnswer
+from deft_server.replicas.replica import FrontState, ReplicaAnswer
 from deft_server.serving.hosting import HostedPolicy, Listener
 from deft_server.serving.queue import Answer, Failure, QueuedFrame
 from deft_server.settings import SettingsError
