@@ -15,6 +15,7 @@ address where there are none; its flows share what it gets. The rules:
 - a frame joins those that are with the policy where, at the price of so many together, none of
   them misses a deadline that it would otherwise meet (`prices`). A frame that could not meet its
   deadline alone is refused;
+- where frames miss their deadlines in company nevertheless, fewer go together (`Company`);
 - texts hold at most half of the places while actions with deadlines come.
 
 The policy is there once, or in replicas. Each has a place for every frame of a batch, which is
@@ -40,6 +41,8 @@ KEPT_PART = 8  # of the line, one part is kept for frames in a hurry and for own
 MARGIN = 2.0  # of what a frame may take, over what is expected: estimates are only so good
 TRY_EVERY_S = 5.0  # how often a frame may join although that looks too dear: prices change
 REMEMBERED_TURNS = 256
+FEWER = 0.7  # times as many frames go together after one missed its deadline in company
+MORE = 0.03  # so many more after each that met it
 ARREARS = 8  # turns that nobody can be behind by more: they are for who was refused
 
 
@@ -155,6 +158,21 @@ class Turns:
             self._counts = {name: self[name] for name in waiting}
 
 
+class Company:
+    """How many frames with deadlines go together, learnt from which of them met theirs."""
+
+    def __init__(self, most: int) -> None:
+        self.limit = float(most)
+        self._most = most
+
+    def note(self, company: float, is_late: bool) -> None:
+        """Take in a frame that was over, among how many it was answered and whether too late."""
+        if not is_late:
+            self.limit = min(self.limit + MORE, self._most)
+        elif company > 1:
+            self.limit = max(1.0, FEWER * min(self.limit, company))
+
+
 @dataclass(frozen=True)
 class QueueRules:
     """The bounds of the queue."""
@@ -174,6 +192,7 @@ class FrameQueue:
         self.is_stepped = False  # whether frames may join while others are on their way
         self.in_flight: list[QueuedFrame] = []  # that are with the policy, the oldest first
         self.prices = Prices()
+        self._company = Company(rules.max_batch)
         self._max_waiting = rules.max_waiting
         self._patience_s = rules.patience_s
         self._frames: dict[int, QueuedFrame] = {}
@@ -318,6 +337,8 @@ class FrameQueue:
             company = frame.shared_s / passed_s if passed_s > 0 else 1.0
             is_whole = frame.outcome is not None or frame.deadline_s > now_s
             self.prices.observe(frame.alike, service_s, now_s, company, is_whole)
+            if frame.has_deadline:
+                self._company.note(company, frame.deadline_s <= now_s)
 
     def clears_in_s(self, now_s: float) -> float:
         """Return the seconds until all that waits now will have been answered, roughly."""
@@ -402,6 +423,8 @@ class FrameQueue:
         company = [one for one in (*self.in_flight, *chosen) if one.is_text == frame.is_text]
         if not company:
             return True
+        if frame.has_deadline and len(company) >= self._company.limit * self.num_replicas:
+            return False
         before = self.prices.slowdown(len(company) / self.num_replicas)
         after = self.prices.slowdown((len(company) + 1) / self.num_replicas)
         is_dear = self._is_late(frame, after, now_s) or any(

@@ -21,7 +21,7 @@ def noisy(price: Price, noise: float) -> Price:
     return Price(price.round_s, price.frame_s, price.join_s, noise)
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.5])
+@pytest.mark.parametrize("noise", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("price", [CPU, ONE_BY_ONE, GPU], ids=["cpu", "one by one", "gpu"])
 def test_twenty_robots_with_deadlines_get_what_one_at_a_time_gives_and_alike(
     price: Price, noise: float
@@ -31,7 +31,7 @@ def test_twenty_robots_with_deadlines_get_what_one_at_a_time_gives_and_alike(
         robots, costs = fleet(20, 0.25), noisy(price, noise)
         answered = Fleet(robots, costs, seed=seed).play(SECONDS)
         one_at_a_time = Fleet(robots, costs, max_batch=1, seed=seed).play(SECONDS)
-        assert sum(answered) >= 0.9 * sum(one_at_a_time)
+        assert sum(answered) >= 0.95 * sum(one_at_a_time)
         assert min(answered) >= 0.5 * sum(answered) / len(answered)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import Company, FrameQueue, QueuedFrame, QueueRules
 
 RULES = QueueRules(max_batch=2, max_waiting=6, patience_s=0.2)
 
@@ -302,3 +302,17 @@ def test_where_frames_may_join_while_others_are_on_their_way_no_place_stays_empt
     assert numbers(start(queue, 0.0)) == [2]
     finish(queue, first, 0.01, 0.01)
     assert numbers(start(queue, 0.01)) == [3]
+
+
+def test_fewer_go_together_after_one_missed_its_deadline_in_company() -> None:
+    company = Company(8)
+    company.note(1.0, is_late=True)
+    assert company.limit == 8  # alone it would have been late, too
+    company.note(4.0, is_late=True)
+    assert 2 < company.limit < 3
+    for _ in range(20):
+        company.note(4.0, is_late=True)
+    assert company.limit == 1
+    for _ in range(300):
+        company.note(1.0, is_late=False)
+    assert company.limit == 8
