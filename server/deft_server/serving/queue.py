@@ -42,7 +42,7 @@ MARGIN = 2.0  # of what a frame may take, over what is expected: estimates are o
 TRY_EVERY_S = 5.0  # how often a frame may join although that looks too dear: prices change
 REMEMBERED_TURNS = 256
 FEWER = 0.7  # times as many frames go together after one missed its deadline in company
-MORE = 0.03  # so many more after each that met it
+MORE = 0.015  # so many more after each that met it
 ARREARS = 8  # turns that nobody can be behind by more: they are for who was refused
 
 
