@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.chunks import ActionQueue, Seam
-from deft_client.commands.table import markdown_table
 from deft_client.libero.evaluation import point_world
 from deft_client.libero.evaluation.episode import (
     BackgroundCalls,
@@ -33,9 +32,10 @@ from deft_client.libero.evaluation.selection import select_episodes
 from deft_client.libero.policies.source import EpisodePolicy
 from deft_client.libero.report.summary import largest_seams
 from deft_client.libero.results.records import SeamSizes, TrialKey
-from deft_client.libero.results.statistics import mcnemar_exact
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import EnvironmentSettings
+from deft_client.measures.statistics import mcnemar_exact
+from deft_client.measures.table import markdown_table
 from deft_client.types import ActionChunk, Observation
 
 CHUNKS = Path(__file__).parents[1] / "tests/golden/chunks/oft_tiny.npz"

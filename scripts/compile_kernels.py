@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deft_client.commands.table import markdown_table
+from deft_client.measures.table import markdown_table
 from deft_policies.model.kernels import programs
 from deft_policies.model.kernels.launch import STAGES, WARPS_OF_ROWS
 

@@ -21,7 +21,6 @@ from deft_client.libero.evaluation.selection import (
     trained_tasks,
 )
 from deft_client.libero.policies.source import PolicySource, build_policy
-from deft_client.libero.results.statistics import LEAST_EPISODES
 from deft_client.libero.results.store import load_runs
 from deft_client.libero.simulator.environment import (
     Environment,
@@ -29,6 +28,7 @@ from deft_client.libero.simulator.environment import (
     open_environment,
 )
 from deft_client.libero.simulator.suites import find_suite
+from deft_client.measures.statistics import LEAST_EPISODES
 from deft_client.reasoning import ACTION, parse_reasoning
 from scripts.interleaved import Answers, InterleavedPolicy, describe
 from scripts.local_server import ServerDidNotStartError, local_server

@@ -9,9 +9,9 @@ from statistics import fmean
 
 import numpy as np
 
-from deft_client.commands.table import markdown_table
 from deft_client.libero.policies.source import EpisodePolicy
-from deft_client.libero.report.speed import speed_up
+from deft_client.measures.speed import speed_up
+from deft_client.measures.table import markdown_table
 from deft_client.types import ActionChunk, Observation
 
 Answers = Mapping[str, Sequence[ActionChunk]]  # of one episode, by method; each with a trace

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from deft_client.commands.table import markdown_table
+from deft_client.measures.table import markdown_table
 from deft_policies.benchmark.roofline import (
     Cost,
     DeviceRates,

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deft_client.commands.table import markdown_table
+from deft_client.measures.table import markdown_table
 from deft_policies.commands.parse import parse_command
 from deft_policies.errors import PolicyError
 from deft_server.serving.queue import QueueRules

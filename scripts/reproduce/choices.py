@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from deft_client.commands.table import legend, markdown_table
 from deft_client.files import write_atomically
+from deft_client.measures.table import legend, markdown_table
 from deft_client.types import Observation
 from deft_policies.decoding.clock import StageClock
 from deft_policies.families.family import TokenModel

@@ -18,12 +18,13 @@ from deft_client.libero.report.difference import (
     phases_of,
     points_text,
 )
-from deft_client.libero.report.speed import SpeedUp, speedup_of
+from deft_client.libero.report.speed import speedup_of
 from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import interval_text, success_text
-from deft_client.libero.report.trace_metrics import Speculation
-from deft_client.libero.results.records import AnswerRecord
 from deft_client.libero.results.store import RunResults
+from deft_client.measures.answers import AnswerRecord
+from deft_client.measures.speculation import Speculation
+from deft_client.measures.speed import SpeedUp
 from deft_policies.benchmark.summary import expected_speedup
 from scripts.predict_gpu import action_ms
 from scripts.reproduce.study import ReproductionError, Row

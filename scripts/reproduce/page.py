@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from deft_client.commands.table import markdown_table, without_empty
 from deft_client.files import write_atomically
 from deft_client.libero.report.difference import conclusion
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.results.store import RunResults, load_runs, pack_runs, unpack_runs
+from deft_client.measures.table import markdown_table, without_empty
 from scripts.reproduce import played, record
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import choices_table

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deft_client.commands.table import legend, markdown_table, without_empty
 from deft_client.libero.report.difference import compare, points_text
 from deft_client.libero.report.speed import baseline_of, decoding_of, speedup_of
 from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import interval_text, other_starts, success_text
 from deft_client.libero.results.store import RunResults, load_runs
+from deft_client.measures.table import legend, markdown_table, without_empty
 from scripts.reproduce.measures import MARGIN, NOTHING
 from scripts.reproduce.study import ReproductionError
 

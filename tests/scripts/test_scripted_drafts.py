@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
-from deft_client.libero.results.statistics import percentiles
+from deft_client.measures.statistics import percentiles
 from deft_client.types import DecodeTrace, Observation
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.benchmark.summary import Decoding, Speed

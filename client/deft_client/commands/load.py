@@ -24,7 +24,6 @@ import numpy as np
 from deft_client.client import PolicyClient
 from deft_client.commands.connection import reported
 from deft_client.commands.program import CommandParser
-from deft_client.commands.table import markdown_table
 from deft_client.errors import (
     AnswerTimeoutError,
     DeadlineMissedError,
@@ -33,6 +32,7 @@ from deft_client.errors import (
     UsageError,
 )
 from deft_client.files import read_file
+from deft_client.measures.table import markdown_table
 from deft_client.settings import ClientSettings, Retries, TlsFiles, check_url
 from deft_client.types import ActOptions, Observation, ServerInfo
 

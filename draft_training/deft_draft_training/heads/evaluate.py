@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.libero.report.trace_metrics import speculation_of
-from deft_client.libero.results.records import AnswerRecord
+from deft_client.measures.answers import AnswerRecord
+from deft_client.measures.speculation import speculation_of
 from deft_client.types import ActionChunk, DecodeTrace, Observation
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head

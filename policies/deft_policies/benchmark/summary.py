@@ -8,10 +8,10 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.report.speed import SpeedUp, core_doubts, speed_up
-from deft_client.libero.report.trace_metrics import speculation_of
-from deft_client.libero.results.records import AnswerRecord
-from deft_client.libero.results.statistics import Percentiles, percentiles
+from deft_client.measures.answers import AnswerRecord
+from deft_client.measures.speculation import speculation_of
+from deft_client.measures.speed import SpeedUp, core_doubts, speed_up
+from deft_client.measures.statistics import Percentiles, percentiles
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Replay, ReplayFrame
 from deft_policies.decoding.acceptance.host_waits import find_wait

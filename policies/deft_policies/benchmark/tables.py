@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from deft_client.commands.table import markdown_table
-from deft_client.libero.results.statistics import Percentiles
+from deft_client.measures.statistics import Percentiles
+from deft_client.measures.table import markdown_table
 from deft_policies.benchmark.audit import (
     AuditReport,
     EqualityCheck,

@@ -2,14 +2,9 @@
 
 import numpy as np
 
-from deft_client.libero.results.records import (
-    AnswerRecord,
-    EpisodeRecord,
-    Outcome,
-    SeamSizes,
-    TrialKey,
-)
+from deft_client.libero.results.records import EpisodeRecord, Outcome, SeamSizes, TrialKey
 from deft_client.libero.results.store import RunHeader
+from deft_client.measures.answers import AnswerRecord
 from deft_client.types import StageTimings
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.libero.results.statistics import percentiles
+from deft_client.measures.statistics import percentiles
 from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
 from deft_client.types import (
     ActionChunk,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_client.libero.results.statistics import Percentiles
+from deft_client.measures.statistics import Percentiles
 from deft_policies.benchmark.summary import Speed, expected_speedup, expected_tokens
 from deft_policies.benchmark.tables import batch_table
 from deft_policies.decoding.acceptance.host_waits import find_wait

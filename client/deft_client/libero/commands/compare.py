@@ -7,13 +7,13 @@ from pathlib import Path
 
 from deft_client.commands.connection import reported
 from deft_client.commands.program import CommandParser
-from deft_client.commands.table import markdown_table
 from deft_client.libero.errors import SelectionError
 from deft_client.libero.report.difference import MARGIN, Comparison, compare, conclusion
 from deft_client.libero.report.page import short_names
 from deft_client.libero.report.tables import COMPARISON_COLUMNS, comparison_cells
-from deft_client.libero.results.statistics import Interval
 from deft_client.libero.results.store import RunResults, load_runs
+from deft_client.measures.statistics import Interval
+from deft_client.measures.table import markdown_table
 
 _MEASURE_COLUMNS = ("per run", "first", "second", "difference", "95% of the difference")
 _DEVIATION_COLUMNS = ("phase", "steps", "mm apart", "95%", "degrees apart", "95%")

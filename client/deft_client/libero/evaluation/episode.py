@@ -20,9 +20,10 @@ from deft_client.chunks import ActionQueue
 from deft_client.errors import NoActionError
 from deft_client.libero.evaluation.runs import Pacing, RunConfig, VideoChoice
 from deft_client.libero.policies.source import EpisodePolicy
-from deft_client.libero.results.records import AnswerRecord, SeamSizes
+from deft_client.libero.results.records import SeamSizes
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import Environment
+from deft_client.measures.answers import AnswerRecord
 from deft_client.types import ActionChunk, Image, Observation
 
 PERIOD_S = 1.0 / conventions.CONTROL_HZ

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from deft_client.libero.errors import EvaluationError
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.statistics import wilson_interval
+from deft_client.measures.statistics import wilson_interval
 
 _REDRAW_S = 0.2
 _LINE_EVERY_S = 30.0  # where there is no terminal

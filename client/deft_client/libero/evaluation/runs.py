@@ -25,11 +25,11 @@ from deft_client.libero.evaluation.selection import (
 )
 from deft_client.libero.policies.source import PolicySource
 from deft_client.libero.results.records import TrialKey
-from deft_client.libero.results.statistics import LEAST_EPISODES
 from deft_client.libero.results.store import RunHeader
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.libero.simulator.mujoco_version import installed_mujoco
 from deft_client.libero.simulator.suites import Suite
+from deft_client.measures.statistics import LEAST_EPISODES
 from deft_client.types import ServerInfo
 
 _SIMULATOR_PACKAGES = ("hf-libero", "libero", "robosuite", "mujoco", "bddl")

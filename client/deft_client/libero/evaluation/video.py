@@ -13,7 +13,8 @@ from PIL import ImageDraw, ImageFont
 
 from deft_client.files import replacing
 from deft_client.libero.errors import VideoError
-from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, EpisodeRecord, Outcome
+from deft_client.libero.results.records import VIDEO_FPS, EpisodeRecord, Outcome
+from deft_client.measures.answers import AnswerRecord
 from deft_client.reasoning import PICTURE as POINTED
 from deft_client.reasoning import Reasoning, parse_reasoning
 from deft_client.types import Image

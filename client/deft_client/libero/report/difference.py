@@ -8,18 +8,19 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.report.speed import SpeedUp, speedup_of
-from deft_client.libero.report.trace_metrics import passes_of
+from deft_client.libero.report.speed import speedup_of
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.statistics import (
+from deft_client.libero.results.store import RunResults
+from deft_client.libero.simulator.conventions import METRES_PER_UNIT, RADIANS_PER_UNIT
+from deft_client.measures.speculation import passes_of
+from deft_client.measures.speed import SpeedUp
+from deft_client.measures.statistics import (
     Interval,
     bootstrap_interval,
     mcnemar_exact,
     paired_interval,
     pairs_to_decide,
 )
-from deft_client.libero.results.store import RunResults
-from deft_client.libero.simulator.conventions import METRES_PER_UNIT, RADIANS_PER_UNIT
 
 LUCK = 0.05  # p-values below it are called a difference
 MARGIN = 0.05  # the loss of success that is to be ruled out, where nobody says another

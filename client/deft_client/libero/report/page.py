@@ -16,13 +16,14 @@ from deft_client.libero.errors import EvaluationError
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
 from deft_client.libero.report.difference import Comparison, compare
 from deft_client.libero.report.picture import Racer, find_races
-from deft_client.libero.report.speed import SpeedUp, baseline_first, baseline_of
+from deft_client.libero.report.speed import baseline_first, baseline_of
 from deft_client.libero.report.summary import RunSummary, Successes, by_task, summarise
 from deft_client.libero.report.tables import interval_text, other_starts
-from deft_client.libero.report.trace_metrics import Speculation
 from deft_client.libero.results.records import STAGES, VIDEO_FPS, EpisodeRecord, Outcome, TrialKey
-from deft_client.libero.results.statistics import percentiles
 from deft_client.libero.results.store import RunResults
+from deft_client.measures.speculation import Speculation
+from deft_client.measures.speed import SpeedUp
+from deft_client.measures.statistics import percentiles
 
 if TYPE_CHECKING:
     from jinja2 import Template

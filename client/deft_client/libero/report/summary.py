@@ -9,22 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from deft_client.libero.report.trace_metrics import Speculation, speculation_of
-from deft_client.libero.results.records import (
-    STAGES,
-    AnswerRecord,
-    EpisodeRecord,
-    Outcome,
-    SeamSizes,
-    TrialKey,
-)
-from deft_client.libero.results.statistics import (
+from deft_client.libero.results.records import STAGES, EpisodeRecord, Outcome, SeamSizes, TrialKey
+from deft_client.libero.results.store import RunHeader, RunResults
+from deft_client.measures.answers import AnswerRecord
+from deft_client.measures.speculation import Speculation, speculation_of
+from deft_client.measures.statistics import (
     Interval,
     Percentiles,
     percentiles,
     wilson_interval,
 )
-from deft_client.libero.results.store import RunHeader, RunResults
 
 STEPS_PER_S = 20
 

@@ -4,10 +4,10 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from deft_client.commands.table import legend, markdown_table, without_empty
 from deft_client.libero.report.difference import Comparison
 from deft_client.libero.report.summary import RunSummary, Successes
 from deft_client.libero.results.store import RunResults
+from deft_client.measures.table import legend, markdown_table, without_empty
 
 
 def success_text(successes: Successes) -> str:

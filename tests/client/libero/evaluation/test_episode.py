@@ -8,7 +8,7 @@ from deft_client.errors import NoActionError, Problem
 from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig, VideoChoice
 from deft_client.libero.policies.source import PROFILES, PolicySource
-from deft_client.libero.results.records import AnswerRecord
+from deft_client.measures.answers import AnswerRecord
 from deft_client.types import ActionChunk, Observation, StageTimings
 from tests.standins.environments import CountingEnvironment, EchoPolicy, trace_of
 

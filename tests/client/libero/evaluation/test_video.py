@@ -11,7 +11,8 @@ from deft_client.libero.evaluation.video import (
     draw_frames,
     write_video,
 )
-from deft_client.libero.results.records import VIDEO_FPS, AnswerRecord, EpisodeRecord, Outcome
+from deft_client.libero.results.records import VIDEO_FPS, EpisodeRecord, Outcome
+from deft_client.measures.answers import AnswerRecord
 from deft_client.types import Image, StageTimings
 from tests.client.libero.episodes import record
 

@@ -17,12 +17,12 @@ from deft_client.libero.report.difference import (
     phases_of,
 )
 from deft_client.libero.results.records import EpisodeRecord, Outcome
-from deft_client.libero.results.statistics import (
+from deft_client.libero.results.store import ResultsStore, RunResults, load_run
+from deft_client.measures.statistics import (
     bootstrap_interval,
     paired_interval,
     pairs_to_decide,
 )
-from deft_client.libero.results.store import ResultsStore, RunResults, load_run
 from tests.client.libero.episodes import header, record
 
 NAMES = ("plain", "relaxed")

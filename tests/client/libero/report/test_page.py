@@ -15,9 +15,9 @@ from deft_client.libero.report.picture import find_races
 from deft_client.libero.report.speed import baseline_first, baseline_of, speedup_of
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import terminal_table
-from deft_client.libero.report.trace_metrics import Thinking
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.libero.results.store import ResultsStore, RunHeader, RunResults, load_run
+from deft_client.measures.speculation import Thinking
 from deft_client.types import StageTimings
 from tests.client.libero.episodes import header, record
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_client.libero.results.statistics import (
+from deft_client.measures.statistics import (
     Interval,
     mcnemar_exact,
     percentiles,

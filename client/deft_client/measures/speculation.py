@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deft_client.libero.results.records import AnswerRecord
+from deft_client.measures.answers import AnswerRecord
 
 
 @dataclass(frozen=True)
